@@ -1,0 +1,37 @@
+"""Errors for people: what happened, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class LauncherError(Exception):
+    """A mistake that a person can mend. The command line prints it without a traceback.
+
+    Args:
+        what: one sentence with the offending value in it.
+        where: the place to look: `file.json:12:5 zero_optimization.stage`, `host:rank`, a parameter's name.
+        fix: what to write or do instead.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        self.what, self.where, self.fix = what, where, fix
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  to mend it: {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigError(LauncherError, ValueError):
+    """The JSON, or a flag, says something that cannot be done."""
+
+
+class CheckpointError(LauncherError):
+    """A checkpoint is missing, incomplete or does not fit the model."""
+
+
+class ShardedParameterError(LauncherError, RuntimeError):
+    """The data of a sharded parameter was touched while it was not gathered."""
