@@ -1,0 +1,28 @@
+"""What every test shares: one pool of ranks a session, one thread a process, no network."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.pool import WorkerPool
+
+# Ranks inherit these: several ranks share few cores, and nothing may wait for a download.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The comparison with DeepSpeed takes minutes and needs the package: it runs when asked for.
+_PARITY = os.environ.get("LAUNCHER_TEST_PARITY") == "1" and importlib.util.find_spec("deepspeed") is not None
+collect_ignore = [] if _PARITY else ["parity_deepspeed"]
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """Ranks that live as long as the session: `pool.run(function, world, *args)`."""
+    workers = WorkerPool()
+    yield workers
+    workers.close()

@@ -1,0 +1,211 @@
+"""One rank of the pool: joins the process group, then runs the functions that it is sent.
+
+Life of a rank: `serve` (join, say "ready"), then for each job: `_fresh` state, the function, `_settle`, the
+answer. A job and its answer are bytes of `pickle`, so tensors travel by value.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a function that runs on the pool gets first.
+
+    Args:
+        rank: this rank, 0 to world - 1.
+        world: ranks in this run; torch.distributed's default group has just these.
+        group: that process group (gloo).
+    """
+
+    rank: int
+    world: int
+    group: Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: its number, the world, and the directory of the pool's files."""
+
+    rank: int
+    world: int
+    directory: Path
+    port: int
+
+    @property
+    def log(self) -> Path:
+        """Everything the rank printed."""
+        return self.directory / f"rank{self.rank}.log"
+
+    @property
+    def stacks(self) -> Path:
+        """Stacks of the rank's threads: written on `signal.SIGUSR1` and when it crashes."""
+        return self.directory / f"rank{self.rank}.stacks"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A function by name, its arguments, and the import path that finds it."""
+
+    module: str
+    qualname: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What comes back: a value, or the traceback as text. `spoiled`: the rank must not be used again."""
+
+    value: Any = None
+    error: str | None = None
+    spoiled: bool = False
+
+
+def serve(place: Place, pipe: Connection) -> None:
+    """Entry point of a rank's process. Returns when the pipe closes."""
+    _redirect(place)
+    _die_with_parent()
+    os.environ.update(_environment(place))
+    try:
+        context = _join(place)
+    except Exception:
+        _send(pipe, Answer(error=traceback.format_exc(), spoiled=True))
+        return
+    gc.collect()
+    gc.freeze()  # the imports: later collections need not walk them
+    _send(pipe, Answer(value="ready"))
+    environment = dict(os.environ)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return
+        _fresh(environment)
+        _send(pipe, _work(context, message))
+
+
+def _redirect(place: Place) -> None:
+    log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    stacks = open(place.stacks, "w")  # noqa: SIM115  (faulthandler keeps the descriptor)
+    faulthandler.enable(stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+
+
+def _die_with_parent() -> None:
+    """A rank blocked in a collective would outlive a killed pytest: a thread waits for the parent's end."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="die with parent").start()
+
+
+def _environment(place: Place) -> dict[str, str]:
+    rank, world = str(place.rank), str(place.world)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(place.port),
+    }
+
+
+def _join(place: Place) -> RankContext:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(place.directory / "store"), place.world)
+    # The pool watches the time; a timeout of gloo's own would only blur which rank was late.
+    dist.init_process_group(
+        "gloo", store=store, rank=place.rank, world_size=place.world, timeout=timedelta(hours=1)
+    )
+    dist.barrier()
+    return RankContext(place.rank, place.world, dist.group.WORLD)
+
+
+def _fresh(environment: dict[str, str]) -> None:
+    """The same state before every function, whatever the one before did."""
+    import numpy as np
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(SEED)
+    np.random.seed(SEED)
+    random.seed(SEED)
+
+
+def _work(context: RankContext, message: bytes) -> Answer:
+    try:
+        job: Job = pickle.loads(message)
+        sys.path.extend(entry for entry in job.path if entry not in sys.path)
+        value = _find(job)(context, *job.args, **job.kwargs)
+        spoiled = not _settle(context)
+        return Answer(value, spoiled=spoiled)
+    except (Exception, SystemExit):
+        return Answer(error=traceback.format_exc(), spoiled=True)
+
+
+def _find(job: Job) -> Callable[..., Any]:
+    found: Any = importlib.import_module(job.module)
+    for name in job.qualname.split("."):
+        found = getattr(found, name)
+    return found  # type: ignore[no-any-return]
+
+
+def _settle(context: RankContext) -> bool:
+    """True when the default group still stands. A collective left over fails here, in its own test."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.group.WORLD is not context.group:
+        return False
+    dist.barrier()
+    gc.collect()
+    return True
+
+
+def _send(pipe: Connection, answer: Answer) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        message = pickle.dumps(answer)
+    except Exception:
+        message = pickle.dumps(Answer(error=traceback.format_exc(), spoiled=True))
+    try:
+        pipe.send_bytes(message)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(1)
