@@ -1,0 +1,116 @@
+"""A Hugging Face causal LM from its config, on the meta device: shapes and names, no memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from launcher.errors import ConfigError
+
+DEFAULT_MODEL = "default"
+_DEFAULT_CONFIG = Path(__file__).with_name("default_config.json")
+
+
+def load_config(model: str) -> PretrainedConfig:
+    """The config that `--model` names.
+
+    Args:
+        model: `default` (the embedded ~6.6M-parameter byte-level Llama), the path of a bare HF `config.json`,
+            a local directory with one, or a Hugging Face id.
+
+    Raises:
+        ConfigError: nothing is there, the file is not a HF config, or transformers does not know its model type.
+    """
+    if model == DEFAULT_MODEL:
+        return _config_from_file(_DEFAULT_CONFIG)
+    path = Path(model).expanduser()
+    if path.is_file():
+        return _config_from_file(path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"The model directory {model!r} has no config.json.",
+                where=f"--model {model}",
+                fix="name a directory written by save_pretrained, or the config.json itself",
+            )
+        return _config_from_file(path / "config.json")
+    return _config_from_hub(model)
+
+
+def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal LM of `config` whose parameters and buffers have shape and dtype but no data.
+
+    Tied weights are tied, the model is in training mode and keeps no key/value cache. `config` is left as it was.
+
+    Raises:
+        ConfigError: transformers has no causal LM of this model type, or the config's numbers do not fit together.
+    """
+    config = copy.deepcopy(config)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+        raise ConfigError(
+            f"A causal LM cannot be built from this config (model_type {config.model_type!r}): {_first_line(error)}",
+            where=config.name_or_path or "the model's config.json",
+            fix="use the config of a causal language model that the installed transformers knows",
+        ) from error
+    for part in (model.config, model.config.get_text_config()):
+        part.use_cache = False
+    return model.train()
+
+
+def _config_from_file(path: Path) -> PretrainedConfig:
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not a readable JSON file: {_first_line(error)}",
+            where=str(path),
+            fix="name a Hugging Face config.json",
+        ) from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ConfigError(
+            f"{path} has no model_type, so it is not a Hugging Face model config.",
+            where=str(path),
+            fix='add "model_type" (for example "llama"), or name another file',
+        )
+    model_type = content.pop("model_type")
+    try:
+        config = AutoConfig.for_model(model_type, **content)
+    except Exception as error:  # transformers validates configs with exceptions of several libraries
+        raise ConfigError(
+            f"transformers cannot read this config (model_type {model_type!r}): {_first_line(error)}",
+            where=str(path),
+            fix="correct the value, or install a transformers that knows this model type",
+        ) from error
+    config.name_or_path = "" if path == _DEFAULT_CONFIG else str(path)
+    return config
+
+
+def _config_from_hub(model: str) -> PretrainedConfig:
+    if model.endswith(".json") or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ConfigError(
+            f"There is no file or directory {model!r}.",
+            where=f"--model {model}",
+            fix="check the path",
+        )
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(model)
+    except Exception as error:  # network, authorisation and parsing errors of several libraries
+        raise ConfigError(
+            f"No model {model!r}: it is not a local path, and the Hugging Face hub gave: {_first_line(error)}",
+            where=f"--model {model}",
+            fix="check the name and the network, or give a local directory or config.json",
+        ) from error
+    return config
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

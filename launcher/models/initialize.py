@@ -1,0 +1,120 @@
+"""Values of one module from (seed, name): the same on every topology, in whatever order modules are visited.
+
+Hugging Face initialises a model by calling `_init_weights` on every module, children first. A module's own call is
+not the whole story: GPT-2's attention rescales its child `c_proj`, T5's root overwrites `shared`. So the calls that
+write into a module's tensors are found out once, by running all of them on meta stand-ins (`initialize_plan.py`),
+and `initialize_module` repeats exactly those, in their order, with every other tensor replaced by a stand-in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers.initialization import guard_torch_init_functions
+
+from launcher.errors import LauncherError
+from launcher.models.initialize_plan import InitializationPlan, plan_of, stand_ins
+
+
+def initialize_module(root: nn.Module, name: str, module: nn.Module, seed: int) -> None:
+    """Give values to the parameters and buffers that `module` owns directly (not its children's).
+
+    They must have been materialised, with any content, on a real device; nothing else of `root` needs data. The
+    values depend on `seed`, `name` and the shapes only (and on the kind of device, whose generator draws them),
+    and the global random state is left as it was. A tied parameter gets its value with the module that owns it
+    (`owner_of_tied` in the plan: HF's source, else the first name); the other modules leave it alone. Tensors that
+    HF marked `_is_hf_initialized` are left alone too.
+
+    The first call looks at ties and at the whole of `root`: if parameters are replaced by other objects one by one,
+    call `prepare_initialization(root)` before the first one is.
+
+    Args:
+        root: the whole model, for HF's `_init_weights`, which reads its config.
+        name: the name of `module` in `root` ("" for the root itself).
+        module: the module whose own tensors get values.
+        seed: the run's seed.
+
+    Raises:
+        LauncherError: no `_init_weights` or `reset_parameters` writes one of the tensors, or one is still on meta.
+    """
+    if getattr(module, "_is_hf_initialized", False):
+        return
+    plan = plan_of(root)
+    owned = plan.owned(name, module)
+    _check(plan, name, module, owned)
+    if not owned:
+        return
+    device = next(iter(owned.values())).device
+    keep = {(name, key) for key in owned}
+    with torch.no_grad(), guard_torch_init_functions(), _seeded(device, seed, name):
+        for writer in plan.writers_of(name):
+            with stand_ins(root, plan.touched_by(writer) - keep):
+                plan.call(root, writer)
+
+
+def prepare_initialization(root: nn.Module) -> None:
+    """Find out ties and writers now, while parameters that are tied are still one object. Runs on meta tensors."""
+    plan_of(root)
+
+
+def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
+    """Turn a model on meta into a real one, in place, module by module.
+
+    The one-process truth: after it `model` has the values that `initialize_module` gives under any topology, ties
+    are intact and non-persistent buffers (rotary frequencies, masks) are right. Tensors not on meta stay as they are.
+    """
+    prepare_initialization(model)
+    made: dict[int, torch.Tensor] = {}
+    for _, module in model.named_modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                data = torch.empty_like(parameter, device=device)
+                made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            setattr(module, key, made[id(parameter)])
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+    for name, module in model.named_modules():
+        initialize_module(model, name, module, seed)
+
+
+def _check(plan: InitializationPlan, name: str, module: nn.Module, owned: dict[str, torch.Tensor]) -> None:
+    where = f"{name or 'the root module'} ({type(module).__name__})"
+    on_meta = [key for key, tensor in owned.items() if tensor.is_meta]
+    on_meta += [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if on_meta:
+        raise LauncherError(
+            f"These tensors are still on the meta device and can get no value: {', '.join(on_meta)}.",
+            where=where,
+            fix="materialise parameters and buffers first; a tensor that is a plain attribute must be a buffer",
+        )
+    orphans = [key for key in owned if not plan.is_written(name, key)]
+    if orphans:
+        raise LauncherError(
+            f"Nothing says how to initialise {', '.join(orphans)}: neither the model's _init_weights "
+            "nor a reset_parameters of the module writes it.",
+            where=where,
+            fix=f"give {type(module).__name__} a reset_parameters() that fills all its parameters and buffers",
+        )
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int, name: str) -> Iterator[None]:
+    """Random numbers of `device` drawn from (seed, name) inside, as they were outside."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    value = int.from_bytes(digest[:8], "little") >> 1
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        # Not torch.manual_seed: that would reseed every other device as well.
+        torch.default_generator.manual_seed(value)
+        if devices:
+            accelerator = getattr(torch, device.type)
+            index = device.index if device.index is not None else accelerator.current_device()
+            accelerator.default_generators[index].manual_seed(value)
+        yield

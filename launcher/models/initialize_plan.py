@@ -1,0 +1,220 @@
+"""Which initialisers write which tensors of a model, found out by running them all on meta stand-ins."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
+
+from launcher.errors import LauncherError
+
+# A tensor's place: (name of the module that registers it, its name there).
+Place = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """One call that gives values: `kind` of the module named `name`."""
+
+    name: str
+    kind: str  # "hf": the enclosing PreTrainedModel's _init_weights(module); else a method of the module itself
+
+
+@dataclass
+class InitializationPlan:
+    """What is written by whom. Holds names, not modules, so it does not keep the model alive."""
+
+    owner_of_tied: dict[Place, Place] = field(default_factory=dict)
+    """Every other place of a tied parameter -> the place whose module gives it its value."""
+    hf_parent: dict[str, str] = field(default_factory=dict)
+    """Module name -> name of the PreTrainedModel whose `_init_weights` is meant for it."""
+    touched: dict[Writer, set[Place]] = field(default_factory=dict)
+    """Tensors that a call reads or writes."""
+    written: dict[Place, None] = field(default_factory=dict)
+    writers: dict[str, list[Writer]] = field(default_factory=dict)
+    """Module name -> the calls that write into its own tensors, in the order in which a whole model runs them."""
+
+    def owned(self, name: str, module: nn.Module) -> dict[str, torch.Tensor]:
+        """The tensors that get their values with this module, by local name."""
+        return {
+            key: tensor
+            for key, tensor in _tensors(module)
+            if (name, key) not in self.owner_of_tied and not getattr(tensor, "_is_hf_initialized", False)
+        }
+
+    def writers_of(self, name: str) -> list[Writer]:
+        return self.writers.get(name, [])
+
+    def touched_by(self, writer: Writer) -> set[Place]:
+        return self.touched[writer]
+
+    def is_written(self, name: str, key: str) -> bool:
+        return (name, key) in self.written
+
+    def call(self, root: nn.Module, writer: Writer) -> None:
+        _initialiser(self, root, writer)()
+
+
+_plans: weakref.WeakKeyDictionary[nn.Module, InitializationPlan] = weakref.WeakKeyDictionary()
+
+
+def plan_of(root: nn.Module) -> InitializationPlan:
+    """The plan of `root`, made at the first call and remembered as long as `root` lives."""
+    if root not in _plans:
+        _plans[root] = _make_plan(root)
+    return _plans[root]
+
+
+@contextmanager
+def stand_ins(root: nn.Module, places: set[Place]) -> Iterator[dict[Place, torch.Tensor]]:
+    """Meta tensors of the same shape and dtype in the given places, and the real ones back afterwards."""
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    made: dict[Place, torch.Tensor] = {}
+    try:
+        for name, key in places:
+            module = root.get_submodule(name)
+            table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+            real = table[key]
+            fake = torch.empty(real.shape, dtype=real.dtype, device="meta")
+            made[name, key] = nn.Parameter(fake, requires_grad=False) if table is module._parameters else fake
+            saved.append((table, key, real))
+            table[key] = made[name, key]
+        yield made
+    finally:
+        for table, key, real in saved:
+            table[key] = real
+
+
+def _make_plan(root: nn.Module) -> InitializationPlan:
+    plan = InitializationPlan(owner_of_tied=_tied_places(root))
+    post_order = list(_post_order(root, "", "" if isinstance(root, PreTrainedModel) else None, set()))
+    plan.hf_parent = {name: parent for name, _, parent in post_order if parent is not None}
+    places = {(name, key) for name, module, _ in post_order for key, _ in _tensors(module)}
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
+        with stand_ins(root, places) as fakes:
+            recorder = _Recorder(fakes)
+            for name, module, parent in post_order:
+                if parent is not None:
+                    _record(plan, root, Writer(name, "hf"), recorder)
+                _record_own_method(plan, root, name, module, recorder)
+    return plan
+
+
+def _record_own_method(
+    plan: InitializationPlan, root: nn.Module, name: str, module: nn.Module, recorder: _Recorder
+) -> None:
+    """torch's own initialiser, for a module that HF's leaves without values."""
+    if all((name, key) in plan.written for key, _ in _tensors(module)):
+        return
+    for kind in ("reset_parameters", "_reset_parameters", "init_weights"):
+        if callable(getattr(module, kind, None)) and not isinstance(module, PreTrainedModel):
+            return _record(plan, root, Writer(name, kind), recorder)
+
+
+def _record(plan: InitializationPlan, root: nn.Module, writer: Writer, recorder: _Recorder) -> None:
+    try:
+        with recorder:
+            plan.call(root, writer)
+    except Exception as error:
+        raise LauncherError(
+            f"The initialiser of {writer.name or 'the root module'} does not run on meta tensors: {error}",
+            where=f"{type(root.get_submodule(writer.name)).__name__}, {writer.kind}",
+            fix="let it write with in-place operations that do not look at values (torch.nn.init does)",
+        ) from error
+    reads, writes = recorder.take()
+    if not writes:
+        return
+    plan.touched[writer] = reads | writes
+    plan.written.update(dict.fromkeys(writes))
+    for name in {name for name, _ in writes}:
+        plan.writers.setdefault(name, []).append(writer)
+
+
+def _initialiser(plan: InitializationPlan, root: nn.Module, writer: Writer) -> Callable[[], Any]:
+    module = root.get_submodule(writer.name)
+    if writer.kind != "hf":
+        method: Callable[[], Any] = getattr(module, writer.kind)
+        return method
+    model = root.get_submodule(plan.hf_parent[writer.name])
+    return lambda: model._init_weights(module)  # type: ignore[operator]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes which stand-ins an operation reads and which it writes, through views too (by storage)."""
+
+    def __init__(self, fakes: dict[Place, torch.Tensor]) -> None:
+        super().__init__()
+        self._place_of = {fake.untyped_storage()._cdata: place for place, fake in fakes.items()}
+        self._reads: set[Place] = set()
+        self._writes: set[Place] = set()
+
+    def take(self) -> tuple[set[Place], set[Place]]:
+        """What was read and written since the last call."""
+        reads, writes = self._reads, self._writes
+        self._reads, self._writes = set(), set()
+        return reads, writes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            self._note(value, self._writes if is_write else self._reads)
+        return func(*args, **kwargs)
+
+    def _note(self, value: Any, into: set[Place]) -> None:
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                place = self._place_of.get(tensor.untyped_storage()._cdata)
+                if place is not None:
+                    into.add(place)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that a module registers itself."""
+    for table in (module._parameters, module._buffers):
+        for key, tensor in table.items():
+            if tensor is not None:
+                yield key, tensor
+
+
+def _post_order(
+    module: nn.Module, name: str, hf_parent: str | None, seen: set[int]
+) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """(name, module, name of the HF model responsible for it): children before their parents, each once."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for key, child in module.named_children():
+        child_name = f"{name}.{key}" if name else key
+        parent = child_name if isinstance(child, PreTrainedModel) else hf_parent
+        yield from _post_order(child, child_name, parent, seen)
+    yield name, module, hf_parent
+
+
+def _tied_places(root: nn.Module) -> dict[Place, Place]:
+    """Places of a parameter other than its owner's -> the owner's place."""
+    places: dict[int, list[Place]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        module, _, key = name.rpartition(".")
+        places.setdefault(id(parameter), []).append((module, key))
+    hf_targets = {_place(name) for name in getattr(root, "all_tied_weights_keys", None) or {}}
+    owners: dict[Place, Place] = {}
+    for group in places.values():
+        # HF calls the copy the target; without its word, the first name owns.
+        owner = next((place for place in group if place not in hf_targets), group[0])
+        owners.update({place: owner for place in group if place != owner})
+    return owners
+
+
+def _place(name: str) -> Place:
+    module, _, key = name.rpartition(".")
+    return module, key

@@ -1,0 +1,60 @@
+"""Which modules are units: the transformer blocks. What is not inside a block belongs to the root unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+
+def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The transformer blocks of `model` as (name, module), in registration order, none inside another.
+
+    Blocks are the modules whose class HF lists in `_no_split_modules`; where there is no such list, or none
+    matches, the elements of the longest `nn.ModuleList` of equal-class modules, together with every other such
+    list of the same length or the same class (encoder and decoder). A model without blocks gives [].
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    inside_lists = {id(block) for m in model.modules() if isinstance(m, nn.ModuleList) for block in m}
+    listed = [(name, module) for name, module in model.named_modules() if type(module).__name__ in names and name]
+    # HF also lists embeddings and heads of some models; the blocks are those that are stacked.
+    stacked = [(name, module) for name, module in listed if id(module) in inside_lists]
+    return _outermost(stacked or listed) or _longest_lists(model)
+
+
+def _longest_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    outer = list(_outermost_lists(model))
+    if not outer:
+        return []
+    longest = max((blocks for _, blocks in outer), key=len)
+    kind = type(longest[0][1])
+    alike = [blocks for _, blocks in outer if len(blocks) == len(longest) or type(blocks[0][1]) is kind]
+    return _outermost([block for blocks in alike for block in blocks])
+
+
+def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
+    """Block lists that are not inside the blocks of another one (the experts of a block are no units)."""
+    seen: list[str] = []
+    for name, blocks in _block_lists(model):
+        if not any(name.startswith(prefix) for prefix in seen):
+            seen.append(f"{name}.")
+            yield name, blocks
+
+
+def _block_lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
+    """Every nn.ModuleList whose elements are of one class and own parameters."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        same_class = len({type(block) for block in module}) == 1
+        if same_class and any(True for _ in module[0].parameters()):
+            yield name, [(f"{name}.{i}", block) for i, block in enumerate(module)]
+
+
+def _outermost(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    chosen: list[tuple[str, nn.Module]] = []
+    for name, module in modules:
+        nested = any(name.startswith(f"{outer}.") for outer, _ in chosen)
+        if not nested and not any(module is other for _, other in chosen):
+            chosen.append((name, module))
+    return chosen
