@@ -1,0 +1,177 @@
+"""The global batch of a step, and one rank's share of it.
+
+global batch: `global_batch` sequences, the same in the same order on every topology.
+share: the contiguous `global_batch / dp_degree` sequences of one data-parallel rank.
+microbatch: `micro_batch` sequences of a share; a step has `global_batch / (micro_batch * dp_degree)` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from launcher.errors import ConfigError
+
+Batch = dict[str, torch.Tensor]
+
+
+class Sequences(Protocol):
+    """A map-style dataset: items are LongTensors [seq_length], or dicts of tensors that stack."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> torch.Tensor | Batch: ...
+
+
+class GlobalBatchLoader:
+    """Deals the global batches of `dataset` to data-parallel ranks.
+
+    The order of an epoch is a permutation made from (seed, epoch) alone, so the global batch of a step does
+    not depend on the topology, and neither does the state.
+
+    Args:
+        dataset: items are LongTensors [seq_length] (labels are the tokens then) or dicts of tensors.
+        global_batch: sequences of one optimizer step over all ranks (`train_batch_size`).
+        micro_batch: sequences of one forward on one rank (`train_micro_batch_size_per_gpu`).
+        dp_rank: rank on the dp axis.
+        dp_degree: degree of the dp axis.
+        seed: of the order.
+        shuffle: False reads in the order of the dataset in every epoch.
+        drop_last: drop the sequences of an epoch that fill no global batch; False fills the last global batch
+            with the first sequences of the same epoch, so every rank has work of the same shape.
+
+    Attributes:
+        epoch: the epoch of the next step, from 0.
+        samples: sequences of that epoch that are used up, over all ranks.
+
+    Raises:
+        ConfigError: the numbers do not divide, or the data set is smaller than one global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequences,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        dp_rank: int,
+        dp_degree: int,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ) -> None:
+        _check_numbers(len(dataset), global_batch, micro_batch, dp_rank, dp_degree)
+        self.dataset = dataset
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.dp_rank = dp_rank
+        self.dp_degree = dp_degree
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.samples = 0
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one whole epoch."""
+        whole, rest = divmod(len(self.dataset), self.global_batch)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    @property
+    def microbatches_per_step(self) -> int:
+        """Microbatches of one rank in one step: the gradient accumulation."""
+        return self.global_batch // (self.micro_batch * self.dp_degree)
+
+    def __len__(self) -> int:
+        """Microbatches of one rank in one whole epoch."""
+        return self.steps_per_epoch * self.microbatches_per_step
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Microbatches of this rank, from the present place to the end of the epoch."""
+        epoch = self.epoch
+        while self.epoch == epoch:
+            *first, last = self._microbatches()
+            yield from first
+            self._advance()  # before the yield: a state saved after this step continues with the next one
+            yield last
+
+    def steps(self) -> Iterator[list[Batch]]:
+        """One list of microbatches for each optimizer step, epoch after epoch without end."""
+        while True:
+            microbatches = self._microbatches()
+            self._advance()
+            yield microbatches
+
+    def global_indices(self) -> np.ndarray:
+        """Indices into the dataset of the next step's global batch, over all ranks: int64 [global_batch]."""
+        order = self._epoch_order()
+        indices = order[self.samples : self.samples + self.global_batch]
+        return np.concatenate([indices, order[: self.global_batch - len(indices)]])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; in the middle of that very epoch the place is kept."""
+        if epoch != self.epoch:
+            self.epoch, self.samples = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the data, in sequences over all ranks: any topology may continue from it."""
+        return {"epoch": self.epoch, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the place of `state_dict`, which another topology or batch size may have saved."""
+        self.epoch, self.samples = int(state["epoch"]), int(state["samples"])
+        self._roll_over()
+
+    def _microbatches(self) -> list[Batch]:
+        share = self.global_batch // self.dp_degree
+        start = self.dp_rank * share
+        mine = self.global_indices()[start : start + share]
+        return [self._collate(mine[i : i + self.micro_batch]) for i in range(0, share, self.micro_batch)]
+
+    def _collate(self, indices: np.ndarray) -> Batch:
+        items = [_as_batch(self.dataset[int(index)]) for index in indices]
+        return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+    def _epoch_order(self) -> np.ndarray:
+        if self._order is None or self._order[0] != self.epoch:
+            count = len(self.dataset)
+            random = np.random.default_rng((self.seed, self.epoch))
+            self._order = (self.epoch, random.permutation(count) if self.shuffle else np.arange(count))
+        return self._order[1]
+
+    def _advance(self) -> None:
+        self.samples += self.global_batch
+        self._roll_over()
+
+    def _roll_over(self) -> None:
+        """Begin the next epoch as soon as this one has no global batch left."""
+        left = len(self.dataset) - self.samples
+        if left < (self.global_batch if self.drop_last else 1):
+            self.epoch, self.samples = self.epoch + 1, 0
+
+
+def _as_batch(item: torch.Tensor | Batch) -> Batch:
+    return {"input_ids": item, "labels": item} if isinstance(item, torch.Tensor) else item
+
+
+def _check_numbers(count: int, global_batch: int, micro_batch: int, dp_rank: int, dp_degree: int) -> None:
+    if min(global_batch, micro_batch, dp_degree) < 1 or global_batch % (micro_batch * dp_degree):
+        raise ConfigError(
+            f"A global batch of {global_batch} cannot be dealt to {dp_degree} data-parallel ranks "
+            f"in microbatches of {micro_batch}.",
+            where="train_batch_size",
+            fix=f"Make it a multiple of {micro_batch} x {dp_degree}.",
+        )
+    if not 0 <= dp_rank < dp_degree:
+        raise ConfigError(f"There is no data-parallel rank {dp_rank} among {dp_degree}.")
+    if count < global_batch:
+        raise ConfigError(
+            f"The data set has {count} sequences, fewer than one global batch of {global_batch}.",
+            where="train_batch_size",
+            fix=f"Give more text, a shorter --seq-length, or a train_batch_size of at most {count}.",
+        )

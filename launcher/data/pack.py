@@ -1,0 +1,159 @@
+"""Documents -> rows of exactly `seq_length` tokens in a memory-mapped file, made once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from launcher.data.cache import build_once, cache_key, default_cache_dir
+from launcher.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "packed-1"
+PIECE_CHARS = 1 << 20
+"""Text is tokenised about so many characters at a time: a token costs some hundred bytes while it is made."""
+
+
+class PackedDataset(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows of tokens in a memory map: `ds[i]` is a LongTensor [seq_length]. Cheap to pickle.
+
+    Args:
+        path: a directory that `pack` made.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        meta = json.loads((self.path / "meta.json").read_text())
+        self.seq_length: int = meta["seq_length"]
+        self.n_tokens: int = meta["tokens"]
+        """Tokens of the whole text, the dropped remainder included."""
+        self._dtype = np.dtype(meta["dtype"])
+        self._length = self.n_tokens // self.seq_length
+        self._rows = self._open()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(self._rows[index].astype(np.int64))
+
+    def _open(self) -> np.ndarray:
+        shape = (self._length, self.seq_length)
+        return np.memmap(self.path / "tokens.bin", dtype=self._dtype, mode="r", shape=shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rows": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._rows = self._open()
+
+
+def pack(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    cache_dir: str | Path | None = None,
+) -> PackedDataset:
+    """Tokenise column `text`, end every document with <eos>, and cut the stream in rows of `seq_length`.
+
+    The remainder that fills no row is dropped. The result lies in `cache_dir` (default `$LAUNCHER_CACHE` or
+    `~/.cache/launcher`), named for the text, the tokenizer and the length. All ranks may call at once.
+
+    Raises:
+        ConfigError: the text is shorter than one row, or the tokenizer has no end-of-sequence token.
+    """
+    if seq_length < 1:
+        raise ConfigError(f"A sequence of {seq_length} tokens cannot be packed.", where="--seq-length")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"The tokenizer {tokenizer.name_or_path!r} has no eos_token to stand between documents.",
+            where="--tokenizer",
+            fix="Set eos_token in its tokenizer_config.json.",
+        )
+    key = cache_key(FORMAT, dataset._fingerprint, tokenizer_fingerprint(tokenizer), seq_length)
+    final = Path(cache_dir or default_cache_dir()) / "packed" / key
+    return PackedDataset(build_once(final, lambda path: _write(path, dataset, tokenizer, seq_length)))
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of what decides the ids: not of padding and truncation, which calls set and leave behind."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    else:
+        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+    return cache_key(json.dumps(rules, sort_keys=True), tokenizer.eos_token_id)
+
+
+def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, seq_length: int) -> None:
+    logger.info("packing %d documents in rows of %d tokens", len(dataset), seq_length)
+    dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
+    n_tokens = 0
+    with open(directory / "tokens.bin", "wb") as file:
+        for ids in _token_chunks(dataset, tokenizer):
+            array = np.asarray(ids, dtype=np.int64).astype(dtype)
+            file.write(array.tobytes())
+            n_tokens += len(array)
+    if n_tokens < seq_length:
+        raise ConfigError(
+            f"The text has {n_tokens} tokens, too few for one sequence of {seq_length}.",
+            where="--seq-length",
+            fix=f"Give more text, or a --seq-length of at most {n_tokens}.",
+        )
+    meta = {"format": FORMAT, "seq_length": seq_length, "tokens": n_tokens, "dtype": dtype.str}
+    (directory / "meta.json").write_text(json.dumps(meta))
+
+
+def _token_chunks(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Ids of the whole stream, some PIECE_CHARS characters of text at a time."""
+    pieces: list[str] = []
+    ends: list[bool] = []
+    waiting = 0
+    for text in _texts(dataset):
+        cut = _cut(text)
+        for i, piece in enumerate(cut):
+            pieces.append(piece)
+            ends.append(i == len(cut) - 1)
+            waiting += len(piece)
+            if waiting >= PIECE_CHARS:
+                yield _encode(pieces, ends, tokenizer)
+                pieces, ends, waiting = [], [], 0
+    if pieces:
+        yield _encode(pieces, ends, tokenizer)
+
+
+def _encode(pieces: list[str], ends: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[int] = []
+    for piece_ids, ends_document in zip(encoded["input_ids"], ends, strict=True):
+        ids.extend(piece_ids)
+        if ends_document:
+            ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+def _texts(dataset: Dataset) -> Iterator[str]:
+    for batch in dataset.iter(batch_size=64):
+        yield from (text for text in batch["text"] if text)
+
+
+def _cut(text: str) -> list[str]:
+    """A long document in pieces of at most PIECE_CHARS characters, cut after a newline where there is one."""
+    pieces = []
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        newline = text.rfind("\n", start, start + PIECE_CHARS)
+        end = newline + 1 if newline >= start else start + PIECE_CHARS
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]

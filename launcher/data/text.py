@@ -1,0 +1,190 @@
+"""A name on the command line -> documents: a `datasets.Dataset` with one column, `text`."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, concatenate_datasets, load_dataset
+
+from launcher.data.cache import cache_key
+from launcher.errors import ConfigError
+
+EVAL_FRACTION = 0.01
+SUFFIXES = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+ACCEPTED = (
+    "name `stdlib`, a Hugging Face dataset id (`owner/name` or `owner/name:config`), "
+    "a .txt, .jsonl, .json or .parquet file, or a directory of them"
+)
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def load_text(dataset: str, *, split: str = "train", min_eval_chars: int = 8192) -> Dataset:
+    """Documents of `dataset`, one row each, in the column `text`.
+
+    Args:
+        dataset: `stdlib` (Python's documentation topics and the sources of its standard library), a Hugging
+            Face dataset id, a local .txt (one document a file), .jsonl, .json or .parquet file, or a directory
+            of them.
+        split: `train`, `eval` or `all`. The eval split is the end of the data: its last 1 % (by length),
+            the same on every machine and in every run.
+        min_eval_chars: hold out at least so many characters (though never more than half), so that
+            a small data set still gives one whole sequence.
+
+    Raises:
+        ConfigError: there is no such data, or it has no column of text.
+    """
+    rows = text_column(load_rows(dataset), dataset)
+    if split == "all":
+        return rows
+    return hold_out(rows, split, where=dataset, min_eval_chars=min_eval_chars)
+
+
+def load_rows(dataset: str) -> Dataset:
+    """Rows as they are in `dataset`, with all their columns (see `load_text` for the names)."""
+    if dataset == "stdlib":
+        return _documents(_stdlib_documents())
+    path = Path(dataset).expanduser()
+    if path.exists():
+        return _load_local(path)
+    if path.suffix in SUFFIXES or dataset.startswith((".", "/", "~")):
+        raise ConfigError(f"No such file or directory: {dataset!r}.", where="--dataset", fix=f"{ACCEPTED}.")
+    return _load_hub(dataset)
+
+
+def text_column(rows: Dataset, dataset: str) -> Dataset:
+    """Keep the column with the text, under the name `text`.
+
+    It is `text`, else `content`, else the only column of strings.
+    """
+    strings = [n for n, f in rows.features.items() if getattr(f, "dtype", None) in ("string", "large_string")]
+    named = [n for n in ("text", "content") if n in strings]
+    if not named and len(strings) != 1:
+        raise ConfigError(
+            f"No column `text` in {dataset!r}; it has {', '.join(map(repr, rows.column_names)) or 'none'}.",
+            where="--dataset",
+            fix="Name the column with the documents `text`.",
+        )
+    column = (named or strings)[0]
+    rows = rows.select_columns([column])
+    return rows if column == "text" else rows.rename_column(column, "text")
+
+
+def hold_out(rows: Dataset, split: str, *, where: str, min_eval_chars: int = 8192) -> Dataset:
+    """The `train` or the `eval` part of the documents, cut at the same place by every process.
+
+    Whole documents are held out from the end. Where that would take more than twice the share (one huge
+    document), the document is cut at the end of a line.
+    """
+    if split not in ("train", "eval"):
+        raise ConfigError(f"No split {split!r} of {where!r}.", fix="`train`, `eval` or `all`.")
+    lengths = _lengths(rows)
+    total = int(lengths.sum())
+    if total < 2:
+        raise ConfigError(f"There is no text in {where!r}.", where="--dataset")
+    target = int(min(max(total * EVAL_FRACTION, min_eval_chars), total / 2))
+    from_end = np.cumsum(lengths[::-1])
+    count = int(np.searchsorted(from_end, max(target, 1))) + 1
+    boundary = len(rows) - count
+    if boundary > 0 and from_end[count - 1] <= 2 * target:
+        return rows.select(range(boundary) if split == "train" else range(boundary, len(rows)))
+    already = int(from_end[count - 2]) if count > 1 else 0
+    return _cut_document(rows, boundary, target - already, split)
+
+
+def _cut_document(rows: Dataset, index: int, held: int, split: str) -> Dataset:
+    """Split document `index` near its last `held` bytes; those before it train, those after it evaluate."""
+    document = rows[index]["text"]
+    # Bytes and characters differ in other scripts: the share is taken of this document's own characters.
+    share = held / max(len(document.encode()), 1)
+    position = min(max(len(document) - round(len(document) * share), 1), len(document) - 1)
+    newline = document.find("\n", position)
+    if 0 <= newline < len(document) - 1 and newline - position < held // 2:
+        position = newline + 1
+    part = document[:position] if split == "train" else document[position:]
+    piece = _documents([part], rows.features["text"].pa_type)
+    if split == "train":
+        return concatenate_datasets([rows.select(range(index)), piece]) if index else piece
+    rest = rows.select(range(index + 1, len(rows)))
+    return concatenate_datasets([piece, rest]) if len(rest) else piece
+
+
+def _lengths(rows: Dataset) -> np.ndarray:
+    """Bytes of each document [n], read from the Arrow offsets and not from the text."""
+    if rows._indices is not None:
+        rows = rows.flatten_indices()
+    lengths = pc.fill_null(pc.binary_length(rows.data.column("text")), 0)
+    return lengths.to_numpy().astype(np.int64)
+
+
+def _documents(texts: list[str], kind: pa.DataType | None = None) -> Dataset:
+    """Texts in memory as rows; the fingerprint is of the contents, so every process has the same."""
+    table = pa.table({"text": pa.array(texts, type=kind or pa.large_string())})
+    return Dataset(table, fingerprint=cache_key(*texts)[:16])
+
+
+def _stdlib_documents() -> list[str]:
+    """Python's own documentation topics, then the sources of its library in the order of their paths."""
+    from pydoc_data.topics import topics
+
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = [path for path in sorted(root.rglob("*.py")) if _is_library(path.relative_to(root))]
+    if not sources:
+        raise ConfigError(
+            f"This Python has no sources of its standard library in {root}.",
+            where="--dataset stdlib",
+            fix="Use a Python that has them, or name other text: " + ACCEPTED + ".",
+        )
+    documents = [topics[name] for name in sorted(topics)]
+    documents += [path.read_text(encoding="utf-8", errors="replace") for path in sources]
+    return [document for document in documents if document.strip()]
+
+
+def _is_library(path: Path) -> bool:
+    """Not a test, not an installed package, not a file that differs by machine or repeats the topics."""
+    if _NOT_LIBRARY & set(path.parts) or path.parts[0].startswith("config-"):
+        return False
+    return not path.name.startswith("_sysconfigdata") and path.parts != ("pydoc_data", "topics.py")
+
+
+def _load_local(path: Path) -> Dataset:
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    else:
+        files = [path] if path.suffix in SUFFIXES else []
+    if not files:
+        raise ConfigError(
+            f"There is no text of a kind that can be read in {str(path)!r}.",
+            where="--dataset",
+            fix=f"{ACCEPTED}.",
+        )
+    kinds = dict.fromkeys(SUFFIXES[file.suffix] for file in files)
+    parts = [_load_files(kind, [file for file in files if SUFFIXES[file.suffix] == kind]) for kind in kinds]
+    if len(parts) == 1:
+        return parts[0]
+    mixed = [text_column(part, str(path)) for part in parts]
+    return concatenate_datasets([part.cast(mixed[0].features) for part in mixed])
+
+
+def _load_files(kind: str, paths: list[Path]) -> Dataset:
+    if kind == "text":
+        return _documents([p.read_text(encoding="utf-8", errors="replace") for p in paths])
+    return _read(f"Cannot read {', '.join(map(str, paths[:3]))}", kind, data_files=[str(p) for p in paths])
+
+
+def _load_hub(name: str) -> Dataset:
+    identifier, _, config = name.partition(":")
+    return _read(f"Cannot load {name!r} from the Hugging Face hub", identifier, config or None)
+
+
+def _read(failure: str, *args: Any, **kwargs: Any) -> Dataset:
+    """`datasets.load_dataset(..., split="train")`; its many kinds of errors become one naming the data."""
+    try:
+        return load_dataset(*args, split="train", **kwargs)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{failure}: {reason}", where="--dataset", fix=f"{ACCEPTED}.") from error

@@ -1,0 +1,168 @@
+"""A tokenizer for the model: its own, a named one, bytes, or a BPE trained on the data set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from launcher.data.cache import build_once, cache_key, default_cache_dir
+from launcher.errors import ConfigError
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+BYTE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
+)  # fmt: skip
+
+
+def load_tokenizer(name: str | None, model_dir: str | None, vocab_size: int) -> PreTrainedTokenizerFast:
+    """The tokenizer for a model whose embedding has `vocab_size` rows.
+
+    Args:
+        name: a Hugging Face id or a directory (`--tokenizer`); None: the model's own.
+        model_dir: the model's directory or Hugging Face id; None, a bare `config.json`, or a directory
+            without tokenizer files means the byte-level tokenizer.
+        vocab_size: rows of the embedding.
+
+    Raises:
+        ConfigError: nothing there to load, or more tokens than the embedding has rows.
+    """
+    source = name or _own_tokenizer(model_dir)
+    if source is None:
+        return byte_tokenizer(vocab_size)
+    try:
+        tokenizer = cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(source))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"Cannot load a tokenizer from {source!r}: {reason}",
+            where="--tokenizer" if name else "--model",
+            fix="Name a Hugging Face id or a directory with tokenizer.json by --tokenizer.",
+        ) from error
+    if len(tokenizer) > vocab_size:
+        raise ConfigError(
+            f"Tokenizer {source!r} has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}.",
+            where="--tokenizer" if name else "--model",
+            fix=f"Set vocab_size >= {len(tokenizer)} in the model's config, or use another tokenizer.",
+        )
+    return tokenizer
+
+
+def byte_tokenizer(vocab_size: int = BYTE_VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Ids 0..255 are the bytes of UTF-8; <pad>, <bos>, <eos>, <unk> are 256..259. Decoding is exact.
+
+    Raises:
+        ConfigError: `vocab_size` is below 260.
+    """
+    if vocab_size < BYTE_VOCAB_SIZE:
+        raise ConfigError(
+            f"vocab_size {vocab_size} is too small for the byte-level tokenizer: "
+            f"256 bytes and {len(SPECIAL_TOKENS)} special tokens need {BYTE_VOCAB_SIZE}.",
+            where="the model's config.json: vocab_size",
+            fix=f"Set vocab_size >= {BYTE_VOCAB_SIZE}, or name a tokenizer by --tokenizer.",
+        )
+    return _wrap(_byte_level(_base_vocab(), [], split_words=False))
+
+
+def train_tokenizer(
+    dataset: Dataset, n_tokens: int, cache_dir: str | Path | None = None
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of exactly `n_tokens` tokens, trained on column `text` (`--train-tokenizer N`).
+
+    Ids 0..259 are those of `byte_tokenizer`. Trained once and cached, so every rank has the same.
+
+    Raises:
+        ConfigError: `n_tokens` is below 260, or the text has too few distinct pairs for so many tokens.
+    """
+    if n_tokens < BYTE_VOCAB_SIZE:
+        raise ConfigError(
+            f"{n_tokens} tokens are too few: the bytes and the special tokens alone are {BYTE_VOCAB_SIZE}.",
+            where="--train-tokenizer",
+            fix=f"Ask for at least {BYTE_VOCAB_SIZE} tokens.",
+        )
+    key = cache_key("bpe-1", dataset._fingerprint, n_tokens)
+    final = Path(cache_dir or default_cache_dir()) / "tokenizers" / key
+
+    def build(directory: Path) -> None:
+        _train(dataset, n_tokens).save_pretrained(str(directory))
+
+    return PreTrainedTokenizerFast.from_pretrained(str(build_once(final, build)))
+
+
+def _train(dataset: Dataset, n_tokens: int) -> PreTrainedTokenizerFast:
+    tokenizer = _byte_level(_base_vocab(), [], split_words=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_tokens - len(SPECIAL_TOKENS),
+        initial_alphabet=list(_byte_characters()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(dataset), trainer, length=len(dataset))
+    trained = json.loads(tokenizer.to_str())["model"]
+    # The trainer numbers the alphabet in its own order; here bytes and special tokens are where they always are.
+    merged = [token for token, _ in sorted(trained["vocab"].items(), key=lambda item: item[1])]
+    vocab = _base_vocab()
+    for token in merged:
+        vocab.setdefault(token, len(vocab))
+    if len(vocab) < n_tokens:
+        raise ConfigError(
+            f"The data set has pairs for {len(vocab)} tokens only, {n_tokens} were asked for.",
+            where="--train-tokenizer",
+            fix=f"Ask for at most {len(vocab)} tokens, or give more text.",
+        )
+    return _wrap(_byte_level(vocab, [tuple(merge) for merge in trained["merges"]], split_words=True))
+
+
+def _own_tokenizer(model_dir: str | None) -> str | None:
+    """Where the model's own tokenizer is; None for a bare config or a directory without one."""
+    if model_dir is None:
+        return None
+    path = Path(model_dir).expanduser()
+    if path.is_file() or path.suffix == ".json":
+        return None
+    if path.is_dir():
+        return str(path) if any((path / file).is_file() for file in _TOKENIZER_FILES) else None
+    return model_dir
+
+
+def _texts(dataset: Dataset) -> Iterator[list[str]]:
+    for batch in dataset.iter(batch_size=64):
+        yield [text for text in batch["text"] if text]
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character by which byte-level BPE (GPT-2, Radford et al. 2019) writes each byte -> that byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable}
+    characters.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return characters
+
+
+def _base_vocab() -> dict[str, int]:
+    return _byte_characters() | {token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)}
+
+
+def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], *, split_words: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    pad, bos, eos, unk = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unk,
+        clean_up_tokenization_spaces=False,
+    )

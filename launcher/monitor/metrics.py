@@ -1,0 +1,104 @@
+"""`metrics.jsonl`: one JSON object for each optimizer step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class MetricsWriter:
+    """Appends one line per optimizer step, on the disk as soon as `write` returns.
+
+    Args:
+        path: the file; its directory is made.
+        resume_step: the last step that stays. Later lines (of the part of a run that is done again) and a
+            torn last line are removed. 0, a new run, begins with an empty file.
+    """
+
+    def __init__(self, path: str | Path, *, resume_step: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._keep_until(resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(
+        self,
+        step: int,
+        loss: float,
+        *,
+        grad_norm: float | None,
+        lr: float,
+        tokens: int,
+        tokens_per_s: float,
+        step_time_s: float,
+        **extra: Any,
+    ) -> dict[str, Any]:
+        """Write the line of one optimizer step and return it.
+
+        Args:
+            step: optimizer steps done, from 1.
+            loss: token-weighted mean over the whole global batch, never scaled.
+            grad_norm: global norm before clipping; None where it was not computed.
+            lr: learning rate of this step's update.
+            tokens: tokens seen since the start of training, over all ranks.
+            tokens_per_s: over all ranks.
+            step_time_s: seconds.
+            extra: anything else that JSON can hold: `eval_loss`, `loss_scale`, ...
+        """
+        record = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_per_s": tokens_per_s,
+            "step_time_s": step_time_s,
+            **extra,
+        }
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        return record
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _keep_until(self, step: int) -> None:
+        old = read_metrics(self.path) if step and self.path.exists() else []
+        kept = [record for record in old if record["step"] <= step]
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(temporary, self.path)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The records of `metrics.jsonl` in order; a last line that a killed run left torn is left out.
+
+    Raises:
+        json.JSONDecodeError: another line is no JSON.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                raise
+    return records
+
+
+def is_number(value: object) -> bool:
+    """A finite number: something that a curve or a mean can use."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
