@@ -120,9 +120,9 @@ def train_plain(
 ) -> PlainRun:
     """Trains in this process, without any of the launcher's code.
 
-    fp32: the ordinary loop. bf16: the optimizer holds fp32 master weights that start from the model's weights as
-    given; forward and backward run on a copy of the parameters in bf16 (buffers, such as rotary frequencies, keep
-    their dtype); each micro-batch's bf16 gradient is added up in fp32; norm, clipping and step are fp32.
+    fp32: the ordinary loop. bf16: the optimizer holds fp32 master weights that start from the model's weights
+    as given; forward and backward run on a bf16 copy of the parameters (buffers, such as rotary frequencies,
+    keep their dtype); each micro-batch's bf16 gradient is added up in fp32; norm, clipping and step are fp32.
 
     Args:
         model: changed in place.
