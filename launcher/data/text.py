@@ -28,8 +28,8 @@ def load_text(dataset: str, *, split: str = "train", min_eval_chars: int = 8192)
 
     Args:
         dataset: `stdlib` (Python's documentation topics and the sources of its standard library), a Hugging
-            Face dataset id, a local .txt (one document a file), .jsonl, .json or .parquet file, or a directory
-            of them.
+            Face dataset id, a local .txt (one document a file), .jsonl, .json or .parquet file, or a
+            directory of them.
         split: `train`, `eval` or `all`. The eval split is the end of the data: its last 1 % (by length),
             the same on every machine and in every run.
         min_eval_chars: hold out at least so many characters (though never more than half), so that

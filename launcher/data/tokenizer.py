@@ -104,7 +104,7 @@ def _train(dataset: Dataset, n_tokens: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(_texts(dataset), trainer, length=len(dataset))
     trained = json.loads(tokenizer.to_str())["model"]
-    # The trainer numbers the alphabet in its own order; here bytes and special tokens are where they always are.
+    # The trainer numbers the alphabet in its own order; here bytes and special tokens keep their ids.
     merged = [token for token, _ in sorted(trained["vocab"].items(), key=lambda item: item[1])]
     vocab = _base_vocab()
     for token in merged:

@@ -1,0 +1,52 @@
+"""Memory of this process: on the accelerator what its allocator gave out, on a CPU what the system counts."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    import torch
+
+
+def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
+    """Most bytes that this process ever held on `device`.
+
+    CUDA: the most that tensors took together (`torch.cuda.max_memory_allocated`). CPU: the peak resident set
+    (VmHWM), the Python interpreter and its libraries included.
+    """
+    if str(device).startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    peak = _status_bytes("VmHWM")
+    if peak is not None:
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def current_memory_bytes(device: torch.device | str = "cpu") -> int:
+    """Bytes that this process holds on `device` now: allocated by tensors (CUDA), or resident (CPU)."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+def _status_bytes(key: str) -> int | None:
+    """A size from /proc/self/status in bytes; None where the system has no such line."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    return None

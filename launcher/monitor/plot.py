@@ -1,0 +1,81 @@
+"""`loss.png`: the loss curve of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher.monitor.metrics import is_number, read_metrics
+
+WIDTH, HEIGHT, DPI = 900, 500, 100
+
+
+def plot_loss(metrics: str | Path, png: str | Path, *, title: str) -> Path:
+    """Draw the loss of each step, smoothed, and the eval losses, as a PNG of 900 x 500 pixels; return its path.
+
+    Args:
+        metrics: a `metrics.jsonl`. Steps without a finite loss are left out of the curve.
+        png: the picture's file.
+        title: for instance `llama-10m, ZeRO stage 2, 4 ranks`.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_metrics(metrics)
+    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps, losses = curve(records, "loss")
+    if len(steps):
+        raw_label = "loss of the step"
+        axes.plot(
+            steps,
+            losses,
+            color="#9db8d9",
+            linewidth=1,
+            label=raw_label,
+            marker="." if len(steps) == 1 else "",
+        )
+        axes.plot(steps, smoothed(losses), color="#1f4e8c", linewidth=2, label="smoothed")
+    eval_steps, eval_losses = curve(records, "eval_loss")
+    if len(eval_steps):
+        axes.plot(
+            eval_steps, eval_losses, "o-", color="#c8501e", markersize=5, linewidth=1, label="eval loss"
+        )
+    axes.set_title(title)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.has_data():
+        axes.legend(frameon=False)
+    figure.savefig(png, dpi=DPI)
+    return Path(png)
+
+
+def curve(records: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps [n] and finite values [n] of the records that have `key`."""
+    points = [(record["step"], record[key]) for record in records if is_number(record.get(key))]
+    array = np.array(points, dtype=float).reshape(-1, 2)
+    return array[:, 0], array[:, 1]
+
+
+def smoothed(values: np.ndarray, span: float | None = None) -> np.ndarray:
+    """Exponential moving average [n] without the bias of its start (Adam's correction).
+
+    Args:
+        values: [n].
+        span: steps over which it remembers; by default a thirtieth of them, at least 2.
+    """
+    span = span or max(2.0, len(values) / 30)
+    decay = 1 - 1 / span
+    average, weight = 0.0, 0.0
+    result = np.empty_like(values, dtype=float)
+    for i, value in enumerate(values):
+        average = decay * average + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        result[i] = average / weight
+    return result

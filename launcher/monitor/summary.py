@@ -1,0 +1,156 @@
+"""`summary.json` and the table that ends a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from launcher.monitor.metrics import is_number
+from launcher.monitor.progress import duration, short_number
+
+AXES = ("pp", "dp", "cp", "ep", "tp")
+WARMUP_STEPS = 5
+_PACKAGES = ("launcher", "torch", "transformers", "datasets", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What one rank held, in bytes."""
+
+    rank: int
+    peak_memory_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+def write_summary(
+    path: str | Path,
+    *,
+    world_size: int,
+    degrees: Mapping[str, int],
+    model: str,
+    parameters: int,
+    records: Sequence[Mapping[str, Any]],
+    ranks: Sequence[RankMemory],
+    **extra: Any,
+) -> dict[str, Any]:
+    """Write `summary.json` in one piece (temporary name, then rename) and return what it holds.
+
+    Args:
+        path: the file.
+        world_size: ranks.
+        degrees: of the axes pp, dp, cp, ep, tp; an axis that is not named has degree 1.
+        model: name of the model.
+        parameters: their count, tied ones once.
+        records: `read_metrics(...)`: steps, final losses and the median of tokens/s come from them.
+        ranks: one entry a rank.
+        extra: more keys (`zero_stage`, `device`, ...).
+    """
+    summary = {
+        "model": model,
+        "parameters": parameters,
+        "world_size": world_size,
+        "degrees": {axis: int(degrees.get(axis, 1)) for axis in AXES},
+        "steps": records[-1]["step"] if records else 0,
+        "tokens": records[-1]["tokens"] if records else 0,
+        "final_loss": _last_number(records, "loss"),
+        "final_eval_loss": _last_number(records, "eval_loss"),
+        "tokens_per_s": median_tokens_per_s(records),
+        "train_time_s": sum(record["step_time_s"] for record in records),
+        "ranks": [asdict(rank) for rank in sorted(ranks, key=lambda rank: rank.rank)],
+        "versions": versions(),
+        **extra,
+    }
+    write_json(path, summary)
+    return summary
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write JSON that a reader sees whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def median_tokens_per_s(
+    records: Sequence[Mapping[str, Any]], warmup_steps: int = WARMUP_STEPS
+) -> float | None:
+    """Median tokens/s over all ranks, without the first `warmup_steps` records; a shorter run has all but one.
+
+    None where there is no record.
+    """
+    rates = [record["tokens_per_s"] for record in records]
+    kept = rates[min(warmup_steps, len(rates) - 1) :] if rates else []
+    return float(statistics.median(kept)) if kept else None
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the numbers; a package that is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def print_summary(
+    summary: Mapping[str, Any], written: Mapping[str, str | Path], console: Console | None = None
+) -> None:
+    """Print the summary as a table, and where everything lies.
+
+    Args:
+        summary: what `write_summary` returned.
+        written: what -> path, for instance {"metrics": ".../metrics.jsonl"}.
+        console: standard output by default.
+    """
+    console = console or Console()
+    table = Table(
+        title=f"{summary['model']}, {short_number(summary['parameters'])} parameters", show_header=False
+    )
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    console.print(table)
+    # Paths stand outside the table: a terminal can then open them, and a narrow one does not cut them.
+    for name, path in written.items():
+        console.print(f"{name:>12}: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    degrees = ", ".join(f"{axis} {degree}" for axis, degree in summary["degrees"].items() if degree > 1)
+    rows = [("ranks", f"{summary['world_size']} ({degrees or 'no axis is split'})")]
+    rows += [("steps", str(summary["steps"])), ("tokens", short_number(summary["tokens"]))]
+    rows += [("training time", duration(summary["train_time_s"]))]
+    for name, key in (("final loss", "final_loss"), ("final eval loss", "final_eval_loss")):
+        if summary[key] is not None:
+            rows.append((name, f"{summary[key]:.4f}"))
+    if summary["tokens_per_s"] is not None:
+        rows.append(("tokens/s (median)", short_number(summary["tokens_per_s"])))
+    for label, key in (
+        ("peak memory", "peak_memory_bytes"),
+        ("parameters", "parameter_bytes"),
+        ("gradients", "gradient_bytes"),
+        ("optimizer state", "optimizer_bytes"),
+    ):
+        if summary["ranks"]:
+            most = max(rank[key] for rank in summary["ranks"])
+            rows.append((f"{label}, most of a rank", f"{most / 2**20:.1f} MiB"))
+    return rows
+
+
+def _last_number(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return next((float(r[key]) for r in reversed(records) if is_number(r.get(key))), None)

@@ -1,0 +1,74 @@
+"""Wall-clock time of the phases of a step (`wall_clock_breakdown`)."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+PHASES = ("forward", "backward", "reduce", "step")
+_OFF = nullcontext()
+
+
+class Timers:
+    """Adds up the time of named phases: `with timers("forward"): ...`.
+
+    A phase may be entered many times in a step (microbatches), and phases may nest (`reduce` in `backward`):
+    each counts its own whole time.
+
+    Args:
+        enabled: False makes every call do nothing.
+        device: on CUDA its queued work is waited for at both ends of a phase, else only the launch of
+            kernels would be measured. That slows the run, and happens only while enabled.
+    """
+
+    def __init__(self, *, enabled: bool, device: torch.device | str = "cpu") -> None:
+        self.enabled = enabled
+        self._device = device if enabled and str(device).startswith("cuda") else None
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """The context in which phase `name` runs."""
+        return _Phase(self, name) if self.enabled else _OFF
+
+    def now(self) -> float:
+        """Seconds on a clock of its own, after queued CUDA work is done."""
+        if self._device is not None:
+            import torch
+
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count `seconds` to phase `name`."""
+        self._seconds[name] += seconds
+
+    def mean_ms(self, steps: int, *, reset: bool = True) -> dict[str, float]:
+        """Milliseconds per optimizer step of each phase, averaged over the `steps` since the last reset."""
+        means = {name: 1000 * seconds / max(steps, 1) for name, seconds in self._seconds.items()}
+        if reset:
+            self._seconds.clear()
+        order = {name: i for i, name in enumerate(PHASES)}
+        return dict(sorted(means.items(), key=lambda item: order.get(item[0], len(order))))
+
+    def line(self, steps: int) -> str:
+        """One line for people, `forward 12.3 ms | backward ...`; resets. Empty when nothing was timed."""
+        return " | ".join(f"{name} {ms:.1f} ms" for name, ms in self.mean_ms(steps).items())
+
+
+class _Phase(AbstractContextManager[None]):
+    def __init__(self, timers: Timers, name: str) -> None:
+        self._timers, self._name = timers, name
+
+    def __enter__(self) -> None:
+        self._begin = self._timers.now()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timers.add(self._name, self._timers.now() - self._begin)
