@@ -24,7 +24,8 @@ def load_config(model: str) -> PretrainedConfig:
             a local directory with one, or a Hugging Face id.
 
     Raises:
-        ConfigError: nothing is there, the file is not a HF config, or transformers does not know its model type.
+        ConfigError: nothing is there, the file is not a HF config, or transformers does not know its model
+            type.
     """
     if model == DEFAULT_MODEL:
         return _config_from_file(_DEFAULT_CONFIG)
@@ -45,10 +46,12 @@ def load_config(model: str) -> PretrainedConfig:
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A causal LM of `config` whose parameters and buffers have shape and dtype but no data.
 
-    Tied weights are tied, the model is in training mode and keeps no key/value cache. `config` is left as it was.
+    Tied weights are tied, the model is in training mode and keeps no key/value cache. `config` is left as
+    it was.
 
     Raises:
-        ConfigError: transformers has no causal LM of this model type, or the config's numbers do not fit together.
+        ConfigError: transformers has no causal LM of this model type, or the config's numbers do not fit
+            together.
     """
     config = copy.deepcopy(config)
     try:
@@ -56,7 +59,7 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) 
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
         raise ConfigError(
-            f"A causal LM cannot be built from this config (model_type {config.model_type!r}): {_first_line(error)}",
+            f"No causal LM can be built from this config ({config.model_type!r}): {_first_line(error)}",
             where=config.name_or_path or "the model's config.json",
             fix="use the config of a causal language model that the installed transformers knows",
         ) from error
@@ -104,7 +107,7 @@ def _config_from_hub(model: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(model)
     except Exception as error:  # network, authorisation and parsing errors of several libraries
         raise ConfigError(
-            f"No model {model!r}: it is not a local path, and the Hugging Face hub gave: {_first_line(error)}",
+            f"No model {model!r}: not a local path, and the Hugging Face hub gave: {_first_line(error)}",
             where=f"--model {model}",
             fix="check the name and the network, or give a local directory or config.json",
         ) from error

@@ -1,9 +1,10 @@
 """Values of one module from (seed, name): the same on every topology, in whatever order modules are visited.
 
-Hugging Face initialises a model by calling `_init_weights` on every module, children first. A module's own call is
-not the whole story: GPT-2's attention rescales its child `c_proj`, T5's root overwrites `shared`. So the calls that
-write into a module's tensors are found out once, by running all of them on meta stand-ins (`initialize_plan.py`),
-and `initialize_module` repeats exactly those, in their order, with every other tensor replaced by a stand-in.
+Hugging Face initialises a model by calling `_init_weights` on every module, children first. A module's own
+call is not the whole story: GPT-2's attention rescales its child `c_proj`, T5's root overwrites `shared`.
+So the calls that write into a module's tensors are found out once, by running all of them on meta stand-ins
+(`initialize_plan.py`), and `initialize_module` repeats exactly those, in their order, with every other
+tensor replaced by a stand-in.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from launcher.models.initialize_plan import InitializationPlan, plan_of, stand_i
 def initialize_module(root: nn.Module, name: str, module: nn.Module, seed: int) -> None:
     """Give values to the parameters and buffers that `module` owns directly (not its children's).
 
-    They must have been materialised, with any content, on a real device; nothing else of `root` needs data. The
-    values depend on `seed`, `name` and the shapes only (and on the kind of device, whose generator draws them),
-    and the global random state is left as it was. A tied parameter gets its value with the module that owns it
-    (`owner_of_tied` in the plan: HF's source, else the first name); the other modules leave it alone. Tensors that
-    HF marked `_is_hf_initialized` are left alone too.
+    They must have been materialised, with any content, on a real device; nothing else of `root` needs data.
+    The values depend on `seed`, `name` and the shapes only (and on the kind of device, whose generator
+    draws them), and the global random state is left as it was. A tied parameter gets its value with the
+    module that owns it (`owner_of_tied` in the plan: HF's source, else the first name); the other modules
+    leave it alone. Tensors that HF marked `_is_hf_initialized` are left alone too.
 
-    The first call looks at ties and at the whole of `root`: if parameters are replaced by other objects one by one,
-    call `prepare_initialization(root)` before the first one is.
+    The first call looks at ties and at the whole of `root`: if parameters are replaced by other objects one
+    by one, call `prepare_initialization(root)` before the first one is.
 
     Args:
         root: the whole model, for HF's `_init_weights`, which reads its config.
@@ -39,7 +40,8 @@ def initialize_module(root: nn.Module, name: str, module: nn.Module, seed: int) 
         seed: the run's seed.
 
     Raises:
-        LauncherError: no `_init_weights` or `reset_parameters` writes one of the tensors, or one is still on meta.
+        LauncherError: no `_init_weights` or `reset_parameters` writes one of the tensors, or one is still
+            on meta.
     """
     if getattr(module, "_is_hf_initialized", False):
         return
@@ -57,15 +59,16 @@ def initialize_module(root: nn.Module, name: str, module: nn.Module, seed: int) 
 
 
 def prepare_initialization(root: nn.Module) -> None:
-    """Find out ties and writers now, while parameters that are tied are still one object. Runs on meta tensors."""
+    """Find out ties and writers now, while tied parameters are still one object. Needs no memory."""
     plan_of(root)
 
 
 def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
     """Turn a model on meta into a real one, in place, module by module.
 
-    The one-process truth: after it `model` has the values that `initialize_module` gives under any topology, ties
-    are intact and non-persistent buffers (rotary frequencies, masks) are right. Tensors not on meta stay as they are.
+    The one-process truth: after it `model` has the values that `initialize_module` gives under any
+    topology, ties are intact and non-persistent buffers (rotary frequencies, masks) are right. Tensors not
+    on meta stay as they are.
     """
     prepare_initialization(model)
     made: dict[int, torch.Tensor] = {}
@@ -87,12 +90,13 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
 def _check(plan: InitializationPlan, name: str, module: nn.Module, owned: dict[str, torch.Tensor]) -> None:
     where = f"{name or 'the root module'} ({type(module).__name__})"
     on_meta = [key for key, tensor in owned.items() if tensor.is_meta]
-    on_meta += [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
+    attributes = vars(module).items()
+    on_meta += [key for key, value in attributes if isinstance(value, torch.Tensor) and value.is_meta]
     if on_meta:
         raise LauncherError(
             f"These tensors are still on the meta device and can get no value: {', '.join(on_meta)}.",
             where=where,
-            fix="materialise parameters and buffers first; a tensor that is a plain attribute must be a buffer",
+            fix="materialise them first; a tensor that is a plain attribute has to become a buffer",
         )
     orphans = [key for key in owned if not plan.is_written(name, key)]
     if orphans:
@@ -100,7 +104,7 @@ def _check(plan: InitializationPlan, name: str, module: nn.Module, owned: dict[s
             f"Nothing says how to initialise {', '.join(orphans)}: neither the model's _init_weights "
             "nor a reset_parameters of the module writes it.",
             where=where,
-            fix=f"give {type(module).__name__} a reset_parameters() that fills all its parameters and buffers",
+            fix=f"give {type(module).__name__} a reset_parameters() that fills all its tensors",
         )
 
 

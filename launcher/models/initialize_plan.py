@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
+from transformers.pytorch_utils import Conv1D
 
 from launcher.errors import LauncherError
 
@@ -25,7 +26,8 @@ class Writer:
     """One call that gives values: `kind` of the module named `name`."""
 
     name: str
-    kind: str  # "hf": the enclosing PreTrainedModel's _init_weights(module); else a method of the module itself
+    kind: str
+    """`hf`: the enclosing PreTrainedModel's `_init_weights(module)`; `constructor`; or a method's name."""
 
 
 @dataclass
@@ -40,7 +42,7 @@ class InitializationPlan:
     """Tensors that a call reads or writes."""
     written: dict[Place, None] = field(default_factory=dict)
     writers: dict[str, list[Writer]] = field(default_factory=dict)
-    """Module name -> the calls that write into its own tensors, in the order in which a whole model runs them."""
+    """Module name -> the calls that write into its own tensors, in a whole model's order."""
 
     def owned(self, name: str, module: nn.Module) -> dict[str, torch.Tensor]:
         """The tensors that get their values with this module, by local name."""
@@ -98,13 +100,17 @@ def _make_plan(root: nn.Module) -> InitializationPlan:
     post_order = list(_post_order(root, "", "" if isinstance(root, PreTrainedModel) else None, set()))
     plan.hf_parent = {name: parent for name, _, parent in post_order if parent is not None}
     places = {(name, key) for name, module, _ in post_order for key, _ in _tensors(module)}
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
-        with stand_ins(root, places) as fakes:
-            recorder = _Recorder(fakes)
-            for name, module, parent in post_order:
-                if parent is not None:
-                    _record(plan, root, Writer(name, "hf"), recorder)
-                _record_own_method(plan, root, name, module, recorder)
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        guard_torch_init_functions(),
+        stand_ins(root, places) as fakes,
+    ):
+        recorder = _Recorder(fakes)
+        for name, module, parent in post_order:
+            if parent is not None:
+                _record(plan, root, Writer(name, "hf"), recorder)
+            _record_own_method(plan, root, name, module, recorder)
     return plan
 
 
@@ -117,6 +123,8 @@ def _record_own_method(
     for kind in ("reset_parameters", "_reset_parameters", "init_weights"):
         if callable(getattr(module, kind, None)) and not isinstance(module, PreTrainedModel):
             return _record(plan, root, Writer(name, kind), recorder)
+    if type(module) in _CONSTRUCTORS:
+        _record(plan, root, Writer(name, "constructor"), recorder)
 
 
 def _record(plan: InitializationPlan, root: nn.Module, writer: Writer, recorder: _Recorder) -> None:
@@ -140,11 +148,22 @@ def _record(plan: InitializationPlan, root: nn.Module, writer: Writer, recorder:
 
 def _initialiser(plan: InitializationPlan, root: nn.Module, writer: Writer) -> Callable[[], Any]:
     module = root.get_submodule(writer.name)
+    if writer.kind == "constructor":
+        return lambda: _CONSTRUCTORS[type(module)](module)
     if writer.kind != "hf":
         method: Callable[[], Any] = getattr(module, writer.kind)
         return method
     model = root.get_submodule(plan.hf_parent[writer.name])
     return lambda: model._init_weights(module)  # type: ignore[operator]
+
+
+def _construct_conv1d(module: nn.Module) -> None:
+    nn.init.normal_(module.get_parameter("weight"), std=0.02)
+    nn.init.zeros_(module.get_parameter("bias"))
+
+
+# Modules that fill their parameters in the constructor only (OpenAI GPT counts on it).
+_CONSTRUCTORS: dict[type[nn.Module], Callable[[nn.Module], None]] = {Conv1D: _construct_conv1d}
 
 
 class _Recorder(TorchDispatchMode):

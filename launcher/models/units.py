@@ -11,15 +11,15 @@ def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The transformer blocks of `model` as (name, module), in registration order, none inside another.
 
     Blocks are the modules whose class HF lists in `_no_split_modules`; where there is no such list, or none
-    matches, the elements of the longest `nn.ModuleList` of equal-class modules, together with every other such
-    list of the same length or the same class (encoder and decoder). A model without blocks gives [].
+    matches, the elements of the longest `nn.ModuleList` of equal-class modules, together with every other
+    such list of the same length or the same class (encoder and decoder). A model without blocks gives [].
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     inside_lists = {id(block) for m in model.modules() if isinstance(m, nn.ModuleList) for block in m}
-    listed = [(name, module) for name, module in model.named_modules() if type(module).__name__ in names and name]
+    listed = [(name, module) for name, module in model.named_modules() if type(module).__name__ in names]
     # HF also lists embeddings and heads of some models; the blocks are those that are stacked.
     stacked = [(name, module) for name, module in listed if id(module) in inside_lists]
-    return _outermost(stacked or listed) or _longest_lists(model)
+    return _outermost(stacked) or _longest_lists(model) or _outermost(listed)
 
 
 def _longest_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1,0 +1,182 @@
+"""Weights of a safetensors directory, only the wanted elements: a rank reads what it keeps and nothing
+else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from launcher.errors import CheckpointError
+from launcher.models.names import match_names
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a stored tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+
+
+class SafetensorsSource:
+    """The tensors of a directory that `save_pretrained` wrote: `model.safetensors`, or files with an index.
+
+    Raises:
+        CheckpointError: no safetensors file is there, or a file is corrupted, truncated or missing; it is
+            named.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._infos: dict[str, TensorInfo] = {}
+        self._files: dict[Path, Any] = {}
+        if (self.directory / SINGLE_FILE).is_file():
+            self._add_file(self.directory / SINGLE_FILE)
+        elif (self.directory / INDEX_FILE).is_file():
+            self._add_indexed(self.directory / INDEX_FILE)
+        else:
+            raise CheckpointError(
+                f"{self.directory} has no weights in the safetensors format.",
+                where=str(self.directory),
+                fix=f"it needs {SINGLE_FILE} or {INDEX_FILE}; save_pretrained writes them",
+            )
+
+    def names(self) -> dict[str, TensorInfo]:
+        """Stored name -> shape, dtype and file."""
+        return dict(self._infos)
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the row-major flattened tensor `name`, as a 1-D tensor of the stored
+        dtype.
+
+        Reads from the file exactly these elements.
+
+        Raises:
+            CheckpointError: no such tensor, the range leaves it, or the file cannot be read.
+        """
+        info = self._info(name)
+        numel = math.prod(info.shape)
+        if not 0 <= start <= stop <= numel:
+            raise CheckpointError(
+                f"Elements [{start}, {stop}) of {name} were asked for, but it has {numel} elements.",
+                where=str(info.file),
+            )
+        out = torch.empty(stop - start, dtype=info.dtype)
+        if start == stop:
+            return out
+        try:
+            if not info.shape:
+                return self._files[info.file].get_tensor(name).reshape(1)
+            stored = self._files[info.file].get_slice(name)
+            filled = 0
+            for index in _row_ranges(info.shape, start, stop):
+                piece = stored[index].reshape(-1)
+                out[filled : filled + piece.numel()] = piece
+                filled += piece.numel()
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise _unreadable(info.file, error) from error
+        return out
+
+    def match_names(self, model: PreTrainedModel) -> dict[str, str] | None:
+        """Model parameter or persistent buffer -> stored name; see `launcher.models.names.match_names`."""
+        return match_names(model, self)
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self._infos:
+            raise CheckpointError(f"The weights have no tensor {name!r}.", where=str(self.directory))
+        return self._infos[name]
+
+    def _add_file(self, path: Path) -> set[str]:
+        try:
+            # safe_open checks that the header is sound and that the file is as long as it says.
+            file = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                stored = file.get_slice(name)
+                self._infos[name] = TensorInfo(tuple(stored.get_shape()), _DTYPES[stored.get_dtype()], path)
+        except KeyError as error:
+            raise CheckpointError(
+                f"{path} stores tensors of the unknown dtype {error}.",
+                where=str(path),
+                fix="convert the weights first",
+            ) from error
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise _unreadable(path, error) from error
+        self._files[path] = file
+        return set(file.keys())
+
+    def _add_indexed(self, index: Path) -> None:
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _unreadable(index, error) from error
+        for file in files:
+            path = self.directory / file
+            if Path(file).name != file or not path.is_file():
+                raise CheckpointError(
+                    f"{index.name} names the file {file!r}, which is not in the directory.",
+                    where=str(index),
+                    fix="copy or download the missing file",
+                )
+            expected = {name for name, where in weight_map.items() if where == file}
+            if absent := sorted(expected - self._add_file(path)):
+                raise CheckpointError(
+                    f"{path} lacks tensors that {index.name} says it has: {', '.join(absent[:5])}.",
+                    where=str(path),
+                    fix="copy or download the file again",
+                )
+
+
+def _row_ranges(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Any, ...]]:
+    """Indices (integers, then one range of rows) that together are the flat range [start, stop), in order."""
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if len(shape) == 1:
+        yield (slice(start, stop),)
+        return
+    if start % row:  # a row that begins before the range
+        end = min(stop, (first + 1) * row)
+        yield from ((first, *rest) for rest in _row_ranges(shape[1:], start - first * row, end - first * row))
+        if end == stop:
+            return
+        first += 1
+    whole = stop // row
+    if whole > first:
+        yield (slice(first, whole),)
+    if stop % row:
+        yield from ((last, *rest) for rest in _row_ranges(shape[1:], 0, stop - last * row))
+
+
+def _unreadable(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {error}",
+        where=str(path),
+        fix="the file is corrupted or incomplete; copy or download it again",
+    )

@@ -1,0 +1,164 @@
+"""Names of a model's tensors -> names in its weight files: base-model prefix, ties, renamings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+from launcher.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from launcher.models.load import SafetensorsSource
+
+_COMPARE = 1 << 22
+"""Elements read at a time where two stored copies of a tied weight are compared."""
+
+
+def match_names(model: PreTrainedModel, source: SafetensorsSource) -> dict[str, str] | None:
+    """Parameter or persistent buffer of `model` -> the stored tensor that has its value.
+
+    Parameters are named as `model.named_parameters()` does: a tied one once. A stored tensor may lack or
+    have the base-model prefix (`model.`, `transformer.`), have an older name that transformers renames, or
+    be stored under any of the names of a tied weight. Non-persistent buffers, and tensors that the model's
+    class says may be missing, have no entry.
+
+    Returns:
+        None where transformers computes values on loading (fuses the experts of a mixture, transposes,
+        ...): the tensors are then not slices of stored ones, and the caller has to go through
+        `from_pretrained`.
+
+    Raises:
+        CheckpointError: tensors are missing, left over or of another shape; they are listed.
+    """
+    stored = source.names()
+    transforms = get_model_conversion_mapping(model)
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    if converters and any(_is_converted(name, renamings, converters) for name in stored):
+        return None
+    aliases = _aliases(model)
+    by_alias = {alias: name for name, group in aliases.items() for alias in group}
+    found: dict[str, list[str]] = {}
+    unexpected: list[str] = []
+    for stored_name in stored:
+        target = _target(model, stored_name, by_alias, renamings)
+        if target is None:
+            unexpected.append(stored_name)
+        else:
+            found.setdefault(target, []).append(stored_name)
+    missing = [name for name in aliases if name not in found]
+    _complain(model, source, aliases, found, missing, unexpected)
+    return {name: _one_of(source, name, found[name]) for name in aliases if name in found}
+
+
+def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
+    """Canonical name of every parameter and persistent buffer -> all its names."""
+    canonical: dict[int, str] = {}
+    groups: dict[str, set[str]] = {}
+    for name, tensor in _persistent(model):
+        first = canonical.setdefault(id(tensor), name)
+        groups.setdefault(first, set()).add(name)
+    # Ties that are no longer one object, if the caller has replaced parameters one by one.
+    for target, origin in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if target in groups and origin in groups and target != origin:
+            groups[origin] |= groups.pop(target)
+    return groups
+
+
+def _persistent(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{key}" if prefix else key), buffer
+
+
+def _target(
+    model: PreTrainedModel, stored: str, by_alias: dict[str, str], renamings: list[WeightRenaming]
+) -> str | None:
+    """The model's name for a stored tensor, or None."""
+    for candidate in dict.fromkeys((stored, _renamed(stored, renamings))):
+        for name in _with_and_without_prefix(candidate, model.base_model_prefix):
+            if name in by_alias:
+                return by_alias[name]
+    return None
+
+
+def _with_and_without_prefix(name: str, prefix: str) -> list[str]:
+    if not prefix:
+        return [name]
+    return [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
+
+
+def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def _is_converted(name: str, renamings: list[WeightRenaming], converters: list[WeightConverter]) -> bool:
+    name = _renamed(name, renamings)
+    return any(converter.rename_source_key(name)[1] is not None for converter in converters)
+
+
+def _complain(
+    model: PreTrainedModel,
+    source: SafetensorsSource,
+    aliases: dict[str, set[str]],
+    found: dict[str, list[str]],
+    missing: list[str],
+    unexpected: list[str],
+) -> None:
+    """One error with everything that does not fit, after the exceptions that the model's class makes."""
+    ignored = list(model._keys_to_ignore_on_load_unexpected or ())
+    # Buffers that older versions of transformers stored and that are computed today.
+    ignored += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"masked_bias$"]
+    unexpected = [name for name in unexpected if not any(re.search(p, name) for p in ignored)]
+    optional = list(model._keys_to_ignore_on_load_missing or ())
+    missing = [name for name in missing if not any(re.search(p, a) for p in optional for a in aliases[name])]
+    stored = source.names()
+    shapes = {name: tuple(tensor.shape) for name, tensor in _persistent(model)}
+    wrong = [
+        f"{name} is {shapes[name]} in the model and {stored[other].shape} in the file"
+        for name, others in found.items()
+        for other in others
+        if stored[other].shape != shapes[name]
+    ]
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"The weights do not fit {type(model).__name__}: {'; '.join(problems)}.",
+            where=str(source.directory),
+            fix="use the config.json that belongs to these weights",
+        )
+
+
+def _one_of(source: SafetensorsSource, name: str, stored: list[str]) -> str:
+    """The stored name of a parameter; several copies (a tied weight stored twice) must be equal."""
+    for other in stored[1:]:
+        if not _equal(source, stored[0], other):
+            raise CheckpointError(
+                f"{name} is tied in the model, but its stored copies {stored[0]} and {other} differ.",
+                where=str(source.directory),
+                fix="set tie_word_embeddings to false in the model's config.json",
+            )
+    return stored[0]
+
+
+def _equal(source: SafetensorsSource, left: str, right: str) -> bool:
+    numel = 1
+    for size in source.names()[left].shape:
+        numel *= size
+    ranges = [(start, min(start + _COMPARE, numel)) for start in range(0, numel, _COMPARE)]
+    return all(torch.equal(source.read_flat(left, a, b), source.read_flat(right, a, b)) for a, b in ranges)
