@@ -1,0 +1,180 @@
+"""What a run costs: time, memory, traffic, and what others took of the machine meanwhile (Linux)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.workload import Text, Work
+
+MB = 2**20
+
+
+class Peer(Protocol):
+    """A way to train. Each rank takes an equal share of the global batch."""
+
+    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+        """Runs all micro-batches of a step, leaves gradients, returns this rank's mean loss."""
+        ...
+
+    def optimizer_step(self) -> None:
+        """Updates the parameters and clears the gradients."""
+        ...
+
+    def extra(self) -> dict[str, str]:
+        """What a reader should know about how it ran."""
+        ...
+
+
+def rss_mb() -> float:
+    """Resident memory of this process now, MB."""
+    return _status("VmRSS:")
+
+
+def peak_rss_mb() -> float:
+    """The most since `reset_peak`, MB."""
+    return _status("VmHWM:")
+
+
+def reset_peak() -> None:
+    """Starts a new peak."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(key: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def live_tensor_mb() -> float:
+    """MB of the distinct CPU storages of floating-point tensors that Python can reach, gradients included."""
+    held: dict[int, int] = {}
+    for found in gc.get_objects():
+        if not isinstance(found, Tensor):
+            continue
+        for tensor in (found, _gradient(found)):
+            storage = _storage(tensor)
+            if storage is not None and storage.data_ptr():
+                held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values()) / MB
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except Exception:  # placeholders of sharded parameters refuse questions
+        return None
+
+
+def _storage(tensor: Tensor | None) -> torch.UntypedStorage | None:
+    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own shard
+    try:
+        if tensor is None or tensor.device.type != "cpu" or not tensor.is_floating_point():
+            return None
+        return tensor.untyped_storage()
+    except Exception:  # fake tensors and placeholders have no storage
+        return None
+
+
+def loopback_mb() -> float:
+    """MB that went over the loopback interface since boot."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split()[1]) / MB
+    return 0.0
+
+
+def machine_busy_s() -> float:
+    """CPU seconds that all processes of the machine have used since boot."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    ticks = [int(field) for field in fields]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+class _Window:
+    """Counters of the machine and of this process from its making until `close`."""
+
+    def __init__(self) -> None:
+        self.cpu, self.busy, self.wall, self.lo = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float, float]:
+        return time.process_time(), machine_busy_s(), time.perf_counter(), loopback_mb()
+
+    def close(self) -> _Window:
+        now = self._now()
+        self.cpu, self.busy = now[0] - self.cpu, now[1] - self.busy
+        self.wall, self.lo = now[2] - self.wall, now[3] - self.lo
+        return self
+
+
+def measure(peer: Peer, work: Work, rank: int, world: int) -> dict[str, Any] | None:
+    """Runs the job and returns, on rank 0, the record of all ranks."""
+    text = Text(work.seq)
+    steps = [text.step(step, work, rank, world) for step in range(work.steps)]
+    gc.collect()
+    setup_peak = peak_rss_mb()
+    reset_peak()
+    losses: list[float] = []
+    step_ms: list[float] = []
+    live: dict[str, float] = {}
+    for step, micro_batches in enumerate(steps):
+        if step == work.warmup:
+            if world > 1:
+                dist.barrier()
+            window = _Window()
+        start = time.perf_counter()
+        loss = peer.forward_backward(micro_batches)
+        if step == work.steps - 1:
+            probe = time.perf_counter()
+            live["after_backward"] = round(live_tensor_mb(), 1)
+            start += time.perf_counter() - probe
+        peer.optimizer_step()
+        step_ms.append((time.perf_counter() - start) * 1e3)
+        losses.append(float(loss))
+    window.close()
+    live["after_step"] = round(live_tensor_mb(), 1)
+    mine = {
+        "losses": losses,
+        "step_ms": step_ms,
+        "cpu_s": window.cpu,
+        "setup_peak_mb": round(setup_peak),
+        "peak_rss_mb": round(peak_rss_mb()),
+        "live_mb": live,
+        "extra": peer.extra(),
+    }
+    every: list[Any] = [mine]
+    if world > 1:
+        every = [None] * world
+        dist.all_gather_object(every, mine)
+    return _merge(every, window, work) if rank == 0 else None
+
+
+def _merge(every: list[dict[str, Any]], window: _Window, work: Work) -> dict[str, Any]:
+    """Shares are equal, so the mean over ranks is the loss of the global batch."""
+    timed = every[0]["step_ms"][work.warmup :]
+    own = sum(record["cpu_s"] for record in every)
+    median = statistics.median(timed)
+    return {
+        "tokens_per_s": round(work.global_batch * work.seq / median * 1e3, 1),
+        "step_ms_median": round(median, 1),
+        "step_ms": [round(ms, 1) for ms in every[0]["step_ms"]],
+        "cpu_s_per_step": round(own / len(timed), 4),
+        "foreign_cpu": round((window.busy - own) / window.wall / (os.cpu_count() or 1), 3),
+        "loopback_mb_per_step": round(window.lo / len(timed), 2),
+        "setup_peak_mb": [record["setup_peak_mb"] for record in every],
+        "peak_rss_mb": [record["peak_rss_mb"] for record in every],
+        "live_mb": [record["live_mb"] for record in every],
+        "losses": [statistics.fmean(step) for step in zip(*(r["losses"] for r in every), strict=True)],
+        "extra": every[0]["extra"],
+    }

@@ -1,0 +1,1 @@
+"""One file a peer: each gives `build(work, flags, rank, world) -> Peer`."""

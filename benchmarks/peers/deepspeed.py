@@ -1,0 +1,42 @@
+"""DeepSpeed on its CPU accelerator, with the AdamW it picks itself (an op that g++ compiles at first use)."""
+
+from __future__ import annotations
+
+import logging
+
+from benchmarks.peers.base import Flags
+from benchmarks.peers.engine import EnginePeer, zero_config
+from benchmarks.workload import Work, build_model, llama_config
+
+
+def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer:
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    config = zero_config(work, flags, world)
+    config["zero_optimization"]["overlap_comm"] = False  # there are no streams to overlap on
+    if flags.stage == 3:
+        config["zero_optimization"]["stage3_prefetch_bucket_size"] = int(5e6)  # measured best on CPU
+    if flags.sharded_init and flags.stage == 3:
+        model = _sharded_model(work, config)
+    else:
+        model = build_model(work.model)
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return EnginePeer(engine)
+
+
+def _sharded_model(work: Work, config: dict[str, object]) -> object:
+    """Hugging Face's own way under ZeRO-3. (`zero.Init(dtype=torch.float32)` by hand gives bf16 on CPU.)"""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    global _keep
+    _keep = HfDeepSpeedConfig(config)  # transformers holds it weakly
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(llama_config(work.model), dtype=torch.float32)
+    model.train()
+    return model
+
+
+_keep: object = None

@@ -1,0 +1,55 @@
+"""What DeepSpeed and ours share: the JSON, and the loop over an engine with DeepSpeed's surface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers.base import Flags
+from benchmarks.workload import ADAM, Work, lm_loss
+
+
+def zero_config(work: Work, flags: Flags, world: int) -> dict[str, Any]:
+    """The DeepSpeed JSON of the job."""
+    zero: dict[str, Any] = {"stage": flags.stage}
+    if flags.bucket:
+        zero |= {"reduce_bucket_size": flags.bucket, "allgather_bucket_size": flags.bucket}
+    if flags.stage == 3 and flags.max_live:
+        zero |= {"stage3_max_live_parameters": flags.max_live, "stage3_max_reuse_distance": flags.max_live}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": work.micro_batch,
+        "gradient_accumulation_steps": work.accumulation(world),
+        "optimizer": {"type": "AdamW", "params": ADAM | {"betas": list(ADAM["betas"])}},
+        "zero_optimization": zero,
+        "steps_per_print": 10**9,
+    }
+    if work.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    return config
+
+
+class EnginePeer:
+    """Calls an engine as DeepSpeed's documentation does: forward, backward and step for every micro-batch."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+        total = torch.zeros(())
+        for i, ids in enumerate(micro_batches):
+            if i:
+                self.engine.step()  # of the micro-batch before: only counts
+            loss = lm_loss(self.engine(input_ids=ids).logits, ids)
+            self.engine.backward(loss)
+            total += loss.detach() / len(micro_batches)
+        return total
+
+    def optimizer_step(self) -> None:
+        self.engine.step()
+
+    def extra(self) -> dict[str, str]:
+        outer = self.engine.optimizer
+        inner = getattr(outer, "optimizer", outer)
+        return {"zero": type(outer).__name__, "optimizer": type(inner).__name__}

@@ -1,0 +1,131 @@
+"""The job that every peer does: the same seeded Llama, the same text in the same order, the same AdamW, so that
+the losses of any two peers compare step by step."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import LlamaForCausalLM
+
+VOCAB = 256  # a token is a byte
+
+
+@dataclass(frozen=True)
+class Size:
+    """Dimensions of a Llama."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, embedding and head untied."""
+        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * block + 2 * VOCAB * self.hidden + self.hidden
+
+
+SIZES = {
+    "tiny": Size(192, 4, 4, 512),  # 1.9 M
+    "small": Size(512, 8, 8, 1376),  # 25.6 M
+    "medium": Size(768, 16, 12, 2048),  # 113.7 M
+}
+ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The job of one run. Batch sizes count sequences; `warmup` steps are not timed."""
+
+    model: str = "tiny"
+    dtype: str = "fp32"
+    seq: int = 128
+    global_batch: int = 8
+    micro_batch: int = 2
+    steps: int = 20
+    warmup: int = 3
+
+    def accumulation(self, world: int) -> int:
+        """Micro-batches a rank runs in a step."""
+        return self.global_batch // (world * self.micro_batch)
+
+
+def llama_config(size: str) -> Any:
+    """The Hugging Face config of a size."""
+    from transformers import LlamaConfig
+
+    s = SIZES[size]
+    return LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=s.hidden,
+        num_hidden_layers=s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.heads,
+        intermediate_size=s.intermediate,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attention_dropout=0.0,
+        attn_implementation="sdpa",
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+def build_model(size: str, seed: int = 0) -> LlamaForCausalLM:
+    """The model in fp32 and training mode, the same values on every rank."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(llama_config(size))
+    model.train()
+    return model
+
+
+def lm_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Cross entropy of the next byte, mean over tokens; logits (batch, seq, vocab), ids (batch, seq)."""
+    import torch.nn.functional as F
+
+    logits = logits[:, :-1].float()
+    return F.cross_entropy(logits.reshape(-1, logits.size(-1)), ids[:, 1:].reshape(-1))
+
+
+class Text:
+    """The standard library's sources as bytes, cut into sequences in a fixed order."""
+
+    # Coprime to the length: neighbouring sequences come from all over the text.
+    STRIDE = 1_000_003
+    LIMIT = 8 << 20
+
+    def __init__(self, seq: int) -> None:
+        import torch
+
+        text = bytearray()
+        for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            text += file.read_bytes()
+            if len(text) >= self.LIMIT:
+                break
+        self.tokens = torch.frombuffer(text, dtype=torch.uint8)
+        self.seq = seq
+
+    def sequence(self, index: int) -> Tensor:
+        """Token ids, shape (seq,)."""
+        start = (index * self.STRIDE) % (len(self.tokens) - self.seq)
+        return self.tokens[start : start + self.seq].long()
+
+    def step(self, step: int, work: Work, rank: int, world: int) -> list[Tensor]:
+        """A rank's micro-batches of a step: its contiguous share of the global batch."""
+        import torch
+
+        share = work.global_batch // world
+        first = step * work.global_batch + rank * share
+        rows = [self.sequence(first + i) for i in range(share)]
+        return [torch.stack(rows[i : i + work.micro_batch]) for i in range(0, share, work.micro_batch)]
