@@ -1,0 +1,97 @@
+"""Command-line flags: dashes and underscores alike, and errors that name the nearest flag.
+
+Used by `launch` itself and by recipes. Imports nothing heavy, so that a wrong flag is answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from launcher.errors import ConfigError
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An `argparse.ArgumentParser` for which `--max-steps` and `--max_steps` are one flag.
+
+    The spelling given to `add_argument` is the one shown by `--help`. Abbreviations are not accepted, and
+    a mistake raises `ConfigError` (which `launch` prints without a traceback) instead of ending the process.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def known_flags(self) -> dict[str, argparse.Action]:
+        """Every option string, such as `--num_gpus`, with its action."""
+        return dict(self._option_string_actions)
+
+    def canonical(self, token: str) -> str:
+        """`--max-steps=3` as this parser spells it; a token that is no known flag is returned unchanged."""
+        if not token.startswith("--"):
+            return token
+        name, equals, value = token.partition("=")
+        for known in self._option_string_actions:
+            if _plain(known) == _plain(name):
+                return known + equals + value
+        return token
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        tokens = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args([self.canonical(token) for token in tokens], namespace)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse, or raise `ConfigError` naming the first unknown flag and the nearest known one."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown[0])
+        return parsed
+
+    def refuse(self, token: str, hint: str | None = None) -> NoReturn:
+        """Raise the error for a token that this parser does not know.
+
+        Args:
+            token: what was typed.
+            hint: what to do instead, where the caller knows better than "see --help".
+        """
+        kind = "unknown flag" if token.startswith("-") else "unexpected argument"
+        fix = hint or self._nearest(token) or f"see `{self.prog} --help`"
+        raise ConfigError(f"{kind} {token.partition('=')[0]}", where="command line", fix=fix)
+
+    def error(self, message: str) -> NoReturn:
+        """argparse's own complaints (a missing value, a wrong type or choice) as a `ConfigError`."""
+        raise ConfigError(message, where="command line", fix=f"see `{self.prog} --help`")
+
+    def _nearest(self, token: str) -> str | None:
+        spelled = {_plain(known): known for known in self._option_string_actions}
+        near = difflib.get_close_matches(_plain(token.partition("=")[0]), spelled, n=1, cutoff=0.6)
+        return f"did you mean {spelled[near[0]]}?" if near else None
+
+
+def value_of(tokens: Sequence[str], flag: str) -> str | None:
+    """The last value of `flag` among tokens that another parser owns; None where it is not there.
+
+    Args:
+        tokens: the recipe's arguments.
+        flag: with dashes, e.g. `--output-dir`; underscores and `--flag=value` are found as well.
+    """
+    found = None
+    for position, token in enumerate(tokens):
+        name, equals, value = token.partition("=")
+        if not name.startswith("--") or _plain(name) != _plain(flag):
+            continue
+        if equals:
+            found = value
+        elif position + 1 < len(tokens):
+            found = tokens[position + 1]
+    return found
+
+
+def _plain(flag: str) -> str:
+    return flag.lstrip("-").replace("_", "-")

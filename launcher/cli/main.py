@@ -1,0 +1,197 @@
+"""The `launch` command: check everything that can be checked, then start the ranks.
+
+Nothing here imports torch until the flags and the configuration are known to be right, so that `--help`
+and every mistake are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.cli.flags import value_of
+from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
+from launcher.cli.recipes import check_flags, find_recipe, shared_directory
+from launcher.errors import ConfigError, LauncherError
+
+if TYPE_CHECKING:
+    from launcher.cluster.local import LocalRun
+
+EXIT_MISTAKE = 2
+DEFAULT_RECIPE = "pretrain"
+logger = logging.getLogger("launcher")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `launch`.
+
+    Args:
+        argv: the arguments; None takes those of the process.
+
+    Returns:
+        0; 2 for a mistake in flags or configuration; else how the run ended (128 + n for signal n).
+    """
+    try:
+        return _launch(list(sys.argv[1:] if argv is None else argv))
+    except LauncherError as error:
+        print_error(str(error))
+        return EXIT_MISTAKE
+    except SystemExit as leaving:  # argparse, after --help
+        return int(leaving.code or 0)
+    except KeyboardInterrupt:
+        return 130
+
+
+def print_error(text: str) -> None:
+    """`error: TEXT` on stderr, the first word red on a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print("[bold red]error:[/bold red] ", end="")
+    console.print(text, markup=False)
+
+
+def _launch(argv: list[str]) -> int:
+    parser = launch_parser()
+    own, recipe = split_argv(parser, argv)
+    flags = parser.parse_args(own)
+    refuse_unsupported(flags)
+    _set_up_logging("error" if flags.quiet else flags.log_level)
+    run = _Request(flags, recipe)
+    if not run.is_ours and run.asks_for_help:
+        os.execv(sys.executable, [sys.executable, run.target, *run.arguments])
+    if run.is_ours:
+        check_flags(Path(run.target), run.arguments)
+    config = _checked_config(flags.config, needed=run.is_ours)
+    # From here on torch may be imported.
+    from launcher.cluster import local
+
+    outcome = local.run(_plan(run, flags, config))
+    sys.stdout.flush()
+    if outcome.message:
+        print_error(outcome.message)
+    return outcome.exit_code
+
+
+class _Request:
+    """What is to be run, from the part of the command line that starts with the recipe's name."""
+
+    def __init__(self, flags: argparse.Namespace, recipe: list[str]) -> None:
+        name, *self.arguments = recipe or [DEFAULT_RECIPE]
+        self.kind, self.target, self.is_ours = "script", name, False
+        self.name = Path(name).stem
+        if flags.module:
+            self.kind = "module"
+        elif flags.no_python:
+            self.kind = "program"
+        else:
+            path, self.is_ours = find_recipe(name)
+            self.target = str(path)
+
+    @property
+    def asks_for_help(self) -> bool:
+        """`--help` of a script is answered by one plain process, without ranks."""
+        return self.kind == "script" and bool({"-h", "--help"} & set(self.arguments))
+
+
+def _checked_config(path: str | None, *, needed: bool) -> Path | None:
+    """The absolute path of a configuration that has been read and found right."""
+    if path is None:
+        if needed:
+            raise ConfigError(
+                "no configuration is named",
+                where="command line",
+                fix="launch --config DS.json ...; examples are in " + str(shared_directory("ds_configs")),
+            )
+        return None
+    from launcher.config import load
+
+    load(path)
+    return Path(path).resolve()
+
+
+def _plan(run: _Request, flags: argparse.Namespace, config: Path | None) -> LocalRun:
+    from launcher.cluster import cores, local
+
+    wanted = (run.is_ours and value_of(run.arguments, "--device")) or flags.device
+    device, ranks = local.choose_device(wanted, flags.num_gpus)
+    shares = None
+    if flags.bind_cores_to_rank or flags.bind_core_list:
+        listed = cores.parse_core_list(flags.bind_core_list) if flags.bind_core_list else cores.usable_cores()
+        shares = cores.share_cores(listed, ranks)
+    output_dir = _run_directory(value_of(run.arguments, "--output-dir"), run.name)
+    environment = {
+        "LAUNCHER_DEVICE": device,
+        "LAUNCHER_OUTPUT_DIR": str(output_dir),
+        "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
+    }
+    if config is not None:
+        environment["LAUNCHER_CONFIG"] = str(config)
+    threads = len(shares[0]) if shares else max(1, len(cores.usable_cores()) // ranks)
+    if "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    _say_what_starts(ranks, device, environment.get("OMP_NUM_THREADS"))
+    logger.info("run directory: %s", output_dir)
+    to_files = flags.enable_each_rank_log
+    return local.LocalRun(
+        kind=run.kind,
+        target=run.target,
+        arguments=run.arguments,
+        ranks=ranks,
+        log_dir=Path(to_files).resolve() if to_files else output_dir / "logs",
+        log_prefix=time.strftime("%Y%m%d-%H%M%S_") if to_files else "",
+        show_rank_0=not to_files,
+        append_local_rank=not (run.is_ours or flags.no_local_rank),
+        master_addr=flags.master_addr,
+        master_port=local.choose_port(flags.master_addr, flags.master_port),
+        environment=environment,
+        cores=shares,
+    )
+
+
+def _say_what_starts(ranks: int, device: str, threads: str | None) -> None:
+    count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    backend = "nccl" if device == "cuda" else "gloo"
+    ours = f", OMP_NUM_THREADS={threads} (cores / ranks)" if threads else ""
+    logger.info("%s on %s, backend %s%s", count, device, backend, ours)
+
+
+def _run_directory(wanted: str | None, recipe: str) -> Path:
+    """Create the run's directory: the one asked for, or a new `runs/<recipe>-<date>-<time>`."""
+    try:
+        if wanted is not None:
+            Path(wanted).mkdir(parents=True, exist_ok=True)
+            return Path(wanted).resolve()
+        base = Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        candidate, number = base, 1
+        while candidate.exists():
+            number += 1
+            candidate = base.with_name(f"{base.name}-{number}")
+        candidate.mkdir(parents=True)
+        return candidate.resolve()
+    except OSError as error:
+        raise ConfigError(
+            f"the run's directory cannot be made: {error}",
+            where="--output-dir",
+            fix="name one that can be written",
+        ) from None
+
+
+def _set_up_logging(level: str) -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("launch: %(message)s"))
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(level.upper())
+    # Elastic reports each signal it sends; our one message says it better.
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.setLevel(logging.DEBUG if level == "debug" else logging.CRITICAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

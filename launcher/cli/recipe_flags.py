@@ -1,0 +1,42 @@
+"""The flags that every training recipe shares."""
+
+from __future__ import annotations
+
+from launcher.cli.flags import FlagParser
+
+
+def training_parser(recipe: str, description: str) -> FlagParser:
+    """The parser a recipe starts from; it may add flags of its own.
+
+    Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
+    epochs, output_dir, save_every, eval_every, resume, seed, device. None means "not said".
+
+    Args:
+        recipe: its name, shown by `--help`.
+        description: one sentence, shown by `--help`.
+    """
+    parser = FlagParser(prog=f"launch --config DS.json {recipe}", description=description)
+    model = parser.add_argument_group("model and data")
+    model.add_argument("--model", metavar="NAME", help="HF id, local directory, or path of a HF config.json")
+    model.add_argument("--dataset", metavar="NAME", help="HF id, local file or directory, or `stdlib`")
+    model.add_argument("--tokenizer", metavar="NAME", help="HF id or local directory (default: the model's)")
+    model.add_argument(
+        "--train-tokenizer", type=int, metavar="N", help="train a BPE of N tokens on the data set"
+    )
+    model.add_argument("--seq-length", type=int, metavar="N", help="tokens of one sequence")
+    length = parser.add_argument_group("length")
+    length.add_argument("--max-steps", type=int, metavar="N", help="optimizer steps")
+    length.add_argument(
+        "--epochs", type=float, metavar="N", help="passes over the data (alternative to steps)"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-dir", metavar="DIR", help="default: runs/<recipe>-<date>-<time>")
+    output.add_argument("--save-every", type=int, metavar="N", help="checkpoint every N steps")
+    output.add_argument("--eval-every", type=int, metavar="N", help="evaluate every N steps")
+    output.add_argument(
+        "--resume", nargs="?", const="latest", metavar="latest|DIR", help="go on from a checkpoint"
+    )
+    other = parser.add_argument_group("other")
+    other.add_argument("--seed", type=int, default=1234, metavar="N", help="default: 1234")
+    other.add_argument("--device", choices=("auto", "cuda", "cpu"), help="default: the launcher's")
+    return parser

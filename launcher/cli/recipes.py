@@ -1,0 +1,67 @@
+"""Recipes by name: where they are, which one is meant, and whether its flags are right."""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.errors import ConfigError
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def shared_directory(name: str) -> Path:
+    """`recipes` or `ds_configs`: beside the installed package, else at the root of the source tree."""
+    installed = PACKAGE / "_share" / name
+    return installed if installed.is_dir() else PACKAGE.parent / name
+
+
+def recipe_names() -> list[str]:
+    """Names that can be given to `launch`, sorted."""
+    return sorted(path.stem for path in shared_directory("recipes").glob("*.py") if path.stem[0] != "_")
+
+
+def find_recipe(name: str) -> tuple[Path, bool]:
+    """The file behind what stands on the command line.
+
+    Args:
+        name: a recipe's name, or a path that ends in `.py`.
+
+    Returns:
+        the file, and True where it is one of our own recipes.
+
+    Raises:
+        ConfigError: no such recipe or file; the message lists the recipes and the nearest name.
+    """
+    if name.endswith(".py"):
+        path = Path(name).resolve()
+        if not path.is_file():
+            raise ConfigError(f"there is no file {name}", where=str(path), fix=_known(name[:-3]))
+        return path, path.parent == shared_directory("recipes").resolve()
+    if name in recipe_names():
+        return shared_directory("recipes") / f"{name}.py", True
+    raise ConfigError(f"there is no recipe {name!r}", where="command line", fix=_known(name))
+
+
+def check_flags(path: Path, arguments: Sequence[str]) -> None:
+    """Parse a recipe's arguments before any rank is started, where the recipe tells how.
+
+    A recipe tells it by a function `flags() -> FlagParser` at the top of its file. `--help` is answered
+    here, as argparse does, by SystemExit.
+
+    Raises:
+        ConfigError: a flag the recipe does not know, or a wrong value.
+    """
+    if "\ndef flags(" not in path.read_text(encoding="utf-8"):
+        return
+    recipe = runpy.run_path(str(path), run_name="launcher_recipe_flags")
+    recipe["flags"]().parse_args(list(arguments))
+
+
+def _known(name: str) -> str:
+    names = recipe_names()
+    near = difflib.get_close_matches(name, names, n=1)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    return f"{guess}recipes: {', '.join(names) or 'none found'}; or give the path of a .py file"

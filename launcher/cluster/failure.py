@@ -1,0 +1,131 @@
+"""Which rank failed first, and how to say it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """What a rank wrote about its own failure (see `rank.py`)."""
+
+    kind: str
+    """`mendable` (a LauncherError), `exception`, or `exit` (sys.exit with a non-zero code)."""
+    message: str
+    traceback: str
+    time: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank that failed."""
+
+    rank: int
+    pid: int
+    exit_code: int | None
+    """As `subprocess` gives it: negative for a signal; None where the rank was still leaving."""
+    record: ErrorRecord | None
+
+
+def read_record(path: str) -> ErrorRecord | None:
+    """The record at `path`, or None where the rank left none (it was killed, or ran on)."""
+    try:
+        message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
+        extra = message["extraInfo"]
+        when = float(extra.get("time", extra["timestamp"]))
+        return ErrorRecord(extra.get("kind", "exception"), message["message"], extra["py_callstack"], when)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def first_failure(
+    exit_codes: Mapping[int, int], records: Mapping[int, ErrorRecord], pids: Mapping[int, int], seen_at: float
+) -> Failure:
+    """The rank whose failure came first; the others mostly fail because of it.
+
+    Args:
+        exit_codes: non-zero exit codes of the ranks that were dead when the failure was seen.
+        records: what ranks recorded, also those that were still leaving.
+        seen_at: a time before which no rank had been seen dead (seconds since the epoch): the time
+            taken for a rank that was killed and could record nothing.
+    """
+    times = {rank: record.time for rank, record in records.items()}
+    for rank in exit_codes:
+        times.setdefault(rank, seen_at)
+    rank = min(times, key=lambda candidate: (times[candidate], candidate))
+    return Failure(rank, pids[rank], exit_codes.get(rank), records.get(rank))
+
+
+def describe(failure: Failure, log: Path, *, log_was_shown: bool) -> str:
+    """The message for the terminal, without the leading `error:`.
+
+    Args:
+        failure: the first failure.
+        log: that rank's log file.
+        log_was_shown: the rank's output is on the terminal already and its end need not be repeated.
+    """
+    record = failure.record
+    who = f"rank {failure.rank} (pid {failure.pid})"
+    if record is not None and record.kind == "mendable":
+        return f"{record.message}\n  said by: {who}; log: {log}"
+    if record is not None and record.kind == "exception":
+        lines = [f"{who} failed: {record.message}", *_indented(record.traceback.splitlines())]
+    else:
+        lines = [f"{who} {_manner(failure.exit_code)}"]
+        if failure.exit_code == -signal.SIGKILL:
+            lines.append(
+                "  if the kernel's memory killer did it, `dmesg | tail` says so: use less memory per rank"
+            )
+        lines += [] if log_was_shown else _tail(log)
+    return "\n".join([*lines, f"  the other ranks have been stopped; logs: {log.parent}"])
+
+
+def exit_code(failure: Failure) -> int:
+    """What the launcher exits with: the rank's code, 128 + n for signal n, never 0."""
+    if failure.exit_code is None or failure.exit_code == 0:
+        return 1
+    return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
+
+
+def append_to_logs(records: Mapping[int, ErrorRecord], logs: Mapping[int, Path]) -> None:
+    """Put each rank's error at the end of its log: ranks only record theirs, so none interleave."""
+    for rank, record in records.items():
+        text = {"mendable": f"error: {record.message}\n", "exception": record.traceback}.get(record.kind)
+        if text:
+            with logs[rank].open("a", encoding="utf-8") as file:
+                file.write(text)
+
+
+def _manner(code: int | None) -> str:
+    if code is None:
+        return "failed while leaving"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}"
+
+
+def _tail(log: Path) -> Sequence[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 16384))
+            lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+    except OSError:
+        lines = []
+    if not lines:
+        return [f"  its log {log} is empty"]
+    return [f"  last lines of {log}:", *_indented(lines)]
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

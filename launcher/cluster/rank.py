@@ -1,0 +1,95 @@
+"""The first code of every rank: `python -u rank.py {script,module,program} NAME [arguments]`.
+
+Ties the rank's life to the launcher's, merges stderr into stdout (one log in true order), runs the script,
+and leaves a record of how it failed in the file that torch elastic names (TORCHELASTIC_ERROR_FILE).
+Run by its path, and from the standard library only: it must start fast and import nothing of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+EXIT_ALLOWANCE_S = 5  # a failed rank that hangs in its own exit handlers is ended after this time
+
+
+def main() -> None:
+    kind, name, *arguments = sys.argv[1:]
+    die_with_the_launcher()
+    os.dup2(1, 2)
+    bind_cores()
+    if kind == "program":
+        os.execvp(name, [name, *arguments])
+    faulthandler.enable()
+    sys.argv = [name, *arguments]
+    # As `python script.py` and `python -m module` would have it.
+    sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.abspath(name))
+    try:
+        if kind == "module":
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            record("exit", error)
+        raise
+    except BaseException as error:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(EXIT_ALLOWANCE_S)
+        mendable = any(base.__name__ == "LauncherError" for base in type(error).__mro__)
+        record("mendable" if mendable else "exception", error)
+        sys.stdout.flush()
+        sys.exit(2 if mendable else 1)
+
+
+def die_with_the_launcher() -> None:
+    """Ask the kernel to kill this rank when the launcher dies, however it dies (Linux only)."""
+    launcher = int(os.environ["LAUNCHER_PID"])
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it died before the kernel was asked
+        sys.exit(1)
+
+
+def bind_cores() -> None:
+    cores = os.environ.get("LAUNCHER_CORES")
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+
+
+def record(kind: str, error: BaseException) -> None:
+    """Write how this rank failed, in torch elastic's layout with our `kind` and exact `time` added."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    text = str(error) if kind in ("mendable", "exit") else f"{type(error).__name__}: {error}"
+    extra = {"py_callstack": _script_traceback(error), "timestamp": str(int(now)), "time": now, "kind": kind}
+    # Renamed into place: the launcher may kill this rank at any moment and never reads a torn file.
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+    os.replace(f"{path}.tmp", path)
+
+
+def _script_traceback(error: BaseException) -> str:
+    """The traceback without the frames of this file and of runpy."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+if __name__ == "__main__":
+    main()
