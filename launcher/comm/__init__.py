@@ -1,0 +1,19 @@
+"""Talking to other ranks: the mesh, its axes, and the few collectives that everything uses."""
+
+from launcher.comm.collectives import CollectiveRecord, Pending, all_gather, all_reduce, broadcast, record_collectives, reduce_scatter
+from launcher.comm.mesh import Axis, Mesh
+from launcher.comm.setup import init_distributed, pick_device
+
+__all__ = [
+    "Axis",
+    "CollectiveRecord",
+    "Mesh",
+    "Pending",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "init_distributed",
+    "pick_device",
+    "record_collectives",
+    "reduce_scatter",
+]

@@ -1,0 +1,184 @@
+"""The few collectives that everything uses: the one place that talks to the network.
+
+Every call carries a tag `unit/phase` that says who asked; the tag names the profiler range and the records that
+tests and `comms` reports count. A call returns a `Pending`; `wait()` gives the result.
+
+All buffers are flat. With N ranks on the axis a buffer of N * s elements is N slices of s; rank r owns slice r.
+
+On CPUs, gloo's own reduce-scatter is an all-reduce of a copy and its all-gather copies twice, so the two are made
+here of pairwise sends: each rank sends slice j straight to rank j. The bytes on the wire are the optimum
+(N - 1) / N, and the sum is taken in rank order, so it is the same number on every run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from launcher.comm.mesh import Axis
+
+# torch 2.13 renamed these two; older versions know only the second name.
+_native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Pairwise messages of two collectives may be in flight together; a running number keeps them apart.
+_message = itertools.count()
+_MESSAGES = 1 << 20
+
+
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """One collective as this rank saw it. `sent` is in bytes, by the theory of the ring or pairwise algorithm."""
+
+    op: str
+    tag: str
+    axis: str
+    numel: int
+    sent: int
+
+
+class Pending:
+    """A collective in flight. It holds its buffers: keeping the reference is what keeps them alive."""
+
+    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        """Block until the result is in place (on CUDA: make the current stream wait for it). Safe to call again."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+_recorders: list[list[CollectiveRecord]] = []
+
+
+@contextmanager
+def record_collectives() -> Iterator[list[CollectiveRecord]]:
+    """Collect a record of every collective started inside the `with`."""
+    records: list[CollectiveRecord] = []
+    _recorders.append(records)
+    try:
+        yield records
+    finally:
+        _recorders.remove(records)
+
+
+def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:
+    if _recorders and axis.degree > 1:
+        sent = buffer.numel() * buffer.element_size() * times * (axis.degree - 1) // axis.degree
+        record = CollectiveRecord(op, tag, axis.name, buffer.numel(), sent)
+        for records in _recorders:
+            records.append(record)
+
+
+def _peers(axis: Axis) -> Iterator[int]:
+    """The other ranks of the axis, nearest successor first, so that no two ranks start with the same target."""
+    return ((axis.rank + step) % axis.degree for step in range(1, axis.degree))
+
+
+def all_gather(full: Tensor, axis: Axis, tag: str) -> Pending:
+    """Fill `full` [N * s] from the slices of all ranks; slice r already holds this rank's part."""
+    _note("all_gather", tag, axis, full, 1)
+    if axis.group is None:
+        return Pending([])
+    with record_function(f"{tag}/all_gather"):
+        slices = full.chunk(axis.degree)
+        if full.device.type != "cpu":
+            work = _native_all_gather(full, slices[axis.rank], group=axis.group, async_op=True)
+            return Pending([work])
+        message = next(_message) % _MESSAGES
+        works = [axis.group.recv([slices[peer]], peer, message) for peer in _peers(axis)]
+        works += [axis.group.send([slices[axis.rank]], peer, message) for peer in _peers(axis)]
+        return Pending(works)
+
+
+def reduce_scatter(
+    full: Tensor, out: Tensor, axis: Axis, tag: str, *, within: slice = slice(None), accumulate: bool = False
+) -> Pending:
+    """Sum slice r of every rank's `full` [N * s] into `out` [s] of rank r.
+
+    Args:
+        full: this rank's contribution; not changed, and must not be until the result was waited for.
+        out: where the sum goes; may be slice r of `full` itself, and may have a wider dtype, in which it is summed.
+        within: only these elements of every slice, and of `out`: a large buffer is reduced in several calls.
+        accumulate: add to `out` instead of overwriting it.
+    """
+    slices = [part[within] for part in full.chunk(axis.degree)]
+    out = out[within]
+    _note("reduce_scatter", tag, axis, slices[0], axis.degree)
+    if axis.group is None:
+        if accumulate:
+            out.add_(slices[0])
+        elif out.data_ptr() != slices[0].data_ptr():
+            out.copy_(slices[0])
+        return Pending([])
+    with record_function(f"{tag}/reduce_scatter"):
+        if full.device.type != "cpu":
+            return _native(full, slices, out, axis, accumulate)
+        received = torch.empty(axis.degree - 1, out.numel(), dtype=full.dtype, device=full.device)
+        parts = {peer: received[peer - (peer > axis.rank)] for peer in _peers(axis)}
+        message = next(_message) % _MESSAGES
+        works = [axis.group.recv([parts[peer]], peer, message) for peer in _peers(axis)]
+        works += [axis.group.send([slices[peer]], peer, message) for peer in _peers(axis)]
+        parts[axis.rank] = slices[axis.rank]
+        return Pending(works, lambda: _sum_in_rank_order(parts, out, accumulate))
+
+
+def _sum_in_rank_order(parts: dict[int, Tensor], out: Tensor, accumulate: bool) -> None:
+    first, second, *rest = (parts[rank] for rank in sorted(parts))
+    if accumulate:
+        out.add_(first).add_(second)
+    elif any(part.data_ptr() == out.data_ptr() for part in rest):
+        # `out` is the slice of a rank that is not summed yet; the first part was received, so it may be overwritten.
+        for part in (second, *rest):
+            first.add_(part)
+        out.copy_(first)
+        return
+    elif first.dtype == out.dtype:
+        torch.add(first, second, out=out)
+    else:
+        out.copy_(first)
+        out.add_(second)
+    for part in rest:
+        out.add_(part)
+
+
+def _native(full: Tensor, slices: list[Tensor], out: Tensor, axis: Axis, accumulate: bool) -> Pending:
+    direct = not accumulate and out.dtype == full.dtype
+    result = out if direct else torch.empty(out.numel(), dtype=full.dtype, device=full.device)
+    if len(slices) * out.numel() == full.numel():
+        work = _native_reduce_scatter(result, full, group=axis.group, async_op=True)
+    else:
+        work = dist.reduce_scatter(result, slices, group=axis.group, async_op=True)
+    if direct:
+        return Pending([work])
+    return Pending([work], lambda: (out.add_(result) if accumulate else out.copy_(result)) and None)
+
+
+def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
+    """Sum `buffer` over the axis, in place."""
+    _note("all_reduce", tag, axis, buffer, 2)
+    if axis.group is None:
+        return Pending([])
+    with record_function(f"{tag}/all_reduce"):
+        return Pending([dist.all_reduce(buffer, group=axis.group, async_op=True)])
+
+
+def broadcast(buffer: Tensor, axis: Axis, tag: str, *, source: int = 0) -> Pending:
+    """Copy the buffer of coordinate `source` of the axis to all its ranks, in place."""
+    _note("broadcast", tag, axis, buffer, 1)
+    if axis.group is None:
+        return Pending([])
+    with record_function(f"{tag}/broadcast"):
+        return Pending([dist.broadcast(buffer, group=axis.group, group_src=source, async_op=True)])

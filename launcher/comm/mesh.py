@@ -1,0 +1,92 @@
+"""The mesh: how many ranks each kind of parallelism has, and the process group of each axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from launcher.errors import ConfigError
+
+AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: tp ranks are neighbours, so they share a node
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as this rank sees it.
+
+    Args:
+        name: "dp", "tp", ...
+        degree: how many ranks lie along the axis; 1 is the degenerate case and has no process group.
+        rank: this rank's coordinate on the axis, 0 .. degree - 1.
+        group: process group of the ranks along the axis; None when degree is 1.
+    """
+
+    name: str
+    degree: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def span(self, numel: int) -> slice:
+        """This rank's slice of a flat buffer of `numel` elements, which the degree must divide."""
+        size = numel // self.degree
+        return slice(self.rank * size, (self.rank + 1) * size)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All axes of a run. Built once; every room takes the axis it works on."""
+
+    device: torch.device
+    world_size: int = 1
+    rank: int = 0
+    axes: dict[str, Axis] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, device: torch.device, **degrees: int) -> Mesh:
+        """Lay the ranks of the default process group out along the axes.
+
+        Args:
+            device: the device of this rank.
+            degrees: degree of each axis by name; axes not named have degree 1, and `dp` takes the rest.
+
+        Raises:
+            ConfigError: the degrees do not multiply to the world size.
+        """
+        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        given = 1
+        for degree in degrees.values():
+            given *= degree
+        if "dp" not in degrees and world % given == 0:
+            degrees["dp"] = world // given
+            given = world
+        if given != world:
+            product = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+            raise ConfigError(
+                f"the degrees {product} multiply to {given}, but there are {world} ranks",
+                fix="make their product equal the number of ranks, or leave dp out so that it takes the rest",
+            )
+        shape = tuple(degrees.get(name, 1) for name in AXES)
+        return cls(device, world, rank, _axes(device, shape, world))
+
+    @property
+    def dp(self) -> Axis:
+        return self.axes["dp"]
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return {name: axis.degree for name, axis in self.axes.items()}
+
+
+def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str, Axis]:
+    axes = {name: Axis(name) for name in AXES}
+    if world == 1:
+        return axes
+    live = [i for i, degree in enumerate(shape) if degree > 1]
+    names = tuple(AXES[i] for i in live)
+    mesh = init_device_mesh(device.type, tuple(shape[i] for i in live), mesh_dim_names=names)
+    for i, name in zip(live, names, strict=True):
+        axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), mesh.get_group(name))
+    return axes

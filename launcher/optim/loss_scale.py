@@ -1,0 +1,77 @@
+"""Loss scale of fp16 training (DeepSpeed's `fp16` section)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.errors import LauncherError
+
+
+class LossScaleExhausted(LauncherError):
+    """The scale is at its floor and gradients still overflow."""
+
+
+@dataclass
+class LossScale:
+    """The factor on the loss: static, or doubled after good steps and halved after overflows.
+
+    Args:
+        scale: the factor now.
+        dynamic: false for bf16 and fp32 (scale 1) and for a static `loss_scale`.
+        window: good steps before it doubles (`loss_scale_window`).
+        minimum: floor (`min_loss_scale`).
+        hysteresis: overflows tolerated before it halves.
+        consecutive: refill the tolerance after every good step (`consecutive_hysteresis`).
+    """
+
+    scale: float = 1.0
+    dynamic: bool = False
+    window: int = 1000
+    minimum: float = 1.0
+    hysteresis: int = 2
+    consecutive: bool = False
+    tolerance: int = 2
+    step: int = 0
+    last_overflow: int = -1
+
+    def update(self, overflow: bool) -> None:
+        """Call once a step.
+
+        Raises:
+            LossScaleExhausted: an overflow at the floor.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            self._overflowed()
+        else:
+            self._good()
+        self.step += 1
+
+    def _overflowed(self) -> None:
+        if self.hysteresis == 1 or self.tolerance == 1:
+            if self.scale <= self.minimum:
+                raise LossScaleExhausted(
+                    f"gradients overflow in fp16 although the loss scale is at its floor of {self.minimum:g}",
+                    where="fp16.min_loss_scale",
+                    fix='train in bf16 ("bf16": {"enabled": true}), lower the learning rate, or clip gradients',
+                )
+            self.scale = max(self.scale / 2, self.minimum)
+        else:
+            self.tolerance -= 1
+        self.last_overflow = self.step
+
+    def _good(self) -> None:
+        if self.consecutive:
+            self.tolerance = self.hysteresis
+        if (self.step - self.last_overflow) % self.window == 0:
+            if not self.consecutive:
+                self.tolerance = self.hysteresis
+            self.scale *= 2
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {"scale": self.scale, "tolerance": self.tolerance, "step": self.step, "last_overflow": self.last_overflow}
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        self.scale, self.tolerance = float(state["scale"]), int(state["tolerance"])
+        self.step, self.last_overflow = int(state["step"]), int(state["last_overflow"])

@@ -1,0 +1,108 @@
+"""The optimizer step on what this rank owns: any elementwise torch.optim class, on slices of parameters.
+
+Each parameter's slice is a 1-D fp32 tensor that the inner torch optimizer holds as its parameter. So param groups,
+unused parameters (no gradient: no step, as in plain PyTorch) and state by parameter need no code of their own.
+Flat buffers are stepped one after the other: the fp32 copy of a 16-bit gradient exists for one buffer at a time, and
+the updated parameters of a buffer travel while the next one is stepped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.errors import ConfigError
+from launcher.zero import ParamSlice, ZeroModel
+from launcher.zero.gradients import FlatGradient
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Steps the slices that this rank owns, then brings the new parameters to every rank.
+
+    Args:
+        zero: the model.
+        groups: param groups: dicts with "names" (parameter names) and any options of the inner optimizer.
+        factory: makes the inner torch optimizer from param groups of slices.
+
+    `param_groups`, `state` and `defaults` are the inner optimizer's own, live.
+    """
+
+    def __init__(self, zero: ZeroModel, groups: Iterable[dict[str, Any]], factory: OptimizerFactory) -> None:
+        self.zero = zero
+        self.slices: dict[str, ParamSlice] = {}
+        self.tensors: dict[str, nn.Parameter] = {}
+        for piece in zero.slices():
+            if zero.slots[piece.name].leaf.requires_grad:
+                self.slices[piece.name] = piece
+                self.tensors[piece.name] = nn.Parameter(piece.data)
+        self.inner = factory([self._sliced(group) for group in groups])
+        self._inherit()
+
+    def _inherit(self) -> None:
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+        self._hook_for_profile = lambda: None  # type: ignore[method-assign]
+
+    def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
+        options = {key: value for key, value in group.items() if key not in ("names", "params")}
+        # A rank may own nothing of a group: torch wants a parameter in each, so a group of none gets an empty one.
+        owned = [self.tensors[name] for name in group["names"] if name in self.tensors]
+        return {**options, "params": owned or [nn.Parameter(torch.empty(0, device=self.zero.pool.device))]}
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:  # type: ignore[override]
+        """Step every parameter that got a gradient.
+
+        Args:
+            scale: factor on all gradients: 1 / (ranks x loss scale), and clipping.
+        """
+        pending = []
+        for gradient in self.zero.gradients:
+            self._step_buffer(gradient, scale)
+            pending.append(gradient.flat.publish())
+        for travelling in pending:
+            travelling.wait()
+
+    def _step_buffer(self, gradient: FlatGradient, scale: float) -> None:
+        owned = gradient.owned
+        if owned.dtype != torch.float32:
+            owned = owned.float()
+        if scale != 1.0:
+            owned.mul_(scale)
+        stepped = [piece for piece in gradient.flat.slices(owned) if self.zero.slots[piece.name].used]
+        for piece in stepped:
+            self.tensors[piece.name].grad = piece.data
+        if stepped:
+            self.inner.step()
+        for piece in stepped:
+            self.tensors[piece.name].grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zero.zero_grad()
+
+    # ---- state ------------------------------------------------------------------------------
+
+    def state_slices(self) -> dict[str, dict[str, Any]]:
+        """Optimizer state of each owned parameter: a 1-D tensor like the slice, or a scalar that all ranks share."""
+        return {name: dict(self.inner.state[tensor]) for name, tensor in self.tensors.items() if tensor in self.inner.state}
+
+    def held_bytes(self) -> int:
+        """Bytes of the optimizer's state on this rank."""
+        tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors if t.dim() > 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Options of the param groups; tensors go through checkpoints, by parameter name."""
+        return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if len(state_dict["param_groups"]) != len(self.param_groups):
+            raise ConfigError(
+                f"the checkpoint has {len(state_dict['param_groups'])} param groups, this run has {len(self.param_groups)}"
+            )
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)

@@ -1,0 +1,199 @@
+"""`zero.apply`: from a model to a model whose parameters live in flat buffers, sharded as the policy says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from launcher.comm import Axis, Pending, all_reduce
+from launcher.zero.fetch import Fetcher
+from launcher.zero.flat import FlatBuffer, ParamSlice, Slot
+from launcher.zero.gradients import FlatGradient
+from launcher.zero.hooks import Hooks
+from launcher.zero.layout import assign_units
+from launcher.zero.policy import ZeroPolicy
+from launcher.zero.pool import BufferPool
+from launcher.zero.reduce import Reducer
+from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
+from launcher.zero.unit import Unit
+
+NORM_CHUNK = 4096  # fp32 sums of squares lose digits over long runs: chunks this long, summed in fp64
+
+
+class ZeroModel:
+    """A model under ZeRO: its units, and what the engine, the optimizer and checkpoints ask of them.
+
+    Args:
+        module: the user's model, unchanged but for where its parameters live.
+        policy: what is sharded.
+        axis: the shard axis (dp).
+        units: root unit last.
+    """
+
+    def __init__(self, module: nn.Module, policy: ZeroPolicy, axis: Axis, units: list[Unit], pool: BufferPool) -> None:
+        self.module, self.policy, self.axis, self.units, self.pool = module, policy, axis, units, pool
+        self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
+        self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
+        self.fetcher = Fetcher(policy)
+        trained = [unit for unit in units if unit.gradients]
+        root = [unit for unit in trained if unit is units[-1]]
+        self.reducer = Reducer([*reversed([unit for unit in trained if unit is not units[-1]]), *root], policy)
+        self.hooks = Hooks(units, self.fetcher, self.reducer)
+        self.slots: dict[str, Slot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
+        self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
+        self._slot_of_parameter |= {id(slot.handle): slot for flat in self.flats if flat.sharded for slot in flat.slots}
+        self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
+
+    # ---- slices -----------------------------------------------------------------------------
+
+    def slices(self) -> list[ParamSlice]:
+        """What this rank owns of every parameter, as views of the master weights."""
+        return [piece for flat in self.flats for piece in flat.slices()]
+
+    def written_slices(self) -> list[ParamSlice]:
+        """What this rank writes into a checkpoint: all ranks' pieces together cover every parameter once."""
+        return [piece for flat in self.flats for piece in flat.slices(span=flat.shard_span)]
+
+    def publish(self) -> None:
+        """Bring changed master weights into every rank's parameters."""
+        for pending in [flat.publish() for flat in self.flats]:
+            pending.wait()
+
+    # ---- gradients --------------------------------------------------------------------------
+
+    def norm_and_use(self) -> tuple[Tensor, list[bool]]:
+        """Sum of squares of the reduced gradient over all ranks (fp64 scalar), and which trainable slots got one.
+
+        One collective for both. Marks slots unused everywhere as unused, and the others as used.
+        """
+        slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
+        squares = sum((_sum_of_squares(gradient.owned) for gradient in self.gradients), torch.zeros((), dtype=torch.float64))
+        used = torch.tensor([float(slot.used) for slot in slots], dtype=torch.float64)
+        if not self.policy.shard_optim:  # every rank has the whole gradient: count it once
+            squares = squares / self.axis.degree
+        report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
+        all_reduce(report, self.axis, "root/norm").wait()
+        flags = [bool(count) for count in report[1:].tolist()]
+        for slot, flag in zip(slots, flags, strict=True):
+            slot.used = flag
+        return report[0], flags
+
+    def zero_grad(self) -> None:
+        for gradient in self.gradients:
+            gradient.zero()
+
+    # ---- whole parameters -------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[Tensor] | None = None, modifier_rank: int | None = None) -> Iterator[None]:
+        """Full parameters inside the `with`, on every rank; a collective.
+
+        Args:
+            parameters: which (their units are gathered); default: all.
+            modifier_rank: this rank's edits are kept and sent to all; None: edits are lost where parameters are sharded.
+        """
+        units = self._units_of(parameters)
+        opened = [unit for unit in units if not unit.gathered]
+        for unit in opened:
+            unit.gather_start("gather")
+        for unit in opened:
+            unit.gather_wait()
+        try:
+            yield
+            if modifier_rank is not None:
+                for flat in [flat for unit in units for flat in unit.flats]:
+                    flat.take_back(modifier_rank)
+        finally:
+            for unit in opened:
+                unit.free()
+
+    def _units_of(self, parameters: Iterable[Tensor] | None) -> list[Unit]:
+        if parameters is None:
+            return self.units
+        slots = [self.slot_of(parameter) for parameter in parameters]
+        return list(dict.fromkeys(self._unit_of[slot] for slot in slots if slot is not None))
+
+    def slot_of(self, parameter: Tensor) -> Slot | None:
+        """The slot of a parameter (leaf or handle) of this model; None for any other tensor."""
+        return self._slot_of_parameter.get(id(parameter))
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, one unit gathered at a time. A collective: all ranks iterate to the end."""
+        for unit in self.units:
+            names = [slot for flat in unit.flats for slot in flat.slots]
+            with self.gathered([slot.leaf for slot in names]):
+                for slot in names:
+                    yield slot.name, slot.leaf.detach()
+
+    # ---- bookkeeping ------------------------------------------------------------------------
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes that this rank holds between steps: as parameters, master weights and gradients."""
+        params = sum(_nbytes(flat.full if not flat.sharded else flat.shard) for flat in self.flats)
+        masters = sum(_nbytes(flat.master) for flat in self.flats if flat.master.dtype != flat.dtype)
+        return {"parameters": params, "master": masters, "gradients": sum(g.held_bytes for g in self.gradients)}
+
+    def free_gathered(self) -> None:
+        """Free every gathered parameter, and the idle buffers."""
+        self.fetcher.end()
+        for unit in self.units:
+            unit.free()
+        self.pool.clear()
+
+
+def apply(
+    module: nn.Module,
+    axis: Axis,
+    policy: ZeroPolicy,
+    *,
+    device: torch.device,
+    blocks: list[tuple[str, nn.Module]],
+    source: ParamSource | None = None,
+) -> ZeroModel:
+    """Move the parameters of `module` into flat buffers.
+
+    Args:
+        module: any nn.Module; parameters may be on meta when `source` makes them.
+        axis: the data-parallel axis, over which is sharded.
+        policy: what is sharded, in which dtypes.
+        device: where the flat buffers live.
+        blocks: modules that are units (name, module); the rest of the model is the root unit.
+        source: the first values; default: what the module holds, rank 0's for all.
+    """
+    source = source or ModelValues()
+    pool = BufferPool(device)
+    units = []
+    for planned in assign_units(module, blocks, policy):
+        flats = []
+        for i, group in enumerate(planned.groups):
+            dtype = policy.param_dtype if group.slots[0].leaf.dtype.is_floating_point else group.slots[0].leaf.dtype
+            name = planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}"
+            flat = FlatBuffer(name, group.slots, dtype, sharded=group.sharded, policy=policy, axis=axis, pool=pool)
+            with source.open(group.slots) as read:
+                flat.fill(read, from_rank_zero=isinstance(source, ModelValues))
+            flats.append(flat)
+        units.append(Unit(planned.name, planned.module, flats, policy))
+    if isinstance(source, MadeOnMeta):
+        source.make_buffers(device)
+    for owner in module.modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and buffer.device != device:
+                owner._buffers[key] = buffer.to(device)
+    return ZeroModel(module, policy, axis, units, pool)
+
+
+def _sum_of_squares(values: Tensor) -> Tensor:
+    even = values.numel() // NORM_CHUNK * NORM_CHUNK
+    rows = torch.linalg.vector_norm(values[:even].view(-1, NORM_CHUNK), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(values[even:], dtype=torch.float32)
+    return (rows.double().square().sum() + rest.double().square()).cpu()
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+__all__ = ["Pending", "ZeroModel", "apply"]

@@ -1,0 +1,120 @@
+"""When to gather and when to free: follows the order of use recorded in an earlier iteration.
+
+The order of use is recorded once, from the start of a forward to the end of its backward (or of the forward alone,
+without gradients), and followed from then on: the next units are gathered ahead of use. A unit that is used out of
+order is gathered when it is met, and the order is recorded again. Nothing depends on the recording but speed.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from launcher.zero.policy import ZeroPolicy
+from launcher.zero.unit import Unit
+
+
+class Following(Enum):
+    """What the fetcher does with the order of use."""
+
+    RECORDING = "recording"  # writing the order down; nothing is prefetched
+    FOLLOWING = "following"  # prefetching by the recorded order
+
+
+class Fetcher:
+    """Gathers units before use and frees them after it.
+
+    Args:
+        policy: prefetch size, live limit, reuse distance.
+    """
+
+    def __init__(self, policy: ZeroPolicy) -> None:
+        self.policy = policy
+        self._orders: dict[bool, list[Unit]] = {}  # with gradients / without
+        self._order: list[Unit] = []
+        self._next = 0
+        self._mode = Following.RECORDING
+        self._with_grad = False
+        self._active = False
+        self.gathered: dict[Unit, None] = {}  # in order of gathering
+
+    # ---- one iteration ----------------------------------------------------------------------
+
+    def begin(self, with_grad: bool) -> None:
+        """A forward of the whole model starts."""
+        self._with_grad, self._active, self._next = with_grad, True, 0
+        known = self._orders.get(with_grad)
+        self._mode = Following.FOLLOWING if known else Following.RECORDING
+        self._order = known or []
+
+    def end(self) -> None:
+        """The iteration is over: keep a recording, free what is still gathered."""
+        if self._active and self._mode is Following.RECORDING:
+            self._orders[self._with_grad] = self._order
+        self._active = False
+        for unit in list(self.gathered):
+            self.free(unit)
+
+    def use(self, unit: Unit, phase: str) -> None:
+        """Have `unit` gathered when this returns, and the gather of the next ones under way."""
+        if not unit.sharded:
+            return
+        self._advance(unit)
+        self._start(unit, phase)
+        self._prefetch(phase)
+        unit.gather_wait()
+
+    def leave(self, unit: Unit) -> None:
+        """The forward of `unit` has ended: free it unless the order says that it is used again soon."""
+        if unit.sharded and not self._reused_soon(unit):
+            self.free(unit)
+
+    def free(self, unit: Unit) -> None:
+        unit.free()
+        self.gathered.pop(unit, None)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    @property
+    def live(self) -> int:
+        """Elements gathered now."""
+        return sum(unit.numel for unit in self.gathered)
+
+    def _start(self, unit: Unit, phase: str) -> None:
+        if unit not in self.gathered:
+            self.gathered[unit] = None
+            unit.gather_start(phase)
+
+    def _advance(self, unit: Unit) -> None:
+        if not self._active:
+            return
+        if self._mode is Following.FOLLOWING:
+            if self._next < len(self._order) and self._order[self._next] is unit:
+                self._next += 1
+                return
+            self._mode, self._order = Following.RECORDING, self._order[: self._next]
+        self._order.append(unit)
+
+    def _prefetch(self, phase: str) -> None:
+        if self._mode is not Following.FOLLOWING or not self._active or not self.policy.overlap_comm:
+            return
+        ahead = 0
+        for unit in self._order[self._next :]:
+            if ahead >= self.policy.prefetch_bucket_size:
+                return
+            ahead += unit.numel
+            if unit not in self.gathered:
+                if self.live + unit.numel > self.policy.max_live_parameters:
+                    return
+                self._start(unit, phase)
+
+    def _reused_soon(self, unit: Unit) -> bool:
+        if self._mode is not Following.FOLLOWING or self.live > self.policy.max_live_parameters:
+            return False
+        distance = 0
+        for later in self._order[self._next :]:
+            if later is unit:
+                return True
+            distance += later.numel
+            if distance > self.policy.max_reuse_distance:
+                return False
+        return False

@@ -1,0 +1,126 @@
+"""Gradients of one flat buffer: from the leaves into a flat buffer, over the wire, to what this rank owns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from launcher.comm import Pending, all_reduce, reduce_scatter
+from launcher.zero.flat import ALIGN, FlatBuffer, Slot
+from launcher.zero.policy import ZeroPolicy
+
+
+class FlatGradient:
+    """The gradient of a trainable flat buffer.
+
+    With `shard_grads` the full gradient exists only from the end of a unit's backward to the end of its
+    reduce-scatter, and the sum is kept in `owned`. Without it the full gradient persists, leaves' `.grad` are views
+    of it (so later microbatches accumulate in place), and it is reduced once, at the accumulation boundary.
+    """
+
+    def __init__(self, flat: FlatBuffer, policy: ZeroPolicy) -> None:
+        self.flat, self.policy = flat, policy
+        self.sharded = policy.shard_grads and flat.axis.degree > 1
+        self._full: Tensor | None = None
+        self._shard: Tensor | None = None
+        self._filled = False  # holds the gradient of an earlier microbatch of this step
+
+    @property
+    def owned(self) -> Tensor:
+        """[owned range of the flat buffer]: the gradient that this rank's optimizer uses; zeros before any backward."""
+        if self.sharded:
+            return self._shard_buffer()
+        return self._full_buffer()[self.flat.owned]
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self._full, self._shard) if t is not None)
+
+    def _shard_buffer(self) -> Tensor:
+        if self._shard is None:
+            owned = self.flat.owned
+            self._shard = torch.zeros(owned.stop - owned.start, dtype=self.policy.grad_dtype, device=self.flat.pool.device)
+        return self._shard
+
+    def _full_buffer(self) -> Tensor:
+        if self._full is None:
+            self._full = torch.zeros(self.flat.numel, dtype=self.policy.grad_dtype, device=self.flat.pool.device)
+        return self._full
+
+    # ---- one microbatch ---------------------------------------------------------------------
+
+    def collect(self) -> Tensor:
+        """Move the leaves' gradients into a full buffer [numel]: a fresh one when sharded, else the persistent one."""
+        if self.sharded:
+            full = self.flat.pool.take(self.flat.numel, self.policy.comm_dtype)
+            self._move(full, accumulate=False)
+            for slot in self.flat.slots:
+                slot.leaf.grad = None
+            return full
+        full = self._full_buffer()
+        self._move(full, accumulate=self._filled)
+        self._filled = True
+        for slot in self.flat.slots:
+            # A view as .grad lets autograd add the next microbatch in place; another dtype cannot be a view.
+            same = full.dtype == slot.leaf.dtype
+            slot.leaf.grad = full[slot.span].view(slot.shape) if same and slot.used else None
+        return full
+
+    def _move(self, full: Tensor, *, accumulate: bool) -> None:
+        into: list[Tensor] = []
+        grads: list[Tensor] = []
+        for slot in self.flat.slots:
+            grad = slot.leaf.grad
+            region = full[slot.span]
+            slot.used |= grad is not None
+            if grad is None:
+                if not accumulate:
+                    region.zero_()
+            elif grad.data_ptr() != region.data_ptr():
+                into.append(region.view(slot.shape))
+                grads.append(grad)
+        if not accumulate:
+            _zero_padding(full, self.flat.slots)
+        if not into:
+            return
+        if accumulate:
+            torch._foreach_add_(into, grads)
+        else:
+            torch._foreach_copy_(into, grads)
+
+    def chunks(self) -> list[slice]:
+        """Element ranges of the shard (stage 0: of the whole buffer) that go over the wire in one collective each."""
+        flat = self.flat
+        ways = flat.axis.degree if flat.shards_optim else 1
+        size = max(ALIGN, self.policy.reduce_bucket_size // ways)
+        return [slice(at, min(at + size, flat.numel // ways)) for at in range(0, flat.numel // ways, size)]
+
+    def reduce(self, full: Tensor, chunk: slice) -> Pending:
+        """Start the reduction of one chunk of a collected gradient."""
+        flat, tag = self.flat, f"{self.flat.name}/backward"
+        if not flat.shards_optim:
+            return all_reduce(full[chunk], flat.axis, tag)
+        out = self._shard_buffer() if self.sharded else full[flat.shard_span]
+        accumulate = self.sharded and self._filled
+        return reduce_scatter(full, out, flat.axis, tag, within=chunk, accumulate=accumulate)
+
+    def done(self, full: Tensor) -> None:
+        """All chunks of `full` were reduced: a sharded gradient's buffer may be used again."""
+        if self.sharded:
+            self._filled = True
+            self.flat.pool.give(full)
+
+    def zero(self) -> None:
+        """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
+        self._filled = False
+        for slot in self.flat.slots:
+            slot.used, slot.leaf.grad = False, None
+
+
+def _zero_padding(full: Tensor, slots: list[Slot]) -> None:
+    """Padding takes part in norms and sums, so it must be zero."""
+    for slot, following in zip(slots, [*slots[1:], None], strict=True):
+        end = slot.offset + slot.numel
+        upto = following.offset if following is not None else full.numel()
+        if end < upto:
+            full[end:upto].zero_()

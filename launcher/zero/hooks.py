@@ -1,0 +1,181 @@
+"""Where modules and autograd call us.
+
+before a unit's forward    its parameters are gathered, the next units' gathers start
+after it                   they are freed, unless they are used again soon
+before its backward        (a gradient reaches its outputs, or autograd unpacks one of its weights) gathered again
+after its backward         (the gradient of its last leaf has come) freed; its gradients are reduced
+end of the backward        what is left is reduced and waited for; everything is freed
+
+Autograd must not keep gathered parameters alive between forward and backward. So while the model runs, a saved tensor
+that is a view of a gathered buffer is packed as (flat buffer, geometry) and unpacked from the buffer of that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.profiler import record_function
+from torch.utils._pytree import tree_leaves
+
+from launcher.zero.fetch import Fetcher
+from launcher.zero.flat import FlatBuffer
+from launcher.zero.reduce import Reducer
+from launcher.zero.unit import Unit
+
+Packed = tuple[FlatBuffer, torch.Size, tuple[int, ...], int]
+
+
+class Hooks:
+    """Connects units to their modules, and to autograd.
+
+    Args:
+        units: all units; the root unit is the last and its module is the whole model.
+    """
+
+    def __init__(self, units: list[Unit], fetcher: Fetcher, reducer: Reducer) -> None:
+        self.units, self.root = units, units[-1]
+        self.fetcher, self.reducer = fetcher, reducer
+        self._owner: dict[FlatBuffer, Unit] = {flat: unit for unit in units for flat in unit.flats}
+        self._packing: list[saved_tensors_hooks] = []
+        self._in_backward = False
+        self._handles: list[Any] = []
+        self._register()
+
+    def _register(self) -> None:
+        for unit in self.units:
+            if unit.sharded or unit is self.root:
+                before, after = self._before(unit), self._after(unit)
+                self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
+                # always_call: an exception in forward must not leave the packing of saved tensors on
+                self._handles.append(unit.module.register_forward_hook(after, always_call=True))
+            for slot in unit.trainable_slots():
+                self._handles.append(slot.leaf.register_post_accumulate_grad_hook(self._arrival(unit)))
+
+    def remove(self) -> None:
+        """Take every hook off: the modules are plain modules again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ---- forward ----------------------------------------------------------------------------
+
+    def _before(self, unit: Unit) -> Callable[..., None]:
+        def before_forward(module: nn.Module, args: object) -> None:
+            if _in_autograd():  # activation checkpointing recomputes this module
+                self._enter_backward(unit)
+                return
+            if unit is self.root:
+                self._begin_forward()
+            with record_function(f"{unit.name}/unshard"):
+                self.fetcher.use(unit, "forward")
+
+        return before_forward
+
+    def _begin_forward(self) -> None:
+        self.fetcher.begin(torch.is_grad_enabled())
+        if torch.is_grad_enabled() and any(unit.sharded for unit in self.units):
+            packing = saved_tensors_hooks(self._pack, self._unpack)
+            packing.__enter__()
+            self._packing.append(packing)
+
+    def _after(self, unit: Unit) -> Callable[..., None]:
+        def after_forward(module: nn.Module, args: object, output: object) -> None:
+            if _in_autograd():
+                return
+            if unit is self.root:
+                self._end_forward(output)
+            else:
+                self.fetcher.leave(unit)
+                self._watch_outputs(output, lambda _: self._enter_backward(unit))
+
+        return after_forward
+
+    def _end_forward(self, output: object) -> None:
+        if self._packing:
+            self._packing.pop().__exit__(None, None, None)
+        if torch.is_grad_enabled() and self._watch_outputs(output, lambda _: self._begin_backward()):
+            return
+        self.fetcher.end()  # no backward will come
+
+    def _watch_outputs(self, output: object, hook: Callable[[Tensor], None]) -> bool:
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        if outputs:
+            register_multi_grad_hook(outputs, hook, mode="any")
+        return bool(outputs)
+
+    # ---- saved tensors ----------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Tensor | Packed:
+        flat = self._flat_of(tensor)
+        if flat is None:
+            return tensor
+        return flat, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: Tensor | Packed) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        flat, size, stride, offset = packed
+        unit = self._owner[flat]
+        if not flat.gathered or not unit.in_backward:
+            self._enter_backward(unit)
+        assert flat.full is not None
+        return flat.full.as_strided(size, stride, offset)
+
+    def _flat_of(self, tensor: Tensor) -> FlatBuffer | None:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+        return self.root.flats[0].pool.occupants.get(tensor.untyped_storage()._cdata)
+
+    # ---- backward ---------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        self._enter_backward(self.root)
+
+    def _enter_backward(self, unit: Unit) -> None:
+        self._begin_backward()
+        if unit.in_backward and unit.gathered:
+            return
+        unit.in_backward = True
+        if unit.sharded:
+            self._free_frozen_units(unit)
+            with record_function(f"{unit.name}/unshard"):
+                self.fetcher.use(unit, "backward")
+
+    def _free_frozen_units(self, entering: Unit) -> None:
+        """A unit without trainable parameters gets no gradients that would tell that its backward has ended."""
+        for unit in list(self.fetcher.gathered):
+            if unit.in_backward and not unit.expected and unit not in (entering, self.root):
+                unit.in_backward = False
+                self.fetcher.free(unit)
+
+    def _arrival(self, unit: Unit) -> Callable[[Tensor], None]:
+        def gradient_arrived(leaf: Tensor) -> None:
+            self._begin_backward()
+            unit.arrived += 1
+            if unit.arrived == unit.expected:
+                with record_function(f"{unit.name}/reduce"):
+                    self.reducer.ready(unit)
+                if unit.sharded and unit is not self.root:
+                    self.fetcher.free(unit)
+
+        return gradient_arrived
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        with record_function("root/finish_backward"):
+            self.reducer.finish()
+        for unit in self.units:
+            unit.arrived, unit.in_backward = 0, False
+        self.fetcher.end()
+
+
+def _in_autograd() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,68 @@
+"""Which parameter goes into which unit and which flat buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from launcher.zero.flat import Slot
+from launcher.zero.policy import ZeroPolicy
+
+
+@dataclass
+class PlannedBuffer:
+    """Slots that share a flat buffer."""
+
+    sharded: bool
+    slots: list[Slot] = field(default_factory=list)
+
+
+@dataclass
+class PlannedUnit:
+    """A unit before its buffers exist."""
+
+    name: str
+    module: nn.Module
+    groups: list[PlannedBuffer] = field(default_factory=list)
+
+
+def assign_units(model: nn.Module, blocks: list[tuple[str, nn.Module]], policy: ZeroPolicy) -> list[PlannedUnit]:
+    """Give every parameter of `model` to one unit: the block it lies in, else the root unit, which comes last.
+
+    A parameter that several units show (tied weights) belongs to the root unit, whose parameters are there from the
+    start of the forward to the end of the backward. So do the small ones that persist under ZeRO-3: together
+    they are one collective instead of one a block.
+    """
+    units = [PlannedUnit(name, module) for name, module in blocks]
+    root = PlannedUnit("root", model)
+    unit_of_module = {inner: unit for unit in units for inner in unit.module.modules()}
+    buffers: dict[tuple[str, object, bool, bool], PlannedBuffer] = {}
+    persisted = 0
+    for slot in _slots(model):
+        homes = {unit_of_module[owner].name if owner in unit_of_module else "root" for owner, _ in slot.owners}
+        home = unit_of_module[slot.owners[0][0]] if len(homes) == 1 and "root" not in homes else root
+        sharded = policy.shard_params
+        if sharded and slot.numel < policy.persistence_threshold:
+            persisted += slot.numel
+            if persisted <= policy.model_persistence_threshold:
+                sharded, home = False, root
+        dtype = slot.leaf.dtype if not slot.leaf.dtype.is_floating_point else policy.param_dtype
+        key = (home.name, dtype, slot.leaf.requires_grad, sharded)
+        if key not in buffers:
+            buffers[key] = PlannedBuffer(sharded)
+            home.groups.append(buffers[key])
+        buffers[key].slots.append(slot)
+    return [unit for unit in units if unit.groups] + [root]
+
+
+def _slots(model: nn.Module) -> list[Slot]:
+    """One slot for each parameter, in the order of named_parameters(), with every module that shows it."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, attribute))
+                names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
+    return [Slot(names[parameter], parameter.shape, parameter, where) for parameter, where in owners.items()]

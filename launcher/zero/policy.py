@@ -1,0 +1,60 @@
+"""A ZeRO stage as three yes/no answers, and the sizes that steer communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from launcher.errors import ConfigError
+
+# stage: (parameters sharded, gradients sharded, optimizer state sharded); ZeRO paper, arXiv 1910.02054, section 5
+STAGES = {0: (False, False, False), 1: (False, False, True), 2: (False, True, True), 3: (True, True, True)}
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """What is sharded, in which dtypes, and how much may be in flight. All sizes are in elements.
+
+    Args:
+        shard_params: parameters are gathered before use and freed after it.
+        shard_grads: gradients are reduce-scattered as a unit's backward ends, at every microbatch.
+        shard_optim: each rank steps only its slice.
+        param_dtype: dtype that the module computes in; the optimizer's master weights are always fp32.
+        grad_dtype: dtype in which gradients are kept between microbatches (`data_types.grad_accum_dtype`).
+        comm_dtype: dtype on the wire (`communication_data_type`).
+        reduce_bucket_size: at most so many gradient elements are being reduced at once, and no collective
+            carries more.
+        overlap_comm: reductions run while backward goes on, and the next units are gathered ahead of use.
+        prefetch_bucket_size: elements gathered ahead of use (`stage3_prefetch_bucket_size`).
+        max_live_parameters: most elements gathered at once (`stage3_max_live_parameters`); the unit in use always is.
+        max_reuse_distance: a unit stays gathered when it is used again within so many elements.
+        persistence_threshold: parameters smaller than this are never sharded.
+        model_persistence_threshold: most elements that persist in total.
+    """
+
+    shard_params: bool = False
+    shard_grads: bool = False
+    shard_optim: bool = False
+    param_dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype = torch.float32
+    comm_dtype: torch.dtype = torch.float32
+    reduce_bucket_size: int = 500_000_000
+    overlap_comm: bool = True
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    persistence_threshold: int = 100_000
+    model_persistence_threshold: int = 2**63 - 1
+
+    @classmethod
+    def of_stage(cls, stage: int, **sizes: object) -> ZeroPolicy:
+        """The policy of DeepSpeed's `zero_optimization.stage`.
+
+        Raises:
+            ConfigError: no such stage.
+        """
+        if stage not in STAGES:
+            raise ConfigError(f"there is no ZeRO stage {stage}", where="zero_optimization.stage", fix="write 0, 1, 2 or 3")
+        params, grads, optim = STAGES[stage]
+        return cls(shard_params=params, shard_grads=grads, shard_optim=optim, **sizes)  # type: ignore[arg-type]

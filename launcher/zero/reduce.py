@@ -1,0 +1,89 @@
+"""When to reduce gradients: unit by unit, while earlier units still compute their backward.
+
+All ranks must start the same collectives in the same order, whatever order their gradients come in. The order is
+fixed: units in reverse of registration, the root unit last. A unit that is ready before its turn waits for it; at the
+end of the backward all that is left goes out in order, so units without any gradient contribute zeros.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from launcher.comm import Pending
+from launcher.zero.gradients import FlatGradient
+from launcher.zero.policy import ZeroPolicy
+from launcher.zero.unit import Unit
+
+
+class Reducer:
+    """Collects and reduces the gradients of units.
+
+    Args:
+        order: every unit with trainable parameters, in the order of reduction.
+        policy: bucket size and overlap.
+    """
+
+    def __init__(self, order: list[Unit], policy: ZeroPolicy) -> None:
+        self.order, self.policy = order, policy
+        self.sync = True  # false inside no_sync: gradients stay on the leaves
+        self.boundary = True  # the last microbatch of a step
+        self._turn = 0
+        self._ready: set[Unit] = set()
+        self._in_flight: deque[tuple[int, Callable[[], None]]] = deque()
+        self._elements = 0
+
+    def ready(self, unit: Unit) -> None:
+        """All gradients of `unit` have come in this backward."""
+        self._ready.add(unit)
+        while self._turn < len(self.order) and self.order[self._turn] in self._ready:
+            self._launch(self.order[self._turn])
+            self._turn += 1
+
+    def finish(self) -> None:
+        """The backward is over: launch what is left, in order, and wait for everything."""
+        for unit in self.order[self._turn :]:
+            self._launch(unit)
+        while self._in_flight:
+            self._wait_oldest()
+        self._turn = 0
+        self._ready.clear()
+
+    @property
+    def in_flight(self) -> int:
+        """Gradient elements being reduced now."""
+        return self._elements
+
+    def _launch(self, unit: Unit) -> None:
+        if not self.sync:
+            return
+        for gradient in unit.gradients:
+            full = gradient.collect()
+            if gradient.sharded or self.boundary:
+                self._reduce(gradient, full)
+
+    def _reduce(self, gradient: FlatGradient, full: Tensor) -> None:
+        chunks = gradient.chunks()
+        for chunk in chunks:
+            elements = (chunk.stop - chunk.start) * (full.numel() // chunks[-1].stop)
+            while self._in_flight and self._elements + elements > self.policy.reduce_bucket_size:
+                self._wait_oldest()
+            pending = gradient.reduce(full, chunk)
+            last = chunk is chunks[-1]
+            self._elements += elements
+            self._in_flight.append((elements, lambda p=pending, last=last: _complete(p, gradient, full, last)))
+            if not self.policy.overlap_comm:
+                self._wait_oldest()
+
+    def _wait_oldest(self) -> None:
+        elements, complete = self._in_flight.popleft()
+        complete()
+        self._elements -= elements
+
+
+def _complete(pending: Pending, gradient: FlatGradient, full: Tensor, last: bool) -> None:
+    pending.wait()
+    if last:
+        gradient.done(full)

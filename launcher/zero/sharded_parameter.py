@@ -1,0 +1,59 @@
+"""What stands in a module while its parameter is sharded: true shape, dtype and name, no data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from launcher.errors import ShardedParameterError
+
+if TYPE_CHECKING:
+    from launcher.zero.flat import Slot
+
+_METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class ShardedParameter(torch.Tensor):
+    """A parameter of which this rank holds a slice. While it is gathered every operation acts on the full data;
+    at any other time touching the data raises `ShardedParameterError` with the parameter's name.
+
+    Args:
+        slot: the place of the parameter in its flat buffer.
+    """
+
+    _is_param = True  # isinstance(x, nn.Parameter) is true: optimizers and HF code ask for it
+    zero_slot: Slot
+
+    @staticmethod
+    def __new__(cls, slot: Slot) -> ShardedParameter:
+        handle = torch.Tensor._make_wrapper_subclass(
+            cls, slot.shape, dtype=slot.leaf.dtype, device=slot.leaf.device, requires_grad=slot.leaf.requires_grad
+        )
+        handle.zero_slot = slot
+        return handle
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def data_of(value: Any) -> Any:
+            if not isinstance(value, ShardedParameter):
+                return value
+            if not value.zero_slot.flat.gathered:
+                raise ShardedParameterError(
+                    f"{func} needs the data of parameter '{value.zero_slot.name}' (shape {tuple(value.shape)}), "
+                    "which ZeRO-3 keeps sharded: no rank holds it whole",
+                    where=f"parameter {value.zero_slot.name}",
+                    fix="read or change it inside `with launcher.zero.GatheredParameters([parameter]):`, on every rank",
+                )
+            return value.zero_slot.leaf.data
+
+        if func in _METADATA_ONLY and not args[0].zero_slot.flat.gathered:
+            return cls(args[0].zero_slot)
+        return func(*tree_map(data_of, args), **tree_map(data_of, kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        slot = self.zero_slot
+        return f"ShardedParameter('{slot.name}', shape={tuple(self.shape)}, dtype={self.dtype}, gathered={slot.flat.gathered})"

@@ -1,0 +1,54 @@
+"""A unit: the part of a model that is gathered, freed and reduced together."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from launcher.zero.flat import FlatBuffer, Slot
+from launcher.zero.gradients import FlatGradient
+from launcher.zero.policy import ZeroPolicy
+
+
+class Unit:
+    """A transformer block, an embedding or head, or the rest of the model (the root unit).
+
+    Args:
+        name: module path; "root" for the rest.
+        module: the module whose forward uses the parameters.
+        flats: its flat buffers.
+    """
+
+    def __init__(self, name: str, module: nn.Module, flats: list[FlatBuffer], policy: ZeroPolicy) -> None:
+        self.name, self.module, self.flats = name, module, flats
+        self.gradients = [FlatGradient(flat, policy) for flat in flats if flat.trainable]
+        self.numel = sum(flat.numel for flat in flats if flat.sharded)  # what a gather costs
+        self.in_backward = False  # from the first use of its parameters in a backward to the end of its gradients
+        self.arrived = 0  # leaves whose gradient has come in this backward
+        self.expected = sum(len(gradient.flat.slots) for gradient in self.gradients)
+
+    @property
+    def sharded(self) -> bool:
+        return self.numel > 0
+
+    @property
+    def gathered(self) -> bool:
+        """All its parameters can be used."""
+        return all(flat.gathered for flat in self.flats)
+
+    def gather_start(self, phase: str) -> None:
+        for flat in self.flats:
+            flat.gather_start(phase)
+
+    def gather_wait(self) -> None:
+        for flat in self.flats:
+            flat.gather_wait()
+
+    def free(self) -> None:
+        for flat in self.flats:
+            flat.free()
+
+    def trainable_slots(self) -> list[Slot]:
+        return [slot for gradient in self.gradients for slot in gradient.flat.slots]
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name})"
