@@ -1,0 +1,184 @@
+"""Document -> checked sections: unknown keys, wrong values and contradictions, all found in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from launcher.config.known_keys import Known, known_keys
+from launcher.config.problems import ConfigProblems, Path, Problem, dotted, show
+from launcher.config.reader import Document
+from launcher.config.schema import not_written, unknown_key
+from launcher.config.section import AUTO, Section
+from launcher.config.wording import in_words
+
+S = TypeVar("S", bound=Section)
+
+
+class Checker:
+    """Builds the sections of one document, inner ones first, and collects what is wrong with them."""
+
+    def __init__(self, root: type[Section], document: Document) -> None:
+        self.root, self.document = root, document
+        self.problems = list(document.problems)
+        self.notes: list[str] = []
+
+    def build(self, cls: type[S], known: Known | None, written: dict[str, Any], path: Path) -> S | None:
+        """The section at `path`, None when it cannot be built; wrong keys are reported and left out."""
+        before = len(self.problems)
+        values = self.own_keys(cls, known, written, path)
+        for key in cls.model_fields:
+            self.build_member(cls, key, known, values, path)
+        section = self.validate(cls, values, path)
+        if section is None:
+            return None
+        wrong = {dotted(problem.path) for problem in self.problems[before:]}
+        wrong |= {problem.suggestion for problem in self.problems[before:] if problem.suggestion}
+        for conflict in section.conflicts():
+            paths = [(*path, *key.split(".")) for key in conflict.keys]
+            if wrong.isdisjoint(map(dotted, paths)):
+                self.problems.append(Problem(paths[0], conflict.what, conflict.fix))
+        self.notes += section.remarks()
+        return section
+
+    def own_keys(
+        self, cls: type[Section], known: Known | None, written: dict[str, Any], path: Path
+    ) -> dict[str, Any]:
+        """The members that are fields of `cls`, under their own names; the others are reported."""
+        values: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
+        for key, value in written.items():
+            here, name = (*path, key), cls.spelling(key)
+            child = known.child(key) if known else None
+            if name in values:
+                both = f"`{key}` and `{spelled[name]}` are two names of one key"
+                self.problems.append(Problem(here, both, f"keep `{name}`"))
+            elif name in cls.model_fields:
+                values[name], spelled[name] = value, key
+                if key in cls.old_names:
+                    self.notes.append(f"{dotted(here)} is the old name of {dotted((*path, name))}")
+            elif child is not None:
+                self.problems += self.unimplemented(child, value, here)
+            else:
+                self.problems.append(unknown_key(self.root, cls, known, here))
+        return values
+
+    def build_member(
+        self, cls: type[Section], key: str, known: Known | None, values: dict[str, Any], path: Path
+    ) -> None:
+        """Replaces the object at `key` by its section."""
+        member = cls.section_of(key, values)
+        if member is None:
+            if key in cls.member_sections():  # its type is wrong and reported
+                values.pop(key, None)
+            return
+        defaults = cls.defaults_of(key, values)
+        written = values.get(key)
+        if written is None or written is False:  # null and false ask for nothing
+            values.pop(key, None)
+            if not (defaults or cls.model_fields[key].is_required()):
+                return
+            written = {}
+        here = (*path, key)
+        if not isinstance(written, dict):
+            example = '{"stage": 1}' if key == "zero_optimization" else "{...}"
+            self.problems.append(
+                Problem(here, f"must be an object, not {show(written)}", f'write "{key}": {example}')
+            )
+            values.pop(key)
+            return
+        section = self.build(member, known.child(key) if known else None, {**defaults, **written}, here)
+        if section is None:
+            values.pop(key, None)
+        else:
+            values[key] = section
+
+    def validate(self, cls: type[S], values: dict[str, Any], path: Path) -> S | None:
+        """The section with every wrong value reported and left at its default; None if one is required."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            wrong = set()
+            for detail in error.errors(include_url=False):
+                wrong.add(detail["loc"][0])
+                if detail["type"] == "missing" and self.excused((*path, *detail["loc"])):
+                    continue
+                what, fix = in_words(detail)
+                self.problems.append(Problem((*path, *detail["loc"]), what, fix))
+        try:
+            return cls.model_validate({key: value for key, value in values.items() if key not in wrong})
+        except ValidationError:
+            return None
+
+    def excused(self, path: Path) -> bool:
+        """A missing key needs no second complaint when it was misspelt, or is wrong inside."""
+        name = dotted(path)
+        return any(
+            problem.suggestion == name or dotted(problem.path).startswith(name) for problem in self.problems
+        )
+
+    def unimplemented(self, known: Known, value: Any, path: Path) -> list[Problem]:
+        """Problems of a key that only DeepSpeed has: none if it asks for nothing and has no typo inside."""
+        typos = self.typos(known, value, path)
+        return typos + list(self.demands(known, value, path))
+
+    def typos(self, known: Known, value: Any, path: Path) -> list[Problem]:
+        if known.free or not isinstance(value, dict | list):
+            return []
+        members = value.items() if isinstance(value, dict) else [("[]", item) for item in value]
+        found = []
+        for index, (key, member) in enumerate(members):
+            here = (*path, key if isinstance(value, dict) else index)
+            child = known.child(key)
+            if child is None:
+                found.append(unknown_key(self.root, None, known, here))
+            else:
+                found += self.typos(child, member, here)
+        return found
+
+    def demands(self, known: Known, value: Any, path: Path) -> list[Problem]:
+        """What the value asks for that is not implemented."""
+        if value is None or (value is False and known.children):
+            return []
+        if not isinstance(value, dict):
+            return [] if _is_neutral(known, value) else [not_written(known, value, path)]
+        switch = known.switch or ("enabled" if known.free and "enabled" in value else None)
+        if switch:
+            return self.switched(known, switch, value, path)
+        if known.free:
+            return [not_written(known, value, path)] if value else []
+        found = []
+        for key, member in value.items():
+            child = known.child(key)
+            found += self.demands(child, member, (*path, key)) if child else []
+        return found
+
+    def switched(self, known: Known, switch: str, value: Mapping[str, Any], path: Path) -> list[Problem]:
+        """A section with a switch asks for something only when it is on."""
+        child = known.children.get(switch, known)
+        default = child.neutral[0] if child.neutral and child is not known else True
+        state = value.get(switch, default)
+        if state == AUTO:
+            self.notes.append(f'{dotted((*path, switch))} "auto" is off: it is not implemented here')
+            return []
+        if state is False or state is None or _is_neutral(child, state):
+            return []
+        if switch == "enabled" and not isinstance(state, bool):
+            return [Problem((*path, switch), f"must be true or false, not {show(state)}", None)]
+        return [not_written(child, state, (*path, switch))]
+
+
+def _is_neutral(known: Known, value: Any) -> bool:
+    boolean = isinstance(value, bool)
+    return any(value == plain and boolean == isinstance(plain, bool) for plain in known.neutral)
+
+
+def checked(root: type[S], document: Document) -> tuple[S, tuple[str, ...]]:
+    """The whole configuration and its notes. Raises ConfigProblems with everything that is wrong."""
+    checker = Checker(root, document)
+    config = checker.build(root, known_keys(), document.tree, ())
+    if checker.problems or config is None:
+        raise ConfigProblems(document.name, checker.problems, document.where)
+    return config, tuple(checker.notes)

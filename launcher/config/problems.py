@@ -1,0 +1,67 @@
+"""What is wrong with a configuration: all of it at once, each with its place and a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from launcher.errors import ConfigError
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Way from the root of the JSON to a value: keys, and indices of list items."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake.
+
+    Attributes:
+        path: the key it is about.
+        what: the mistake, in plain words, without the key's name.
+        fix: what to write instead.
+        suggestion: dotted path of the key that was probably meant.
+    """
+
+    path: Path
+    what: str
+    fix: str | None = None
+    suggestion: str | None = None
+
+
+class ConfigProblems(ConfigError):
+    """Every problem of one configuration; `problems` holds them one by one."""
+
+    def __init__(self, name: str, problems: Iterable[Problem], where: Callable[[Path], str]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        lines = [f"{name} has {count} problem{'s' if count > 1 else ''}:"]
+        for problem in self.problems:
+            lines.append(f"  {where(problem.path)} {dotted(problem.path)}: {problem.what}")
+            if problem.fix:
+                lines.append(f"      to mend it: {problem.fix}")
+        super().__init__("\n".join(lines))
+
+
+def dotted(path: Path) -> str:
+    """`zero_optimization.stage`, `optimizer.params.betas[1]`; the root is `(the whole config)`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "(the whole config)"
+
+
+def show(value: Any) -> str:
+    """A value the way it stands in JSON, shortened."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return f'the text "{value}"' if len(value) <= 40 else f'the text "{value[:37]}..."'
+    if isinstance(value, dict):
+        return "an object {...}"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(show(item) for item in value[:4])
+        return f"the list [{inside}{', ...' if len(value) > 4 else ''}]"
+    if isinstance(value, int | float):
+        return repr(value)
+    return f"a Python {type(value).__name__}"

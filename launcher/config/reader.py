@@ -1,0 +1,232 @@
+"""Text of a JSON file -> tree of plain values, with the line and column of every key.
+
+DeepSpeed reads its JSON with Hjson, so people's files have comments (`//`, `#`, `/* */`) and trailing
+commas. This reader takes those and otherwise keeps to JSON; a key written twice is a problem, not a winner.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.config.problems import Path as KeyPath
+from launcher.config.problems import Problem, dotted
+from launcher.errors import ConfigError
+
+_BLANK = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?(?![\w.])")
+_WORD = re.compile(r"[^\s,:\[\]{}\"'#]+")
+_STRING_END = re.compile(r'["\\\n]')
+_WORDS: dict[str, Any] = {
+    "true": True,
+    "false": False,
+    "null": None,
+    "Infinity": float("inf"),
+    "inf": float("inf"),
+}
+_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true", "FALSE": "false"}
+
+
+@dataclass
+class Document:
+    """A configuration as it was written.
+
+    Attributes:
+        name: what to call it in messages: the file's name, or "config" for a dict.
+        tree: nested dicts and lists of plain values.
+        places: (line, column) of each key and list item, both from 1; empty for a dict.
+        problems: what the reader itself found wrong (a key written twice).
+    """
+
+    name: str
+    tree: dict[str, Any]
+    places: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def where(self, path: KeyPath) -> str:
+        """`file:line:column` of a key, or of the nearest section around it when the key is not written."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.places:
+                line, column = self.places[path[:end]]
+                return f"{self.name}:{line}:{column}"
+        return self.name
+
+
+def read_file(path: Path, name: str | None = None) -> Document:
+    """Reads a JSON file. Raises ConfigError when it is missing, unreadable or not JSON."""
+    name = name or str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the config file {path} does not exist",
+            where=f"looked in {path.absolute().parent}",
+            fix="give the path of a DeepSpeed-style JSON file",
+        ) from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory", where=name, fix="give the JSON file inside it") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}",
+            where=name,
+            fix="save it as UTF-8 JSON",
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", where=name) from None
+    return read_text(text, name)
+
+
+def read_text(text: str, name: str) -> Document:
+    """Reads JSON text; `name` stands for it in messages. Raises ConfigError on the first syntax error."""
+    return _Parser(text, name).document()
+
+
+class _Parser:
+    """Recursive descent over the text; `at` is the offset of the next character."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self.text, self.name, self.at = text, name, 0
+        self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
+        self.found = Document(name=name, tree={})
+
+    def document(self) -> Document:
+        if self.peek() != "{":
+            raise self.error("the config must be a JSON object", "start the file with `{`")
+        self.found.tree = self.object(())
+        if self.peek():
+            raise self.error("there is more text after the closing `}`", "delete it, or check the braces")
+        return self.found
+
+    def peek(self) -> str:
+        """Skips blanks and comments and returns the next character, "" at the end."""
+        blank = _BLANK.match(self.text, self.at)
+        self.at = blank.end() if blank else self.at
+        if self.text.startswith("/*", self.at):
+            raise self.error("a `/*` comment is never closed", "write `*/` at its end")
+        return self.text[self.at : self.at + 1]
+
+    def place(self, at: int) -> tuple[int, int]:
+        """Line and column, from 1, of an offset."""
+        low, high = 0, len(self.line_starts)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.line_starts[middle] <= at else (low, middle)
+        return low + 1, at - self.line_starts[low] + 1
+
+    def error(self, what: str, fix: str, at: int | None = None) -> ConfigError:
+        line, column = self.place(self.at if at is None else at)
+        return ConfigError(f"this is not valid JSON: {what}", where=f"{self.name}:{line}:{column}", fix=fix)
+
+    def value(self, path: KeyPath) -> Any:
+        character = self.peek()
+        if character == "{":
+            return self.object(path)
+        if character == "[":
+            return self.array(path)
+        if character == '"':
+            return self.string()
+        return self.number_or_word()
+
+    def object(self, path: KeyPath) -> dict[str, Any]:
+        members: dict[str, Any] = {}
+        opened, self.at = self.at, self.at + 1
+        while self.peek() != "}":
+            self.more("}", opened)
+            start = self.at
+            if self.text[start] != '"':
+                raise self.error("a key is expected here", 'write keys in double quotes: `"key": value`')
+            key = self.string()
+            if self.peek() != ":":
+                raise self.error(f'no `:` after the key "{key}"', f'write `"{key}": value`')
+            self.at += 1
+            here = (*path, key)
+            first = self.found.places.get(here)
+            self.found.places[here] = self.place(start)
+            if key in members and first:
+                again = f"the key is written twice, first at line {first[0]}"
+                self.found.problems.append(Problem(here, again, f"keep one `{dotted(here)}`"))
+            members[key] = self.value(here)
+            self.comma("}")
+        self.at += 1
+        return members
+
+    def array(self, path: KeyPath) -> list[Any]:
+        items: list[Any] = []
+        opened, self.at = self.at, self.at + 1
+        while self.peek() != "]":
+            self.more("]", opened)
+            here = (*path, len(items))
+            self.found.places[here] = self.place(self.at)
+            items.append(self.value(here))
+            self.comma("]")
+        self.at += 1
+        return items
+
+    def more(self, close: str, opened: int) -> None:
+        """Complains when the text ends inside a bracket."""
+        if self.at >= len(self.text):
+            bracket = self.text[opened]
+            line, column = self.place(opened)
+            raise self.error(
+                f"the `{bracket}` of line {line}, column {column} is never closed", f"write `{close}`"
+            )
+
+    def comma(self, close: str) -> None:
+        """Takes one comma; none is needed before the closing bracket, and one there is fine."""
+        after = self.at
+        following = self.peek()
+        if following == ",":
+            self.at += 1
+        elif following and following != close:
+            raise self.error("a comma is missing here", "write `,` after the value", at=after)
+
+    def string(self) -> str:
+        start, self.at = self.at, self.at + 1
+        parts: list[str] = []
+        while True:
+            end = _STRING_END.search(self.text, self.at)
+            if end is None or end.group() == "\n":
+                raise self.error("the text is not closed on its line", 'write `"` at its end', at=start)
+            parts.append(self.text[self.at : end.start()])
+            self.at = end.end()
+            if end.group() == '"':
+                return "".join(parts)
+            parts.append(self.escape())
+
+    def escape(self) -> str:
+        """The character after a backslash; pairs of \\u surrogates make one character."""
+        code, self.at = self.text[self.at : self.at + 1], self.at + 1
+        if code in _ESCAPES and code:
+            return _ESCAPES[code]
+        digits = self.text[self.at : self.at + 4]
+        if code == "u" and re.fullmatch(r"[0-9a-fA-F]{4}", digits):
+            self.at += 4
+            first = int(digits, 16)
+            low = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self.text, self.at)
+            if 0xD800 <= first < 0xDC00 and low:
+                self.at = low.end()
+                return chr(0x10000 + ((first - 0xD800) << 10) + (int(low.group(1), 16) - 0xDC00))
+            return chr(first)
+        raise self.error(f"`\\{code}` means nothing in JSON", "write `\\\\` for a backslash", at=self.at - 2)
+
+    def number_or_word(self) -> Any:
+        number = _NUMBER.match(self.text, self.at)
+        if number:
+            self.at = number.end()
+            exact = number.group(1) is None and number.group(2) is None
+            return int(number.group()) if exact else float(number.group())
+        word = _WORD.match(self.text, self.at)
+        if word is None:
+            found = self.text[self.at : self.at + 1] or "the end of the file"
+            raise self.error(f"a value is expected here, not {found}", "write a value")
+        if word.group() in _WORDS:
+            self.at = word.end()
+            return _WORDS[word.group()]
+        if word.group() in _PYTHON_WORDS:
+            meant = _PYTHON_WORDS[word.group()]
+            raise self.error(f"`{word.group()}` is Python, not JSON", f"write `{meant}`")
+        quoted = f'write text in double quotes: `"{word.group()}"`'
+        raise self.error(f"`{word.group()}` is not a value", quoted)

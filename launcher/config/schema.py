@@ -1,0 +1,105 @@
+"""What the whole schema knows: where a key belongs, and how to say that one is unknown or not implemented."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from launcher.config.known_keys import Known, known_keys
+from launcher.config.problems import Path, Problem, dotted, show
+from launcher.config.section import Section
+from launcher.config.suggest import nearest, plain
+
+_LISTED = 12
+"""A section with no more keys than this is listed in full when nothing is near."""
+
+
+@cache
+def implemented_paths(root: type[Section]) -> tuple[str, ...]:
+    """Dotted path of every key that can be written, sections included."""
+    return tuple(dict.fromkeys(_paths(root, "")))
+
+
+def _paths(cls: type[Section], prefix: str) -> Iterator[str]:
+    for key in cls.model_fields:
+        yield prefix + key
+        for member in cls.sections_of(key):
+            yield from _paths(member, f"{prefix}{key}.")
+
+
+@cache
+def known_paths() -> tuple[str, ...]:
+    """Dotted path of every DeepSpeed key that is not implemented."""
+    return tuple(_known(known_keys(), ""))
+
+
+def _known(node: Known, prefix: str) -> Iterator[str]:
+    for key, child in node.children.items():
+        if key not in ("*", "[]"):
+            yield prefix + key
+            yield from _known(child, f"{prefix}{key}.")
+
+
+@cache
+def _places(root: type[Section]) -> dict[str, list[str]]:
+    """Last part of a path -> the paths that end in it, implemented ones first."""
+    places: dict[str, list[str]] = {}
+    for path in (*implemented_paths(root), *known_paths()):
+        where = places.setdefault(path.rpartition(".")[2], [])
+        if path not in where:
+            where.append(path)
+    return places
+
+
+def unknown_key(root: type[Section], cls: type[Section] | None, known: Known | None, path: Path) -> Problem:
+    """A key that is no field of `cls` and no child of `known`; at least one of the two is given."""
+    key = str(path[-1])
+    siblings = list(known.children) if known else []
+    siblings = [name for name in siblings if name not in ("*", "[]")]
+    if cls is not None:
+        siblings = [*cls.model_fields, *cls.aliases, *siblings]
+    if cls is not None and dotted(path) in implemented_paths(root):
+        kind = cls.__name__.removesuffix("Params")
+        return Problem(path, f"{kind} has no such key, another type has", _choices(siblings))
+    if plain(key).lstrip("_/#").startswith("comment"):
+        return Problem(path, "unknown key", "write comments as `// text`")
+    close = nearest(key, siblings, furthest=1)
+    elsewhere = _places(root).get(key, [])
+    near = close or (None if elsewhere else nearest(key, siblings))
+    if near:
+        meant = dotted((*path[:-1], near))
+        also = f" (`{key}` itself belongs at `{elsewhere[0]}`)" if elsewhere else ""
+        return Problem(path, "unknown key", f"did you mean `{meant}`?{also}", meant)
+    if elsewhere:
+        here = dotted(path[:-1]) if len(path) > 1 else "the top level"
+        places = " or ".join(f"`{place}`" for place in elsewhere[:3])
+        return Problem(path, f"unknown key in {here}", f"it belongs at {places}", elsewhere[0])
+    far = nearest(key, _places(root), furthest=max(1, len(key) // 6))
+    if far:
+        meant = _places(root)[far][0]
+        return Problem(path, "unknown key", f"did you mean `{meant}`?", meant)
+    return Problem(path, "unknown key, and no known one is near", _choices(siblings))
+
+
+def _choices(siblings: list[str]) -> str:
+    if len(siblings) > _LISTED:
+        return "delete it"
+    return f"delete it; the keys here are {', '.join(sorted(siblings))}"
+
+
+def not_written(known: Known, value: Any, path: Path) -> Problem:
+    """A key of DeepSpeed's that asks for something this launcher does not do."""
+    words = f" ({known.words})" if known.words else ""
+    what = {
+        "later": f"{show(value)} is not implemented here yet{words}",
+        "old": f"is an old key of DeepSpeed's that has no meaning here{words}",
+        "ignored": f"is ignored by DeepSpeed itself{words}",
+    }[known.status]
+    off = f", or write {show_json(known.neutral[0])}" if known.neutral else ""
+    return Problem(path, what, known.fix or f"delete it{off}")
+
+
+def show_json(value: Any) -> str:
+    """`show`, with texts as they are written."""
+    return f'"{value}"' if isinstance(value, str) else show(value)

@@ -1,0 +1,166 @@
+"""The base of every section of the JSON: frozen, strict, a docstring per field, `"auto"` until resolved.
+
+To add a key, add one typed field with its docstring to its section, and delete its line in known_keys.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+AUTO = "auto"
+
+
+class Conflict(NamedTuple):
+    """Keys that cannot stand together.
+
+    Attributes:
+        keys: dotted paths from the section on; the first is where it is reported.
+        what: the mistake in plain words.
+        fix: what to write instead.
+    """
+
+    keys: tuple[str, ...]
+    what: str
+    fix: str
+
+
+class Section(BaseModel):
+    """One object of the JSON.
+
+    Attribute names are the JSON keys. An attribute may hold the text "auto" until `Config.resolve`.
+    Lists become tuples, and whole floats such as 5e8 become ints where a whole number is asked for.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other accepted names of a key -> its name here."""
+
+    old_names: ClassVar[frozenset[str]] = frozenset()
+    """The aliases that DeepSpeed calls deprecated: taken, with a note."""
+
+    never_auto: ClassVar[frozenset[str]] = frozenset()
+    """Keys for which "auto" means nothing (names of things)."""
+
+    auto_needs_value: ClassVar[frozenset[str]] = frozenset()
+    """Keys whose default is not a safe answer to "auto": somebody has to give the value."""
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _let_auto_pass(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: Any) -> Any:
+        return value if value == AUTO and info.field_name not in cls.never_auto else handler(value)
+
+    @classmethod
+    def spelling(cls, key: str) -> str:
+        """The field that a JSON key names, through the aliases."""
+        return cls.aliases.get(key, key)
+
+    @classmethod
+    def section_of(cls, key: str, tree: Mapping[str, Any]) -> type[Section] | None:
+        """The class of the member section `key`, None for a plain value; `tree` is this section."""
+        return cls.member_sections().get(key)
+
+    @classmethod
+    def member_sections(cls) -> Mapping[str, type[Section]]:
+        """The fields that are sections themselves, with the class they are annotated with."""
+        return _member_sections(cls)
+
+    @classmethod
+    def sections_of(cls, key: str) -> tuple[type[Section], ...]:
+        """Every class that the member section `key` may have; () for a plain value."""
+        return (_member_sections(cls)[key],) if key in _member_sections(cls) else ()
+
+    @classmethod
+    def defaults_of(cls, key: str, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Defaults of the member section `key` that depend on this section (an optimizer's type)."""
+        return {}
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys of this section, each fine alone, that cannot stand together."""
+        return iter(())
+
+    def remarks(self) -> Iterator[str]:
+        """What a person should know of these values though nothing is wrong."""
+        return iter(())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able dict of all keys, those left out included."""
+        return {name: _plain(getattr(self, name)) for name in type(self).model_fields}
+
+    def given(self) -> dict[str, Any]:
+        """Plain dict of the keys that were written."""
+        kept: dict[str, Any] = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if name in self.model_fields_set:
+                kept[name] = value.given() if isinstance(value, Section) else _plain(value)
+        return kept
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.to_dict()
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+@cache
+def _member_sections(cls: type[Section]) -> dict[str, type[Section]]:
+    members = {}
+    for name, info in cls.model_fields.items():
+        for kind in (info.annotation, *get_args(info.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                members[name] = kind
+    return members
+
+
+def field_docs(cls: type[Section]) -> dict[str, str]:
+    """Field -> the docstring under it, for help texts and the documentation."""
+    docs: dict[str, str] = {}
+    for parent in reversed([base for base in cls.__mro__ if issubclass(base, Section)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for line, after in zip(body.body, body.body[1:], strict=False):
+            if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                docs[line.target.id] = inspect.cleandoc(str(after.value.value))
+    return {name: docs[name] for name in cls.model_fields if name in docs}
+
+
+def complaint(what: str, fix: str) -> PydanticCustomError:
+    """What a validator raises: `what` without the key's name, and what to write instead."""
+    return PydanticCustomError("complaint", "{what}", {"what": what, "fix": fix})
+
+
+def whole(value: Any) -> Any:
+    """5e8 -> 500000000; everything else is left for the type to refuse."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Whole = Annotated[int, BeforeValidator(whole), Field(ge=0)]
+"""A whole number from 0; 5e8 is taken as one."""
+
+Count = Annotated[int, BeforeValidator(whole), Field(ge=1)]
+"""A whole number from 1; 5e8 is taken as one."""
+
+Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
+"""Two numbers, written as a list."""

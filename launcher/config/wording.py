@@ -1,0 +1,55 @@
+"""pydantic's complaints in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from launcher.config.problems import show
+from launcher.config.suggest import nearest
+
+_MUST_BE: dict[str, Callable[[dict[str, Any]], str]] = {
+    "int_type": lambda ctx: "a whole number",
+    "int_from_float": lambda ctx: "a whole number",
+    "float_type": lambda ctx: "a number",
+    "finite_number": lambda ctx: "a finite number",
+    "bool_type": lambda ctx: "true or false",
+    "string_type": lambda ctx: "a text in quotes",
+    "tuple_type": lambda ctx: "a list of two numbers",
+    "too_long": lambda ctx: f"a list of {ctx['max_length']}",
+    "greater_than_equal": lambda ctx: f"at least {ctx['ge']}",
+    "literal_error": lambda ctx: f"one of {ctx['expected'].replace(chr(39), chr(34))}",
+}
+
+
+def in_words(error: ErrorDetails) -> tuple[str, str | None]:
+    """(what is wrong, what to write instead) of one pydantic error."""
+    kind, given, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "complaint":
+        return context["what"], context["fix"]
+    if kind == "missing":
+        return "is required and not written", "write it"
+    if kind not in _MUST_BE:
+        return f"{show(given)} is not valid: {error['msg']}", None
+    return f"must be {_MUST_BE[kind](context)}, not {show(given)}", _unquoted(given, kind, context)
+
+
+def _unquoted(given: Any, kind: str, context: dict[str, Any]) -> str | None:
+    """A way out for a value in quotes, or for a word that is nearly one of the allowed ones."""
+    if not isinstance(given, str):
+        return None
+    if kind == "bool_type" and given.lower() in ("true", "false"):
+        return f"write {given.lower()} without quotes"
+    if kind == "literal_error":
+        choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ",").split(",")]
+        if given in choices:
+            return f"write {given} without quotes"
+        near = nearest(given, choices)
+        return f'did you mean "{near}"?' if near else None
+    try:
+        float(given)
+    except ValueError:
+        return None
+    return f"write {given} without quotes" if kind in ("int_type", "float_type") else None

@@ -1,0 +1,96 @@
+"""`zero_optimization`: what is sharded over the ranks (Rajbhandari et al. 2020, arXiv:1910.02054)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from launcher.config.section import Count, Section, Whole
+
+STAGE3_PREFIX = "stage3_"
+
+
+def _null_is_true(value: Any) -> Any:
+    return True if value is None else value
+
+
+class ZeroConfig(Section):
+    """ZeRO. Sizes count elements, not bytes.
+
+    Every `stage3_` key is also read without that prefix, as in DeepSpeed.
+    """
+
+    aliases: ClassVar[dict[str, str]] = {
+        "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+        "param_persistence_threshold": "stage3_param_persistence_threshold",
+        "model_persistence_threshold": "stage3_model_persistence_threshold",
+        "max_live_parameters": "stage3_max_live_parameters",
+        "max_reuse_distance": "stage3_max_reuse_distance",
+        "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    }
+    old_names: ClassVar[frozenset[str]] = frozenset(
+        {"stage3_gather_fp16_weights_on_model_save", "gather_fp16_weights_on_model_save"}
+    )
+    auto_needs_value: ClassVar[frozenset[str]] = frozenset({"stage"})
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters."""
+
+    contiguous_gradients: bool = True
+    """Gradients of a unit live in one flat buffer."""
+
+    reduce_scatter: bool = True
+    """Gradients that are sharded are reduce-scattered; false all-reduces them and keeps the shard."""
+
+    reduce_bucket_size: Count = 500_000_000
+    """Most elements reduced in one collective (stages 0-2); memory for overlap grows with it."""
+
+    allgather_partitions: bool = True
+    """Updated parameters come back by all-gather (stages 1-2); false by a broadcast from each rank."""
+
+    allgather_bucket_size: Count = 500_000_000
+    """Most elements of one all-gather of updated parameters (stages 1-2)."""
+
+    overlap_comm: Annotated[bool, BeforeValidator(_null_is_true)] = True
+    """Communication runs while the backward still computes. Left out or null: true at every stage."""
+
+    load_from_fp32_weights: bool = True
+    """Master weights are restored from the checkpoint's float32 values, not from the model's dtype."""
+
+    sub_group_size: Count = 1_000_000_000
+    """Most elements that the optimizer updates at a time."""
+
+    stage3_prefetch_bucket_size: Whole = 50_000_000
+    """Most elements gathered ahead of the module that runs; 0 gathers nothing ahead."""
+
+    stage3_param_persistence_threshold: Whole = 100_000
+    """Parameters with fewer elements stay gathered."""
+
+    stage3_model_persistence_threshold: Whole = sys.maxsize
+    """Most elements that may stay gathered because of `stage3_param_persistence_threshold`."""
+
+    stage3_max_live_parameters: Whole = 1_000_000_000
+    """Most elements that are gathered at a time."""
+
+    stage3_max_reuse_distance: Whole = 1_000_000_000
+    """A gathered parameter is kept when it is used again within so many elements."""
+
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    """`save_16bit_model` may write the weights of a model whose parameters are sharded."""
+
+    ignore_unused_parameters: bool = True
+    """A parameter without a gradient is fine; false makes it an error."""
+
+    round_robin_gradients: bool = False
+    """DeepSpeed spreads the copies of gradients over ranks; here every rank reduces all units alike."""
+
+    def remarks(self) -> Iterator[str]:
+        if self.round_robin_gradients is True:
+            yield "zero_optimization.round_robin_gradients has no effect: gradients are never copied per rank"
+        if self.contiguous_gradients is False:
+            yield "zero_optimization.contiguous_gradients has no effect: gradients always share a flat buffer"
