@@ -14,7 +14,7 @@ WIDTH, HEIGHT, DPI = 900, 500, 100
 
 
 def plot_loss(metrics: str | Path, png: str | Path, *, title: str) -> Path:
-    """Draw the loss of each step, smoothed, and the eval losses, as a PNG of 900 x 500 pixels; return its path.
+    """Draw the loss of each step, smoothed, and the eval losses as a PNG of 900 x 500 pixels; return its path.
 
     Args:
         metrics: a `metrics.jsonl`. Steps without a finite loss are left out of the curve.
@@ -52,6 +52,7 @@ def plot_loss(metrics: str | Path, png: str | Path, *, title: str) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     if axes.has_data():
         axes.legend(frameon=False)
+    Path(png).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=DPI)
     return Path(png)
 
@@ -64,16 +65,21 @@ def curve(records: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, n
 
 
 def smoothed(values: np.ndarray, span: float | None = None) -> np.ndarray:
-    """Exponential moving average [n] without the bias of its start (Adam's correction).
+    """Mean [n] of an exponential moving average from the left and one from the right: it does not lag behind.
 
     Args:
         values: [n].
-        span: steps over which it remembers; by default a thirtieth of them, at least 2.
+        span: steps over which each average remembers; by default a thirtieth of them, at least 2.
     """
     span = span or max(2.0, len(values) / 30)
+    return (_moving_average(values, span) + _moving_average(values[::-1], span)[::-1]) / 2
+
+
+def _moving_average(values: np.ndarray, span: float) -> np.ndarray:
+    """Exponential moving average [n] without the bias of its start (the correction of Adam, Kingma & Ba 2015)."""
     decay = 1 - 1 / span
     average, weight = 0.0, 0.0
-    result = np.empty_like(values, dtype=float)
+    result = np.empty(len(values))
     for i, value in enumerate(values):
         average = decay * average + (1 - decay) * value
         weight = decay * weight + (1 - decay)

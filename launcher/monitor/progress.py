@@ -16,6 +16,8 @@ from launcher.monitor.metrics import is_number
 RECENT_STEPS = 20
 """The time left is estimated from the median of so many steps."""
 
+WIDTH_WITH_BAR = 110
+
 
 class ProgressLine:
     """Shows each optimizer step; use it as a context manager, on rank 0 (elsewhere `enabled=False`).
@@ -66,22 +68,24 @@ class ProgressLine:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def describe(self, record: Mapping[str, Any]) -> str:
-        """`step 20/100 | loss 2.3456 | lr 1.00e-03 | grad norm 0.812 | 12.3k tokens/s | 0:01:20 left`."""
+        """`step 20/100  loss 2.3456  lr 0.001  grad norm 0.812  12.3k tok/s  0:01:20 left`."""
         step = int(record["step"])
         parts = [f"step {step}/{self.total_steps}", f"loss {record['loss']:.4f}"]
         if is_number(record.get("eval_loss")):
-            parts.append(f"eval loss {record['eval_loss']:.4f}")
-        parts.append(f"lr {record['lr']:.2e}")
+            parts.append(f"eval {record['eval_loss']:.4f}")
+        parts.append(f"lr {record['lr']:.3g}")
         if record.get("grad_norm") is not None:
             parts.append(f"grad norm {record['grad_norm']:.3f}")
-        parts.append(f"{short_number(record['tokens_per_s'])} tokens/s")
+        parts.append(f"{short_number(record['tokens_per_s'])} tok/s")
         if self._times and step < self.total_steps:
             parts.append(f"{duration(statistics.median(self._times) * (self.total_steps - step))} left")
-        return " | ".join(parts)
+        return "  ".join(parts)
 
     def __enter__(self) -> ProgressLine:
         if self._enabled and self._console.is_terminal:
-            columns = (BarColumn(bar_width=20), TextColumn("{task.fields[line]}"))
+            line = TextColumn("{task.fields[line]}")
+            # The numbers take about 80 columns; the bar comes where there is room for both.
+            columns = (BarColumn(bar_width=20), line) if self._console.width >= WIDTH_WITH_BAR else (line,)
             self._live = Progress(*columns, console=self._console)
             self._task = self._live.add_task("", total=self.total_steps, line="waiting for the first step")
             self._live.start()

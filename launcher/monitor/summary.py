@@ -88,7 +88,7 @@ def write_json(path: str | Path, content: Any) -> None:
 def median_tokens_per_s(
     records: Sequence[Mapping[str, Any]], warmup_steps: int = WARMUP_STEPS
 ) -> float | None:
-    """Median tokens/s over all ranks, without the first `warmup_steps` records; a shorter run has all but one.
+    """Median tokens/s without the first `warmup_steps` records; a run as short as that keeps its last one.
 
     None where there is no record.
     """
@@ -98,7 +98,7 @@ def median_tokens_per_s(
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the numbers; a package that is not installed is left out."""
+    """Versions of Python and of the installed packages that decide the numbers."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -1,0 +1,251 @@
+"""Rows of instruction data -> token rows whose labels are -100 wherever the model is not to learn.
+
+Accepted rows:
+    {"messages": [{"role": ..., "content": ...}, ...]}  learns what the assistant says
+    {"prompt": ..., "completion": ...}                  learns the completion
+    {"text": ...}                                       learns everything
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from launcher.data.text import EVAL_FRACTION, load_rows
+from launcher.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+IGNORED = -100
+"""The label that torch's and Hugging Face's cross entropy leave out."""
+
+ROW_KINDS = '{"messages": [{"role", "content"}, ...]}, {"prompt", "completion"} or {"text"}'
+
+
+class Segment(NamedTuple):
+    """A stretch of a row's text, and whether the model learns to write it."""
+
+    text: str
+    learned: bool
+
+
+class Row(NamedTuple):
+    """Tokens [n] of one conversation and their labels [n]."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+
+
+class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Items are {"input_ids", "labels"[, "attention_mask"]}, LongTensors [seq_length].
+
+    Args:
+        rows: tokens and labels, at most `seq_length` each.
+        seq_length: length of the items.
+        pad_id: fills padded rows up; None where `rows` are full and need no attention mask.
+        n_truncated: conversations that were cut because they were too long.
+        n_dropped: conversations that were left out because nothing in them is learned.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], seq_length: int, pad_id: int | None, *, n_truncated: int, n_dropped: int
+    ) -> None:
+        self._rows = rows
+        self.seq_length = seq_length
+        self.pad_id = pad_id
+        self.n_truncated = n_truncated
+        self.n_dropped = n_dropped
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self._rows[index]
+        if self.pad_id is None:
+            return {"input_ids": _long(row.input_ids), "labels": _long(row.labels)}
+        missing = self.seq_length - len(row.input_ids)
+        mask = np.arange(self.seq_length) < len(row.input_ids)
+        return {
+            "input_ids": _long(np.pad(row.input_ids, (0, missing), constant_values=self.pad_id)),
+            "labels": _long(np.pad(row.labels, (0, missing), constant_values=IGNORED)),
+            "attention_mask": _long(mask),
+        }
+
+
+def load_sft(
+    dataset: str,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    *,
+    split: str = "train",
+    packed: bool = False,
+) -> SftDataset:
+    """Instruction data for `finetune`.
+
+    Every conversation, completion and text ends with <eos>. Conversations go through the tokenizer's chat
+    template, else through the plain one: `role:\\ncontent\\n\\n` for each message, with <eos> after the content of
+    the assistant's. Longer rows than `seq_length` are cut; rows without anything to learn are left out; both
+    are counted and logged.
+
+    Args:
+        dataset: a .jsonl, .json or .parquet file, a directory of them, or a Hugging Face dataset id.
+        tokenizer: a fast one (it tells which characters each token stands for).
+        seq_length: tokens of an item.
+        split: `train`, `eval` or `all`; the eval split is the last 1 % of the rows, at least one.
+        packed: False pads each conversation to `seq_length` and gives an `attention_mask`; True lays them end to
+            end in full rows (the remainder is dropped; a conversation sees those before it in its row).
+
+    Raises:
+        ConfigError: rows of another kind, or nothing to learn.
+    """
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"The tokenizer {tokenizer.name_or_path!r} is no fast tokenizer with an eos_token.",
+            where="--tokenizer",
+            fix="Use a tokenizer with a tokenizer.json that names its eos_token.",
+        )
+    rows = _split(load_rows(dataset), split, dataset)
+    encoded = [
+        encode(segments(row, tokenizer, f"{dataset} row {i}"), tokenizer) for i, row in enumerate(rows)
+    ]
+    n_truncated = 0 if packed else sum(len(row.input_ids) > seq_length for row in encoded)
+    kept = (
+        encoded if packed else [Row(row.input_ids[:seq_length], row.labels[:seq_length]) for row in encoded]
+    )
+    kept = [
+        row for row in kept if (row.labels[1:] != IGNORED).any()
+    ]  # the first label is nobody's to predict
+    n_dropped = len(encoded) - len(kept)
+    if n_truncated or n_dropped:
+        logger.warning(
+            "%s: of %d rows %d were cut to %d tokens, %d were left out (nothing to learn in them)",
+            dataset, len(encoded), n_truncated, seq_length, n_dropped,
+        )  # fmt: skip
+    items = _packed(kept, seq_length) if packed else kept
+    if not items:
+        raise ConfigError(
+            f"Nothing to learn in {len(encoded)} rows of {dataset!r} with sequences of {seq_length} tokens.",
+            where="--seq-length",
+            fix="Give more rows, or another --seq-length (a prompt alone may fill it).",
+        )
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return SftDataset(
+        items, seq_length, None if packed else pad_id, n_truncated=n_truncated, n_dropped=n_dropped
+    )
+
+
+def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Segment]:
+    """The text of a row in order, marked as learned or not.
+
+    Raises:
+        ConfigError: the row is of no accepted kind.
+    """
+    eos = str(tokenizer.eos_token)
+    if row.get("messages"):
+        if tokenizer.chat_template:
+            return _templated(row["messages"], tokenizer, where)
+        return _plain(row["messages"], eos)
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        return [Segment(row["prompt"], False), Segment(row["completion"] + eos, True)]
+    if row.get("text"):
+        return [Segment(row["text"] + eos, True)]
+    raise ConfigError(
+        f"A row with {', '.join(map(repr, row)) or 'nothing'} is none that can be trained on.",
+        where=where,
+        fix=f"Rows are {ROW_KINDS}.",
+    )
+
+
+def encode(parts: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> Row:
+    """Tokenise the whole text at once, as the model will read it, and mark the tokens that lie in learned parts.
+
+    A token that reaches over the border of a prompt and an answer belongs to the prompt.
+    """
+    text = "".join(part.text for part in parts)
+    learned = np.zeros(len(text) + 1, dtype=bool)
+    position = 0
+    for part in parts:
+        learned[position : position + len(part.text)] = part.learned
+        position += len(part.text)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = np.asarray(encoded["input_ids"], dtype=np.int32)
+    starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
+    return Row(ids, np.where(learned[starts], ids, IGNORED).astype(np.int32))
+
+
+def _plain(messages: Sequence[Mapping[str, str]], eos: str) -> list[Segment]:
+    parts = []
+    for message in messages:
+        answer = message["role"] == "assistant"
+        parts.append(Segment(f"{message['role']}:\n", False))
+        parts.append(Segment(message["content"] + (eos if answer else ""), answer))
+        parts.append(Segment("\n\n", False))
+    return parts
+
+
+def _templated(
+    messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, where: str
+) -> list[Segment]:
+    """What the chat template adds for each of the assistant's messages is learned, the rest is not."""
+    whole = _render(messages, tokenizer)
+    parts: list[Segment] = []
+    position = 0
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = _render(messages[:i], tokenizer, add_generation_prompt=True)
+        answered = _render(messages[: i + 1], tokenizer)
+        if not (whole.startswith(answered) and answered.startswith(prompt)):
+            raise ConfigError(
+                "The tokenizer's chat template changes earlier messages when later ones follow, so what the "
+                "assistant said cannot be told from the rest.",
+                where=where,
+                fix="Split the conversation in rows that end with each answer, or use prompt and completion.",
+            )
+        parts += [
+            Segment(whole[position : len(prompt)], False),
+            Segment(whole[len(prompt) : len(answered)], True),
+        ]
+        position = len(answered)
+    return [*parts, Segment(whole[position:], False)]
+
+
+def _render(
+    messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, **options: bool
+) -> str:
+    return str(tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options))
+
+
+def _packed(rows: Sequence[Row], seq_length: int) -> list[Row]:
+    """The rows end to end, cut in items of `seq_length`; no conversation is asked for another's first token."""
+    if not rows:
+        return []
+    ids = np.concatenate([row.input_ids for row in rows])
+    labels = np.concatenate([row.labels for row in rows])
+    starts = np.cumsum([0, *(len(row.labels) for row in rows[:-1])])
+    labels[starts] = IGNORED
+    cuts = range(0, len(ids) - seq_length + 1, seq_length)
+    items = [Row(ids[i : i + seq_length], labels[i : i + seq_length]) for i in cuts]
+    return [item for item in items if (item.labels[1:] != IGNORED).any()]
+
+
+def _split(rows: Dataset, split: str, where: str) -> Dataset:
+    if split == "all":
+        return rows
+    if split not in ("train", "eval") or len(rows) < 2:
+        raise ConfigError(
+            f"No split {split!r} of the {len(rows)} rows in {where!r}.",
+            fix="`train` and `eval` need two rows at least; `all` takes every row.",
+        )
+    boundary = len(rows) - max(1, round(len(rows) * EVAL_FRACTION))
+    return rows.select(range(boundary) if split == "train" else range(boundary, len(rows)))
+
+
+def _long(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64))
