@@ -153,7 +153,7 @@ class Checker:
         for key, member in value.items():
             child = known.child(key)
             found += self.demands(child, member, (*path, key)) if child else []
-        return found
+        return [not_written(known, value, path)] if found and known.words else found
 
     def switched(self, known: Known, switch: str, value: Mapping[str, Any], path: Path) -> list[Problem]:
         """A section with a switch asks for something only when it is on."""
@@ -180,5 +180,6 @@ def checked(root: type[S], document: Document) -> tuple[S, tuple[str, ...]]:
     checker = Checker(root, document)
     config = checker.build(root, known_keys(), document.tree, ())
     if checker.problems or config is None:
-        raise ConfigProblems(document.name, checker.problems, document.where)
+        problems = sorted(checker.problems, key=lambda problem: document.place(problem.path))
+        raise ConfigProblems(document.name, problems, document.where)
     return config, tuple(checker.notes)

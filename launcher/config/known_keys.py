@@ -108,7 +108,7 @@ zero_optimization
     classes | [] | module classes that are fetched as one unit
     names | [] | modules that are fetched as one unit
     name_suffixes | [] | endings of the names of such modules
-  zenflow
+  zenflow | | offload without stalls
     topk_ratio | | share of gradient columns updated at once
     select_strategy | | when these are chosen again
     select_interval | | how often these are chosen again
@@ -266,7 +266,7 @@ timers
   throughput
     enabled | true | samples per second
     synchronized | true | waits for the device
-aio
+aio | | file requests of NVMe offload
   block_size | | bytes of a request
   queue_depth | | requests at a time
   intra_op_parallelism | | threads of a request
@@ -420,6 +420,10 @@ fp16
   fp16_backend | | an option of an old trainer
 bf16
   loss_scale | | bfloat16 needs no loss scale, only fp16 has one
+  initial_scale_power | | bfloat16 needs no loss scale, only fp16 has one
+  loss_scale_window | | bfloat16 needs no loss scale, only fp16 has one
+  hysteresis | | bfloat16 needs no loss scale, only fp16 has one
+  min_loss_scale | | bfloat16 needs no loss scale, only fp16 has one
 amp
   enabled | false | NVIDIA Apex | use "bf16": {"enabled": true} or "fp16": {"enabled": true}
   opt_level | | level of Apex
@@ -469,7 +473,7 @@ elasticity
 quantize_training | | weights get fewer bits while training
 eigenvalue | | eigenvalues of blocks
 graph_harvesting | false | CUDA graph of the bf16 step
-sparse_attention
+sparse_attention | | attention on blocks
   mode | | family of layouts
   block | | size of a block
   different_layout_per_head | | a layout for each head
@@ -483,7 +487,7 @@ sparse_attention
   global_block_indices | | global blocks
   global_block_end_indices | | ends of global blocks
   num_sliding_window_blocks | | sliding window
-compression_training
+compression_training | | the compression library
   layer_reduction | | fewer layers
   weight_quantization
     shared_parameters | | options of quantised weights
@@ -514,7 +518,7 @@ compression_training
 IGNORED = """
 seed | | not a key of the config | use the flag --seed
 monitor_config | | from examples of old documentation | write `tensorboard`, `wandb` or `csv_monitor`
-aio
+aio | | file requests of NVMe offload
   thread_count | | the old name | write `intra_op_parallelism`
 autotuning
   start_step | | the old name | write `start_profile_step`

@@ -62,8 +62,6 @@ NOT_YET: frozenset[str] = frozenset({"Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD
 REMOVED: frozenset[str] = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
 """Types that DeepSpeed itself dropped in 0.19.8."""
 
-_ADAM_DEFAULTS = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-
 
 class OptimizerParams(Section):
     """Keywords of the optimizer. None: not written, the class's own default holds."""
@@ -72,7 +70,7 @@ class OptimizerParams(Section):
     """Learning rate."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay; 0 for Adam and AdamW when left out, as in DeepSpeed (torch's AdamW has 0.01)."""
+    """Weight decay; 0 for Adam and AdamW when left out, as in DeepSpeed, and 0.01 with torch_adam and AdamW."""
 
     betas: Pair | None = None
     """Adam family: decay of the first and second moment, each in [0, 1)."""
@@ -171,7 +169,14 @@ class OptimizerConfig(Section):
         kind = canonical(tree.get("type"))
         if key != "params" or kind not in TYPES:
             return {}
-        return {"lr": TYPES[kind].lr} | (_ADAM_DEFAULTS if kind in ("Adam", "AdamW") else {})
+        if kind not in ("Adam", "AdamW"):
+            return {"lr": TYPES[kind].lr}
+        params = tree.get("params")
+        written = params if isinstance(params, dict) else {}
+        decoupled = kind == "AdamW" or written.get("adam_w_mode", True)
+        # torch_adam takes torch's class as it is, and its AdamW decays by 0.01.
+        decay = 0.01 if decoupled and written.get("torch_adam") is True else 0.0
+        return {"lr": TYPES[kind].lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": decay}
 
     def to_dict(self) -> dict[str, Any]:
         keywords, params = TYPES[self.type].keywords, self.params.to_dict().items()

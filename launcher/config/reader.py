@@ -46,13 +46,15 @@ class Document:
     places: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
+    def place(self, path: KeyPath) -> tuple[int, int]:
+        """Line and column of a key, or of the nearest section around it that is written; (0, 0) for none."""
+        ends = range(len(path), 0, -1)
+        return next((self.places[path[:end]] for end in ends if path[:end] in self.places), (0, 0))
+
     def where(self, path: KeyPath) -> str:
-        """`file:line:column` of a key, or of the nearest section around it when the key is not written."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.places:
-                line, column = self.places[path[:end]]
-                return f"{self.name}:{line}:{column}"
-        return self.name
+        """`file:line:column` of a key, the name alone when it has no place."""
+        line, column = self.place(path)
+        return f"{self.name}:{line}:{column}" if line else self.name
 
 
 def read_file(path: Path, name: str | None = None) -> Document:
@@ -228,5 +230,5 @@ class _Parser:
         if word.group() in _PYTHON_WORDS:
             meant = _PYTHON_WORDS[word.group()]
             raise self.error(f"`{word.group()}` is Python, not JSON", f"write `{meant}`")
-        quoted = f'write text in double quotes: `"{word.group()}"`'
+        quoted = f'write the value meant, or text in double quotes: `"{word.group()}"`'
         raise self.error(f"`{word.group()}` is not a value", quoted)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, field_validator
 
 from launcher.config.problems import show
-from launcher.config.section import Count, Section, Whole, complaint, whole
+from launcher.config.section import Count, Section, complaint, whole
 from launcher.config.suggest import nearest
 
 Rate = Annotated[float, Field(ge=0)]
@@ -17,7 +17,7 @@ Rate = Annotated[float, Field(ge=0)]
 class SchedulerParams(Section):
     """Keys that every warm-up schedule has."""
 
-    warmup_num_steps: Whole = 1000
+    warmup_num_steps: Count = 1000
     """Optimizer steps of warm-up; DeepSpeed takes at least 2."""
 
     warmup_type: Literal["log", "linear"] = "log"

@@ -65,21 +65,26 @@ def unknown_key(root: type[Section], cls: type[Section] | None, known: Known | N
     if plain(key).lstrip("_/#").startswith("comment"):
         return Problem(path, "unknown key", "write comments as `// text`")
     close = nearest(key, siblings, furthest=1)
-    elsewhere = _places(root).get(key, [])
+    elsewhere = [place for place in _places(root).get(key, []) if not _is_around(place, path)]
     near = close or (None if elsewhere else nearest(key, siblings))
     if near:
         meant = dotted((*path[:-1], near))
         also = f" (`{key}` itself belongs at `{elsewhere[0]}`)" if elsewhere else ""
         return Problem(path, "unknown key", f"did you mean `{meant}`?{also}", meant)
     if elsewhere:
-        here = dotted(path[:-1]) if len(path) > 1 else "the top level"
+        here = f"in {dotted(path[:-1])}" if len(path) > 1 else "at the top level"
         places = " or ".join(f"`{place}`" for place in elsewhere[:3])
-        return Problem(path, f"unknown key in {here}", f"it belongs at {places}", elsewhere[0])
+        return Problem(path, f"unknown key {here}", f"it belongs at {places}", elsewhere[0])
     far = nearest(key, _places(root), furthest=max(1, len(key) // 6))
     if far:
         meant = _places(root)[far][0]
         return Problem(path, "unknown key", f"did you mean `{meant}`?", meant)
     return Problem(path, "unknown key, and no known one is near", _choices(siblings))
+
+
+def _is_around(place: str, path: Path) -> bool:
+    """`fp16` is around `fp16.fp16`, so that is not where the inner one belongs."""
+    return f"{dotted(path)}.".startswith(f"{place}.")
 
 
 def _choices(siblings: list[str]) -> str:

@@ -33,7 +33,8 @@ def in_words(error: ErrorDetails) -> tuple[str, str | None]:
         return "is required and not written", "write it"
     if kind not in _MUST_BE:
         return f"{show(given)} is not valid: {error['msg']}", None
-    return f"must be {_MUST_BE[kind](context)}, not {show(given)}", _unquoted(given, kind, context)
+    fix = "delete it to have the default" if kind == "greater_than_equal" else _unquoted(given, kind, context)
+    return f"must be {_MUST_BE[kind](context)}, not {show(given)}", fix
 
 
 def _unquoted(given: Any, kind: str, context: dict[str, Any]) -> str | None:
