@@ -89,17 +89,17 @@ def load_sft(
     """Instruction data for `finetune`.
 
     Every conversation, completion and text ends with <eos>. Conversations go through the tokenizer's chat
-    template, else through the plain one: `role:\\ncontent\\n\\n` for each message, with <eos> after the content of
-    the assistant's. Longer rows than `seq_length` are cut; rows without anything to learn are left out; both
-    are counted and logged.
+    template, else through the plain one: `role:\\ncontent\\n\\n` for each message, with <eos> after the content
+    of the assistant's. Longer rows than `seq_length` are cut; rows without anything to learn are left out;
+    both are counted and logged.
 
     Args:
         dataset: a .jsonl, .json or .parquet file, a directory of them, or a Hugging Face dataset id.
         tokenizer: a fast one (it tells which characters each token stands for).
         seq_length: tokens of an item.
         split: `train`, `eval` or `all`; the eval split is the last 1 % of the rows, at least one.
-        packed: False pads each conversation to `seq_length` and gives an `attention_mask`; True lays them end to
-            end in full rows (the remainder is dropped; a conversation sees those before it in its row).
+        packed: False pads each conversation to `seq_length` and gives an `attention_mask`; True lays them end
+            to end in full rows (the remainder is dropped; a conversation sees those before it in its row).
 
     Raises:
         ConfigError: rows of another kind, or nothing to learn.
@@ -163,7 +163,7 @@ def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: 
 
 
 def encode(parts: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> Row:
-    """Tokenise the whole text at once, as the model will read it, and mark the tokens that lie in learned parts.
+    """Tokenise the whole text at once, as the model will read it, and label the tokens of learned parts.
 
     A token that reaches over the border of a prompt and an answer belongs to the prompt.
     """
@@ -199,7 +199,7 @@ def _templated(
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(messages[:i], tokenizer, add_generation_prompt=True)
+        prompt = _render(messages[:i], tokenizer, for_answer=True)
         answered = _render(messages[: i + 1], tokenizer)
         if not (whole.startswith(answered) and answered.startswith(prompt)):
             raise ConfigError(
@@ -217,13 +217,14 @@ def _templated(
 
 
 def _render(
-    messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, **options: bool
+    messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, *, for_answer: bool = False
 ) -> str:
-    return str(tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options))
+    plain = [dict(message) for message in messages]
+    return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=for_answer))
 
 
 def _packed(rows: Sequence[Row], seq_length: int) -> list[Row]:
-    """The rows end to end, cut in items of `seq_length`; no conversation is asked for another's first token."""
+    """The rows end to end, cut in items of `seq_length`; the first token of a row is not learned."""
     if not rows:
         return []
     ids = np.concatenate([row.input_ids for row in rows])

@@ -14,7 +14,7 @@ WIDTH, HEIGHT, DPI = 900, 500, 100
 
 
 def plot_loss(metrics: str | Path, png: str | Path, *, title: str) -> Path:
-    """Draw the loss of each step, smoothed, and the eval losses as a PNG of 900 x 500 pixels; return its path.
+    """Draw the loss of each step, smoothed, and the eval losses as a PNG of 900 x 500 pixels; return `png`.
 
     Args:
         metrics: a `metrics.jsonl`. Steps without a finite loss are left out of the curve.
@@ -76,7 +76,7 @@ def smoothed(values: np.ndarray, span: float | None = None) -> np.ndarray:
 
 
 def _moving_average(values: np.ndarray, span: float) -> np.ndarray:
-    """Exponential moving average [n] without the bias of its start (the correction of Adam, Kingma & Ba 2015)."""
+    """Exponential moving average [n] without the bias of its start (as in Adam, Kingma & Ba 2015)."""
     decay = 1 - 1 / span
     average, weight = 0.0, 0.0
     result = np.empty(len(values))
