@@ -1,0 +1,150 @@
+"""Reading torch.distributed.checkpoint's files without running code from them.
+
+torch reads tensor data with `torch.load(weights_only=True)`, but the `.metadata` file with a plain
+`pickle.load`, and stored objects with `weights_only=False`. Here `.metadata` is unpickled with a short list
+of allowed classes that cannot do anything, and stored objects are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from launcher.errors import CheckpointError
+
+METADATA_FILE = ".metadata"
+
+_ALLOWED = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Finds the classes of a checkpoint's metadata and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint of tensors needs")
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """What the checkpoint in `directory` holds: names, shapes, dtypes and where every chunk lies.
+
+    Raises:
+        CheckpointError: `.metadata` is missing or corrupted, or it refers to anything but tensors.
+    """
+    path = directory / METADATA_FILE
+    try:
+        metadata = _RestrictedUnpickler(io.BytesIO(path.read_bytes())).load()
+        _validate(metadata)
+    except Exception as error:  # a corrupted pickle fails with almost any exception
+        raise CheckpointError(
+            f"{path} cannot be read: {error}",
+            where=str(path),
+            fix="the checkpoint is incomplete or corrupted, or not ours; load another tag",
+        ) from error
+    metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def shapes_of(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every stored tensor."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+def incomplete(metadata: Metadata) -> list[str]:
+    """Names of tensors whose stored chunks do not cover them."""
+    return [
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size)
+    ]
+
+
+def _validate(metadata: Any) -> None:
+    if not isinstance(metadata, Metadata):
+        raise ValueError("it is not the metadata of a checkpoint")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{name} is not a tensor")
+    for info in metadata.storage_data.values():
+        if Path(info.relative_path).name != info.relative_path:
+            raise ValueError(f"it points outside its directory, to {info.relative_path}")
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader with `read_metadata` above, and errors that name the file."""
+
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
+    # No **kwargs, or torch would look for (and unpickle) a metadata file of this rank.
+    def read_metadata(self) -> Metadata:
+        return self._metadata
+
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        """The bytes of one chunk. torch.load does not look at the checksums that torch.save writes; we do."""
+        file.seek(sinfo.offset)
+        chunk = io.BytesIO(file.read(sinfo.length))
+        with zipfile.ZipFile(chunk) as archive:
+            if damaged := archive.testzip():
+                raise ValueError(f"the checksum of {damaged} at byte {sinfo.offset} is wrong")
+        chunk.seek(0)
+        return chunk
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        per_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for file, items in per_file.items():
+            path = Path(self.path) / file
+            try:
+                super().read_data(LoadPlan(items), planner).wait()
+            except Exception as error:
+                raise CheckpointError(
+                    f"{path} cannot be read: {error}",
+                    where=str(path),
+                    fix="the file is missing, incomplete or corrupted; load another tag",
+                ) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class TensorLoadPlanner(DefaultLoadPlanner):
+    """torch's planner without its way to unpickle objects."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn} is an object, not a tensor; it is not loaded.")
