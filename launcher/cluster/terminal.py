@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 
 ESCAPE_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-Z0-9])")
+SHOW_CURSOR = b"\x1b[?25h\x1b[0m"
 CHECK_S = 0.1
 
 
@@ -25,6 +26,10 @@ class LineLog:
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
         self._line = b""
+
+    @property
+    def at_line_start(self) -> bool:
+        return not _last_state(self._line)
 
     def write(self, data: bytes) -> None:
         *finished, self._line = (self._line + data).split(b"\n")
@@ -68,6 +73,8 @@ class TerminalCopy:
         """Copy what is left and close; call it when the rank has ended."""
         self._ended.set()
         self._thread.join()
+        # A rank that was killed while it drew a live line left the cursor hidden and in mid-line.
+        _write_all(self._terminal, SHOW_CURSOR if self._log.at_line_start else SHOW_CURSOR + b"\r\n")
         self._log.close()
         os.close(self._slave)
         os.close(self._master)

@@ -1,0 +1,51 @@
+# `make train` and `make test` do all of their own set-up; they need Python 3.11 or newer and nothing else.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet -c constraints.txt
+
+.PHONY: train test lint parity clean
+
+train: $(VENV)/.installed
+	$(BIN)/launch --config ds_configs/zero2.json
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/mypy
+
+# Against the real DeepSpeed: needs a C++ compiler.
+parity: $(VENV)/.installed-parity
+	LAUNCHER_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity_deepspeed
+
+clean:
+	rm -rf $(VENV)
+
+# torch first: packages that look for it while they are built must find this one.
+$(VENV)/.torch: constraints.txt
+	@test -n "$(PYTHON)" || (echo "Python 3.11 or newer is needed; name it: make PYTHON=/path/to/python"; exit 1)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) -e ".[test]"
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	$(PIP) -e ".[test,dev]"
+	touch $@
+
+$(VENV)/.installed-parity: $(VENV)/.installed-test
+	$(PIP) setuptools wheel ninja hatchling editables
+	$(PIP) --no-build-isolation -e ".[test,parity]"
+	touch $@
