@@ -20,7 +20,7 @@ from launcher.models.names import match_names
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -119,7 +119,7 @@ class SafetensorsSource:
             file = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 stored = file.get_slice(name)
-                self._infos[name] = TensorInfo(tuple(stored.get_shape()), _DTYPES[stored.get_dtype()], path)
+                self._infos[name] = TensorInfo(tuple(stored.get_shape()), DTYPES[stored.get_dtype()], path)
         except KeyError as error:
             raise CheckpointError(
                 f"{path} stores tensors of the unknown dtype {error}.",

@@ -1,0 +1,228 @@
+"""Hugging Face safetensors, streamed: the header first, then one tensor after the other."""
+
+The format: 8 bytes with the header's length, a JSON header with dtype, shape and byte range of every
+tensor, and the tensors' bytes, row-major and little-endian, without gaps
+(github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from launcher.errors import CheckpointError
+from launcher.models.load import DTYPES, INDEX_FILE, SINGLE_FILE
+
+_ALIGNMENT = 8
+_PIECE = 1 << 26
+"""Bytes handed to the file system at a time."""
+
+Fetch = Callable[[], torch.Tensor | None]
+Entry = tuple[str, torch.dtype, Sequence[int], Fetch]
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A tensor and its place in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Fetch
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(
+    path_dir: str | Path, entries: Iterable[Entry], max_shard_size: float = 5e9, writer: bool = True
+) -> list[Path]:
+    """Write tensors so that `from_pretrained` reads them, holding one of them at a time.
+
+    Every rank calls this with the same entries and fetches all of them in the same order; only the writer
+    gets tensors and touches the disk. Files get their names when they are complete, the index last, and
+    files of an earlier export that would be read instead are removed. The caller writes config.json
+    (`model.config.save_pretrained`).
+
+    Args:
+        path_dir: the directory; made if needed.
+        entries: (name, dtype, shape, fetch) of every tensor. `fetch()` is a collective of all ranks; on the
+            writer
+            it returns the whole tensor, of that dtype and shape, on any device; what it returns elsewhere is
+            dropped.
+        max_shard_size: bytes of a file's tensors. What fits goes into one `model.safetensors`; else there are
+            numbered files and an index.
+        writer: whether this rank writes.
+
+    Returns:
+        the files written; [] on the other ranks.
+
+    Raises:
+        CheckpointError: on the writer: it could not write, or `fetch` did not give what was announced. It
+            is raised
+            after all tensors were fetched, so no other rank is left waiting in a collective.
+    """
+    shards = _shards([_plan(*entry) for entry in entries], max_shard_size)
+    export = _Export(Path(path_dir), shards)
+    for number, shard in enumerate(shards):
+        export.begin(number, writer)
+        for planned in shard:
+            export.write(planned, planned.fetch())
+        export.end()
+    return export.finish() if writer else []
+
+
+class _Export:
+    """The writer's files. After a failure it does nothing more, and tells at the end."""
+
+    def __init__(self, directory: Path, shards: list[list[_Planned]]) -> None:
+        self.directory = directory
+        self.shards = shards
+        self.names = _file_names(len(shards))
+        self.failure: BaseException | None = None
+        self._file: IO[bytes] | None = None
+
+    def begin(self, number: int, writer: bool) -> None:
+        if not writer or self.failure:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._file = self._temporary(self.names[number]).open("wb")
+            self._file.write(_header(self.shards[number]))
+        except OSError as error:
+            self._fail(error)
+
+    def write(self, planned: _Planned, tensor: torch.Tensor | None) -> None:
+        if self._file is None:
+            return
+        try:
+            _write_tensor(self._file, planned, tensor)
+        except (OSError, CheckpointError) as error:
+            self._fail(error)
+
+    def end(self) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+        except OSError as error:
+            self._fail(error)
+
+    def finish(self) -> list[Path]:
+        """Give the files their names."""
+        if self.failure is None:
+            try:
+                return self._publish()
+            except OSError as error:
+                self._fail(error)
+        if isinstance(self.failure, CheckpointError):
+            raise self.failure
+        raise CheckpointError(
+            f"The weights could not be written: {self.failure}",
+            where=str(self.directory),
+            fix="make room or choose another directory, and export again",
+        ) from self.failure
+
+    def _publish(self) -> list[Path]:
+        # The index goes first: without it nobody reads a mixture of old and new files.
+        (self.directory / INDEX_FILE).unlink(missing_ok=True)
+        for path in self.directory.iterdir():
+            if path.name not in self.names and re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", path.name):
+                path.unlink()
+        for name in self.names:
+            os.replace(self._temporary(name), self.directory / name)
+        written = [self.directory / name for name in self.names]
+        if len(self.names) > 1:
+            index = self._temporary(INDEX_FILE)
+            index.write_text(json.dumps(_index(self.shards, self.names), indent=2), encoding="utf-8")
+            os.replace(index, self.directory / INDEX_FILE)
+            written.append(self.directory / INDEX_FILE)
+        return written
+
+    def _temporary(self, name: str) -> Path:
+        return self.directory / f".{name}.tmp"
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # closing flushes, and may fail for the same reason
+                self._file.close()
+            self._file = None
+        for name in self.names:
+            with contextlib.suppress(OSError):
+                self._temporary(name).unlink()
+
+
+def _plan(name: str, dtype: torch.dtype, shape: Sequence[int], fetch: Fetch) -> _Planned:
+    if dtype not in _DTYPE_NAMES:
+        raise CheckpointError(f"{name} is of {dtype}, which safetensors cannot hold.", fix="convert it first")
+    return _Planned(name, dtype, tuple(shape), fetch)
+
+
+def _shards(planned: list[_Planned], max_shard_size: float) -> list[list[_Planned]]:
+    """Fill files in the given order; a tensor larger than a file gets one of its own."""
+    shards: list[list[_Planned]] = [[]]
+    filled = 0
+    for one in planned:
+        if shards[-1] and filled + one.nbytes > max_shard_size:
+            shards.append([])
+            filled = 0
+        shards[-1].append(one)
+        filled += one.nbytes
+    # Wide dtypes first: every tensor then begins at a multiple of its element size, which readers need.
+    return [sorted(shard, key=lambda one: -one.dtype.itemsize) for shard in shards]
+
+
+def _header(shard: list[_Planned]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for one in shard:
+        header[one.name] = {
+            "dtype": _DTYPE_NAMES[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [offset, offset + one.nbytes],
+        }
+        offset += one.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(file: IO[bytes], planned: _Planned, tensor: torch.Tensor | None) -> None:
+    if tensor is None or tensor.dtype != planned.dtype or tuple(tensor.shape) != planned.shape:
+        got = "nothing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+        raise CheckpointError(
+            f"{planned.name} was announced as {planned.shape} of {planned.dtype}, but {got} was fetched.",
+            where=planned.name,
+        )
+    data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, data.size, _PIECE):
+        file.write(data[start : start + _PIECE].data)
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _index(shards: list[list[_Planned]], names: list[str]) -> dict[str, object]:
+    return {
+        "metadata": {"total_size": sum(one.nbytes for shard in shards for one in shard)},
+        "weight_map": {one.name: name for shard, name in zip(shards, names, strict=True) for one in shard},
+    }
