@@ -1,4 +1,4 @@
-"""Hugging Face safetensors, streamed: the header first, then one tensor after the other."""
+"""Hugging Face safetensors, streamed: the header first, then one tensor after the other.
 
 The format: 8 bytes with the header's length, a JSON header with dtype, shape and byte range of every
 tensor, and the tensors' bytes, row-major and little-endian, without gaps
