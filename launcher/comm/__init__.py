@@ -1,6 +1,14 @@
 """Talking to other ranks: the mesh, its axes, and the few collectives that everything uses."""
 
-from launcher.comm.collectives import CollectiveRecord, Pending, all_gather, all_reduce, broadcast, record_collectives, reduce_scatter
+from launcher.comm.collectives import (
+    CollectiveRecord,
+    Pending,
+    all_gather,
+    all_reduce,
+    broadcast,
+    record_collectives,
+    reduce_scatter,
+)
 from launcher.comm.mesh import Axis, Mesh
 from launcher.comm.setup import init_distributed, pick_device
 

@@ -77,7 +77,13 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
 def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:
     if _recorders and axis.degree > 1:
         sent = buffer.numel() * buffer.element_size() * times * (axis.degree - 1) // axis.degree
-        record = CollectiveRecord(op, tag, axis.name, buffer.numel(), sent)
+        record = CollectiveRecord(
+            op,
+            tag,
+            axis.name,
+            buffer.numel() * (axis.degree if "_" in op and op != "all_reduce" else 1),
+            sent,
+        )
         for records in _recorders:
             records.append(record)
 
@@ -87,19 +93,25 @@ def _peers(axis: Axis) -> Iterator[int]:
     return ((axis.rank + step) % axis.degree for step in range(1, axis.degree))
 
 
-def all_gather(full: Tensor, axis: Axis, tag: str) -> Pending:
-    """Fill `full` [N * s] from the slices of all ranks; slice r already holds this rank's part."""
-    _note("all_gather", tag, axis, full, 1)
+def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None)) -> Pending:
+    """Fill `full` [N * s] from the slices of all ranks; slice r already holds this rank's part.
+
+    Args:
+        within: only these elements of every slice: a large buffer is gathered in several calls.
+    """
+    slices = [part[within] for part in full.chunk(axis.degree)]
+    _note("all_gather", tag, axis, slices[0], axis.degree)
     if axis.group is None:
         return Pending([])
     with record_function(f"{tag}/all_gather"):
-        slices = full.chunk(axis.degree)
+        mine = slices[axis.rank]
         if full.device.type != "cpu":
-            work = _native_all_gather(full, slices[axis.rank], group=axis.group, async_op=True)
-            return Pending([work])
+            if mine.numel() * axis.degree == full.numel():
+                return Pending([_native_all_gather(full, mine, group=axis.group, async_op=True)])
+            return Pending([dist.all_gather(slices, mine, group=axis.group, async_op=True)])
         message = next(_message) % _MESSAGES
         works = [axis.group.recv([slices[peer]], peer, message) for peer in _peers(axis)]
-        works += [axis.group.send([slices[axis.rank]], peer, message) for peer in _peers(axis)]
+        works += [axis.group.send([mine], peer, message) for peer in _peers(axis)]
         return Pending(works)
 
 

@@ -70,7 +70,7 @@ class OptimizerParams(Section):
     """Learning rate."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay; 0 for Adam and AdamW when left out, as in DeepSpeed, and 0.01 with torch_adam and AdamW."""
+    """Weight decay; 0 for Adam and AdamW when left out, as in DeepSpeed; 0.01 for AdamW with torch_adam."""
 
     betas: Pair | None = None
     """Adam family: decay of the first and second moment, each in [0, 1)."""
@@ -85,7 +85,7 @@ class OptimizerParams(Section):
     """DeepSpeed: torch's class instead of its fused one. Here it is always torch's."""
 
     bias_correction: bool = True
-    """Adam family: correct the moments for their start at zero."""
+    """Adam: correct the moments for their start at zero; false is not implemented yet."""
 
     amsgrad: bool | None = None
     """Adam family: the largest second moment so far (Reddi et al. 2018)."""
@@ -151,6 +151,9 @@ class OptimizerParams(Section):
         if isinstance(self.betas, tuple) and not all(0 <= beta < 1 for beta in self.betas):
             what = f"each must be in [0, 1), not {list(self.betas)}"
             yield Conflict(("betas",), what, "write [0.9, 0.999]")
+        if self.bias_correction is False:
+            what = "false is not implemented here yet: torch's classes always correct"
+            yield Conflict(("bias_correction",), what, "delete it, or write true")
 
 
 class OptimizerConfig(Section):
@@ -182,20 +185,6 @@ class OptimizerConfig(Section):
         keywords, params = TYPES[self.type].keywords, self.params.to_dict().items()
         kept = {key: value for key, value in params if key in keywords and value is not None}
         return {"type": self.type, "params": kept}
-
-    @property
-    def torch_class(self) -> str:
-        """Name of the torch.optim class; "Adam" is AdamW unless adam_w_mode is false, as in DeepSpeed."""
-        return "AdamW" if self.type == "Adam" and self.params.adam_w_mode else self.type
-
-    @property
-    def torch_keywords(self) -> dict[str, Any]:
-        """Keywords for that class: everything written, without DeepSpeed's own switches.
-
-        `bias_correction` false is not among them: torch has no such keyword, ask `params` for it.
-        """
-        values = {key: getattr(self.params, key) for key in TYPES[self.type].keywords}
-        return {key: value for key, value in values.items() if key not in _SWITCHES and value is not None}
 
     @field_validator("type")
     @classmethod

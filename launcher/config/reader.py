@@ -25,6 +25,7 @@ _WORDS: dict[str, Any] = {
     "null": None,
     "Infinity": float("inf"),
     "inf": float("inf"),
+    "-Infinity": float("-inf"),
 }
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true", "FALSE": "false"}
@@ -182,6 +183,8 @@ class _Parser:
         following = self.peek()
         if following == ",":
             self.at += 1
+        elif following and following in "]}" and following != close:
+            raise self.error(f"`{close}` must come before `{following}`", f"write `{close}` here")
         elif following and following != close:
             raise self.error("a comma is missing here", "write `,` after the value", at=after)
 

@@ -89,7 +89,7 @@ def load_sft(
     """Instruction data for `finetune`.
 
     Every conversation, completion and text ends with <eos>. Conversations go through the tokenizer's chat
-    template, else through the plain one: `role:\\ncontent\\n\\n` for each message, with <eos> after the content
+    template, else the plain one: `role:\\ncontent\\n\\n` for each message, with <eos> after the content
     of the assistant's. Longer rows than `seq_length` are cut; rows without anything to learn are left out;
     both are counted and logged.
 

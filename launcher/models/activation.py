@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from launcher.config import ActivationCheckpointingConfig
 
 
-def checkpoint_blocks(blocks: list[tuple[str, nn.Module]], config: ActivationCheckpointingConfig | None) -> list[str]:
+def checkpoint_blocks(
+    blocks: list[tuple[str, nn.Module]], config: ActivationCheckpointingConfig | None
+) -> list[str]:
     """Let blocks keep only their inputs and recompute the rest in backward.
 
     Args:

@@ -70,7 +70,12 @@ class LossScale:
             self.scale *= 2
 
     def state_dict(self) -> dict[str, float | int]:
-        return {"scale": self.scale, "tolerance": self.tolerance, "step": self.step, "last_overflow": self.last_overflow}
+        return {
+            "scale": self.scale,
+            "tolerance": self.tolerance,
+            "step": self.step,
+            "last_overflow": self.last_overflow,
+        }
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         self.scale, self.tolerance = float(state["scale"]), int(state["tolerance"])

@@ -8,12 +8,13 @@ the updated parameters of a buffer travel while the next one is stepped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from launcher.comm import Pending
 from launcher.errors import ConfigError
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.gradients import FlatGradient
@@ -28,12 +29,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         zero: the model.
         groups: param groups: dicts with "names" (parameter names) and any options of the inner optimizer.
         factory: makes the inner torch optimizer from param groups of slices.
+        sub_group_size: at most so many elements are stepped at a time (one slice at least).
 
     `param_groups`, `state` and `defaults` are the inner optimizer's own, live.
     """
 
-    def __init__(self, zero: ZeroModel, groups: Iterable[dict[str, Any]], factory: OptimizerFactory) -> None:
-        self.zero = zero
+    def __init__(
+        self,
+        zero: ZeroModel,
+        groups: Iterable[dict[str, Any]],
+        factory: OptimizerFactory,
+        sub_group_size: int = 2**63,
+    ) -> None:
+        self.zero, self.sub_group_size = zero, sub_group_size
         self.slices: dict[str, ParamSlice] = {}
         self.tensors: dict[str, nn.Parameter] = {}
         for piece in zero.slices():
@@ -44,7 +52,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inherit()
 
     def _inherit(self) -> None:
-        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+        self.param_groups, self.state, self.defaults = (
+            self.inner.param_groups,
+            self.inner.state,
+            self.inner.defaults,
+        )
         self._hook_for_profile = lambda: None  # type: ignore[method-assign]
 
     def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -60,10 +72,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             scale: factor on all gradients: 1 / (ranks x loss scale), and clipping.
         """
-        pending = []
+        pending: list[Pending] = []
         for gradient in self.zero.gradients:
             self._step_buffer(gradient, scale)
-            pending.append(gradient.flat.publish())
+            pending += gradient.flat.publish()
         for travelling in pending:
             travelling.wait()
 
@@ -73,13 +85,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owned = owned.float()
         if scale != 1.0:
             owned.mul_(scale)
-        stepped = [piece for piece in gradient.flat.slices(owned) if self.zero.slots[piece.name].used]
-        for piece in stepped:
-            self.tensors[piece.name].grad = piece.data
-        if stepped:
+        used = [piece for piece in gradient.flat.slices(owned) if self.zero.slots[piece.name].used]
+        for tile in _tiles(used, self.sub_group_size):
+            for piece in tile:
+                self.tensors[piece.name].grad = piece.data
             self.inner.step()
-        for piece in stepped:
-            self.tensors[piece.name].grad = None
+            for piece in tile:
+                self.tensors[piece.name].grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zero.zero_grad()
@@ -88,7 +100,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_slices(self) -> dict[str, dict[str, Any]]:
         """Optimizer state of each owned parameter: a 1-D tensor like the slice, or a scalar that all ranks share."""
-        return {name: dict(self.inner.state[tensor]) for name, tensor in self.tensors.items() if tensor in self.inner.state}
+        return {
+            name: dict(self.inner.state[tensor])
+            for name, tensor in self.tensors.items()
+            if tensor in self.inner.state
+        }
 
     def held_bytes(self) -> int:
         """Bytes of the optimizer's state on this rank."""
@@ -97,7 +113,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Options of the param groups; tensors go through checkpoints, by parameter name."""
-        return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]}
+        return {
+            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if len(state_dict["param_groups"]) != len(self.param_groups):
@@ -106,3 +124,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
+
+
+def _tiles(pieces: list[ParamSlice], size: int) -> Iterator[list[ParamSlice]]:
+    tile: list[ParamSlice] = []
+    elements = 0
+    for piece in pieces:
+        if tile and elements + piece.data.numel() > size:
+            yield tile
+            tile, elements = [], 0
+        tile.append(piece)
+        elements += piece.data.numel()
+    if tile:
+        yield tile

@@ -1,9 +1,21 @@
 """ZeRO stages 0-3: one flat-buffer mechanism, one code path."""
 
 from launcher.zero.apply import ZeroModel, apply
+from launcher.zero.context import GatheredParameters, Init
 from launcher.zero.flat import ParamSlice
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
 
-__all__ = ["MadeOnMeta", "ModelValues", "ParamSlice", "ParamSource", "ShardedParameter", "ZeroModel", "ZeroPolicy", "apply"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "MadeOnMeta",
+    "ModelValues",
+    "ParamSlice",
+    "ParamSource",
+    "ShardedParameter",
+    "ZeroModel",
+    "ZeroPolicy",
+    "apply",
+]

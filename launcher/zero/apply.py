@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import Axis, Pending, all_reduce
+from launcher.comm import Axis, all_reduce
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer, ParamSlice, Slot
 from launcher.zero.gradients import FlatGradient
@@ -22,6 +23,13 @@ from launcher.zero.unit import Unit
 
 NORM_CHUNK = 4096  # fp32 sums of squares lose digits over long runs: chunks this long, summed in fp64
 
+_live: weakref.WeakSet[ZeroModel] = weakref.WeakSet()
+
+
+def live_models() -> list[ZeroModel]:
+    """Every model under ZeRO in this process, oldest first."""
+    return sorted(_live, key=lambda model: model.serial)
+
 
 class ZeroModel:
     """A model under ZeRO: its units, and what the engine, the optimizer and checkpoints ask of them.
@@ -33,18 +41,26 @@ class ZeroModel:
         units: root unit last.
     """
 
-    def __init__(self, module: nn.Module, policy: ZeroPolicy, axis: Axis, units: list[Unit], pool: BufferPool) -> None:
+    def __init__(
+        self, module: nn.Module, policy: ZeroPolicy, axis: Axis, units: list[Unit], pool: BufferPool
+    ) -> None:
         self.module, self.policy, self.axis, self.units, self.pool = module, policy, axis, units, pool
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self.fetcher = Fetcher(policy)
         trained = [unit for unit in units if unit.gradients]
         root = [unit for unit in trained if unit is units[-1]]
-        self.reducer = Reducer([*reversed([unit for unit in trained if unit is not units[-1]]), *root], policy)
+        self.reducer = Reducer(
+            [*reversed([unit for unit in trained if unit is not units[-1]]), *root], policy
+        )
         self.hooks = Hooks(units, self.fetcher, self.reducer)
         self.slots: dict[str, Slot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
-        self._slot_of_parameter |= {id(slot.handle): slot for flat in self.flats if flat.sharded for slot in flat.slots}
+        self._slot_of_parameter |= {
+            id(slot.handle): slot for flat in self.flats if flat.sharded for slot in flat.slots
+        }
+        self.serial = max((model.serial for model in _live), default=0) + 1
+        _live.add(self)
         self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
 
     # ---- slices -----------------------------------------------------------------------------
@@ -59,7 +75,7 @@ class ZeroModel:
 
     def publish(self) -> None:
         """Bring changed master weights into every rank's parameters."""
-        for pending in [flat.publish() for flat in self.flats]:
+        for pending in [pending for flat in self.flats for pending in flat.publish()]:
             pending.wait()
 
     # ---- gradients --------------------------------------------------------------------------
@@ -70,7 +86,10 @@ class ZeroModel:
         One collective for both. Marks slots unused everywhere as unused, and the others as used.
         """
         slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
-        squares = sum((_sum_of_squares(gradient.owned) for gradient in self.gradients), torch.zeros((), dtype=torch.float64))
+        squares = sum(
+            (_sum_of_squares(gradient.owned) for gradient in self.gradients),
+            torch.zeros((), dtype=torch.float64),
+        )
         used = torch.tensor([float(slot.used) for slot in slots], dtype=torch.float64)
         if not self.policy.shard_optim:  # every rank has the whole gradient: count it once
             squares = squares / self.axis.degree
@@ -88,7 +107,9 @@ class ZeroModel:
     # ---- whole parameters -------------------------------------------------------------------
 
     @contextmanager
-    def gathered(self, parameters: Iterable[Tensor] | None = None, modifier_rank: int | None = None) -> Iterator[None]:
+    def gathered(
+        self, parameters: Iterable[Tensor] | None = None, modifier_rank: int | None = None
+    ) -> Iterator[None]:
         """Full parameters inside the `with`, on every rank; a collective.
 
         Args:
@@ -134,7 +155,11 @@ class ZeroModel:
         """Bytes that this rank holds between steps: as parameters, master weights and gradients."""
         params = sum(_nbytes(flat.full if not flat.sharded else flat.shard) for flat in self.flats)
         masters = sum(_nbytes(flat.master) for flat in self.flats if flat.master.dtype != flat.dtype)
-        return {"parameters": params, "master": masters, "gradients": sum(g.held_bytes for g in self.gradients)}
+        return {
+            "parameters": params,
+            "master": masters,
+            "gradients": sum(g.held_bytes for g in self.gradients),
+        }
 
     def free_gathered(self) -> None:
         """Free every gathered parameter, and the idle buffers."""
@@ -169,9 +194,15 @@ def apply(
     for planned in assign_units(module, blocks, policy):
         flats = []
         for i, group in enumerate(planned.groups):
-            dtype = policy.param_dtype if group.slots[0].leaf.dtype.is_floating_point else group.slots[0].leaf.dtype
+            dtype = (
+                policy.param_dtype
+                if group.slots[0].leaf.dtype.is_floating_point
+                else group.slots[0].leaf.dtype
+            )
             name = planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}"
-            flat = FlatBuffer(name, group.slots, dtype, sharded=group.sharded, policy=policy, axis=axis, pool=pool)
+            flat = FlatBuffer(
+                name, group.slots, dtype, sharded=group.sharded, policy=policy, axis=axis, pool=pool
+            )
             with source.open(group.slots) as read:
                 flat.fill(read, from_rank_zero=isinstance(source, ModelValues))
             flats.append(flat)
@@ -194,6 +225,3 @@ def _sum_of_squares(values: Tensor) -> Tensor:
 
 def _nbytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
-
-
-__all__ = ["Pending", "ZeroModel", "apply"]

@@ -98,13 +98,21 @@ class FlatBuffer:
     """
 
     def __init__(
-        self, name: str, slots: list[Slot], dtype: torch.dtype, *, sharded: bool, policy: ZeroPolicy, axis: Axis, pool: BufferPool
+        self,
+        name: str,
+        slots: list[Slot],
+        dtype: torch.dtype,
+        *,
+        sharded: bool,
+        policy: ZeroPolicy,
+        axis: Axis,
+        pool: BufferPool,
     ) -> None:
         self.name, self.slots, self.dtype, self.axis, self.pool = name, slots, dtype, axis, pool
         self.trainable = slots[0].leaf.requires_grad
         # With one rank the slice is the whole: there is nothing to gather and nothing to free.
         self.sharded = sharded and axis.degree > 1
-        self.shards_optim = policy.shard_optim
+        self.policy, self.shards_optim = policy, policy.shard_optim
         self.numel = self._lay_out()
         self.full: Tensor | None = None
         self._gathering: tuple[Tensor, Pending] | None = None
@@ -178,14 +186,18 @@ class FlatBuffer:
             out[at : at + stop - start].copy_(read(slot.name, start, stop))
 
     def _broadcast_first(self, read: Reader) -> Reader:
-        values = {slot.name: read(slot.name, 0, slot.numel).to(self.pool.device, copy=True) for slot in self.slots}
+        values = {
+            slot.name: read(slot.name, 0, slot.numel).to(self.pool.device, copy=True) for slot in self.slots
+        }
         for value in values.values():
             broadcast(value, self.axis, f"{self.name}/init").wait()
         return lambda name, start, stop: values[name][start:stop]
 
     def _make_leaf(self, slot: Slot) -> None:
         old = slot.leaf
-        if old.is_meta:  # elsewhere the user's own nn.Parameter stays the leaf: other references to it stay good
+        if (
+            old.is_meta
+        ):  # elsewhere the user's own nn.Parameter stays the leaf: other references to it stay good
             slot.leaf = nn.Parameter(self._empty, requires_grad=old.requires_grad)
             slot.leaf.__dict__.update(old.__dict__)
         if self.sharded:
@@ -208,7 +220,13 @@ class FlatBuffer:
         of = self.master if of is None else of
         first = self.owned.start
         return [
-            ParamSlice(slot.name, slot.shape, start, stop, of[slot.offset + start - first : slot.offset + stop - first])
+            ParamSlice(
+                slot.name,
+                slot.shape,
+                start,
+                stop,
+                of[slot.offset + start - first : slot.offset + stop - first],
+            )
             for slot, start, stop in self.overlaps(span or self.owned)
         ]
 
@@ -254,14 +272,20 @@ class FlatBuffer:
 
     # ---- after the optimizer ----------------------------------------------------------------
 
-    def publish(self) -> Pending:
+    def publish(self) -> list[Pending]:
         """Bring the stepped master weights into the parameters of every rank; started, to be waited for."""
         if self.master.dtype != self.dtype:
             self._owned_params.copy_(self.master)
         if self.sharded or not self.shards_optim:
-            return Pending([])
+            return []
         assert self.full is not None
-        return all_gather(self.full, self.axis, f"{self.name}/publish")
+        tag = f"{self.name}/publish"
+        if not self.policy.allgather_partitions:
+            slices = self.full.chunk(self.axis.degree)
+            return [broadcast(part, self.axis, tag, source=rank) for rank, part in enumerate(slices)]
+        size = max(ALIGN, self.policy.allgather_bucket_size // self.axis.degree)
+        parts = [slice(at, at + size) for at in range(0, self.shard.numel(), size)]
+        return [all_gather(self.full, self.axis, tag, within=part) for part in parts]
 
     def take_back(self, source: int) -> None:
         """Make rank `source`'s gathered parameters everybody's: parameters, shards and master weights."""

@@ -21,6 +21,7 @@ class FlatGradient:
     def __init__(self, flat: FlatBuffer, policy: ZeroPolicy) -> None:
         self.flat, self.policy = flat, policy
         self.sharded = policy.shard_grads and flat.axis.degree > 1
+        self._scatters = flat.shards_optim and policy.reduce_scatter
         self._full: Tensor | None = None
         self._shard: Tensor | None = None
         self._filled = False  # holds the gradient of an earlier microbatch of this step
@@ -39,12 +40,16 @@ class FlatGradient:
     def _shard_buffer(self) -> Tensor:
         if self._shard is None:
             owned = self.flat.owned
-            self._shard = torch.zeros(owned.stop - owned.start, dtype=self.policy.grad_dtype, device=self.flat.pool.device)
+            self._shard = torch.zeros(
+                owned.stop - owned.start, dtype=self.policy.grad_dtype, device=self.flat.pool.device
+            )
         return self._shard
 
     def _full_buffer(self) -> Tensor:
         if self._full is None:
-            self._full = torch.zeros(self.flat.numel, dtype=self.policy.grad_dtype, device=self.flat.pool.device)
+            self._full = torch.zeros(
+                self.flat.numel, dtype=self.policy.grad_dtype, device=self.flat.pool.device
+            )
         return self._full
 
     # ---- one microbatch ---------------------------------------------------------------------
@@ -89,16 +94,16 @@ class FlatGradient:
             torch._foreach_copy_(into, grads)
 
     def chunks(self) -> list[slice]:
-        """Element ranges of the shard (stage 0: of the whole buffer) that go over the wire in one collective each."""
+        """Element ranges of the shard (all-reduced: of the whole buffer) that go over the wire in one collective each."""
         flat = self.flat
-        ways = flat.axis.degree if flat.shards_optim else 1
+        ways = flat.axis.degree if self._scatters else 1
         size = max(ALIGN, self.policy.reduce_bucket_size // ways)
         return [slice(at, min(at + size, flat.numel // ways)) for at in range(0, flat.numel // ways, size)]
 
     def reduce(self, full: Tensor, chunk: slice) -> Pending:
         """Start the reduction of one chunk of a collected gradient."""
         flat, tag = self.flat, f"{self.flat.name}/backward"
-        if not flat.shards_optim:
+        if not self._scatters:
             return all_reduce(full[chunk], flat.axis, tag)
         out = self._shard_buffer() if self.sharded else full[flat.shard_span]
         accumulate = self.sharded and self._filled
@@ -106,9 +111,13 @@ class FlatGradient:
 
     def done(self, full: Tensor) -> None:
         """All chunks of `full` were reduced: a sharded gradient's buffer may be used again."""
-        if self.sharded:
-            self._filled = True
-            self.flat.pool.give(full)
+        if not self.sharded:
+            return
+        if not self._scatters:
+            mine = full[self.flat.shard_span]
+            self._shard_buffer().add_(mine) if self._filled else self._shard_buffer().copy_(mine)
+        self._filled = True
+        self.flat.pool.give(full)
 
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""

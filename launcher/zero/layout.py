@@ -27,7 +27,9 @@ class PlannedUnit:
     groups: list[PlannedBuffer] = field(default_factory=list)
 
 
-def assign_units(model: nn.Module, blocks: list[tuple[str, nn.Module]], policy: ZeroPolicy) -> list[PlannedUnit]:
+def assign_units(
+    model: nn.Module, blocks: list[tuple[str, nn.Module]], policy: ZeroPolicy
+) -> list[PlannedUnit]:
     """Give every parameter of `model` to one unit: the block it lies in, else the root unit, which comes last.
 
     A parameter that several units show (tied weights) belongs to the root unit, whose parameters are there from the
@@ -40,7 +42,9 @@ def assign_units(model: nn.Module, blocks: list[tuple[str, nn.Module]], policy: 
     buffers: dict[tuple[str, object, bool, bool], PlannedBuffer] = {}
     persisted = 0
     for slot in _slots(model):
-        homes = {unit_of_module[owner].name if owner in unit_of_module else "root" for owner, _ in slot.owners}
+        homes = {
+            unit_of_module[owner].name if owner in unit_of_module else "root" for owner, _ in slot.owners
+        }
         home = unit_of_module[slot.owners[0][0]] if len(homes) == 1 and "root" not in homes else root
         sharded = policy.shard_params
         if sharded and slot.numel < policy.persistence_threshold:

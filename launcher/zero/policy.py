@@ -25,6 +25,9 @@ class ZeroPolicy:
         comm_dtype: dtype on the wire (`communication_data_type`).
         reduce_bucket_size: at most so many gradient elements are being reduced at once, and no collective
             carries more.
+        reduce_scatter: false: sharded gradients are all-reduced and the slice is kept.
+        allgather_bucket_size: updated parameters come back in collectives of at most so many elements.
+        allgather_partitions: false: they come back by a broadcast from each rank.
         overlap_comm: reductions run while backward goes on, and the next units are gathered ahead of use.
         prefetch_bucket_size: elements gathered ahead of use (`stage3_prefetch_bucket_size`).
         max_live_parameters: most elements gathered at once (`stage3_max_live_parameters`); the unit in use always is.
@@ -40,6 +43,9 @@ class ZeroPolicy:
     grad_dtype: torch.dtype = torch.float32
     comm_dtype: torch.dtype = torch.float32
     reduce_bucket_size: int = 500_000_000
+    reduce_scatter: bool = True
+    allgather_bucket_size: int = 500_000_000
+    allgather_partitions: bool = True
     overlap_comm: bool = True
     prefetch_bucket_size: int = 50_000_000
     max_live_parameters: int = 1_000_000_000
@@ -55,6 +61,8 @@ class ZeroPolicy:
             ConfigError: no such stage.
         """
         if stage not in STAGES:
-            raise ConfigError(f"there is no ZeRO stage {stage}", where="zero_optimization.stage", fix="write 0, 1, 2 or 3")
+            raise ConfigError(
+                f"there is no ZeRO stage {stage}", where="zero_optimization.stage", fix="write 0, 1, 2 or 3"
+            )
         params, grads, optim = STAGES[stage]
         return cls(shard_params=params, shard_grads=grads, shard_optim=optim, **sizes)  # type: ignore[arg-type]

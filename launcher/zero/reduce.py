@@ -73,7 +73,9 @@ class Reducer:
             pending = gradient.reduce(full, chunk)
             last = chunk is chunks[-1]
             self._elements += elements
-            self._in_flight.append((elements, lambda p=pending, last=last: _complete(p, gradient, full, last)))
+            self._in_flight.append(
+                (elements, lambda p=pending, last=last: _complete(p, gradient, full, last))
+            )
             if not self.policy.overlap_comm:
                 self._wait_oldest()
 

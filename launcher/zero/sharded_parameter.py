@@ -29,7 +29,11 @@ class ShardedParameter(torch.Tensor):
     @staticmethod
     def __new__(cls, slot: Slot) -> ShardedParameter:
         handle = torch.Tensor._make_wrapper_subclass(
-            cls, slot.shape, dtype=slot.leaf.dtype, device=slot.leaf.device, requires_grad=slot.leaf.requires_grad
+            cls,
+            slot.shape,
+            dtype=slot.leaf.dtype,
+            device=slot.leaf.device,
+            requires_grad=slot.leaf.requires_grad,
         )
         handle.zero_slot = slot
         return handle

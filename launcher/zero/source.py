@@ -60,7 +60,9 @@ class MadeOnMeta:
             with torch.no_grad():
                 for name, parameter in before.items():
                     if parameter is not None:
-                        fresh = nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32), requires_grad=False)
+                        fresh = nn.Parameter(
+                            torch.empty(parameter.shape, dtype=torch.float32), requires_grad=False
+                        )
                         module._parameters[name] = fresh
                 _materialize_buffers(module)
                 self.make(self._names[module], module)
@@ -74,9 +76,13 @@ class MadeOnMeta:
         for module in self.model.modules():
             if any(b is not None and b.is_meta for b in module._buffers.values()):
                 before = dict(module._parameters)
-                made = {k: torch.empty(p.shape, dtype=torch.float32) for k, p in before.items() if p is not None}
+                made = {
+                    k: torch.empty(p.shape, dtype=torch.float32) for k, p in before.items() if p is not None
+                }
                 try:
-                    module._parameters.update({k: nn.Parameter(v, requires_grad=False) for k, v in made.items()})
+                    module._parameters.update(
+                        {k: nn.Parameter(v, requires_grad=False) for k, v in made.items()}
+                    )
                     _materialize_buffers(module)
                     with torch.no_grad():
                         self.make(self._names[module], module)

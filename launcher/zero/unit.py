@@ -22,7 +22,9 @@ class Unit:
         self.name, self.module, self.flats = name, module, flats
         self.gradients = [FlatGradient(flat, policy) for flat in flats if flat.trainable]
         self.numel = sum(flat.numel for flat in flats if flat.sharded)  # what a gather costs
-        self.in_backward = False  # from the first use of its parameters in a backward to the end of its gradients
+        self.in_backward = (
+            False  # from the first use of its parameters in a backward to the end of its gradients
+        )
         self.arrived = 0  # leaves whose gradient has come in this backward
         self.expected = sum(len(gradient.flat.slots) for gradient in self.gradients)
 

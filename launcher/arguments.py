@@ -1,0 +1,15 @@
+"""Command-line arguments that scripts written for DeepSpeed add to their parser."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config PATH`, as deepspeed.add_config_arguments does."""
+    group = parser.add_argument_group("DeepSpeed", "configuration of the training engine")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="kept for scripts that ask for it; has no effect of its own"
+    )
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON")
+    return parser

@@ -1,0 +1,187 @@
+"""`launcher.initialize`: from a model and a JSON to an engine. DeepSpeed's signature."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.comm import Mesh, init_distributed, pick_device
+from launcher.config import Config, autos_of_hidden_size, load
+from launcher.engine import Engine
+from launcher.errors import ConfigError, LauncherError
+from launcher.models.activation import checkpoint_blocks
+from launcher.models.initialize import initialize_module, prepare_initialization
+from launcher.models.units import unit_modules
+from launcher.optim.build import choose
+from launcher.optim.schedules import build_scheduler
+from launcher.optim.sharded import ShardedOptimizer
+from launcher.zero import MadeOnMeta, ParamSource, ZeroPolicy
+from launcher.zero import apply as apply_zero
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+    *,
+    source: ParamSource | None = None,
+    seed: int = 0,
+    device: torch.device | None = None,
+    auto: Mapping[str, Any] | None = None,
+) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
+    """Make an engine of `model`, as deepspeed.initialize does.
+
+    Args:
+        args: only `args.deepspeed_config` is read, when `config` is not given.
+        model: any nn.Module; on meta it gets its values unit by unit, so that no rank ever holds all of them.
+        optimizer: a torch optimizer or a callable that takes the parameters; beats the JSON's.
+        model_parameters: parameters or param groups to train; default: all that require gradients.
+        training_data: a dataset; the engine deals it out by data-parallel rank.
+        lr_scheduler: an object with step(), or a callable that takes the optimizer; beats the JSON's.
+        distributed_port, dist_init_required: not needed; the process group comes from the environment.
+        collate_fn: for `training_data`.
+        config: path, mapping or Config; `config_params` is its old name.
+        mpu, mesh_param: model parallelism made by others; not supported yet, refused.
+        source: where parameters get their values from, instead of what `model` holds.
+        seed: for a model on meta.
+        device: default: this rank's GPU, else the CPU.
+        auto: values for keys that say "auto", by dotted path.
+
+    Returns:
+        (engine, optimizer, training dataloader, lr scheduler); the last three may be None.
+
+    Raises:
+        ConfigError: the JSON, or the combination of arguments, cannot be done; it says what to write.
+    """
+    if model is None:
+        raise ConfigError("initialize() needs a model", fix="pass model=...")
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError(
+            "model parallelism made outside (mpu, mesh_param) is not supported yet", where="initialize()"
+        )
+    device = device or pick_device()
+    init_distributed(device)
+    mesh = Mesh.build(device)
+    resolved = _resolved(args, config if config is not None else config_params, mesh, model, auto or {})
+    chosen = choose(resolved, optimizer, model_parameters, model)
+    blocks = unit_modules(model)
+    checkpoint_blocks(blocks, resolved.activation_checkpointing)
+    zero = apply_zero(
+        model,
+        mesh.dp,
+        policy_of(resolved),
+        device=device,
+        blocks=_units(model, blocks),
+        source=source or _source(model, seed),
+    )
+    stepper = (
+        None
+        if chosen is None
+        else ShardedOptimizer(zero, chosen[1], chosen[0], int(resolved.zero_optimization.sub_group_size))
+    )
+    scheduler = _scheduler(resolved, lr_scheduler, stepper)
+    loader = _dataloader(training_data, resolved, mesh, collate_fn, seed)
+    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader)
+    return engine, stepper, loader, scheduler
+
+
+def policy_of(config: Config) -> ZeroPolicy:
+    """The JSON's `zero_optimization`, precision and communication keys as a policy."""
+    zero, dtype = config.zero_optimization, DTYPES[config.dtype]
+    grad_dtype = DTYPES[config.data_types.grad_accum_dtype] if config.data_types.grad_accum_dtype else dtype
+    comm_dtype = DTYPES[config.communication_data_type] if config.communication_data_type else dtype
+    return ZeroPolicy.of_stage(
+        int(zero.stage),
+        param_dtype=dtype,
+        grad_dtype=grad_dtype,
+        comm_dtype=comm_dtype,
+        reduce_bucket_size=zero.reduce_bucket_size,
+        reduce_scatter=zero.reduce_scatter,
+        allgather_bucket_size=zero.allgather_bucket_size,
+        allgather_partitions=zero.allgather_partitions,
+        overlap_comm=zero.overlap_comm,
+        prefetch_bucket_size=zero.stage3_prefetch_bucket_size,
+        max_live_parameters=zero.stage3_max_live_parameters,
+        max_reuse_distance=zero.stage3_max_reuse_distance,
+        persistence_threshold=zero.stage3_param_persistence_threshold,
+        model_persistence_threshold=zero.stage3_model_persistence_threshold,
+    )
+
+
+def _resolved(args: Any, config: Any, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:
+    named = getattr(args, "deepspeed_config", None)
+    if config is not None and named is not None:
+        raise ConfigError(
+            "the config is given twice: config=... and args.deepspeed_config", fix="give it once"
+        )
+    config = config if config is not None else named
+    if config is None:
+        raise ConfigError("initialize() needs a config", fix="pass config=PATH or config={...}")
+    loaded = config if isinstance(config, Config) else load(config)
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    values = {**(autos_of_hidden_size(hidden) if isinstance(hidden, int) else {}), **auto}
+    return loaded.resolve(dp_degree=mesh.dp.degree, auto=values)
+
+
+def _source(model: nn.Module, seed: int) -> ParamSource | None:
+    if not any(p.is_meta for p in model.parameters()):
+        return None
+    if not all(p.is_meta for p in model.parameters()):
+        names = [name for name, p in model.named_parameters() if p.is_meta]
+        raise LauncherError(
+            f"{len(names)} parameters are on meta and the others are not: {', '.join(names[:3])}",
+            fix="build the whole model under zero.Init() or torch.device('meta'), or none of it",
+        )
+    prepare_initialization(model)
+    return MadeOnMeta(model, lambda name, module: initialize_module(model, name, module, seed))
+
+
+def _units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Blocks, and the embedding and the head, which are used at the two ends of the model only."""
+    ends = []
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            ends.append(getattr(model, get)())
+        except (AttributeError, NotImplementedError):
+            ends.append(None)
+    names = {module: name for name, module in model.named_modules()}
+    first, last = ([(names[end], end)] if end in names else [] for end in ends)
+    return [*first, *blocks, *last]
+
+
+def _scheduler(config: Config, given: Any, optimizer: ShardedOptimizer | None) -> Any:
+    if optimizer is None:
+        return given if not callable(given) else None
+    if given is not None:
+        return given if hasattr(given, "step") else given(optimizer)
+    return build_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
+
+
+def _dataloader(
+    data: Any, config: Config, mesh: Mesh, collate_fn: Callable[..., Any] | None, seed: int
+) -> Any:
+    if data is None:
+        return None
+    sampler: Any = torch.utils.data.DistributedSampler(
+        data, mesh.dp.degree, mesh.dp.rank, seed=seed, drop_last=config.dataloader_drop_last
+    )
+    make = partial(torch.utils.data.DataLoader, data, sampler=sampler, collate_fn=collate_fn)
+    return make(batch_size=config.train_micro_batch_size_per_gpu, drop_last=config.dataloader_drop_last)

@@ -1,0 +1,494 @@
+"""The engine: DeepSpeed's surface over the rooms below. What each call does is in the DeepSpeed documentation;
+where ours differs, the docstring says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.comm import Mesh, all_reduce
+from launcher.config import Config
+from launcher.errors import ConfigError, LauncherError
+from launcher.models.units import unit_modules
+from launcher.monitor.timers import Timers
+from launcher.optim.loss_scale import LossScale
+from launcher.optim.sharded import ShardedOptimizer
+from launcher.state import export_model, load_state, save_state
+from launcher.zero import ZeroModel
+
+
+class Engine(nn.Module):
+    """A model in training. Made by `launcher.initialize`.
+
+    The loop is `loss = engine(batch); engine.backward(loss); engine.step()` for every microbatch; the real step
+    happens at the accumulation boundary.
+
+    Attributes:
+        module: the user's model.
+        optimizer: steps this rank's slices; its `param_groups` are live. None when there is none.
+        lr_scheduler: stepped after each optimizer step. None when there is none.
+        global_steps, global_samples, micro_steps, skipped_steps: counters.
+    """
+
+    def __init__(
+        self,
+        zero: ZeroModel,
+        config: Config,
+        mesh: Mesh,
+        optimizer: ShardedOptimizer | None,
+        lr_scheduler: Any,
+        training_dataloader: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module = zero.module
+        self.zero, self.mesh, self._config = zero, mesh, config
+        self.optimizer, self.lr_scheduler, self.training_dataloader = (
+            optimizer,
+            lr_scheduler,
+            training_dataloader,
+        )
+        self.loss_scaler = _loss_scale(config)
+        self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.quiet = False  # a training loop with a progress line of its own sets this
+        self._boundary: bool | None = None
+        self._norm: float | None = None
+        self._applied = False
+        self._managed = True  # gradients came through backward(), which scales the loss
+        self._data: Iterator[Any] | None = None
+
+    # ---- one microbatch ---------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._announce_boundary()
+        if self._config.fp16.enabled and self._config.fp16.auto_cast:
+            args, kwargs = _cast(args, torch.float16), _cast(kwargs, torch.float16)
+        with self.timers("forward"):
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Backward of one microbatch.
+
+        Args:
+            loss: scalar, the mean over the microbatch.
+            retain_graph: as in Tensor.backward.
+            scale_wrt_gas: divide by gradient_accumulation_steps; false when the caller has weighted the loss.
+
+        Returns:
+            The loss as it was given, detached; DeepSpeed returns the scaled one.
+        """
+        self._announce_boundary()
+        self._managed = True
+        factor = self.loss_scaler.scale / (self.gradient_accumulation_steps() if scale_wrt_gas else 1)
+        with self.timers("backward"):
+            (loss if factor == 1 else loss * factor).backward(retain_graph=retain_graph)
+        return loss.detach()
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only counts."""
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary and not self.zero.reducer.sync:
+            raise LauncherError(
+                "engine.step() inside no_sync() at an accumulation boundary", fix="leave no_sync() before it"
+            )
+        self._applied = False
+        if boundary:
+            with self.timers("step"):
+                self._optimizer_step(lr_kwargs or {})
+        self.micro_steps += 1
+
+    def _announce_boundary(self) -> None:
+        self.zero.reducer.boundary = self.is_gradient_accumulation_boundary()
+
+    def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
+        if self.optimizer is None:
+            raise ConfigError(
+                "there is no optimizer to step",
+                where="optimizer",
+                fix="add it to the JSON, or pass initialize(optimizer=...)",
+            )
+        squares, used = self.zero.norm_and_use()
+        self._check_unused(used)
+        scale = self.zero.axis.degree * (
+            self.loss_scaler.scale if self._managed else self.gradient_accumulation_steps()
+        )
+        norm = math.sqrt(float(squares)) / scale if math.isfinite(float(squares)) else float(squares)
+        overflow = not math.isfinite(norm) and self._checks_overflow()
+        self._norm = norm
+        if not overflow:
+            self.optimizer.step(self._clip_factor(norm) / scale)
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        self.optimizer.zero_grad()
+        self.loss_scaler.update(overflow)
+        self._count(overflow)
+
+    def _clip_factor(self, norm: float) -> float:
+        limit = float(self._config.gradient_clipping)
+        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+    def _checks_overflow(self) -> bool:
+        return bool(
+            self._config.fp16.enabled or (self._config.bf16.enabled and self._config.bf16.check_grad_overflow)
+        )
+
+    def _check_unused(self, used: list[bool]) -> None:
+        if all(used) or self._config.zero_optimization.ignore_unused_parameters:
+            return
+        slots = [slot for gradient in self.zero.gradients for slot in gradient.flat.slots]
+        names = [slot.name for slot, flag in zip(slots, used, strict=True) if not flag]
+        raise LauncherError(
+            f"{len(names)} parameters got no gradient in this step: {', '.join(names[:5])}",
+            where="zero_optimization.ignore_unused_parameters is false",
+            fix="freeze them, use them in the loss, or set the key to true",
+        )
+
+    def _count(self, overflow: bool) -> None:
+        self._applied = not overflow
+        self.skipped_steps += overflow
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        every = self.steps_per_print()
+        if every and self.global_steps % every == 0 and self.mesh.rank == 0 and not self.quiet:
+            print(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}",
+                flush=True,
+            )
+            if self.timers.enabled:
+                print(self.timers.line(every), flush=True)
+
+    # ---- accumulation -----------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present microbatch is the last of a step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say it explicitly, from now on; counting is off."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without communication, at every stage. At stages 2 and 3 the whole gradient is held meanwhile."""
+        self.zero.reducer.sync = False
+        try:
+            yield
+        finally:
+            self.zero.reducer.sync = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zero.zero_grad()
+
+    # ---- whole batches ----------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """gradient_accumulation_steps microbatches and one step; returns the mean loss over them and over dp."""
+        self.train()
+        data = data_iter or self._own_data()
+        total = torch.zeros((), device=self.device)
+        for _ in range(self.gradient_accumulation_steps()):
+            loss = self._loss_of(next(data))
+            self.backward(loss)
+            total += loss.detach().float()
+            self.step()
+        return self._mean(total / self.gradient_accumulation_steps())
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
+        """The mean loss over gradient_accumulation_steps (or so many) microbatches and over dp, without gradients."""
+        training = self.training
+        self.eval()
+        count = num_micro_batches or self.gradient_accumulation_steps()
+        total = torch.zeros((), device=self.device)
+        for _ in range(count):
+            total += self._loss_of(next(data_iter)).float()
+        self.train(training)
+        return self._mean(total / count)
+
+    def _own_data(self) -> Iterator[Any]:
+        if self.training_dataloader is None:
+            raise ConfigError(
+                "train_batch() has no data", fix="pass an iterator, or initialize(training_data=...)"
+            )
+        if self._data is None:
+            self._data = _forever(self.training_dataloader)
+        return self._data
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        batch = _to_device(batch, self.device)
+        output = (
+            self(**batch)
+            if isinstance(batch, dict)
+            else self(*batch)
+            if isinstance(batch, list | tuple)
+            else self(batch)
+        )
+        return (
+            output
+            if isinstance(output, Tensor)
+            else output["loss"]
+            if isinstance(output, dict)
+            else output[0]
+        )
+
+    def _mean(self, value: Tensor) -> Tensor:
+        all_reduce(value, self.mesh.dp, "root/loss").wait()
+        return value / self.mesh.dp.degree
+
+    # ---- what people ask --------------------------------------------------------------------
+
+    def was_step_applied(self) -> bool:
+        """False after a skipped step (overflow) and between boundaries."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the mean gradient of the last step before clipping; the same number at every stage."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_mom(self) -> list[Any]:
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def get_type(self) -> list[str]:
+        return (
+            [type(self.optimizer.inner).__name__] * len(self.optimizer.param_groups) if self.optimizer else []
+        )
+
+    def loss_scale(self) -> float:
+        return self.loss_scaler.scale
+
+    def train_batch_size(self) -> int:
+        return _whole(self._config.train_batch_size)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return _whole(self._config.train_micro_batch_size_per_gpu)
+
+    def gradient_accumulation_steps(self) -> int:
+        return _whole(self._config.gradient_accumulation_steps)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing gradient_accumulation_steps."""
+        per_step = self.train_micro_batch_size_per_gpu() * self.mesh.dp.degree
+        if train_batch_size < per_step or train_batch_size % per_step:
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} is no multiple of {per_step} "
+                f"(micro batch {self.train_micro_batch_size_per_gpu()} x {self.mesh.dp.degree} ranks)",
+                fix=f"use a multiple of {per_step}",
+            )
+        steps = train_batch_size // per_step
+        self._config = self._config.model_copy(
+            update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
+        )
+
+    def steps_per_print(self) -> int | None:
+        return self._config.steps_per_print  # type: ignore[return-value]
+
+    def wall_clock_breakdown(self) -> bool:
+        return bool(self._config.wall_clock_breakdown)
+
+    def zero_optimization_stage(self) -> int:
+        return int(self._config.zero_optimization.stage)
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() >= 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return bool(self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
+
+    def fp16_enabled(self) -> bool:
+        return bool(self._config.fp16.enabled)
+
+    def bfloat16_enabled(self) -> bool:
+        return bool(self._config.bf16.enabled)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved JSON as a plain dict."""
+        return self._config.to_dict()
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.mesh.device.index or 0
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.mesh.dp.degree
+
+    @property
+    def mp_world_size(self) -> int:
+        return self.mesh.axes["tp"].degree
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return self.mesh.dp.group
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first param group."""
+        return self.get_lr()[0]
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes this rank holds: parameters, master weights, gradients, optimizer state."""
+        return {**self.zero.held_bytes(), "optimizer": self.optimizer.held_bytes() if self.optimizer else 0}
+
+    # ---- saving and loading -----------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it."""
+        save_state(
+            self,
+            Path(save_dir),
+            tag or f"global_step{self.global_steps}",
+            client_state or {},
+            exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load what `save_checkpoint` wrote, on any topology. Every rank must call it.
+
+        Returns:
+            (path of the checkpoint, client state); (None, {}) when the directory has no `latest`.
+        """
+        return load_state(
+            self,
+            Path(load_dir),
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            counters=not load_module_only,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights in the model's dtype as HF safetensors, one unit in memory at a time, at every stage.
+
+        DeepSpeed writes a pickle, and at stage 3 only with a key of the JSON. Every rank must call it.
+        """
+        export_model(self, Path(save_dir), exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        whole: dict[str, Tensor] = {}
+        for name, value in self.zero.full_parameters():
+            if self.mesh.rank == 0:
+                whole[name] = value.cpu().clone()
+        return whole if self.mesh.rank == 0 else None
+
+    # ---- the rest ---------------------------------------------------------------------------
+
+    def compile(
+        self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs."""
+        for _, block in unit_modules(self.module):
+            block.forward = torch.compile(block.forward, backend=backend, **(compile_kwargs or {}))  # type: ignore[method-assign]
+
+    def empty_partition_cache(self) -> None:
+        """Free gathered parameters and idle buffers."""
+        self.zero.free_gathered()
+
+    def destroy(self) -> None:
+        """Take the hooks off and free buffers."""
+        self.zero.hooks.remove()
+        self.zero.free_gathered()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+
+def _loss_scale(config: Config) -> LossScale:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return LossScale()
+    if fp16.loss_scale > 0:
+        return LossScale(scale=float(fp16.loss_scale))
+    return LossScale(
+        scale=float(2**fp16.initial_scale_power),
+        dynamic=True,
+        window=fp16.loss_scale_window,
+        minimum=float(fp16.min_loss_scale),
+        hysteresis=fp16.hysteresis,
+        consecutive=fp16.consecutive_hysteresis,
+        tolerance=fp16.hysteresis,
+    )
+
+
+def _whole(value: Any) -> int:
+    assert isinstance(value, int), "the config was resolved"
+    return value
+
+
+def _forever(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, change, value)
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    return _map(batch, lambda t: t.to(device, non_blocking=True))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return _map(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -1,0 +1,123 @@
+"""From the JSON's `optimizer`, or the caller's own, to the factory of the inner torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.config import Config, OptimizerConfig
+from launcher.errors import ConfigError
+from launcher.optim.sharded import OptimizerFactory
+
+# What an optimizer must be to step slices of parameters: elementwise. These torch classes are not.
+NOT_ELEMENTWISE = {"LBFGS", "SparseAdam", "Adafactor", "Muon"}
+_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+
+
+def from_config(config: OptimizerConfig) -> OptimizerFactory:
+    """The torch class that `optimizer.type` names, with its params. Adam means AdamW unless `adam_w_mode` is false.
+
+    Raises:
+        ConfigError: `bias_correction` is false, which torch's classes cannot do.
+    """
+    if not config.params.bias_correction:
+        raise ConfigError(
+            "Adam without bias correction is not implemented here yet",
+            where="optimizer.params.bias_correction",
+            fix="leave it out",
+        )
+    cls, keywords = getattr(torch.optim, config.torch_class), dict(config.torch_keywords)
+    if config.torch_class in ("Adam", "AdamW"):
+        keywords.setdefault("weight_decay", 0.0)
+    if config.torch_class in _FUSED and not keywords.get("foreach") and not keywords.get("differentiable"):
+        keywords.setdefault("fused", True)
+    return lambda groups: cls(groups, **keywords)
+
+
+def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> OptimizerFactory:
+    """The caller's own optimizer: its parameters are replaced by this rank's slices, its options stay.
+
+    Raises:
+        ConfigError: it is no elementwise optimizer of torch, or one we do not know and
+            `zero_allow_untested_optimizer` is false.
+    """
+    name = type(optimizer).__name__
+    if name in NOT_ELEMENTWISE:
+        raise ConfigError(
+            f"{name} is not elementwise: it cannot step the slices of parameters that a rank owns",
+            where="initialize(optimizer=...)",
+            fix="use an elementwise optimizer such as AdamW, Adam, SGD, RMSprop or Adagrad",
+        )
+    if not type(optimizer).__module__.startswith("torch.optim") and not untested_allowed:
+        raise ConfigError(
+            f"{name} is not one of torch.optim's: whether it is elementwise is not known",
+            where="initialize(optimizer=...)",
+            fix='set "zero_allow_untested_optimizer": true if each element\'s update depends on that element alone',
+        )
+
+    def adopt(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer.state.clear()
+        for own, group in zip(optimizer.param_groups, groups, strict=True):
+            own["params"] = group["params"]
+        return optimizer
+
+    return adopt
+
+
+def named_groups(parameters: Iterable[Any] | None, names: dict[int, str]) -> list[dict[str, Any]]:
+    """Param groups by name: of `model_parameters` or of a client optimizer's `param_groups`.
+
+    Args:
+        parameters: parameters, or dicts with "params" and options; None: every trainable parameter in one group.
+        names: id(parameter) -> name, for the trainable parameters of the model.
+
+    Raises:
+        ConfigError: a parameter that the model does not have.
+    """
+    if parameters is None:
+        return [{"names": list(dict.fromkeys(names.values()))}]
+    given = list(parameters)
+    if not given or not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        members = group["params"] if not isinstance(group["params"], torch.Tensor) else [group["params"]]
+        members = [p for p in members if p.requires_grad]
+        strangers = [p for p in members if id(p) not in names]
+        if strangers:
+            raise ConfigError(
+                f"the optimizer has a parameter of shape {tuple(strangers[0].shape)} that the model does not have",
+                where="initialize(optimizer=..., model_parameters=...)",
+                fix="make the optimizer from the parameters of the model that is passed",
+            )
+        options = {k: v for k, v in group.items() if k != "params"}
+        groups.append({**options, "names": list(dict.fromkeys(names[id(p)] for p in members))})
+    return groups
+
+
+def choose(
+    config: Config,
+    client: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
+    parameters: Iterable[Any] | None,
+    model: nn.Module,
+) -> tuple[OptimizerFactory, list[dict[str, Any]]] | None:
+    """The factory and the param groups by name; None when neither the caller nor the JSON has an optimizer.
+
+    The caller's optimizer beats the JSON's, as in DeepSpeed. Must run before parameters move into flat buffers.
+    """
+    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    if client is None and config.optimizer is None:
+        return None
+    if client is None:
+        assert config.optimizer is not None
+        return from_config(config.optimizer), named_groups(parameters, names)
+    if not isinstance(client, torch.optim.Optimizer):
+        given = (
+            list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+        )
+        client = client(given)
+    adopt = from_client(client, untested_allowed=config.zero_allow_untested_optimizer)
+    return adopt, named_groups(client.param_groups, names)
