@@ -47,7 +47,7 @@ def dotted(path: Path) -> str:
     """`zero_optimization.stage`, `optimizer.params.betas[1]`; the root is `(the whole config)`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        text += f"[{part}]" if isinstance(part, int) else "." * bool(text) + (part or '""')
     return text or "(the whole config)"
 
 

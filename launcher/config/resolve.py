@@ -59,7 +59,7 @@ def resolved(config: Config, dp_degree: int, auto: Mapping[str, Any]) -> Config:
     if problems:
         raise ConfigProblems(document.name, problems, document.where)
     copy, notes = checked(type(config), replace(document, tree=tree, problems=[]))
-    copy._document, copy._notes = document, notes
+    copy._document, copy._notes = document, tuple(dict.fromkeys((*config.notes, *notes)))
     copy._resolved_autos = tuple(found)
     return copy
 

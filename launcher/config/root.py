@@ -80,7 +80,7 @@ class Config(Section):
     """Drop the last global batch of an epoch when it is short."""
 
     zero_allow_untested_optimizer: bool = False
-    """Take a caller's optimizer that is not of torch.optim: its owner vouches that it works element by element."""
+    """Take a caller's optimizer that is not of torch.optim; it must work element by element."""
 
     zero_force_ds_cpu_optimizer: bool = True
     """DeepSpeed: refuse other optimizers than its own with offload."""

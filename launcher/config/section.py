@@ -22,6 +22,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from launcher.config.problems import show
+
 AUTO = "auto"
 
 
@@ -153,7 +155,9 @@ def whole(value: Any) -> Any:
 
 
 def _pair(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise complaint(f"must be a list of two numbers, not {show(value)}", "write [first, second]")
+    return tuple(value)
 
 
 Whole = Annotated[int, BeforeValidator(whole), Field(ge=0)]

@@ -17,9 +17,7 @@ _MUST_BE: dict[str, Callable[[dict[str, Any]], str]] = {
     "finite_number": lambda ctx: "a finite number",
     "bool_type": lambda ctx: "true or false",
     "string_type": lambda ctx: "a text in quotes",
-    "tuple_type": lambda ctx: "a list of two numbers",
-    "too_long": lambda ctx: f"a list of {ctx['max_length']}",
-    "greater_than_equal": lambda ctx: f"at least {ctx['ge']}",
+    "greater_than_equal": lambda ctx: f"at least {ctx['ge']:g}",
     "literal_error": lambda ctx: f"one of {ctx['expected'].replace(chr(39), chr(34))}",
 }
 

@@ -8,13 +8,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from launcher.config.section import Count, Section, Whole
+from launcher.config.problems import show
+from launcher.config.section import Count, Section, Whole, complaint, whole
 
 STAGE3_PREFIX = "stage3_"
 
 
 def _null_is_true(value: Any) -> Any:
     return True if value is None else value
+
+
+def _no_switch(value: Any) -> Any:
+    if isinstance(value, bool):  # true equals 1 in Python
+        raise complaint(f"must be one of 0, 1, 2 or 3, not {show(value)}", "write the number of the stage")
+    return whole(value)
 
 
 class ZeroConfig(Section):
@@ -38,7 +45,7 @@ class ZeroConfig(Section):
     )
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"stage"})
 
-    stage: Literal[0, 1, 2, 3] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_switch)] = 0
     """0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters."""
 
     contiguous_gradients: bool = True

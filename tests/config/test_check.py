@@ -1,0 +1,163 @@
+import json
+from typing import Any
+
+import pytest
+
+from launcher.config import ConfigProblems, load
+from launcher.config.problems import dotted
+
+
+def refused(source: Any, **kwargs: Any) -> dict[str, str]:
+    """Path -> what is wrong and how to mend it."""
+    with pytest.raises(ConfigProblems) as caught:
+        load(source, **kwargs)
+    return {dotted(problem.path): f"{problem.what} | {problem.fix}" for problem in caught.value.problems}
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def test_all_problems_of_a_file_at_once_in_its_order() -> None:
+    text = """{
+  "train_batch_sze": 8, // typo
+  "fp16": {"enabled": true, "hysteresys": 2},
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 4, "offload_optimizer": {"device": "cpu"}},
+  "optimizer": {"type": "AdamW", "params": {"lr": "1e-3", "betas": [0.9]}},
+  "flops_profiler": {"enabledd": false}
+}"""
+    with pytest.raises(ConfigProblems) as caught:
+        load(text, where="x.json")
+    assert str(caught.value) == (
+        """x.json has 8 problems:
+  x.json:2:3 train_batch_sze: unknown key
+      to mend it: did you mean `train_batch_size`?
+  x.json:3:12 fp16.enabled: fp16.enabled and bf16.enabled are both true, and parameters have one dtype
+      to mend it: set one of fp16.enabled and bf16.enabled to false
+  x.json:3:29 fp16.hysteresys: unknown key
+      to mend it: did you mean `fp16.hysteresis`?
+  x.json:5:25 zero_optimization.stage: must be one of 0, 1, 2 or 3, not 4
+  x.json:5:59 zero_optimization.offload_optimizer.device: the text "cpu" is not implemented here yet """
+        """(optimizer state rests in host memory or on NVMe)
+      to mend it: delete it, or write "none"
+  x.json:6:45 optimizer.params.lr: must be a number, not the text "1e-3"
+      to mend it: write 1e-3 without quotes
+  x.json:6:59 optimizer.params.betas: must be a list of two numbers, not the list [0.9]
+      to mend it: write [first, second]
+  x.json:7:22 flops_profiler.enabledd: unknown key
+      to mend it: did you mean `flops_profiler.enabled`?"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("train_batch_size", True, "must be a whole number, not true"),
+        ("train_batch_size", "8", 'not the text "8" | write 8 without quotes'),
+        ("train_batch_size", 2.5, "must be a whole number, not 2.5"),
+        ("train_batch_size", 0, "must be at least 1, not 0"),
+        ("wall_clock_breakdown", "true", 'must be true or false, not the text "true" | write true without'),
+        ("wall_clock_breakdown", 1, "must be true or false, not 1"),
+        ("gradient_clipping", -1.0, "must be at least 0, not -1.0"),
+        ("gradient_clipping", False, "must be a number, not false"),
+        ("gradient_clipping", None, "must be a number, not null"),
+        ("gradient_clipping", float("inf"), "must be a finite number"),
+        ("communication_data_type", "fp61", 'must be one of "fp32", "fp16" or "bf16"'),
+        ("communication_data_type", "fp61", 'did you mean "fp16"?'),
+        ("zero_optimization.stage", "2", 'must be one of 0, 1, 2 or 3, not the text "2" | write 2 without'),
+        ("zero_optimization.stage", True, "must be one of 0, 1, 2 or 3, not true"),
+        ("zero_optimization.stage", [0, 1], "not the list [0, 1]"),
+        ("zero_optimization.reduce_bucket_size", 5e8 + 0.5, "must be a whole number"),
+        ("zero_optimization.overlap_comm", "yes", "must be true or false"),
+        ("zero_optimization", True, 'must be an object, not true | write "zero_optimization": {"stage": 1}'),
+        ("fp16", 3, "must be an object, not 3"),
+        ("fp16.loss_scale", -1, "must be at least 0"),
+        ("fp16.loss_scale", True, "must be a number, not true"),
+        ("fp16.loss_scale_window", 0, "must be at least 1"),
+        ("data_types.grad_accum_dtype", "float32", 'must be one of "fp32", "fp16" or "bf16"'),
+        ("activation_checkpointing.number_checkpoints", 0, "must be at least 1"),
+        ("steps_per_print", 0, "must be at least 1"),
+    ],
+)
+def test_wrong_values_in_plain_words(path: str, value: Any, words: str) -> None:
+    found = refused(nested(path, value))
+    assert list(found) == [path]
+    assert words in found[path]
+
+
+def test_a_misplaced_key_is_told_where_it_belongs() -> None:
+    found = refused(
+        {
+            "stage": 2,
+            "offload_optimizer": {"device": "none"},
+            "weight-decay": 0.1,
+            "optimizer": {"type": "AdamW", "lr": 1e-3, "adam_w_mode": True},
+            "zero_optimization": {"enabled": True, "stage": 1, "gradient_clipping": 1.0},
+        }
+    )
+    assert "it belongs at `zero_optimization.stage`" in found["stage"]
+    assert "it belongs at `zero_optimization.offload_optimizer`" in found["offload_optimizer"]
+    assert "did you mean `optimizer.params.weight_decay`" in found["weight-decay"]
+    assert "it belongs at `optimizer.params.lr`" in found["optimizer.lr"]
+    assert "it belongs at `optimizer.params.adam_w_mode`" in found["optimizer.adam_w_mode"]
+    assert "it belongs at `gradient_clipping`" in found["zero_optimization.gradient_clipping"]
+
+
+def test_comments_as_keys_are_pointed_to_real_comments() -> None:
+    assert "write comments as `// text`" in refused({"_comment": "hello"})["_comment"]
+
+
+def test_a_typo_in_a_required_key_is_one_problem() -> None:
+    assert list(refused({"optimizer": {"typ": "AdamW"}})) == ["optimizer.typ"]
+    assert list(refused({"optimizer": {}})) == ["optimizer.type"]
+
+
+def test_null_and_false_sections_ask_for_nothing() -> None:
+    off = {
+        "fp16": False,
+        "bf16": None,
+        "activation_checkpointing": False,
+        "optimizer": None,
+        "scheduler": None,
+    }
+    config = load({**off, "zero_optimization": False})
+    assert config == load({})
+    assert config.activation_checkpointing is None
+
+
+def test_presence_turns_activation_checkpointing_on() -> None:
+    config = load({"activation_checkpointing": {}})
+    assert config.activation_checkpointing is not None
+    assert config.activation_checkpointing.number_checkpoints is None
+    assert any("all transformer blocks are recomputed" in note for note in config.notes)
+    assert load({}).activation_checkpointing is None
+
+
+def test_both_precisions_is_an_error_that_names_both() -> None:
+    found = refused({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}})
+    assert "fp16.enabled and bf16.enabled are both true" in found["fp16.enabled"]
+
+
+def test_defaults_are_deepspeeds() -> None:
+    config = load({})
+    assert config.gradient_clipping == 1.0
+    assert any("gradient_clipping is left out" in note for note in config.notes)
+    assert (config.fp16.initial_scale_power, config.fp16.loss_scale_window, config.fp16.hysteresis) == (
+        16,
+        1000,
+        2,
+    )
+    assert (config.fp16.loss_scale, config.fp16.min_loss_scale) == (0, 1)
+    assert config.fp16.consecutive_hysteresis is False
+    assert config.bf16.check_grad_overflow is True
+    assert (config.optimizer, config.scheduler, config.steps_per_print) == (None, None, None)
+    assert config.dtype == "fp32"
+
+
+def test_hostile_trees_end_in_problems_not_in_crashes() -> None:
+    found = refused({"optimizer": {"type": 3, "params": 4}, "scheduler": [], "fp16": "on", "aio": 7})
+    assert set(found) == {"optimizer.type", "optimizer.params", "scheduler", "fp16", "aio"}
+    assert "unknown key" in refused(json.dumps({"": 1, "ä": {"b": [None]}}))['""']

@@ -1,0 +1,33 @@
+from pathlib import Path
+
+import pytest
+
+from launcher.config import Config, load
+
+DIRECTORY = Path(__file__).parents[2] / "ds_configs"
+FILES = sorted(DIRECTORY.glob("*.json"))
+
+
+def test_the_files() -> None:
+    names = {"zero0", "zero1", "zero2", "zero3", "bf16_zero2", "bf16_zero3", "fp16_zero1"}
+    assert {path.stem for path in FILES} >= names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_file_is_what_its_name_says_on_any_number_of_ranks(path: Path) -> None:
+    for ranks in (1, 2, 3, 4, 7):
+        config = load(path).resolve(dp_degree=ranks)
+        assert config.train_batch_size == 4 * ranks
+        assert config.zero_optimization.stage == int(path.stem[-1])
+        assert config.dtype == (path.stem[:4] if "_" in path.stem else "fp32")
+        assert config.notes == ()
+
+
+def test_the_stages_differ_in_nothing_else() -> None:
+    def rest(config: Config) -> dict[str, object]:
+        tree = config.to_dict()
+        tree["zero_optimization"].pop("stage")
+        return tree
+
+    trees = [rest(load(DIRECTORY / f"zero{stage}.json")) for stage in range(4)]
+    assert all(tree == trees[0] for tree in trees)

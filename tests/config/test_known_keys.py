@@ -1,0 +1,111 @@
+from typing import Any
+
+import pytest
+
+from launcher.config import Config, ConfigProblems, load
+from launcher.config.known_keys import Known, known_keys
+from launcher.config.schema import implemented_paths, known_paths
+
+
+def nodes(known: Known, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Known]]:
+    found = [(path, known)] if path and known.words else []
+    for key, child in known.children.items():
+        found += nodes(child, (*path, key))
+    return found
+
+
+def written(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """The config with one key, its sections switched on."""
+    known, sections = known_keys(), []
+    for key in path[:-1]:
+        known = known.child(key) or Known()
+        sections.append(known)
+    tree = {path[-1]: value}
+    for key, section in zip(reversed(path[:-1]), reversed(sections), strict=True):
+        if section.switch and section.switch not in tree:
+            tree = {section.switch: "cpu" if section.switch == "device" else True, **tree}
+        tree = {"any": tree} if key == "*" else [tree] if key == "[]" else {key: tree}  # type: ignore[dict-item]
+    return tree
+
+
+LEAVES = [(path, known) for path, known in nodes(known_keys()) if not known.children]
+SIMPLE = [(path, known) for path, known in LEAVES if path[0] != "timers"]  # on by default, and only a timer
+
+
+@pytest.mark.parametrize(("path", "known"), SIMPLE, ids=[".".join(path) for path, _ in SIMPLE])
+def test_every_key_that_is_not_implemented_says_so(path: tuple[str, ...], known: Known) -> None:
+    asks = {"bool": not known.neutral[0]} if known.neutral and isinstance(known.neutral[0], bool) else {}
+    tree = written(tuple("any" if key == "*" else key for key in path), asks.get("bool", "cpu"))
+    if path[0] in ("optimizer", "scheduler"):
+        tree[path[0]]["type"] = {"optimizer": "AdamW", "scheduler": "WarmupLR"}[path[0]]
+    with pytest.raises(ConfigProblems) as caught:
+        load(tree)
+    assert len(caught.value.problems) >= 1
+    for problem in caught.value.problems:
+        said = ("not implemented here yet", "old key of DeepSpeed's", "ignored by DeepSpeed", "true or false")
+        assert any(words in problem.what for words in said)
+        assert problem.path[0] == path[0]
+
+
+@pytest.mark.parametrize("path", [path for path, known in LEAVES if known.neutral], ids=".".join)
+def test_values_that_ask_for_nothing_are_taken(path: tuple[str, ...]) -> None:
+    known = known_keys()
+    for key in path:
+        known = known.child(key) or Known()
+    for neutral in (*known.neutral, None):
+        tree: Any = neutral
+        for key in reversed(path):
+            tree = {key: tree}
+        if path[0] == "optimizer":
+            tree["optimizer"]["type"] = "AdamW"
+        config = load(tree)
+        assert config.zero_optimization == load({}).zero_optimization
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "comms_logger",
+        "csv_monitor",
+        "amp",
+        "elasticity",
+        "hybrid_engine",
+        "autotuning",
+        "nebula",
+        "curriculum_learning",
+        "comet",
+        "data_efficiency",
+        "torch_autocast",
+    ],
+)
+def test_a_section_that_is_off_asks_for_nothing(section: str) -> None:
+    other = next(key for key in known_keys().children[section].children if key != "enabled")
+    for off in ({"enabled": False, other: 7}, {"enabled": "auto"}, {}, None, False):
+        assert load({section: off}) == load({})
+    with pytest.raises(ConfigProblems, match=rf"{section}\.enabled"):
+        load({section: {"enabled": True}})
+    with pytest.raises(ConfigProblems, match="must be true or false"):
+        load({section: {"enabled": "false"}})
+    with pytest.raises(ConfigProblems, match=rf"did you mean `{section}\.enabled`"):
+        load({section: {"enabld": False}})
+
+
+def test_typos_inside_sections_that_are_not_implemented() -> None:
+    rule = {"patterns": [".*"], "partition_typ": "row"}
+    with pytest.raises(ConfigProblems) as caught:
+        load({"tensor_parallel": {"partition_config": {"layer_specs": [rule]}}})
+    found = {problem.suggestion for problem in caught.value.problems}
+    assert "tensor_parallel.partition_config.layer_specs[0].partition_type" in found
+    metrics = {"my_metric": {"dificulty_type": "value"}}
+    learning = {"enabled": False, "curriculum_metrics": metrics}
+    with pytest.raises(ConfigProblems, match=r"curriculum_metrics\.my_metric\.difficulty_type"):
+        load({"data_efficiency": {"data_sampling": {"curriculum_learning": learning}}})
+
+
+def test_a_key_is_implemented_or_not_never_both() -> None:
+    leaves = {".".join(path) for path, known in nodes(known_keys()) if not known.children}
+    assert leaves.isdisjoint(implemented_paths(Config))
+    assert set(known_paths()) >= {path for path in leaves if "*" not in path and "[]" not in path}

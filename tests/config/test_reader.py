@@ -1,0 +1,112 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.config import ConfigProblems, load
+from launcher.config.reader import read_text
+from launcher.errors import ConfigError
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=6), plain, max_size=4), st.booleans(), st.sampled_from([None, 2]))
+def test_reads_all_of_json(tree: dict, ascii_only: bool, indent: int | None) -> None:
+    try:
+        text = json.dumps(tree, ensure_ascii=ascii_only, indent=indent)
+        text.encode()
+    except UnicodeEncodeError:
+        return
+    assert read_text(text, "x").tree == tree
+
+
+def test_comments_trailing_commas_and_places() -> None:
+    text = """\ufeff// first
+# second
+{ /* third
+     goes on */
+  "a": {"b": [1, 2e3,], # fourth
+    "url": "http://x#y /* no comment */",
+  },
+  "c": Infinity,
+}
+// last"""
+    document = read_text(text, "f.json")
+    assert document.tree == {"a": {"b": [1, 2000.0], "url": "http://x#y /* no comment */"}, "c": math.inf}
+    assert document.places[("a",)] == (5, 3)
+    assert document.places[("a", "b", 1)] == (5, 18)
+    assert document.places[("a", "url")] == (6, 5)
+    assert document.where(("a", "not written")) == "f.json:5:3"
+    assert document.where(("not written",)) == "f.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ('{"a": 1 "b": 2}', "f:1:8", "comma is missing"),
+        ('{"a": True}', "f:1:7", "`True` is Python"),
+        ("{\n  a: 1}", "f:2:3", "a key is expected"),
+        ('{"a" 1}', "f:1:6", 'no `:` after the key "a"'),
+        ('{"a": [1, 2}', "f:1:12", "`]` must come before `}`"),
+        ('{"a": {"b": 1', "f:1:14", "the `{` of line 1, column 7 is never closed"),
+        ('{"a": "b\n"}', "f:1:7", "not closed on its line"),
+        ('{"a": 1} }', "f:1:10", "more text after"),
+        ("[1]", "f:1:1", "must be a JSON object"),
+        ("", "f:1:1", "must be a JSON object"),
+        ('{"a": 1 /* b }', "f:1:9", "never closed"),
+        ('{"a": "\\x"}', "f:1:8", "`\\x` means nothing"),
+        ('{"a": 01}', "f:1:7", "`01` is not a value"),
+        ('{"a": NaN}', "f:1:7", "`NaN` is not a value"),
+        ('{"a": }', "f:1:7", "a value is expected here, not }"),
+        ('{"a": BATCH}', "f:1:7", "`BATCH` is not a value"),
+    ],
+)
+def test_syntax_errors_name_the_place(text: str, where: str, what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_text(text, "f")
+    assert caught.value.where == where
+    assert what in caught.value.what
+    assert caught.value.fix
+
+
+def test_a_key_written_twice_is_a_problem_beside_the_others() -> None:
+    text = '{"fp16": {"enabled": true,\n "enabled": false},\n "gradient_cliping": 1.0}'
+    with pytest.raises(ConfigProblems) as caught:
+        load(text, where="f.json")
+    assert [problem.path for problem in caught.value.problems] == [("fp16", "enabled"), ("gradient_cliping",)]
+    assert "f.json:2:2 fp16.enabled: the key is written twice, first at line 1" in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "nothing.json"
+    with pytest.raises(ConfigError, match=r"nothing\.json does not exist"):
+        load(missing)
+    with pytest.raises(ConfigError, match="is a directory"):
+        load(str(tmp_path))
+    latin = tmp_path / "latin.json"
+    latin.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(latin)
+    with pytest.raises(ConfigError, match="a path or a dict, not a int"):
+        load(3)  # type: ignore[arg-type]
+
+
+def test_a_dict_is_copied() -> None:
+    source = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
+    config = load(source)
+    source["zero_optimization"]["stage"] = 3  # type: ignore[index]
+    assert config.zero_optimization.stage == 1
+    assert config.resolve(dp_degree=1).zero_optimization.stage == 1
+    with pytest.raises(ConfigError, match="key 1 is not text"):
+        load({"fp16": {1: 2}})

@@ -1,0 +1,66 @@
+import sys
+
+import pytest
+
+from launcher.config import ConfigProblems, ZeroConfig, load
+from launcher.errors import ConfigError
+
+
+def test_defaults() -> None:
+    zero = load({}).zero_optimization
+    assert zero.stage == 0
+    assert zero.overlap_comm is True
+    assert (zero.reduce_bucket_size, zero.allgather_bucket_size, zero.sub_group_size) == (5e8, 5e8, 1e9)
+    assert (zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold) == (5e7, 1e5)
+    assert zero.stage3_model_persistence_threshold == sys.maxsize
+    assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == (1e9, 1e9)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_overlap_is_on_at_every_stage_unless_false_is_said(stage: int) -> None:
+    for said, meant in ((None, True), (True, True), (False, False)):
+        zero = load({"zero_optimization": {"stage": stage, "overlap_comm": said}}).zero_optimization
+        assert zero.overlap_comm is meant
+
+
+def test_whole_floats_become_ints() -> None:
+    zero = load('{"zero_optimization": {"reduce_bucket_size": 2e8, "sub_group_size": 1e9}}').zero_optimization
+    assert zero.reduce_bucket_size == 200_000_000
+    assert isinstance(zero.reduce_bucket_size, int)
+    assert isinstance(zero.sub_group_size, int)
+
+
+@pytest.mark.parametrize("key", [key for key in ZeroConfig.model_fields if key.startswith("stage3_")])
+def test_stage3_keys_are_read_without_their_prefix(key: str) -> None:
+    value = True if "gather" in key else 7
+    bare = key.removeprefix("stage3_")
+    assert getattr(load({"zero_optimization": {bare: value}}).zero_optimization, key) == value
+    with pytest.raises(ConfigError, match=f"`{bare}` and `{key}` are two names of one key"):
+        load({"zero_optimization": {key: value, bare: value}})
+
+
+def test_old_names_are_taken_with_a_note() -> None:
+    config = load({"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}, "bfloat16": {}})
+    assert config.zero_optimization.stage3_gather_16bit_weights_on_model_save is True
+    assert any("stage3_gather_fp16_weights_on_model_save is the old name" in note for note in config.notes)
+    assert any("bfloat16 is the old name of bf16" in note for note in config.notes)
+
+
+def test_offload_to_nowhere_is_fine_and_elsewhere_is_not() -> None:
+    zero = {
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": None,
+        "cpu_offload": False,
+    }
+    assert load({"zero_optimization": zero}) == load({})
+    for section in ("offload_optimizer", "offload_param"):
+        for device in ("cpu", "nvme"):
+            with pytest.raises(ConfigProblems, match=f"{section}.device.*not implemented here yet"):
+                load({"zero_optimization": {section: {"device": device}}})
+    with pytest.raises(ConfigProblems, match=r"did you mean `zero_optimization\.offload_param\.pin_memory`"):
+        load({"zero_optimization": {"offload_param": {"device": "none", "pin_memry": True}}})
+
+
+def test_keys_without_effect_are_said_to_have_none() -> None:
+    notes = load({"zero_optimization": {"round_robin_gradients": True, "contiguous_gradients": False}}).notes
+    assert sum("has no effect" in note for note in notes) == 2
