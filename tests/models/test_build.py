@@ -71,7 +71,7 @@ def test_hub_name_that_cannot_be_had_is_a_config_error(monkeypatch: pytest.Monke
         raise OSError("no network")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
-    with pytest.raises(ConfigError, match="some/model.*no network"):
+    with pytest.raises(ConfigError, match=r"some/model.*no network"):
         load_config("some/model")
 
 

@@ -30,10 +30,9 @@ def test_blocks_of_hf_models(family: str, names: list[str]) -> None:
 
 
 def test_encoder_and_decoder() -> None:
+    config = T5Config(d_model=16, d_ff=16, num_layers=2, num_decoder_layers=3, vocab_size=32)
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(
-            T5Config(d_model=16, d_ff=16, d_kv=4, num_heads=2, num_layers=2, num_decoder_layers=3, vocab_size=32)
-        )
+        model = T5ForConditionalGeneration(config)
     names = [name for name, _ in unit_modules(model)]
     assert names == [f"encoder.block.{i}" for i in range(2)] + [f"decoder.block.{i}" for i in range(3)]
 

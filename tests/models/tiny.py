@@ -34,6 +34,7 @@ _KEYS: dict[str, dict[str, Any]] = {
     "opt": {**_LLAMA_LIKE, "ffn_dim": 56, "word_embed_proj_dim": 32, "pad_token_id": 1},
     "mamba": {**_COMMON, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2},
     "openai-gpt": {**_COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "bert": {**_LLAMA_LIKE, "num_hidden_layers": 2, "is_decoder": True},
 }
 FAMILIES = sorted(_KEYS)
 
