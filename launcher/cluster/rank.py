@@ -18,7 +18,7 @@ import time
 import traceback
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-EXIT_ALLOWANCE_S = 5  # a failed rank that hangs in its own exit handlers is ended after this time
+EXIT_ALLOWANCE_S = 3  # a failed rank that hangs in its own exit handlers is ended after this time
 
 
 def main() -> None:

@@ -1,0 +1,77 @@
+"""Flags: both spellings, no silent mistakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.cli.flags import FlagParser, value_of
+from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
+from launcher.cli.recipe_flags import training_parser
+from launcher.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "tokens", [["--max-steps", "3"], ["--max_steps", "3"], ["--max-steps=3"], ["--max_steps=3"]]
+)
+def test_dashes_and_underscores_are_the_same(tokens: list[str]) -> None:
+    assert training_parser("pretrain", "").parse_args(tokens).max_steps == 3
+    assert value_of(["--seed", "1", *tokens], "--max-steps") == "3"
+
+
+def test_every_launcher_flag_has_both_spellings() -> None:
+    parser = launch_parser()
+    for flag in parser.known_flags():
+        assert parser.canonical(flag.replace("_", "-") if flag.startswith("--") else flag) == flag
+
+
+def test_launcher_flags_end_at_the_recipe() -> None:
+    own, recipe = split_argv(
+        launch_parser(), ["--config", "a.json", "--num-gpus=2", "-q", "pretrain", "--config", "b", "--x"]
+    )
+    assert own == ["--config", "a.json", "--num-gpus=2", "-q"]
+    assert recipe == ["pretrain", "--config", "b", "--x"]
+    assert split_argv(launch_parser(), ["--config", "a.json"]) == (["--config", "a.json"], [])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--num_gpu", "2"], "did you mean --num_gpus?"),
+        (["--confg", "x"], "did you mean --config?"),
+        (["--max_steps", "3"], "a recipe's flags come after its name"),
+    ],
+)
+def test_unknown_launcher_flag_says_what_to_write(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match="unknown flag") as error:
+        split_argv(launch_parser(), argv)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--num_gpus", "0"], ["--num_gpus", "x"], ["--master_port", "70000"], ["--config"]]
+)
+def test_wrong_value_is_an_error(argv: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        launch_parser().parse_args(argv)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--hostfile", "h"], ["-i", "w0"], ["--num_nodes", "2"], ["--no-ssh"], ["--launcher", "slurm"]]
+)
+def test_flags_of_several_nodes_are_refused(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="needs several nodes, which this version does not start yet"):
+        refuse_unsupported(launch_parser().parse_args(argv))
+    refuse_unsupported(launch_parser().parse_args(["--num_nodes", "1"]))
+
+
+def test_abbreviations_are_not_guessed() -> None:
+    parser = FlagParser(prog="x")
+    parser.add_argument("--output-dir")
+    with pytest.raises(ConfigError):
+        parser.parse_args(["--output", "d"])
+
+
+def test_value_of_takes_the_last_and_may_be_absent() -> None:
+    assert value_of(["--output_dir", "a", "--output-dir=b"], "--output-dir") == "b"
+    assert value_of(["--output-dirs", "a"], "--output-dir") is None
+    assert value_of(["--output-dir"], "--output-dir") is None

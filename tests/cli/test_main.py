@@ -1,0 +1,113 @@
+"""`launch` answers mistakes at once: no torch is imported for them, nothing is started or written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.main import _run_directory
+from tests.cluster.launching import environment, launch
+
+CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+HEAVY = ("torch", "transformers", "numpy", "datasets")
+PROBE = """
+import json, sys, time
+started = time.perf_counter()
+from launcher.cli.main import main
+code = main(json.loads(sys.argv[1]))
+heavy = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
+print("PROBE", json.dumps([code, heavy, time.perf_counter() - started]))
+"""
+
+
+def answer(*argv: str, cwd: Path) -> tuple[int, float, str, str]:
+    """Exit code, seconds, stdout and stderr of `launch`, after checking that nothing heavy was imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(argv), json.dumps(HEAVY)],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "PROBE" in done.stdout, done.stderr
+    shown, _, probe = done.stdout.rpartition("PROBE")
+    code, heavy, seconds = json.loads(probe)
+    assert heavy == []
+    return code, seconds, shown, done.stderr
+
+
+def config(directory: Path, **changes: object) -> str:
+    path = directory / "ds.json"
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    return str(path)
+
+
+def test_help_is_light_and_complete(tmp_path: Path) -> None:
+    code, seconds, shown, _ = answer("--help", cwd=tmp_path)
+    assert code == 0 and seconds < 2  # 0.1 s on an idle machine; the imports above are what is guarded
+    for flag in ("--config", "--num_gpus", "--master_port", "--device", "--enable_each_rank_log"):
+        assert flag in shown
+    assert "finetune" in shown
+
+
+def test_typo_in_the_configuration(tmp_path: Path) -> None:
+    path = config(tmp_path, zero_optimization={"stagge": 2})
+    code, seconds, _, errors = answer("--config", path, "pretrain", "--output-dir", "out", cwd=tmp_path)
+    assert code == 2 and seconds < 2
+    assert errors.startswith("error: ")
+    assert "zero_optimization.stagge" in errors and "stage" in errors and "Traceback" not in errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["pretrain"], "no configuration is named"),
+        (["--config", "absent.json"], "absent.json"),
+        (["--config", "{config}", "pretrian"], "did you mean 'pretrain'?"),
+        (["--config", "{config}", "pretrian"], "finetune"),
+        (["--config", "{config}", "absent.py"], "there is no file absent.py"),
+        (["--config", "{config}", "pretrain", "--max-step", "3"], "did you mean --max-steps?"),
+        (["--config", "{config}", "pretrain", "--max-steps", "many"], "--max-steps"),
+        (["--numgpus", "2"], "did you mean --num_gpus?"),
+        (["--hostfile", "hosts", "pretrain"], "needs several nodes"),
+    ],
+)
+def test_mistakes(tmp_path: Path, argv: list[str], said: str) -> None:
+    path = config(tmp_path)
+    code, _, shown, errors = answer(*[token.format(config=path) for token in argv], cwd=tmp_path)
+    assert code == 2 and said in errors and "Traceback" not in errors
+    assert shown == "" and [entry.name for entry in tmp_path.iterdir()] == ["ds.json"]
+
+
+@pytest.mark.parametrize("recipe", ["pretrain", "finetune"])
+def test_help_of_a_recipe(tmp_path: Path, recipe: str) -> None:
+    code, _, shown, _ = answer("--config", config(tmp_path), recipe, "--help", cwd=tmp_path)
+    assert code == 0 and "--max-steps" in shown and recipe in shown
+
+
+def test_help_of_a_script_is_the_scripts(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os, sys\nprint(sys.argv[1:], 'RANK' in os.environ)\n")
+    done = launch("--num_gpus", "2", "mine.py", "--help", cwd=tmp_path)
+    assert done.stdout == "['--help'] False\n"
+
+
+def test_configuration_is_checked_before_a_script_starts(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("open('started', 'w')\n")
+    done = launch("--config", config(tmp_path, trian_batch_size=4), "mine.py", cwd=tmp_path)
+    assert done.returncode == 2 and "trian_batch_size" in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_runs_of_the_same_second_get_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = {_run_directory(None, "pretrain") for _ in range(4)}
+    assert len(made) == 4 and all(path.is_dir() and path.parent == tmp_path / "runs" for path in made)
+    assert _run_directory("named", "x") == _run_directory("named", "x") == tmp_path / "named"

@@ -1,0 +1,89 @@
+"""Starts `launch` as a user does, on tiny scripts without torch, and looks at what is left of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 60
+
+
+def environment() -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "PYTHONSTARTUP")}
+    return {**inherited, "PYTHONPATH": str(ROOT)}
+
+
+def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `launch` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "launcher.cli.main", *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@contextmanager
+def launching(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """`launch` in the background; whatever is left of it is killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher.cli.main", *arguments],
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        yield process
+    finally:
+        for pid in [process.pid, *pids_in(cwd)]:
+            if psutil.pid_exists(pid):
+                psutil.Process(pid).kill()
+        process.wait()
+
+
+def pids_in(cwd: Path) -> list[int]:
+    """Process ids that scripts wrote as names of files `*.pid` into their directory."""
+    return [int(path.stem) for path in cwd.glob("*.pid")]
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run (a zombie does not)."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def wait_for(path: Path) -> str:
+    """The content of a file that a rank is going to write."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path.name} was not written"
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def wait_until_gone(pids: list[int], limit_s: float) -> list[int]:
+    """Those that are still alive after `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive(pids)
