@@ -89,7 +89,9 @@ class Checker:
             )
             values.pop(key)
             return
-        section = self.build(member, known.child(key) if known else None, {**defaults, **written}, here)
+        # An explicit null has the default, too.
+        filled = {name: value for name, value in defaults.items() if written.get(name) is None}
+        section = self.build(member, known.child(key) if known else None, {**written, **filled}, here)
         if section is None:
             values.pop(key, None)
         else:

@@ -45,7 +45,7 @@ def resolved(config: Config, dp_degree: int, auto: Mapping[str, Any]) -> Config:
     for path, section in _autos(config, ()):
         if len(path) == 1 and path[0] in BATCH_KEYS:
             continue
-        answer = _answer(config, path, section, auto)
+        answer = _answer(config, path, section, auto, tree)
         if isinstance(answer, Problem):
             problems.append(answer)
         else:
@@ -76,11 +76,18 @@ def _autos(section: Section, path: Path) -> list[tuple[Path, Section]]:
     return found
 
 
-def _answer(config: Config, path: Path, section: Section, auto: Mapping[str, Any]) -> ResolvedAuto | Problem:
-    """The value of one "auto": what the caller gives, else the default of its key."""
+def _answer(
+    config: Config, path: Path, section: Section, auto: Mapping[str, Any], tree: Mapping[str, Any]
+) -> ResolvedAuto | Problem:
+    """The value of one "auto": what the caller gives, else the default of its key.
+
+    `tree` is resolved up to this key; optimizer comes before scheduler.
+    """
     name, key = dotted(path), str(path[-1])
     if auto.get(name) is not None:
         return ResolvedAuto(name, auto[name], "given by the run")
+    if name == "scheduler.params.warmup_max_lr" and config.optimizer is not None:
+        return ResolvedAuto(name, tree["optimizer"]["params"]["lr"], "the optimizer's learning rate")
     if key in section.auto_needs_value or type(section).model_fields[key].is_required():
         return Problem(path, '"auto" has no value: nothing in this run says it', "write the value")
     default = _defaults(config, path).get(key, type(section).model_fields[key].get_default())

@@ -2,9 +2,12 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from launcher.config import ConfigProblems, load
+from launcher.config import Config, ConfigProblems, load
 from launcher.config.problems import dotted
+from launcher.config.schema import implemented_paths, known_paths
 
 
 def refused(source: Any, **kwargs: Any) -> dict[str, str]:
@@ -155,6 +158,27 @@ def test_defaults_are_deepspeeds() -> None:
     assert config.bf16.check_grad_overflow is True
     assert (config.optimizer, config.scheduler, config.steps_per_print) == (None, None, None)
     assert config.dtype == "fp32"
+
+
+scalars = st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.sampled_from(["auto", "x", "cpu"])
+keys = st.sampled_from(sorted({path.split(".")[-1] for path in (*implemented_paths(Config), *known_paths())}))
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(keys, anything, max_size=5), st.integers(1, 4))
+@settings(deadline=None)
+def test_any_tree_of_known_words_is_a_config_or_problems(tree: dict[str, Any], ranks: int) -> None:
+    try:
+        config = load(tree)
+        solved = config.resolve(dp_degree=ranks)
+    except ConfigProblems as error:
+        assert error.problems
+    else:
+        assert load(solved.to_dict()).resolve(dp_degree=ranks) == solved
 
 
 def test_hostile_trees_end_in_problems_not_in_crashes() -> None:

@@ -51,6 +51,7 @@ def test_adam_has_deepspeeds_defaults() -> None:
     assert built("AdamW", torch_adam=True).params.weight_decay == 0.01
     assert built("Adam", torch_adam=True, adam_w_mode=False).params.weight_decay == 0.0
     assert built("AdamW", torch_adam=True, weight_decay=0.3).params.weight_decay == 0.3
+    assert built("Adam", betas=None, weight_decay=None).params == built("Adam").params
     assert built("SGD").params.weight_decay is None
 
 

@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 
-from launcher.config import Config, ConfigProblems, autos_of_hidden_size, load
+from launcher.config import Config, ConfigProblems, WarmupDecayLRParams, autos_of_hidden_size, load
 from launcher.config.section import AUTO, Section
 from launcher.errors import ConfigError
 
@@ -54,7 +54,9 @@ def test_no_auto_is_left() -> None:
     assert config.optimizer.params.lr == 2e-5
     assert config.optimizer.params.betas == (0.9, 0.999)
     assert config.optimizer.params.weight_decay == 0.0
+    assert isinstance(config.scheduler.params, WarmupDecayLRParams)
     assert config.scheduler.params.warmup_num_steps == 1000
+    assert config.scheduler.params.warmup_max_lr == 2e-5
     assert config.dtype == "bf16"
     zero = config.zero_optimization
     assert (zero.stage, zero.overlap_comm, zero.reduce_bucket_size) == (3, True, 10_000)
