@@ -1,7 +1,7 @@
 """One rank of one run; rank 0 prints `RESULT {json}`.
 
-    python -m benchmarks.run_peer --peer single --model tiny
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.run_peer --peer deepspeed --stage 3 --model small
+python -m benchmarks.run_peer --peer single --model tiny
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.run_peer --peer deepspeed --stage 3 --model small
 """
 
 from __future__ import annotations

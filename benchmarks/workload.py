@@ -1,5 +1,5 @@
-"""The job that every peer does: the same seeded Llama, the same text in the same order, the same AdamW, so that
-the losses of any two peers compare step by step."""
+"""The job that every peer does: the same seeded Llama, the same text in the same order, the same AdamW, so
+that the losses of any two peers compare step by step."""
 
 from __future__ import annotations
 
@@ -61,22 +61,23 @@ def llama_config(size: str) -> Any:
     from transformers import LlamaConfig
 
     s = SIZES[size]
-    return LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=s.hidden,
-        num_hidden_layers=s.layers,
-        num_attention_heads=s.heads,
-        num_key_value_heads=s.heads,
-        intermediate_size=s.intermediate,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attention_dropout=0.0,
-        attn_implementation="sdpa",
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": s.hidden,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.heads,
+        "intermediate_size": s.intermediate,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "attention_dropout": 0.0,
+        "attn_implementation": "sdpa",
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return LlamaConfig(**fields)
 
 
 def build_model(size: str, seed: int = 0) -> LlamaForCausalLM:

@@ -19,7 +19,7 @@ class Flags:
         stage: ZeRO stage (DeepSpeed, ours).
         reshard: FSDP2 drops gathered parameters after forward.
         bucket: elements of a bucket (`reduce_bucket_size`, `allgather_bucket_size`).
-        max_live: elements that ZeRO-3 keeps gathered (`stage3_max_live_parameters`, `stage3_max_reuse_distance`).
+        max_live: elements ZeRO-3 keeps gathered (`stage3_max_live_parameters`, `stage3_max_reuse_distance`).
         sharded_init: build the model sharded, where the peer can.
     """
 

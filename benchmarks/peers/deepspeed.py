@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from benchmarks.peers.base import Flags
 from benchmarks.peers.engine import EnginePeer, zero_config
@@ -17,15 +18,13 @@ def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer:
     config["zero_optimization"]["overlap_comm"] = False  # there are no streams to overlap on
     if flags.stage == 3:
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = int(5e6)  # measured best on CPU
-    if flags.sharded_init and flags.stage == 3:
-        model = _sharded_model(work, config)
-    else:
-        model = build_model(work.model)
+    sharded = flags.sharded_init and flags.stage == 3
+    model = _sharded_model(work, config) if sharded else build_model(work.model)
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     return EnginePeer(engine)
 
 
-def _sharded_model(work: Work, config: dict[str, object]) -> object:
+def _sharded_model(work: Work, config: dict[str, Any]) -> Any:
     """Hugging Face's own way under ZeRO-3. (`zero.Init(dtype=torch.float32)` by hand gives bf16 on CPU.)"""
     import torch
     from transformers import AutoModelForCausalLM

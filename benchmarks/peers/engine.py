@@ -23,6 +23,7 @@ def zero_config(work: Work, flags: Flags, world: int) -> dict[str, Any]:
         "gradient_accumulation_steps": work.accumulation(world),
         "optimizer": {"type": "AdamW", "params": ADAM | {"betas": list(ADAM["betas"])}},
         "zero_optimization": zero,
+        "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
     }
     if work.dtype == "bf16":

@@ -1,5 +1,6 @@
-"""torch fully_shard (FSDP2): a unit per block, and the root. Resharding after forward is ZeRO-3; keeping the gathered
-parameters until backward is the nearest it has to ZeRO-2. bf16: fp32 shards, bf16 compute, fp32 reduction."""
+"""torch fully_shard (FSDP2): a unit per block, and the root. Resharding after forward is ZeRO-3; keeping the
+gathered parameters until backward is the nearest it has to ZeRO-2. bf16: fp32 shards, bf16 compute, fp32
+reduction."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.peers.base import Flags, LoopPeer
 from benchmarks.workload import Work, build_model
@@ -16,6 +17,7 @@ from benchmarks.workload import Work, build_model
 
 class FSDP2(LoopPeer):
     def sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
+        assert isinstance(self.model, FSDPModule)  # what fully_shard made of it
         self.model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 

@@ -1,0 +1,147 @@
+"""Markdown tables of a session's records:  python -m benchmarks.report benchmarks/results/FILE.jsonl"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COLUMNS = [
+    "row",
+    "ms/step (min-max)",
+    "tokens/s",
+    "speed / best peer",
+    "peak RSS MB",
+    "RSS / smallest peer",
+    "held MB",
+    "loss off",
+    "others' CPU",
+    "runs",
+]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row over all its turns. Memory is of the rank that needs most; `loss_off` is the largest relative
+    distance of a step's loss from plain PyTorch's (nan without that row)."""
+
+    name: str
+    ours: bool
+    step_ms: list[float]
+    tokens_per_s: float
+    speed_by_turn: dict[int, float]
+    peak_rss_mb: float
+    held_mb: float
+    loss_off: float
+    foreign_cpu: float
+
+
+def report(file: Path) -> str:
+    """The tables of the last session in a file, ours first, then the fastest peer."""
+    session, runs = _last_session(file)
+    truth = next((r["losses"] for r in runs if r.get("peer") == "single"), None)
+    parts = [_heading(session)]
+    for group in dict.fromkeys(group for row in session["rows"] for group in row["groups"]):
+        rows = [row for row in session["rows"] if group in row["groups"]]
+        parts.append(f"\n#### {group}\n\n" + _table(rows, runs, truth))
+    return "\n".join(parts)
+
+
+def _last_session(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    first = max(i for i, record in enumerate(records) if "session" in record)
+    return records[first], records[first + 1 :]
+
+
+def _heading(session: dict[str, Any]) -> str:
+    about, work = session["session"], session["work"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return (
+        f"{about['date']}, commit {about['commit']}. {about['cpu']}, {about['cores']} cores, "
+        f"{about['memory_gib']} GiB; Python {about['python']}, {versions}.\n"
+        f"Llama {work['model']}, {work['dtype']}, {work['seq']} tokens a sequence, global batch "
+        f"{work['global_batch']}, micro-batch {work['micro_batch']}, one thread a rank."
+    )
+
+
+def _table(rows: list[dict[str, Any]], runs: list[dict[str, Any]], truth: list[float] | None) -> str:
+    by_row: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        by_row[run["row"]].append(run)
+    lines = [_line(row, by_row[row["name"]], truth) for row in rows if _good(by_row[row["name"]])]
+    lines.sort(key=lambda line: (not line.ours, -line.tokens_per_s))
+    failed = [row["name"] for row in rows if not _good(by_row[row["name"]])]
+    out = [_markdown(COLUMNS), _markdown(["---"] + ["---:"] * (len(COLUMNS) - 1))]
+    out += [_markdown(_cells(line, lines)) for line in lines]
+    out += [_markdown([name, "failed"] + [""] * (len(COLUMNS) - 2)) for name in failed]
+    return "\n".join(out)
+
+
+def _good(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [run for run in runs if "failed" not in run]
+
+
+def _line(row: dict[str, Any], runs: list[dict[str, Any]], truth: list[float] | None) -> Line:
+    good = _good(runs)
+    return Line(
+        name=row["name"],
+        ours=row["peer"] == "ours",
+        step_ms=[run["step_ms_median"] for run in good],
+        tokens_per_s=statistics.median(run["tokens_per_s"] for run in good),
+        speed_by_turn={run["turn"]: run["tokens_per_s"] for run in good},
+        peak_rss_mb=statistics.median(max(run["peak_rss_mb"]) for run in good),
+        held_mb=max(rank["after_step"] for run in good for rank in run["live_mb"]),
+        loss_off=max((_distance(run["losses"], truth) for run in good), default=float("nan")),
+        foreign_cpu=max(run["foreign_cpu"] for run in good),
+    )
+
+
+def _distance(losses: list[float], truth: list[float] | None) -> float:
+    if truth is None:
+        return float("nan")
+    return max(abs(loss - true) / abs(true) for loss, true in zip(losses, truth, strict=True))
+
+
+def _cells(line: Line, lines: list[Line]) -> list[str]:
+    peers = [other for other in lines if not other.ours]
+    smallest = min((peer.peak_rss_mb for peer in peers), default=float("nan"))
+    return [
+        f"**{line.name}**" if line.ours else line.name,
+        f"{statistics.median(line.step_ms):.0f} ({min(line.step_ms):.0f}-{max(line.step_ms):.0f})",
+        f"{line.tokens_per_s:.0f}",
+        f"{_speed_ratio(line, peers):.2f}",
+        f"{line.peak_rss_mb:.0f}",
+        f"{line.peak_rss_mb / smallest:.2f}",
+        f"{line.held_mb:.0f}",
+        f"{line.loss_off:.0e}",
+        f"{line.foreign_cpu:.0%}",
+        str(len(line.step_ms)),
+    ]
+
+
+def _speed_ratio(line: Line, peers: list[Line]) -> float:
+    """Median over turns of this row's speed against the fastest peer of the same turn."""
+    ratios = []
+    for turn, speed in line.speed_by_turn.items():
+        rivals = [peer.speed_by_turn[turn] for peer in peers if turn in peer.speed_by_turn]
+        if rivals:
+            ratios.append(speed / max(rivals))
+    return statistics.median(ratios) if ratios else float("nan")
+
+
+def _markdown(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    print(report(parser.parse_args().file))
+
+
+if __name__ == "__main__":
+    main()

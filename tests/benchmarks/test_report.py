@@ -1,0 +1,132 @@
+"""The benchmark's table: which rows run, and the figures that are worked out from their records."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers.base import Flags
+from benchmarks.report import report
+from benchmarks.run_peer import PEERS
+from benchmarks.sweep import Row, command
+from benchmarks.workload import SIZES, Text, Work
+from benchmarks.zero import GROUPS, OURS, TUNED, choose
+from benchmarks.zero import PEERS as PEER_ROWS
+
+
+def record(row: str, turn: int, speed: float, rss: int, loss: float = 2.0) -> dict[str, Any]:
+    return {
+        "row": row,
+        "turn": turn,
+        "peer": "single" if row == "plain" else "other",
+        "step_ms_median": 1000 / speed,
+        "tokens_per_s": speed,
+        "peak_rss_mb": [rss, rss - 5],
+        "live_mb": [{"after_step": 100.0}, {"after_step": 90.0}],
+        "losses": [3.0, loss],
+        "foreign_cpu": 0.01,
+    }
+
+
+def write(file: Path, records: list[dict[str, Any]]) -> None:
+    about = {
+        "date": "today",
+        "commit": "abc",
+        "cpu": "a CPU",
+        "cores": 2,
+        "memory_gib": 8,
+        "python": "3.11",
+        "versions": {"torch": "2.13"},
+    }
+    rows = [Row("ours 1", ("g",), "ours"), Row("fast", ("g",), "ddp"), Row("plain", ("g",), "single")]
+    head = {
+        "session": about,
+        "work": dataclasses.asdict(Work()),
+        "rows": [dataclasses.asdict(r) for r in [*rows, Row("broken", ("g",), "fsdp2")]],
+    }
+    file.write_text("\n".join(json.dumps(line) for line in [head, *records]))
+
+
+def cells(table: str, name: str) -> list[str]:
+    line = next(line for line in table.splitlines() if line.strip("| *").startswith(name))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_ratios_are_of_the_same_turn_and_to_the_best_peer(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    runs = [
+        # The machine is half as fast in the second turn, for all.
+        *(record("ours 1", turn, speed, 500, loss=2.2) for turn, speed in enumerate([150.0, 75.0, 150.0])),
+        *(record("fast", turn, speed, 600) for turn, speed in enumerate([100.0, 50.0, 100.0])),
+        *(record("plain", turn, speed, 400) for turn, speed in enumerate([80.0, 40.0, 80.0])),
+        {"row": "broken", "turn": 0, "failed": "no"},
+    ]
+    write(file, runs)
+    table = report(file)
+    ours = cells(table, "ours 1")
+    assert ours[2] == "150"
+    assert ours[3] == "1.50"
+    assert (ours[4], ours[5]) == ("500", "1.25")
+    assert ours[6] == "100"
+    assert ours[7] == "1e-01"
+    assert cells(table, "fast")[3] == "1.00"
+    assert cells(table, "plain")[3] == "0.80"
+    assert cells(table, "broken")[1] == "failed"
+    assert table.index("ours 1") < table.index("fast") < table.index("plain")
+
+
+def test_only_the_last_session_of_a_file_is_reported(tmp_path: Path) -> None:
+    file, older = tmp_path / "r.jsonl", tmp_path / "old.jsonl"
+    write(older, [record("fast", 0, 7777.0, 1)])
+    write(file, [record("fast", 0, 100.0, 1)])
+    file.write_text(older.read_text() + "\n" + file.read_text())
+    assert "7777" not in report(file)
+
+
+def test_every_row_is_a_run_that_exists() -> None:
+    names = {field.name for field in dataclasses.fields(Flags)}
+    for row in OURS + PEER_ROWS + TUNED:
+        assert row.peer in PEERS
+        assert set(row.flags) <= names
+        assert set(row.groups) <= set(GROUPS)
+
+
+def test_each_group_has_ours_and_peers() -> None:
+    for group in GROUPS:
+        rows = choose([group], tuned=False, only="")
+        assert any(row.is_ours for row in rows)
+        assert any(not row.is_ours for row in rows)
+    assert {row.name for row in choose(["stage 3"], tuned=False, only="")} == {
+        "ours 3",
+        "DeepSpeed 3",
+        "FSDP2, reshard after forward",
+    }
+
+
+def test_a_run_is_started_with_its_flags() -> None:
+    words = command(Row("x", (), "deepspeed", flags={"stage": 3, "max_live": 7}), Work(micro_batch=1))
+    assert "torch.distributed.run" in words
+    for flag, value in [
+        ("--peer", "deepspeed"),
+        ("--stage", "3"),
+        ("--max-live", "7"),
+        ("--micro-batch", "1"),
+    ]:
+        assert words[words.index(flag) + 1] == value
+
+
+def test_sizes_are_what_they_say() -> None:
+    assert SIZES["small"].parameters == pytest.approx(25.6e6, rel=0.01)
+    assert SIZES["medium"].parameters == pytest.approx(113.7e6, rel=0.01)
+
+
+def test_ranks_share_one_global_batch() -> None:
+    text, work = Text(seq=16), Work(seq=16, global_batch=4, micro_batch=1)
+    whole = [row.tolist() for ids in text.step(2, work, 0, 1) for row in ids]
+    dealt = [row.tolist() for rank in range(2) for ids in text.step(2, work, rank, 2) for row in ids]
+    assert whole == dealt
+    assert len(whole) == 4
