@@ -109,8 +109,9 @@ def _cut_document(rows: Dataset, index: int, held: int, split: str) -> Dataset:
     piece = _documents([part], rows.features["text"].pa_type)
     if split == "train":
         return concatenate_datasets([rows.select(range(index)), piece]) if index else piece
-    rest = rows.select(range(index + 1, len(rows)))
-    return concatenate_datasets([piece, rest]) if len(rest) else piece
+    if index + 1 == len(rows):
+        return piece
+    return concatenate_datasets([piece, rows.select(range(index + 1, len(rows)))])
 
 
 def _lengths(rows: Dataset) -> np.ndarray:
@@ -186,5 +187,8 @@ def _read(failure: str, *args: Any, **kwargs: Any) -> Dataset:
     try:
         return load_dataset(*args, split="train", **kwargs)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # the library wraps what happened in "an error occurred"
+            cause = cause.__cause__
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise ConfigError(f"{failure}: {reason}", where="--dataset", fix=f"{ACCEPTED}.") from error

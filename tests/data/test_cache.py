@@ -1,0 +1,107 @@
+"""A directory built once: by one of many processes, and never seen half done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from launcher.data.cache import build_once, cache_key
+
+BUILDER = textwrap.dedent(
+    """
+    import sys, time
+    from pathlib import Path
+    from launcher.data.cache import build_once
+
+    final, log, wait = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+
+    def build(directory):
+        with open(log, "a") as file:
+            file.write("built\\n")
+        (directory / "part-1").write_text("one")
+        print("half", flush=True)
+        time.sleep(wait)
+        (directory / "part-2").write_text("two")
+
+    build_once(final, build)
+    assert (final / "part-1").read_text() + (final / "part-2").read_text() == "onetwo"
+    print("done", flush=True)
+    """
+)
+
+
+def start(final: Path, log: Path, wait: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILDER, str(final), str(log), str(wait)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_that_come_together_build_once(tmp_path: Path) -> None:
+    final, log = tmp_path / "cache" / "thing", tmp_path / "log"
+    processes = [start(final, log, 0.3) for _ in range(3)]
+    for process in processes:
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0 and output.endswith("done\n")
+    assert log.read_text() == "built\n"
+
+
+def test_a_killed_builder_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    final, log = tmp_path / "cache" / "thing", tmp_path / "log"
+    victim = start(final, log, 60)
+    assert victim.stdout is not None and victim.stdout.readline() == "half\n"
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    victim.stdout.close()
+    assert not final.exists()
+
+    successor = start(final, log, 0)
+    output, _ = successor.communicate(timeout=30)
+    assert successor.returncode == 0 and output.endswith("done\n")
+    assert [path.name for path in final.parent.iterdir() if ".tmp-" in path.name] == []
+
+
+def test_an_error_in_the_build_leaves_nothing_and_the_next_call_builds(tmp_path: Path) -> None:
+    final = tmp_path / "thing"
+
+    def fail(directory: Path) -> None:
+        (directory / "part").write_text("half")
+        raise RuntimeError("no space")
+
+    with pytest.raises(RuntimeError, match="no space"):
+        build_once(final, fail)
+    assert not final.exists()
+
+    def succeed(directory: Path) -> None:
+        (directory / "part").write_text("whole")
+
+    assert (build_once(final, succeed) / "part").read_text() == "whole"
+
+
+def test_without_file_locks_every_process_builds_and_one_result_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_lock(*_: object) -> None:
+        raise OSError("function not implemented")
+
+    monkeypatch.setattr("launcher.data.cache.fcntl.flock", no_lock)
+    final = tmp_path / "thing"
+
+    def build_while_another_finishes(directory: Path) -> None:
+        (directory / "part").write_text("second")
+        final.mkdir()
+        (final / "part").write_text("first")
+
+    build_once(final, build_while_another_finishes)
+    assert (final / "part").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir() if ".tmp-" in path.name] == []
+
+
+def test_keys_differ_where_parts_are_cut_elsewhere() -> None:
+    assert cache_key("ab", "c") != cache_key("a", "bc")
+    assert cache_key("ab", 1) == cache_key("ab", "1")

@@ -1,0 +1,100 @@
+"""`summary.json` and the table at the end."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from launcher.monitor import summary as summary_module
+from launcher.monitor.summary import RankMemory, median_tokens_per_s, print_summary, write_json, write_summary
+
+
+def records(rates: list[float]) -> list[dict[str, Any]]:
+    return [
+        {"step": i, "loss": 5.0 - i, "tokens": 100 * i, "tokens_per_s": rate, "step_time_s": 0.5}
+        for i, rate in enumerate(rates, start=1)
+    ]
+
+
+def memory(rank: int, peak: int = 300 << 20) -> RankMemory:
+    return RankMemory(
+        rank=rank, peak_memory_bytes=peak, parameter_bytes=4000, gradient_bytes=2000, optimizer_bytes=8000
+    )
+
+
+def write(path: Path, **changes: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "world_size": 2,
+        "degrees": {"dp": 2},
+        "model": "llama-10m",
+        "parameters": 10_200_000,
+        "records": records([1, 1, 1, 1, 1, 100, 300, 200]),
+        "ranks": [memory(1, 500 << 20), memory(0)],
+        "zero_stage": 2,
+    }
+    return write_summary(path, **{**options, **changes})
+
+
+def test_the_file_has_what_was_promised(tmp_path: Path) -> None:
+    returned = write(tmp_path / "out" / "summary.json")
+    content = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert content == returned
+    assert content["degrees"] == {"pp": 1, "dp": 2, "cp": 1, "ep": 1, "tp": 1}
+    assert (content["world_size"], content["model"], content["parameters"]) == (2, "llama-10m", 10_200_000)
+    assert (content["steps"], content["tokens"], content["final_loss"]) == (8, 800, -3.0)
+    assert content["tokens_per_s"] == 200
+    assert content["train_time_s"] == 4.0
+    assert [rank["rank"] for rank in content["ranks"]] == [0, 1]
+    assert content["ranks"][0] == {
+        "rank": 0, "peak_memory_bytes": 300 << 20,
+        "parameter_bytes": 4000, "gradient_bytes": 2000, "optimizer_bytes": 8000,
+    }  # fmt: skip
+    assert content["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert content["zero_stage"] == 2
+
+
+def test_the_last_losses_that_are_numbers_count(tmp_path: Path) -> None:
+    rows = records([1, 2, 3])
+    rows[0]["eval_loss"] = 7.0
+    rows[2]["loss"] = float("nan")
+    content = write(tmp_path / "s.json", records=rows)
+    assert (content["final_loss"], content["final_eval_loss"]) == (3.0, 7.0)
+
+
+def test_a_run_without_a_step(tmp_path: Path) -> None:
+    content = write(tmp_path / "s.json", records=[])
+    assert (content["steps"], content["final_loss"], content["tokens_per_s"]) == (0, None, None)
+
+
+def test_the_median_leaves_the_warm_up_out() -> None:
+    assert median_tokens_per_s(records([1, 1, 10, 30, 20]), warmup_steps=2) == 20
+    assert median_tokens_per_s(records([1, 10]), warmup_steps=5) == 10
+    assert median_tokens_per_s([]) is None
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s.json"
+    write_json(path, {"old": 1})
+
+    def fail(*_: object) -> None:
+        raise OSError("killed before the rename")
+
+    monkeypatch.setattr(summary_module.os, "replace", fail)
+    with pytest.raises(OSError, match="killed"):
+        write_json(path, {"new": 2})
+    assert json.loads(path.read_text()) == {"old": 1}
+
+
+def test_the_table_says_how_it_went_and_where_it_lies(tmp_path: Path) -> None:
+    output = io.StringIO()
+    place = tmp_path / ("very-long-name-" * 6) / "metrics.jsonl"
+    print_summary(write(tmp_path / "s.json"), {"metrics": place}, Console(file=output, width=80))
+    text = output.getvalue()
+    for part in ("llama-10m", "10.20M parameters", "2 (dp 2)", "-3.0000", "500.0 MiB", f"metrics: {place}\n"):
+        assert part in text
