@@ -12,7 +12,6 @@ import pytest
 from launcher.monitor import memory
 from launcher.monitor.memory import current_memory_bytes, peak_memory_bytes
 
-
 SLACK = 1 << 20  # the kernel adds up its counts of pages lazily, some pages a processor
 
 
