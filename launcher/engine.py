@@ -324,6 +324,11 @@ class Engine(nn.Module):
         return self._config.to_dict()
 
     @property
+    def resolved(self) -> Config:
+        """The resolved JSON, typed."""
+        return self._config
+
+    @property
     def device(self) -> torch.device:
         return self.mesh.device
 

@@ -18,6 +18,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from launcher.checkpoint import tags
 from launcher.checkpoint.reader import SafeReader, TensorLoadPlanner, incomplete, read_metadata, shapes_of
@@ -155,8 +158,24 @@ def load(
 
 
 class _Writer(dcp.FileSystemWriter):
+    """torch's writer with errors for people, and without this machine's path in the checkpoint."""
+
+    def __init__(self, directory: Path, who: str) -> None:
+        super().__init__(directory, sync_files=True, thread_count=1)
+        self._who = who
+
     def storage_meta(self) -> StorageMeta | None:
-        return None  # torch would write the path of this machine into the checkpoint
+        return None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise CheckpointError(
+                f"The checkpoint could not be written{self._who}: {_root_cause(error)}",
+                where=str(self.path),
+                fix="make room or save elsewhere; the checkpoints saved before are intact",
+            ) from error
 
 
 class _Ranks:
@@ -199,6 +218,14 @@ class _Ranks:
         return values
 
 
+def _root_cause(error: BaseException) -> BaseException:
+    """The operating system's error behind it, if there is one: torch.save reports what follows from it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
+
+
 def _describe(error: BaseException, rank: int | None) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         failed, (inner, _) = next(iter(error.failures.items()))
@@ -236,7 +263,7 @@ def _check_visible(temporary: Path) -> None:
 
 
 def _write(temporary: Path, tensors: Tensors, ranks: _Ranks) -> Metadata:
-    writer = _Writer(temporary, sync_files=True, thread_count=1)
+    writer = _Writer(temporary, "" if ranks.alone else f" on rank {ranks.rank}")
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     return _quietly(
         lambda: dcp.save(

@@ -1,9 +1,9 @@
 """The directory of checkpoints: tags, `latest`, what killed saves leave behind.
 
-    DIR/latest            the name of the newest complete checkpoint, one line
-    DIR/TAG/              meta.json, .metadata, *.distcp
-    DIR/.tmp-TAG/         a save that is under way, or was killed
-    DIR/.old-TAG/         what TAG was while a second save of it takes its place
+- DIR/latest: the name of the newest complete checkpoint, one line
+- DIR/TAG/: meta.json, .metadata, *.distcp
+- DIR/.tmp-TAG/: a save that is under way, or was killed
+- DIR/.old-TAG/: what TAG was, while a second save of it takes its place
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Hugging Face models: from a config on meta, their first values, their weights, their blocks."""

@@ -14,26 +14,20 @@ from launcher.optim.sharded import OptimizerFactory
 
 # What an optimizer must be to step slices of parameters: elementwise. These torch classes are not.
 NOT_ELEMENTWISE = {"LBFGS", "SparseAdam", "Adafactor", "Muon"}
-_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+DEEPSPEED_ONLY = {"adam_w_mode", "torch_adam", "bias_correction"}  # keywords that torch's classes do not take
 
 
 def from_config(config: OptimizerConfig) -> OptimizerFactory:
-    """The torch class that `optimizer.type` names, with its params. Adam means AdamW unless `adam_w_mode` is false.
+    """The torch class that `optimizer.type` names, with its params.
 
-    Raises:
-        ConfigError: `bias_correction` is false, which torch's classes cannot do.
+    "Adam" means AdamW unless `adam_w_mode` is false, as in DeepSpeed. Fused kernels are used where torch has them.
     """
-    if not config.params.bias_correction:
-        raise ConfigError(
-            "Adam without bias correction is not implemented here yet",
-            where="optimizer.params.bias_correction",
-            fix="leave it out",
-        )
-    cls, keywords = getattr(torch.optim, config.torch_class), dict(config.torch_keywords)
-    if config.torch_class in ("Adam", "AdamW"):
-        keywords.setdefault("weight_decay", 0.0)
-    if config.torch_class in _FUSED and not keywords.get("foreach") and not keywords.get("differentiable"):
+    name = "AdamW" if config.type == "Adam" and config.params.adam_w_mode else config.type
+    keywords = {k: v for k, v in config.to_dict()["params"].items() if k not in DEEPSPEED_ONLY}
+    if name in FUSED and not keywords.get("foreach") and not keywords.get("differentiable"):
         keywords.setdefault("fused", True)
+    cls = getattr(torch.optim, name)
     return lambda groups: cls(groups, **keywords)
 
 

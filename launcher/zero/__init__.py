@@ -5,7 +5,7 @@ from launcher.zero.context import GatheredParameters, Init
 from launcher.zero.flat import ParamSlice
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.sharded_parameter import ShardedParameter
-from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
+from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource, StoredValues
 
 __all__ = [
     "GatheredParameters",
@@ -15,6 +15,7 @@ __all__ = [
     "ParamSlice",
     "ParamSource",
     "ShardedParameter",
+    "StoredValues",
     "ZeroModel",
     "ZeroPolicy",
     "apply",

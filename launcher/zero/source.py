@@ -92,6 +92,24 @@ class MadeOnMeta:
                     module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
+class StoredValues(MadeOnMeta):
+    """Values that are read from a store by flat range: a rank reads only what it keeps.
+
+    Args:
+        model: the whole model, on meta.
+        make: gives values to buffers that the store does not have.
+        read: (name, start, stop) -> those elements of the parameter, flat.
+    """
+
+    def __init__(self, model: nn.Module, make: Callable[[str, nn.Module], None], read: Reader) -> None:
+        super().__init__(model, make)
+        self.read = read
+
+    @contextmanager
+    def open(self, slots: list[Slot]) -> Iterator[Reader]:
+        yield self.read
+
+
 def _materialize_buffers(module: nn.Module) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:

@@ -1,0 +1,150 @@
+"""What a recipe knows of its run: flags, JSON, device, output directory, and who speaks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from launcher.comm import init_distributed, pick_device
+from launcher.config import Config, load
+from launcher.engine import Engine
+from launcher.errors import ConfigError
+from launcher.monitor.summary import write_json
+
+
+@dataclass
+class Run:
+    """A run of a recipe, made by `Run.start`.
+
+    Args:
+        args: the recipe's flags.
+        config: the JSON, as written; the engine has the resolved one.
+        output_dir: everything that is written lies below it.
+        device: of this rank.
+        console: prints on rank 0 only.
+    """
+
+    args: argparse.Namespace
+    config: Config
+    output_dir: Path
+    device: torch.device
+    console: Console
+    rank: int = field(default=0)
+
+    @classmethod
+    def start(cls, args: argparse.Namespace) -> Run:
+        """Start torch.distributed, seed, and find out where to write.
+
+        Raises:
+            ConfigError: no JSON was named, or it is wrong.
+        """
+        source = os.environ.get("LAUNCHER_CONFIG")
+        if source is None:
+            raise ConfigError("no JSON was named", fix="start the recipe through `launch --config ds_config.json`")
+        device = pick_device(args.device or os.environ.get("LAUNCHER_DEVICE", "auto"))
+        init_distributed(device)
+        rank = dist.get_rank()
+        random.seed(args.seed + rank)
+        torch.manual_seed(args.seed + rank)  # dropout differs by rank; weights and data have seeds of their own
+        output = Path(os.environ.get("LAUNCHER_OUTPUT_DIR") or args.output_dir or "runs/run")
+        output.mkdir(parents=True, exist_ok=True)
+        return cls(args, load(source), output, device, Console(quiet=rank != 0, soft_wrap=True), rank)
+
+    def say(self, text: str) -> None:
+        """Print a line, once for all ranks."""
+        self.console.print(text, highlight=False, markup=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.output_dir / "checkpoints"
+
+    def auto_values(self, *, lr: float, total_steps: int, micro_batch: int) -> dict[str, Any]:
+        """Values for `"auto"` keys of the JSON that the recipe decides."""
+        values: dict[str, Any] = {
+            "optimizer.params.lr": lr,
+            "scheduler.params.total_num_steps": total_steps,
+            "scheduler.params.warmup_num_steps": max(2, total_steps // 20),
+            "scheduler.params.warmup_max_lr": lr,
+        }
+        if not any(isinstance(v, int) for v in (self.config.train_batch_size, self.config.train_micro_batch_size_per_gpu)):
+            values["train_micro_batch_size_per_gpu"] = micro_batch
+        return values
+
+    def total_steps(self, sequences: int, *, default: int, micro_batch: int) -> int:
+        """Optimizer steps that `--max-steps` or `--epochs` ask for.
+
+        Args:
+            sequences: in the data set.
+            default: when neither is said.
+            micro_batch: as for `auto_values`.
+        """
+        if self.args.max_steps is not None:
+            return int(self.args.max_steps)
+        if self.args.epochs is None:
+            return default
+        auto = self.auto_values(lr=1.0, total_steps=1, micro_batch=micro_batch)
+        batch = self.config.resolve(dp_degree=dist.get_world_size(), auto=auto).train_batch_size
+        return max(1, int(self.args.epochs * (sequences // int(str(batch)))))
+
+    def describe(self, engine: Engine, model: str, data: str) -> None:
+        """Say what will run, and what every "auto" and surprising default became."""
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        parameters = sum(slot.numel for slot in engine.zero.slots.values())
+        self.say(f"model   {model}: {parameters:,} parameters")
+        self.say(f"data    {data}")
+        self.say(
+            f"ranks   {engine.world_size} on {self.device.type} ({backend}), ZeRO stage {engine.zero_optimization_stage()}, "
+            f"{engine.resolved.dtype}"
+        )
+        self.say(
+            f"batch   {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} a microbatch x "
+            f"{engine.gradient_accumulation_steps()} accumulated x {engine.dp_world_size} ranks"
+        )
+        for auto in engine.resolved.resolved_autos:
+            self.say(f"chosen  {auto.path} = {auto.value} ({auto.why})")
+        for note in engine.resolved.notes:
+            self.say(f"note    {note}")
+        self.say(f"output  {self.output_dir}")
+
+    def write_config(self, resolved: dict[str, Any]) -> None:
+        """Write config.json as resolved, and the recipe's flags."""
+        if self.rank == 0:
+            write_json(self.output_dir / "config.json", resolved)
+            write_json(self.output_dir / "flags.json", vars(self.args))
+
+    def resume_from(self) -> tuple[Path, str | None] | None:
+        """(directory of checkpoints, tag or None for the latest) that `--resume` names; None: start anew.
+
+        Raises:
+            ConfigError: nothing is there.
+        """
+        wanted = self.args.resume
+        if wanted is None:
+            return None
+        if wanted == "latest":
+            if not (self.checkpoints / "latest").is_file():
+                raise ConfigError(
+                    f"--resume: {self.checkpoints} has no checkpoint yet",
+                    where="--resume latest",
+                    fix="name the run's --output-dir, or a checkpoint directory: --resume DIR",
+                )
+            return self.checkpoints, None
+        path = Path(wanted).expanduser()
+        for directory in (path, path / "checkpoints"):
+            if (directory / "latest").is_file():
+                return directory, None
+        if (path / "meta.json").is_file():
+            return path.parent, path.name
+        raise ConfigError(
+            f"--resume: {path} is no checkpoint",
+            where=f"--resume {wanted}",
+            fix="name a run's output directory, its checkpoints directory, or one checkpoint in it",
+        )

@@ -1,0 +1,233 @@
+"""The training loop of the recipes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.comm import all_reduce
+from launcher.data.loader import GlobalBatchLoader
+from launcher.engine import Engine
+from launcher.monitor.memory import peak_memory_bytes
+from launcher.monitor.metrics import MetricsWriter, read_metrics
+from launcher.monitor.plot import plot_loss
+from launcher.monitor.progress import ProgressLine
+from launcher.monitor.summary import RankMemory, print_summary, write_summary
+from launcher.run import Run
+
+IGNORED = -100  # label of a token that is not learned
+
+
+@dataclass
+class Training:
+    """Trains an engine on a data set, and writes what the run leaves behind.
+
+    Args:
+        run: flags and output directory.
+        engine: from launcher.initialize().
+        train_set, eval_set: items are LongTensors [seq_length], or dicts with input_ids and labels.
+        total_steps: optimizer steps of the whole run; `--resume` goes on to the same number.
+        name: of the model, for people.
+        tokenizer: saved beside the final weights.
+    """
+
+    run: Run
+    engine: Engine
+    train_set: Any
+    eval_set: Any
+    total_steps: int
+    name: str
+    tokenizer: Any = None
+    loader: GlobalBatchLoader = field(init=False)
+    tokens: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        engine = self.engine
+        engine.quiet = True
+        self.loader = GlobalBatchLoader(
+            self.train_set,
+            global_batch=engine.train_batch_size(),
+            micro_batch=engine.train_micro_batch_size_per_gpu(),
+            dp_rank=engine.mesh.dp.rank,
+            dp_degree=engine.mesh.dp.degree,
+            seed=self.run.args.seed,
+        )
+
+    def fit(self) -> None:
+        """Train to the last step, evaluate and save on the way, and write everything at the end."""
+        self.run.write_config(self.engine.config)
+        self._resume()
+        first = self.run.rank == 0
+        progress = ProgressLine(
+            self.total_steps, steps_per_print=self.engine.steps_per_print() or 10, enabled=first, console=self.run.console
+        )
+        metrics = MetricsWriter(self.run.output_dir / "metrics.jsonl", resume_step=self.engine.global_steps) if first else None
+        steps = self.loader.steps()
+        with progress:
+            while self.engine.global_steps < self.total_steps:
+                record = self._step(next(steps))
+                if self._due(self.run.args.eval_every) and self.eval_set is not None:
+                    record["eval_loss"] = self.evaluate()
+                if metrics is not None:
+                    metrics.write(**record)
+                    progress.update(record)
+                if self._due(self.run.args.save_every):
+                    self.save()
+        if metrics is not None:
+            metrics.close()
+        self._finish()
+
+    # ---- one step ---------------------------------------------------------------------------
+
+    def _step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
+        engine, began = self.engine, time.perf_counter()
+        lr = engine.lr
+        counts = [learned_tokens(batch) for batch in microbatches]
+        total = self._sum(sum(counts))
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        engine.train()
+        for batch, count in zip(microbatches, counts, strict=True):
+            loss = engine(**_to(batch, engine.device)).loss
+            # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
+            engine.backward(loss * (count * engine.dp_world_size / total), scale_wrt_gas=False)
+            loss_sum += loss.detach().double().cpu() * count
+            engine.step()
+        mean_loss = self._sum(float(loss_sum)) / total
+        seen = engine.train_batch_size() * microbatches[0]["input_ids"].shape[1]
+        self.tokens += seen
+        seconds = time.perf_counter() - began
+        record = {
+            "step": engine.global_steps,
+            "loss": mean_loss,
+            "grad_norm": engine.get_global_grad_norm(),
+            "lr": lr,
+            "tokens": self.tokens,
+            "tokens_per_s": seen / seconds,
+            "step_time_s": seconds,
+        }
+        if engine.fp16_enabled():
+            record |= {"loss_scale": engine.loss_scale(), "skipped_steps": engine.skipped_steps}
+        if engine.timers.enabled:
+            record["phases_ms"] = engine.timers.mean_ms(1)
+        return record
+
+    def _sum(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.engine.device)
+        all_reduce(tensor, self.engine.mesh.dp, "root/metrics").wait()
+        return float(tensor)
+
+    def _due(self, every: int | None) -> bool:
+        return bool(every) and self.engine.global_steps % every == 0
+
+    @torch.no_grad()
+    def evaluate(self, most_batches: int = 32) -> float:
+        """Token-weighted mean loss over the first sequences of the eval set, the same ones on every topology."""
+        engine = self.engine
+        engine.eval()
+        micro, axis = engine.train_micro_batch_size_per_gpu(), engine.mesh.dp
+        rows = min(len(self.eval_set), most_batches * micro)
+        loss_sum, count = 0.0, 0
+        for start in range(0, -(-rows // (micro * axis.degree))):
+            # Every rank runs as many forwards as the others: under ZeRO-3 each one is a collective.
+            first = (start * axis.degree + axis.rank) * micro
+            chosen = [i for i in range(first, first + micro) if i < rows]
+            batch = collate([self.eval_set[i] for i in chosen or [0]])
+            loss = engine(**_to(batch, engine.device)).loss
+            if chosen:
+                loss_sum += float(loss) * learned_tokens(batch)
+                count += learned_tokens(batch)
+        engine.train()
+        return self._sum(loss_sum) / max(1.0, self._sum(count))
+
+    # ---- saving -----------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that the run needs to go on."""
+        client = {"data": self.loader.state_dict(), "tokens": self.tokens, "total_steps": self.total_steps}
+        self.engine.save_checkpoint(self.run.checkpoints, client_state=client)
+
+    def _resume(self) -> None:
+        found = self.run.resume_from()
+        if found is None:
+            return
+        path, client = self.engine.load_checkpoint(*found)
+        self.loader.load_state_dict(client["data"])
+        self.tokens = client["tokens"]
+        self.run.say(f"resumed from {path} at step {self.engine.global_steps}")
+
+    def _finish(self) -> None:
+        output = self.run.output_dir
+        if self.engine.global_steps and not self._due(self.run.args.save_every):
+            self.save()
+        self.engine.save_16bit_model(output / "model")
+        ranks = self._memory()
+        if self.run.rank == 0:
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(output / "model")
+            self._write_summary(ranks)
+        dist.barrier()
+
+    def _memory(self) -> list[RankMemory]:
+        held = self.engine.held_bytes()
+        mine = RankMemory(
+            rank=self.run.rank,
+            peak_memory_bytes=peak_memory_bytes(self.engine.device),
+            parameter_bytes=held["parameters"],
+            gradient_bytes=held["gradients"],
+            optimizer_bytes=held["optimizer"] + held["master"],
+        )
+        every: list[Any] = [None] * self.engine.world_size
+        dist.all_gather_object(every, mine)
+        return every
+
+    def _write_summary(self, ranks: list[RankMemory]) -> None:
+        output, engine = self.run.output_dir, self.engine
+        metrics = output / "metrics.jsonl"
+        stage = engine.zero_optimization_stage()
+        summary = write_summary(
+            output / "summary.json",
+            world_size=engine.world_size,
+            degrees=engine.mesh.degrees,
+            model=self.name,
+            parameters=sum(slot.numel for slot in engine.zero.slots.values()),
+            records=read_metrics(metrics),
+            ranks=ranks,
+            zero_stage=stage,
+            device=str(engine.device),
+        )
+        title = f"{self.name}, ZeRO stage {stage}, {engine.world_size} rank{'s' * (engine.world_size > 1)}"
+        plot_loss(metrics, output / "loss.png", title=title)
+        written = {
+            "metrics": metrics,
+            "summary": output / "summary.json",
+            "config": output / "config.json",
+            "loss curve": output / "loss.png",
+            "checkpoints": self.run.checkpoints,
+            "model": output / "model",
+            "logs": output / "logs",
+        }
+        print_summary(summary, written, self.run.console)
+
+
+def learned_tokens(batch: dict[str, Tensor]) -> int:
+    """Tokens of a microbatch [micro, seq] that take part in a causal LM's loss: the first label predicts nothing."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def collate(items: Iterable[Tensor | dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Items of a data set as one microbatch."""
+    rows = [item if isinstance(item, dict) else {"input_ids": item, "labels": item} for item in items]
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+
+__all__ = ["Training", "collate", "learned_tokens"]

@@ -1,0 +1,84 @@
+"""Where a model's first values come from: its safetensors, read by slice, or the seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from launcher.errors import CheckpointError
+from launcher.models.build import DEFAULT_MODEL, build_on_meta
+from launcher.models.initialize import initialize_module, prepare_initialization
+from launcher.models.load import SafetensorsSource
+from launcher.zero import ModelValues, ParamSource, StoredValues
+
+
+@dataclass
+class SourcedModel:
+    """A model, and what launcher.initialize() is to fill it from.
+
+    Args:
+        model: on meta, unless the weights had to be loaded whole.
+        source: passed on to launcher.initialize(); None: the seed.
+        how: one line for people.
+    """
+
+    model: PreTrainedModel
+    source: ParamSource | None
+    how: str
+
+
+def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool, seed: int) -> SourcedModel:
+    """Build the model of `config`, and find the weights that `name` has.
+
+    Args:
+        config: of the model.
+        name: what `--model` said.
+        from_scratch: initialise from the seed whatever weights are there.
+        seed: for what is initialised.
+
+    Raises:
+        CheckpointError: weights are there, but corrupted, or do not fit the config.
+    """
+    model = build_on_meta(config)
+    directory = None if from_scratch else weights_directory(name)
+    if directory is None:
+        return SourcedModel(model, None, f"initialised from seed {seed}")
+    stored = SafetensorsSource(directory)
+    names = stored.match_names(model)
+    if names is None:  # transformers renames or fuses the weights of this model type on load
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model.config.use_cache = False
+        how = f"weights of {directory}, loaded whole on every rank: transformers converts this model type's names"
+        return SourcedModel(model.train(), ModelValues(), how)
+    prepare_initialization(model)
+    make = partial(_make, model, seed)
+    source = StoredValues(model, make, lambda key, start, stop: stored.read_flat(names[key], start, stop))
+    return SourcedModel(model, source, f"weights of {directory}, each rank reads its slices")
+
+
+def _make(model: nn.Module, seed: int, name: str, module: nn.Module) -> None:
+    initialize_module(model, name, module, seed)
+
+
+def weights_directory(name: str) -> Path | None:
+    """The directory with the safetensors that `--model` names; None for a bare config or the embedded default."""
+    path = Path(name).expanduser()
+    if name == DEFAULT_MODEL or path.is_file():
+        return None
+    if path.is_dir():
+        return path if any(path.glob("*.safetensors")) else None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:
+        raise CheckpointError(
+            f"the weights of {name!r} cannot be had from the Hugging Face hub: {error}",
+            where=f"--model {name}",
+            fix="give a local directory written by save_pretrained, or a bare config.json to start from scratch",
+        ) from error

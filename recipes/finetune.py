@@ -1,0 +1,60 @@
+"""Fine-tune a pretrained causal language model:  launch --config ds_config.json finetune --model DIR --dataset FILE
+
+The data: rows with "messages" (chat), "prompt" and "completion", or "text". Prompts are not learned.
+"""
+
+from __future__ import annotations
+
+import launcher
+from launcher.cli.recipe_flags import training_parser
+from launcher.data import load_sft, load_tokenizer
+from launcher.errors import ConfigError
+from launcher.models.build import load_config
+from launcher.run import Run
+from launcher.train import Training
+from launcher.weights import model_with_source, weights_directory
+
+SEQ_LENGTH, EPOCHS, MICRO_BATCH, LR = 512, 1.0, 1, 2e-5
+
+
+def main() -> None:
+    parser = training_parser("finetune", "Fine-tune a pretrained causal language model on instructions or text.")
+    parser.add_argument("--packed", action="store_true", help="lay rows end to end instead of padding them")
+    run = Run.start(parser.parse_args())
+    args = run.args
+    if args.model is None or args.dataset is None:
+        raise ConfigError("finetune needs a model and data", fix="say --model DIR --dataset FILE")
+    if weights_directory(args.model) is None:
+        raise ConfigError(
+            f"{args.model} has no weights to start from",
+            where=f"--model {args.model}",
+            fix="name a directory written by save_pretrained, or use `pretrain` to start from scratch",
+        )
+    if args.max_steps is None and args.epochs is None:
+        args.epochs = EPOCHS
+
+    # Data: conversations -> tokens, prompts masked.
+    model_config = load_config(args.model)
+    tokenizer = load_tokenizer(args.tokenizer, args.model, model_config.vocab_size)
+    seq_length = args.seq_length or SEQ_LENGTH
+    train_set = load_sft(args.dataset, tokenizer, seq_length, packed=args.packed)
+    eval_set = load_sft(args.dataset, tokenizer, seq_length, split="eval", packed=args.packed)
+
+    # Model and engine.
+    total_steps = run.total_steps(len(train_set), default=1, micro_batch=MICRO_BATCH)
+    made = model_with_source(model_config, args.model, from_scratch=False, seed=args.seed)
+    engine, *_ = launcher.initialize(
+        model=made.model,
+        config=run.config,
+        source=made.source,
+        seed=args.seed,
+        device=run.device,
+        auto=run.auto_values(lr=LR, total_steps=total_steps, micro_batch=MICRO_BATCH),
+    )
+    run.describe(engine, f"{args.model} ({made.how})", f"{args.dataset}: {len(train_set):,} rows of {seq_length} tokens")
+
+    Training(run, engine, train_set, eval_set, total_steps, args.model, tokenizer).fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Pretrain a causal language model from scratch:  launch --config ds_config.json pretrain [flags]
+
+With no flags: the embedded small Llama, on the text of Python's own standard library, byte by byte.
+"""
+
+from __future__ import annotations
+
+import launcher
+from launcher.cli.recipe_flags import training_parser
+from launcher.data import load_text, load_tokenizer, pack, train_tokenizer
+from launcher.models.build import load_config
+from launcher.run import Run
+from launcher.train import Training
+from launcher.weights import model_with_source
+
+SEQ_LENGTH, MAX_STEPS, MICRO_BATCH, LR = 256, 200, 4, 1e-3
+
+
+def main() -> None:
+    parser = training_parser("pretrain", "Pretrain a causal language model on text.")
+    parser.add_argument("--from-scratch", action="store_true", help="ignore weights that --model may have")
+    run = Run.start(parser.parse_args())
+    args = run.args
+    name, dataset, seq_length = args.model or "default", args.dataset or "stdlib", args.seq_length or SEQ_LENGTH
+
+    # Data: text -> tokens -> rows of seq_length, made once and cached.
+    text = load_text(dataset)
+    model_config = load_config(name)
+    if args.train_tokenizer:
+        tokenizer = train_tokenizer(text, args.train_tokenizer)
+        model_config.vocab_size = len(tokenizer)
+    else:
+        tokenizer = load_tokenizer(args.tokenizer, name if name != "default" else None, model_config.vocab_size)
+    train_set = pack(text, tokenizer, seq_length)
+    eval_set = pack(load_text(dataset, split="eval"), tokenizer, seq_length)
+
+    # Model and engine.
+    total_steps = run.total_steps(len(train_set), default=MAX_STEPS, micro_batch=MICRO_BATCH)
+    made = model_with_source(model_config, name, from_scratch=args.from_scratch, seed=args.seed)
+    engine, *_ = launcher.initialize(
+        model=made.model,
+        config=run.config,
+        source=made.source,
+        seed=args.seed,
+        device=run.device,
+        auto=run.auto_values(lr=LR, total_steps=total_steps, micro_batch=MICRO_BATCH),
+    )
+    run.describe(engine, f"{name} ({made.how})", f"{dataset}: {len(train_set):,} sequences of {seq_length} tokens")
+
+    Training(run, engine, train_set, eval_set, total_steps, name, tokenizer).fit()
+
+
+if __name__ == "__main__":
+    main()
