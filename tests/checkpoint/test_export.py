@@ -57,6 +57,17 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, limit: float, files: i
         assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
 
 
+def test_every_tensor_begins_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
+    """Readers that map the file need it; three odd bytes come first in MIXED."""
+    (path,) = write_safetensors(tmp_path, _entries(MIXED))
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name, tensor in MIXED.items():
+        begin = 8 + length + header[name]["data_offsets"][0]
+        assert begin % tensor.element_size() == 0, name
+
+
 def _built(family: str) -> PreTrainedModel:
     model = build_on_meta(config_of(family))
     materialize(model, 3)
