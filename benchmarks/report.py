@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
@@ -113,11 +114,11 @@ def _cells(line: Line, lines: list[Line]) -> list[str]:
         f"**{line.name}**" if line.ours else line.name,
         f"{statistics.median(line.step_ms):.0f} ({min(line.step_ms):.0f}-{max(line.step_ms):.0f})",
         f"{line.tokens_per_s:.0f}",
-        f"{_speed_ratio(line, peers):.2f}",
+        _figure(_speed_ratio(line, peers), ".2f"),
         f"{line.peak_rss_mb:.0f}",
-        f"{line.peak_rss_mb / smallest:.2f}",
+        _figure(line.peak_rss_mb / smallest, ".2f"),
         f"{line.held_mb:.0f}",
-        f"{line.loss_off:.0e}",
+        _figure(line.loss_off, ".0e"),
         f"{line.foreign_cpu:.0%}",
         str(len(line.step_ms)),
     ]
@@ -131,6 +132,10 @@ def _speed_ratio(line: Line, peers: list[Line]) -> float:
         if rivals:
             ratios.append(speed / max(rivals))
     return statistics.median(ratios) if ratios else float("nan")
+
+
+def _figure(value: float, form: str) -> str:
+    return "" if math.isnan(value) else format(value, form)
 
 
 def _markdown(cells: list[str]) -> str:

@@ -1,0 +1,61 @@
+"""What the real DeepSpeed does, in processes of its own (it patches torch): called by `conftest.py`.
+
+python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
+python -m tests.parity_deepspeed.deepspeed_side schedules CASES.json OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.parity_deepspeed.job import Job, train
+from tests.parity_deepspeed.rates import follow
+
+
+def train_all(jobs: list[Job]) -> dict[str, dict[str, list[Any]]]:
+    """Job name -> what `train` measured."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    results = {}
+    for job in jobs:
+        model = job.model()
+        config = job.config()
+        config["zero_force_ds_cpu_optimizer"] = False
+        engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[
+            0
+        ]
+        results[job.name] = train(engine, job)
+        engine.destroy()
+    return results
+
+
+def schedules(cases: list[dict[str, Any]]) -> list[list[float]]:
+    """Learning rates of DeepSpeed's classes, case by case."""
+    from deepspeed.runtime import lr_schedules
+
+    return [
+        follow(lambda optimizer, c=case: getattr(lr_schedules, c["type"])(optimizer, **c["params"]))  # type: ignore[misc]
+        for case in cases
+    ]
+
+
+def main() -> None:
+    task, source, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    given = json.loads(Path(source).read_text())
+    result: Any = schedules(given) if task == "schedules" else train_all([Job(**job) for job in given])
+    if os.environ.get("RANK", "0") == "0":
+        Path(out).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
