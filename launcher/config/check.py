@@ -27,15 +27,14 @@ class Checker:
 
     def build(self, cls: type[S], known: Known | None, written: dict[str, Any], path: Path) -> S | None:
         """The section at `path`, None when it cannot be built; wrong keys are reported and left out."""
-        before = len(self.problems)
         values = self.own_keys(cls, known, written, path)
         for key in cls.model_fields:
             self.build_member(cls, key, known, values, path)
         section = self.validate(cls, values, path)
         if section is None:
             return None
-        wrong = {dotted(problem.path) for problem in self.problems[before:]}
-        wrong |= {problem.suggestion for problem in self.problems[before:] if problem.suggestion}
+        wrong = {dotted(problem.path) for problem in self.problems}
+        wrong |= {problem.suggestion for problem in self.problems if problem.suggestion}
         for conflict in section.conflicts():
             paths = [(*path, *key.split(".")) for key in conflict.keys]
             if wrong.isdisjoint(map(dotted, paths)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -158,8 +158,6 @@ class OptimizerParams(Section):
 
 class OptimizerConfig(Section):
     """Which optimizer, and its keywords."""
-
-    never_auto: ClassVar[frozenset[str]] = frozenset({"type"})
 
     type: str
     """Adam, AdamW, SGD or a class name of torch.optim; upper and lower case do not matter."""

@@ -102,8 +102,6 @@ ParamsClass: TypeAlias = type[SchedulerParams]
 class SchedulerConfig(Section):
     """Which schedule, and its keywords."""
 
-    never_auto: ClassVar[frozenset[str]] = frozenset({"type"})
-
     type: str
     """WarmupLR, WarmupDecayLR or WarmupCosineLR."""
 

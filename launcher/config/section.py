@@ -56,16 +56,13 @@ class Section(BaseModel):
     old_names: ClassVar[frozenset[str]] = frozenset()
     """The aliases that DeepSpeed calls deprecated: taken, with a note."""
 
-    never_auto: ClassVar[frozenset[str]] = frozenset()
-    """Keys for which "auto" means nothing (names of things)."""
-
     auto_needs_value: ClassVar[frozenset[str]] = frozenset()
     """Keys whose default is not a safe answer to "auto": somebody has to give the value."""
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _let_auto_pass(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: Any) -> Any:
-        return value if value == AUTO and info.field_name not in cls.never_auto else handler(value)
+    def _let_auto_pass(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        return value if isinstance(value, str) and value == AUTO else handler(value)
 
     @classmethod
     def spelling(cls, key: str) -> str:

@@ -144,6 +144,16 @@ def test_both_precisions_is_an_error_that_names_both() -> None:
     assert "fp16.enabled and bf16.enabled are both true" in found["fp16.enabled"]
 
 
+def test_a_wrong_key_is_in_no_contradiction_as_well() -> None:
+    found = refused('{"fp16": {"enabled": false, "enabled": true}, "bf16": {"enabled": true}}')
+    assert found == {"fp16.enabled": "the key is written twice, first at line 1 | keep one `fp16.enabled`"}
+
+
+def test_the_near_key_goes_before_the_same_name_elsewhere() -> None:
+    fix = refused({"zero_optimization": {"stages": 2}})["zero_optimization.stages"]
+    assert "did you mean `zero_optimization.stage`? (`stages` itself belongs at `pipeline.stages`)" in fix
+
+
 def test_defaults_are_deepspeeds() -> None:
     config = load({})
     assert config.gradient_clipping == 1.0

@@ -93,6 +93,14 @@ def test_a_section_that_is_off_asks_for_nothing(section: str) -> None:
         load({section: {"enabld": False}})
 
 
+def test_a_section_without_a_switch_is_one_problem() -> None:
+    zenflow = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}
+    with pytest.raises(ConfigProblems) as caught:
+        load({"zero_optimization": {"zenflow": zenflow}, "aio": {"block_size": 1, "queue_depth": 8}})
+    paths = sorted(problem.path for problem in caught.value.problems)
+    assert paths == [("aio",), ("zero_optimization", "zenflow")]
+
+
 def test_typos_inside_sections_that_are_not_implemented() -> None:
     rule = {"patterns": [".*"], "partition_typ": "row"}
     with pytest.raises(ConfigProblems) as caught:

@@ -138,3 +138,5 @@ def test_resolving_again_keeps_the_values() -> None:
 def test_auto_where_it_means_nothing() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.type"):
         load({"optimizer": {"type": "auto"}})
+    with pytest.raises(ConfigError, match=r"zero_optimization: must be an object"):
+        load({"zero_optimization": "auto"})

@@ -40,3 +40,6 @@ def test_nearest() -> None:
     assert nearest("learning_rate", keys) is None
     assert nearest("stgae", keys, furthest=0) is None
     assert nearest("x", []) is None
+    assert nearest("overlap_com", ["overlap_cost", "overlap_comm"]) == "overlap_comm"
+    assert nearest("warmup_mix_lr", ["warmup_max_lr", "warmup_min_lr"]) == "warmup_min_lr"
+    assert nearest("abxdef", ["xbxdef", "abxdex"]) == "abxdex"  # the same beginning wins

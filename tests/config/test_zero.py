@@ -39,6 +39,11 @@ def test_stage3_keys_are_read_without_their_prefix(key: str) -> None:
         load({"zero_optimization": {key: value, bare: value}})
 
 
+def test_prefixes_may_miss_on_keys_that_are_not_implemented_too() -> None:
+    with pytest.raises(ConfigProblems, match=r"module_granularity_threshold: 5 is not implemented here yet"):
+        load({"zero_optimization": {"module_granularity_threshold": 5}})
+
+
 def test_old_names_are_taken_with_a_note() -> None:
     config = load({"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}, "bfloat16": {}})
     assert config.zero_optimization.stage3_gather_16bit_weights_on_model_save is True
