@@ -19,7 +19,7 @@ from launcher.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 FORMAT = "packed-1"
-PIECE_CHARS = 1 << 20
+PIECE_CHARS = 1 << 17
 """Text is tokenised about so many characters at a time: a token costs some hundred bytes while it is made."""
 
 

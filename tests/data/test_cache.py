@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from launcher.data import cache
 from launcher.data.cache import build_once, cache_key
 
 BUILDER = textwrap.dedent(
     """
-    import sys, time
+    import runpy, sys, time
     from pathlib import Path
-    from launcher.data.cache import build_once
 
-    final, log, wait = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+    # By its file: the package would bring torch, and seconds, with it.
+    build_once = runpy.run_path(sys.argv[1])["build_once"]
+    final, log, wait = Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
 
     def build(directory):
         with open(log, "a") as file:
@@ -37,9 +38,8 @@ BUILDER = textwrap.dedent(
 
 
 def start(final: Path, log: Path, wait: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", BUILDER, str(final), str(log), str(wait)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", BUILDER, cache.__file__, str(final), str(log), str(wait)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_processes_that_come_together_build_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -14,11 +15,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from launcher.data import pack as pack_module
 from launcher.data.pack import pack
 from launcher.data.tokenizer import byte_tokenizer
 from launcher.errors import ConfigError
 from tests.pool import RankContext, WorkerPool
+
+pack_module = importlib.import_module("launcher.data.pack")  # the package exports the function by that name
 
 EOS = 258
 TEXTS = ["first document", "", "zweites Dokument mit Ümlaut\n", "3"] * 5
@@ -134,8 +136,7 @@ def test_ranks_that_pack_together_see_the_same_rows_and_one_builds(pool: WorkerP
 KILLED = textwrap.dedent(
     """
     import sys, time
-    from launcher.data import pack as pack_module
-    from tests.data.test_pack import TEXTS, byte_tokenizer, rows_of
+    from tests.data.test_pack import TEXTS, byte_tokenizer, pack_module, rows_of
 
     def endless(*args):
         yield [7] * 1000
