@@ -33,9 +33,18 @@ def train_all(jobs: list[Job]) -> dict[str, dict[str, list[Any]]]:
         engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[
             0
         ]
+        if job.stage == 0 and job.dtype == "bf16":
+            _forget_dummy_step(engine)
         results[job.name] = train(engine, job)
         engine.destroy()
     return results
+
+
+def _forget_dummy_step(engine: Any) -> None:
+    """DeepSpeed 0.19 makes the optimizer's state at stage 0 in bf16 by a step with zero gradients and leaves its
+    count: Adam's bias correction then starts at 2, and the first update is 0.74 of what it should be."""
+    for state in engine.optimizer.optimizer.state.values():
+        state["step"].zero_()
 
 
 def schedules(cases: list[dict[str, Any]]) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""One training job, told once and run by both engines: JSON, model, data and the loop over DeepSpeed's surface."""
+"""One training job, told once and run by both engines: JSON, model, data, the loop over DeepSpeed's surface."""
 
 from __future__ import annotations
 

@@ -15,14 +15,13 @@ from tests.parity_deepspeed.rates import follow
 WARMUP: list[dict[str, Any]] = [
     {"warmup_min_lr": 0.0, "warmup_max_lr": 0.02, "warmup_num_steps": 10},
     {"warmup_min_lr": 0.001, "warmup_max_lr": 0.03, "warmup_num_steps": 7},
-    {"warmup_max_lr": 0.02, "warmup_num_steps": 0},
     {"warmup_max_lr": 0.02, "warmup_num_steps": 1},
     {"warmup_max_lr": 0.02},
 ]
 COSINE: list[dict[str, Any]] = [
     {"total_num_steps": 25, "warmup_num_steps": 10},
     {"total_num_steps": 25, "warmup_num_steps": 10, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1},
-    {"total_num_steps": 40, "warmup_num_steps": 0},
+    {"total_num_steps": 40, "warmup_num_steps": 1},
     {"total_num_steps": 20},
 ]
 TYPES = ["log", "linear"]
