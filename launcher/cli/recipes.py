@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
-import runpy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from launcher.errors import ConfigError
 
@@ -48,16 +49,39 @@ def find_recipe(name: str) -> tuple[Path, bool]:
 def check_flags(path: Path, arguments: Sequence[str]) -> None:
     """Parse a recipe's arguments before any rank is started, where the recipe tells how.
 
-    A recipe tells it by a function `flags() -> FlagParser` at the top of its file. `--help` is answered
-    here, as argparse does, by SystemExit.
+    A recipe tells it by a function `flags() -> FlagParser` at the top of its file, which may use
+    `launcher.cli` and the file's plain constants. `--help` is answered here, as argparse does, by SystemExit.
 
     Raises:
         ConfigError: a flag the recipe does not know, or a wrong value.
     """
-    if "\ndef flags(" not in path.read_text(encoding="utf-8"):
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    # Only what the flags need: the recipe's other imports would bring torch, and seconds.
+    tree.body = [statement for statement in tree.body if _serves_flags(statement)]
+    scope: dict[str, Any] = {}
+    exec(compile(tree, str(path), "exec"), scope)
+    if "flags" not in scope:
         return
-    recipe = runpy.run_path(str(path), run_name="launcher_recipe_flags")
-    recipe["flags"]().parse_args(list(arguments))
+    try:
+        parser = scope["flags"]()
+    except NameError:  # it uses more of the recipe: the ranks will check
+        return
+    parser.parse_args(list(arguments))
+
+
+def _serves_flags(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.ImportFrom):
+        module = statement.module or ""
+        return module == "__future__" or module.startswith("launcher.cli.")
+    if isinstance(statement, ast.Assign):
+        return not any(
+            isinstance(node, ast.Call | ast.Name) and _is_read(node) for node in ast.walk(statement)
+        )
+    return isinstance(statement, ast.FunctionDef) and statement.name == "flags"
+
+
+def _is_read(node: ast.AST) -> bool:
+    return not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
 
 
 def _known(name: str) -> str:

@@ -134,7 +134,8 @@ def test_mistake_found_by_all_ranks_is_printed_once_without_traceback(tmp_path: 
     assert (done.stdout + done.stderr).count("no such model") == 1
     assert "to mend it: name another" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    assert "no such model" in (tmp_path / "out/logs/rank0.log").read_text()
+    # The rank that said it; others may have been stopped before they came so far.
+    assert any("no such model" in log.read_text() for log in (tmp_path / "out/logs").glob("rank*.log"))
 
 
 def test_exit_code_of_the_script_is_passed_on(tmp_path: Path) -> None:
