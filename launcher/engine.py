@@ -85,9 +85,11 @@ class Engine(nn.Module):
         """
         self._announce_boundary()
         self._managed = True
-        factor = self.loss_scaler.scale / (self.gradient_accumulation_steps() if scale_wrt_gas else 1)
+        scaled = loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
+        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
+            scaled = scaled / self.gradient_accumulation_steps()
         with self.timers("backward"):
-            (loss if factor == 1 else loss * factor).backward(retain_graph=retain_graph)
+            scaled.backward(retain_graph=retain_graph)
         return loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -436,11 +438,12 @@ class Engine(nn.Module):
     # ---- the rest ---------------------------------------------------------------------------
 
     def compile(
-        self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any
+        self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, schedule: Any = None
     ) -> None:
         """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs."""
+        options = compile_kwargs or {}
         for _, block in unit_modules(self.module):
-            block.forward = torch.compile(block.forward, backend=backend, **(compile_kwargs or {}))  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, backend=backend, **options)  # type: ignore[method-assign]
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters and idle buffers."""

@@ -48,12 +48,16 @@ class Run:
         """
         source = os.environ.get("LAUNCHER_CONFIG")
         if source is None:
-            raise ConfigError("no JSON was named", fix="start the recipe through `launch --config ds_config.json`")
+            raise ConfigError(
+                "no JSON was named", fix="start the recipe through `launch --config ds_config.json`"
+            )
         device = pick_device(args.device or os.environ.get("LAUNCHER_DEVICE", "auto"))
         init_distributed(device)
         rank = dist.get_rank()
         random.seed(args.seed + rank)
-        torch.manual_seed(args.seed + rank)  # dropout differs by rank; weights and data have seeds of their own
+        torch.manual_seed(
+            args.seed + rank
+        )  # dropout differs by rank; weights and data have seeds of their own
         output = Path(os.environ.get("LAUNCHER_OUTPUT_DIR") or args.output_dir or "runs/run")
         output.mkdir(parents=True, exist_ok=True)
         return cls(args, load(source), output, device, Console(quiet=rank != 0, soft_wrap=True), rank)
@@ -74,7 +78,10 @@ class Run:
             "scheduler.params.warmup_num_steps": max(2, total_steps // 20),
             "scheduler.params.warmup_max_lr": lr,
         }
-        if not any(isinstance(v, int) for v in (self.config.train_batch_size, self.config.train_micro_batch_size_per_gpu)):
+        if not any(
+            isinstance(v, int)
+            for v in (self.config.train_batch_size, self.config.train_micro_batch_size_per_gpu)
+        ):
             values["train_micro_batch_size_per_gpu"] = micro_batch
         return values
 
@@ -101,8 +108,8 @@ class Run:
         self.say(f"model   {model}: {parameters:,} parameters")
         self.say(f"data    {data}")
         self.say(
-            f"ranks   {engine.world_size} on {self.device.type} ({backend}), ZeRO stage {engine.zero_optimization_stage()}, "
-            f"{engine.resolved.dtype}"
+            f"ranks   {engine.world_size} on {self.device.type} ({backend}), "
+            f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
         )
         self.say(
             f"batch   {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} a microbatch x "

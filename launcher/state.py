@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,16 +81,20 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
     writer = engine.global_rank == 0
     values = engine.zero.full_parameters()
     entries = []
+
+    def fetch() -> Tensor:
+        return next(values)[1]
+
     for unit in engine.zero.units:  # the order in which full_parameters() goes
         for slot in [slot for flat in unit.flats for slot in flat.slots]:
-            entries.append((slot.name, slot.leaf.dtype, tuple(slot.shape), lambda: next(values)[1]))
+            entries.append((slot.name, slot.leaf.dtype, tuple(slot.shape), fetch))
     entries += [
-        (name, buffer.dtype, tuple(buffer.shape), lambda b=buffer: b)
+        (name, buffer.dtype, tuple(buffer.shape), partial(_itself, buffer))
         for name, buffer in _persistent_buffers(engine).items()
     ]
     directory.mkdir(parents=True, exist_ok=True)
     export.write_safetensors(directory, entries, writer=writer)
-    config = getattr(engine.module, "config", None)
+    config: Any = getattr(engine.module, "config", None)
     if writer and hasattr(config, "save_pretrained"):
         config.architectures = [type(engine.module).__name__]
         config.save_pretrained(directory)
@@ -182,3 +187,7 @@ def _empty_optimizer_state(engine: Engine, stored: dict[str, Any]) -> Tensors:
             value = tensors[full_name] = torch.zeros(())
         state[tensor][key] = value
     return tensors
+
+
+def _itself(buffer: Tensor) -> Tensor:
+    return buffer

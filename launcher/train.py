@@ -65,9 +65,16 @@ class Training:
         self._resume()
         first = self.run.rank == 0
         progress = ProgressLine(
-            self.total_steps, steps_per_print=self.engine.steps_per_print() or 10, enabled=first, console=self.run.console
+            self.total_steps,
+            steps_per_print=self.engine.steps_per_print() or 10,
+            enabled=first,
+            console=self.run.console,
         )
-        metrics = MetricsWriter(self.run.output_dir / "metrics.jsonl", resume_step=self.engine.global_steps) if first else None
+        metrics = (
+            MetricsWriter(self.run.output_dir / "metrics.jsonl", resume_step=self.engine.global_steps)
+            if first
+            else None
+        )
         steps = self.loader.steps()
         with progress:
             while self.engine.global_steps < self.total_steps:
@@ -102,7 +109,7 @@ class Training:
         seen = engine.train_batch_size() * microbatches[0]["input_ids"].shape[1]
         self.tokens += seen
         seconds = time.perf_counter() - began
-        record = {
+        record: dict[str, Any] = {
             "step": engine.global_steps,
             "loss": mean_loss,
             "grad_norm": engine.get_global_grad_norm(),
@@ -123,7 +130,7 @@ class Training:
         return float(tensor)
 
     def _due(self, every: int | None) -> bool:
-        return bool(every) and self.engine.global_steps % every == 0
+        return every is not None and every > 0 and self.engine.global_steps % every == 0
 
     @torch.no_grad()
     def evaluate(self, most_batches: int = 32) -> float:

@@ -18,7 +18,9 @@ SEQ_LENGTH, EPOCHS, MICRO_BATCH, LR = 512, 1.0, 1, 2e-5
 
 
 def main() -> None:
-    parser = training_parser("finetune", "Fine-tune a pretrained causal language model on instructions or text.")
+    parser = training_parser(
+        "finetune", "Fine-tune a pretrained causal language model on instructions or text."
+    )
     parser.add_argument("--packed", action="store_true", help="lay rows end to end instead of padding them")
     run = Run.start(parser.parse_args())
     args = run.args
@@ -51,7 +53,11 @@ def main() -> None:
         device=run.device,
         auto=run.auto_values(lr=LR, total_steps=total_steps, micro_batch=MICRO_BATCH),
     )
-    run.describe(engine, f"{args.model} ({made.how})", f"{args.dataset}: {len(train_set):,} rows of {seq_length} tokens")
+    run.describe(
+        engine,
+        f"{args.model} ({made.how})",
+        f"{args.dataset}: {len(train_set):,} rows of {seq_length} tokens",
+    )
 
     Training(run, engine, train_set, eval_set, total_steps, args.model, tokenizer).fit()
 

@@ -21,7 +21,11 @@ def main() -> None:
     parser.add_argument("--from-scratch", action="store_true", help="ignore weights that --model may have")
     run = Run.start(parser.parse_args())
     args = run.args
-    name, dataset, seq_length = args.model or "default", args.dataset or "stdlib", args.seq_length or SEQ_LENGTH
+    name, dataset, seq_length = (
+        args.model or "default",
+        args.dataset or "stdlib",
+        args.seq_length or SEQ_LENGTH,
+    )
 
     # Data: text -> tokens -> rows of seq_length, made once and cached.
     text = load_text(dataset)
@@ -30,7 +34,9 @@ def main() -> None:
         tokenizer = train_tokenizer(text, args.train_tokenizer)
         model_config.vocab_size = len(tokenizer)
     else:
-        tokenizer = load_tokenizer(args.tokenizer, name if name != "default" else None, model_config.vocab_size)
+        tokenizer = load_tokenizer(
+            args.tokenizer, name if name != "default" else None, model_config.vocab_size
+        )
     train_set = pack(text, tokenizer, seq_length)
     eval_set = pack(load_text(dataset, split="eval"), tokenizer, seq_length)
 
@@ -45,7 +51,9 @@ def main() -> None:
         device=run.device,
         auto=run.auto_values(lr=LR, total_steps=total_steps, micro_batch=MICRO_BATCH),
     )
-    run.describe(engine, f"{name} ({made.how})", f"{dataset}: {len(train_set):,} sequences of {seq_length} tokens")
+    run.describe(
+        engine, f"{name} ({made.how})", f"{dataset}: {len(train_set):,} sequences of {seq_length} tokens"
+    )
 
     Training(run, engine, train_set, eval_set, total_steps, name, tokenizer).fit()
 

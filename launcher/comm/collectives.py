@@ -175,7 +175,14 @@ def _native(full: Tensor, slices: list[Tensor], out: Tensor, axis: Axis, accumul
         work = dist.reduce_scatter(result, slices, group=axis.group, async_op=True)
     if direct:
         return Pending([work])
-    return Pending([work], lambda: (out.add_(result) if accumulate else out.copy_(result)) and None)
+
+    def finish() -> None:
+        if accumulate:
+            out.add_(result)
+        else:
+            out.copy_(result)
+
+    return Pending([work], finish)
 
 
 def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:

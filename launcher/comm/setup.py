@@ -45,8 +45,8 @@ def init_distributed(device: torch.device | None = None, timeout: timedelta = ti
         return
     device = device or pick_device()
     backend = BACKENDS[device.type]
-    kwargs = {"device_id": device} if device.type == "cuda" else {}
+    device_id = device if device.type == "cuda" else None
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group(backend, timeout=timeout, **kwargs)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -102,7 +102,7 @@ def choose(
 
     The caller's optimizer beats the JSON's, as in DeepSpeed. Must run before parameters move into flat buffers.
     """
-    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     if client is None and config.optimizer is None:
         return None
     if client is None:

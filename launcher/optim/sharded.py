@@ -61,6 +61,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
         options = {key: value for key, value in group.items() if key not in ("names", "params")}
+        assert all(name in self.zero.slots for name in group["names"]), (
+            "groups are made of the model's own names"
+        )
         # A rank may own nothing of a group: torch wants a parameter in each, so a group of none gets an empty one.
         owned = [self.tensors[name] for name in group["names"] if name in self.tensors]
         return {**options, "params": owned or [nn.Parameter(torch.empty(0, device=self.zero.pool.device))]}
@@ -119,11 +122,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if len(state_dict["param_groups"]) != len(self.param_groups):
+            found = len(state_dict["param_groups"])
             raise ConfigError(
-                f"the checkpoint has {len(state_dict['param_groups'])} param groups, this run has {len(self.param_groups)}"
+                f"the checkpoint has {found} param groups, this run has {len(self.param_groups)}"
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
+            # JSON has no tuples: keep the kind that the optimizer uses
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
 
 
 def _tiles(pieces: list[ParamSlice], size: int) -> Iterator[list[ParamSlice]]:

@@ -59,7 +59,7 @@ class ZeroModel:
         self._slot_of_parameter |= {
             id(slot.handle): slot for flat in self.flats if flat.sharded for slot in flat.slots
         }
-        self.serial = max((model.serial for model in _live), default=0) + 1
+        self.serial: int = max((model.serial for model in _live), default=0) + 1
         _live.add(self)
         self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
 
@@ -114,7 +114,7 @@ class ZeroModel:
 
         Args:
             parameters: which (their units are gathered); default: all.
-            modifier_rank: this rank's edits are kept and sent to all; None: edits are lost where parameters are sharded.
+            modifier_rank: this rank's edits are kept and sent to all; None: edits to sharded parameters are lost.
         """
         units = self._units_of(parameters)
         opened = [unit for unit in units if not unit.gathered]

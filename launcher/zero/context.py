@@ -65,7 +65,7 @@ def GatheredParameters(
 
     Args:
         params: a parameter, or any iterable of them; the units they lie in are gathered.
-        modifier_rank: keep the edits of this rank and send them to all. None: edits are lost where parameters are sharded.
+        modifier_rank: keep the edits of this rank and send them to all. None: edits to sharded parameters are lost.
         fwd_module: not needed.
         enabled: false makes this do nothing.
     """

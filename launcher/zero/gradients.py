@@ -94,7 +94,7 @@ class FlatGradient:
             torch._foreach_copy_(into, grads)
 
     def chunks(self) -> list[slice]:
-        """Element ranges of the shard (all-reduced: of the whole buffer) that go over the wire in one collective each."""
+        """Element ranges of the shard (all-reduced: of the whole buffer), one collective each."""
         flat = self.flat
         ways = flat.axis.degree if self._scatters else 1
         size = max(ALIGN, self.policy.reduce_bucket_size // ways)

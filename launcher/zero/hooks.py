@@ -26,7 +26,7 @@ from launcher.zero.flat import FlatBuffer
 from launcher.zero.reduce import Reducer
 from launcher.zero.unit import Unit
 
-Packed = tuple[FlatBuffer, torch.Size, tuple[int, ...], int]
+Packed = tuple[FlatBuffer, torch.Size, tuple[int, ...], int | torch.SymInt]
 
 
 class Hooks:

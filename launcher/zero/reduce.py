@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -73,9 +74,8 @@ class Reducer:
             pending = gradient.reduce(full, chunk)
             last = chunk is chunks[-1]
             self._elements += elements
-            self._in_flight.append(
-                (elements, lambda p=pending, last=last: _complete(p, gradient, full, last))
-            )
+            done = partial(_complete, pending, gradient, full if last else None)
+            self._in_flight.append((elements, done))
             if not self.policy.overlap_comm:
                 self._wait_oldest()
 
@@ -85,7 +85,8 @@ class Reducer:
         self._elements -= elements
 
 
-def _complete(pending: Pending, gradient: FlatGradient, full: Tensor, last: bool) -> None:
+def _complete(pending: Pending, gradient: FlatGradient, full: Tensor | None) -> None:
+    """Wait for one chunk; with the last one comes the buffer that it was the end of."""
     pending.wait()
-    if last:
+    if full is not None:
         gradient.done(full)

@@ -38,10 +38,12 @@ class ShardedParameter(torch.Tensor):
         handle.zero_slot = slot
         return handle
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         def data_of(value: Any) -> Any:
             if not isinstance(value, ShardedParameter):
                 return value
@@ -58,6 +60,7 @@ class ShardedParameter(torch.Tensor):
             return cls(args[0].zero_slot)
         return func(*tree_map(data_of, args), **tree_map(data_of, kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         slot = self.zero_slot
-        return f"ShardedParameter('{slot.name}', shape={tuple(self.shape)}, dtype={self.dtype}, gathered={slot.flat.gathered})"
+        state = "gathered" if slot.flat.gathered else "sharded"
+        return f"ShardedParameter('{slot.name}', shape={tuple(self.shape)}, dtype={self.dtype}, {state})"

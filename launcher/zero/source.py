@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from launcher.zero.flat import Reader, Slot
 class ParamSource(Protocol):
     """Gives the values of a group of parameters, and only while asked for them."""
 
-    def open(self, slots: list[Slot]) -> contextmanager[Reader]:  # type: ignore[valid-type]
+    def open(self, slots: list[Slot]) -> AbstractContextManager[Reader]:
         """A context in which the reader knows the parameters of `slots`; leaving it frees what it made."""
         ...
 
@@ -30,65 +31,70 @@ class ModelValues:
 
 
 class MadeOnMeta:
-    """Values for a model on meta: `make(module name, module)` gives real, initialised values to what the module owns
-    directly. One group at a time exists whole, on the CPU, on every rank.
+    """Values for a model on meta, made module by module.
+
+    One group of parameters at a time exists whole, on the CPU, on every rank.
 
     Args:
         model: the whole model.
-        make: for example launcher.models.initialize.initialize_module with a seed.
+        make: (module name, module): gives real, initialised values to what the module owns directly; for example
+            launcher.models.initialize.initialize_module with a seed.
+        owner_of_tied: (module name, attribute) -> the place that `make` gives its value to, for tied parameters.
     """
 
-    def __init__(self, model: nn.Module, make: Callable[[str, nn.Module], None]) -> None:
-        self.model, self.make = model, make
-        self._names = {module: name for name, module in model.named_modules(remove_duplicate=True)}
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[str, nn.Module], None],
+        owner_of_tied: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType({}),
+    ) -> None:
+        self.model, self.make, self.owner_of_tied = model, make, owner_of_tied
+        self._modules = dict(model.named_modules())
+        self._names = {module: name for name, module in self._modules.items()}
 
     @contextmanager
     def open(self, slots: list[Slot]) -> Iterator[Reader]:
         values: dict[str, Tensor] = {}
-        for module in dict.fromkeys(slot.owners[0][0] for slot in slots):
-            made = self._made(module)
-            for slot in slots:
-                owner, attribute = slot.owners[0]
-                if owner is module:
-                    values[slot.name] = made[attribute].detach().reshape(-1)
+        made: dict[str, dict[str, Tensor]] = {}
+        for slot in slots:
+            module, attribute = slot.owners[0]
+            place = self._names[module], attribute
+            name, attribute = self.owner_of_tied.get(place, place)
+            if name not in made:
+                made[name] = self._made(self._modules[name])
+            values[slot.name] = made[name][attribute].detach().reshape(-1)
         yield lambda name, start, stop: values[name][start:stop]
 
     def _made(self, module: nn.Module) -> dict[str, Tensor]:
-        before = dict(module._parameters)
-        buffers = dict(module._buffers)
+        with self._materialized(module):
+            return {name: p for name, p in module._parameters.items() if p is not None}
+
+    @contextmanager
+    def _materialized(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the module's own parameters and buffers are real and have their first values."""
+        parameters, buffers = dict(module._parameters), dict(module._buffers)
         try:
             with torch.no_grad():
-                for name, parameter in before.items():
+                for name, parameter in parameters.items():
                     if parameter is not None:
-                        fresh = nn.Parameter(
-                            torch.empty(parameter.shape, dtype=torch.float32), requires_grad=False
-                        )
-                        module._parameters[name] = fresh
-                _materialize_buffers(module)
+                        fresh = torch.empty(parameter.shape, dtype=torch.float32)
+                        module._parameters[name] = nn.Parameter(fresh, requires_grad=False)
+                for name, buffer in buffers.items():
+                    if buffer is not None and buffer.is_meta:
+                        module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
                 self.make(self._names[module], module)
-            return {name: p for name, p in module._parameters.items() if p is not None}
+            yield
         finally:
-            module._parameters.update(before)
+            module._parameters.update(parameters)
             module._buffers.update(buffers)
 
     def make_buffers(self, device: torch.device) -> None:
         """Give values to every buffer that is still on meta."""
         for module in self.model.modules():
-            if any(b is not None and b.is_meta for b in module._buffers.values()):
-                before = dict(module._parameters)
-                made = {
-                    k: torch.empty(p.shape, dtype=torch.float32) for k, p in before.items() if p is not None
-                }
-                try:
-                    module._parameters.update(
-                        {k: nn.Parameter(v, requires_grad=False) for k, v in made.items()}
-                    )
-                    _materialize_buffers(module)
-                    with torch.no_grad():
-                        self.make(self._names[module], module)
-                finally:
-                    module._parameters.update(before)
-                for name, buffer in module._buffers.items():
+            if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+                with self._materialized(module):
+                    made = dict(module._buffers)
+                for name, buffer in made.items():
                     module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
@@ -108,9 +114,3 @@ class StoredValues(MadeOnMeta):
     @contextmanager
     def open(self, slots: list[Slot]) -> Iterator[Reader]:
         yield self.read
-
-
-def _materialize_buffers(module: nn.Module) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
