@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.config import SchedulerConfig
+from launcher.config import load
 from launcher.optim.schedules import build_scheduler
 from tests.parity_deepspeed.conftest import run_deepspeed
 from tests.parity_deepspeed.rates import follow
@@ -52,6 +52,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_the_learning_rates_are_deepspeeds(theirs: dict[str, list[float]], case: dict[str, Any]) -> None:
-    config = SchedulerConfig.model_validate(case)
+    config = load({"scheduler": case}).scheduler
+    assert config is not None
     mine = follow(lambda optimizer: build_scheduler(config, optimizer))
     assert mine == pytest.approx(theirs[name(case)], rel=1e-9, abs=1e-12)
