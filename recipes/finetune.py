@@ -6,6 +6,7 @@ The data: rows with "messages" (chat), "prompt" and "completion", or "text". Pro
 from __future__ import annotations
 
 import launcher
+from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import training_parser
 from launcher.data import load_sft, load_tokenizer
 from launcher.errors import ConfigError
@@ -17,12 +18,17 @@ from launcher.weights import model_with_source, weights_directory
 SEQ_LENGTH, EPOCHS, MICRO_BATCH, LR = 512, 1.0, 1, 2e-5
 
 
-def main() -> None:
+def flags() -> FlagParser:
+    """The recipe's flags; read without importing torch."""
     parser = training_parser(
         "finetune", "Fine-tune a pretrained causal language model on instructions or text."
     )
     parser.add_argument("--packed", action="store_true", help="lay rows end to end instead of padding them")
-    run = Run.start(parser.parse_args())
+    return parser
+
+
+def main() -> None:
+    run = Run.start(flags().parse_args())
     args = run.args
     if args.model is None or args.dataset is None:
         raise ConfigError("finetune needs a model and data", fix="say --model DIR --dataset FILE")

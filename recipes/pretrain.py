@@ -6,6 +6,7 @@ With no flags: the embedded small Llama, on the text of Python's own standard li
 from __future__ import annotations
 
 import launcher
+from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import training_parser
 from launcher.data import load_text, load_tokenizer, pack, train_tokenizer
 from launcher.models.build import load_config
@@ -16,10 +17,15 @@ from launcher.weights import model_with_source
 SEQ_LENGTH, MAX_STEPS, MICRO_BATCH, LR = 256, 200, 4, 1e-3
 
 
-def main() -> None:
+def flags() -> FlagParser:
+    """The recipe's flags; read without importing torch."""
     parser = training_parser("pretrain", "Pretrain a causal language model on text.")
     parser.add_argument("--from-scratch", action="store_true", help="ignore weights that --model may have")
-    run = Run.start(parser.parse_args())
+    return parser
+
+
+def main() -> None:
+    run = Run.start(flags().parse_args())
     args = run.args
     name, dataset, seq_length = (
         args.model or "default",

@@ -28,8 +28,9 @@ from launcher.comm.mesh import Axis
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Pairwise messages of two collectives may be in flight together; a running number keeps them apart.
-_message = itertools.count()
+# Pairwise messages of two collectives may be in flight together; a running number keeps them apart. Gathers and
+# reductions are numbered apart, for their order relative to each other may differ from rank to rank.
+_gathers, _reductions = itertools.count(0, 2), itertools.count(1, 2)
 _MESSAGES = 1 << 20
 
 
@@ -109,7 +110,7 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
             if mine.numel() * axis.degree == full.numel():
                 return Pending([_native_all_gather(full, mine, group=axis.group, async_op=True)])
             return Pending([dist.all_gather(slices, mine, group=axis.group, async_op=True)])
-        message = next(_message) % _MESSAGES
+        message = next(_gathers) % _MESSAGES
         works = [axis.group.recv([slices[peer]], peer, message) for peer in _peers(axis)]
         works += [axis.group.send([mine], peer, message) for peer in _peers(axis)]
         return Pending(works)
@@ -140,7 +141,7 @@ def reduce_scatter(
             return _native(full, slices, out, axis, accumulate)
         received = torch.empty(axis.degree - 1, out.numel(), dtype=full.dtype, device=full.device)
         parts = {peer: received[peer - (peer > axis.rank)] for peer in _peers(axis)}
-        message = next(_message) % _MESSAGES
+        message = next(_reductions) % _MESSAGES
         works = [axis.group.recv([parts[peer]], peer, message) for peer in _peers(axis)]
         works += [axis.group.send([slices[peer]], peer, message) for peer in _peers(axis)]
         parts[axis.rank] = slices[axis.rank]

@@ -1,0 +1,115 @@
+"""The order of use: recorded once, followed with prefetch, recorded again when a step departs from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from launcher.zero.fetch import Fetcher
+from launcher.zero.policy import ZeroPolicy
+
+
+@dataclass(eq=False)
+class FakeUnit:
+    """What the fetcher asks of a unit."""
+
+    name: str
+    numel: int = 100
+    starts: int = 0
+    whole: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        return self.numel > 0
+
+    def gather_start(self, phase: str) -> None:
+        self.starts += 1
+
+    def gather_wait(self) -> None:
+        self.whole = True
+
+    def free(self) -> None:
+        self.whole = False
+
+
+def fetcher(**sizes: int) -> Fetcher:
+    policy = {"prefetch_bucket_size": 0, "max_reuse_distance": 0, "max_live_parameters": 10**9, **sizes}
+    return Fetcher(ZeroPolicy.of_stage(3, **policy))
+
+
+def iterate(fetch: Fetcher, units: list[FakeUnit]) -> list[list[str]]:
+    """One forward and backward; what was gathered or on its way at each use."""
+    seen = []
+    fetch.begin(with_grad=True)
+    for unit in units:
+        fetch.use(unit, "forward")  # type: ignore[arg-type]
+        assert unit.whole
+        seen.append([u.name for u in fetch.gathered])  # type: ignore[attr-defined]
+        fetch.leave(unit)  # type: ignore[arg-type]
+    for unit in reversed(units):
+        fetch.use(unit, "backward")  # type: ignore[arg-type]
+        assert unit.whole
+        seen.append([u.name for u in fetch.gathered])  # type: ignore[attr-defined]
+        fetch.free(unit)  # type: ignore[arg-type]
+    fetch.end()
+    return seen
+
+
+def test_the_first_iteration_only_records() -> None:
+    seen = iterate(
+        fetcher(prefetch_bucket_size=10**9, max_reuse_distance=10**9), [FakeUnit(c) for c in "abc"]
+    )
+    assert seen == [["a"], ["b"], ["c"], ["c"], ["b"], ["a"]]
+
+
+@pytest.mark.parametrize(("size", "ahead"), [(0, 0), (1, 1), (100, 1), (101, 2), (250, 3)])
+def test_prefetch_bucket_size(size: int, ahead: int) -> None:
+    units = [FakeUnit(c) for c in "abcdef"]
+    fetch = fetcher(prefetch_bucket_size=size)
+    iterate(fetch, units)
+    assert len(iterate(fetch, units)[0]) == 1 + ahead
+
+
+def test_max_live_parameters_stops_prefetch_but_never_the_unit_in_use() -> None:
+    units = [FakeUnit(c) for c in "abcd"]
+    fetch = fetcher(prefetch_bucket_size=10**9, max_live_parameters=200)
+    iterate(fetch, units)
+    assert max(len(live) for live in iterate(fetch, units)) == 2
+    fetch = fetcher(prefetch_bucket_size=10**9, max_live_parameters=0)
+    iterate(fetch, units)
+    assert iterate(fetch, units) == [["a"], ["b"], ["c"], ["d"], ["d"], ["c"], ["b"], ["a"]]
+
+
+@pytest.mark.parametrize(("distance", "gathers"), [(0, 7), (200, 6), (400, 5), (10**9, 4)])
+def test_max_reuse_distance(distance: int, gathers: int) -> None:
+    """d is used again at once, c after d (100 elements twice: kept copy and backward), b after 4 units, ..."""
+    units = [FakeUnit(c) for c in "abcd"]
+    fetch = fetcher(max_reuse_distance=distance)
+    iterate(fetch, units)
+    before = sum(unit.starts for unit in units)
+    iterate(fetch, units)
+    assert sum(unit.starts for unit in units) - before == gathers
+
+
+def test_another_order_falls_back_and_is_recorded() -> None:
+    a, b, c = units = [FakeUnit(name) for name in "abc"]
+    fetch = fetcher(prefetch_bucket_size=1)
+    iterate(fetch, units)
+    turned = [b, a, c]
+    iterate(fetch, turned)  # every use is served all the same: asserted inside
+    assert iterate(fetch, turned)[0] == ["b", "a"]  # and now a, not c, is fetched ahead
+
+
+def test_forwards_without_gradients_have_an_order_of_their_own() -> None:
+    units = [FakeUnit(name) for name in "abc"]
+    fetch = fetcher(prefetch_bucket_size=1)
+    iterate(fetch, units)
+    for _ in range(2):
+        fetch.begin(with_grad=False)
+        for unit in units:
+            fetch.use(unit, "forward")  # type: ignore[arg-type]
+            fetch.leave(unit)  # type: ignore[arg-type]
+        fetch.end()
+    assert iterate(fetch, units)[0] == ["a", "b"]
+    assert not fetch.gathered
