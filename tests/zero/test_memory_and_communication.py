@@ -1,0 +1,141 @@
+"""Bytes held are the table of the ZeRO paper, and bytes sent its section 7, to the padding."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.comm import CollectiveRecord
+from launcher.zero.flat import ALIGN
+from tests.pool import WorkerPool
+from tests.pool.reference import tiny_llama
+from tests.zero.training import Case, train
+
+PARAMETERS = sum(p.numel() for p in tiny_llama().parameters())
+SLOTS = len(list(tiny_llama().parameters()))
+UNITS = 6  # embedding, three blocks, head, root
+WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
+def padding(world: int) -> int:
+    """Most elements that alignment of slots and of shards can add."""
+    return SLOTS * ALIGN + UNITS * world * ALIGN
+
+
+def assert_bytes(held: int, elements: float, world: int, bytes_each: int = 4) -> None:
+    # Padding lies at the end: the last rank may own as much less as the others own more.
+    assert abs(held - elements * bytes_each) <= padding(world) * bytes_each
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("stage", "sharded"), [(0, ""), (1, "o"), (2, "og"), (3, "ogp")])
+def test_bytes_held(pool: WorkerPool, stage: int, sharded: str, world: int) -> None:
+    """Parameters 4P, gradients 4P, Adam's moments 8P, each divided by the ranks where it is sharded (fp32)."""
+    for rank in pool.run(train, world, Case(stage, steps=2, zero=WHOLE)):
+        share = {kind: PARAMETERS / (world if kind in sharded else 1) for kind in "ogp"}
+        assert_bytes(rank.held["parameters"], share["p"], world)
+        assert_bytes(rank.held["gradients"], share["g"], world)
+        assert_bytes(rank.held["optimizer"], 2 * share["o"], world)
+        assert rank.held["master"] == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_held_in_bf16(pool: WorkerPool, stage: int) -> None:
+    """2P + 2P + 12P: parameters and gradients of 2 bytes, fp32 master weights and moments."""
+    for rank in pool.run(train, 2, Case(stage, steps=2, dtype="bf16", zero=WHOLE)):
+        assert_bytes(rank.held["parameters"], PARAMETERS / (2 if stage == 3 else 1), 2, 2)
+        assert_bytes(rank.held["gradients"], PARAMETERS / (2 if stage >= 2 else 1), 2, 2)
+        assert_bytes(rank.held["master"], PARAMETERS / (2 if stage >= 1 else 1), 2)
+        assert_bytes(rank.held["optimizer"], 2 * PARAMETERS / (2 if stage >= 1 else 1), 2)
+
+
+def sent(records: list[CollectiveRecord], op: str, phase: str) -> int:
+    return sum(r.sent for r in records if r.op == op and r.tag.endswith(phase))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("stage", "expected"), [
+    (0, {("all_reduce", "backward"): 2}),
+    (1, {("reduce_scatter", "backward"): 1, ("all_gather", "publish"): 1}),
+    (2, {("reduce_scatter", "backward"): 1, ("all_gather", "publish"): 1}),
+])  # fmt: skip
+def test_bytes_sent(pool: WorkerPool, stage: int, expected: dict[tuple[str, str], int], world: int) -> None:
+    """Times P (N - 1) / N elements; the root unit stays gathered from forward to backward."""
+    records = pool.run(train, world, Case(stage, steps=3, zero=WHOLE))[0].records
+    once = 4 * PARAMETERS * (world - 1) // world
+    slack = 4 * padding(world)
+    for (op, phase), times in expected.items():
+        assert times * once - slack <= sent(records, op, phase) <= times * once + times * slack
+    others = [r for r in records if (r.op, r.tag.split("/")[-1]) not in expected]
+    assert [r.tag for r in others] == ["root/norm"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_sent_at_stage_3(pool: WorkerPool, world: int) -> None:
+    """Gathered for the forward and again for the backward, reduced once: 3 P (N - 1) / N; at most the root once."""
+    records = pool.run(train, world, Case(3, steps=3, zero=WHOLE))[0].records
+    once, slack = 4 * PARAMETERS * (world - 1) // world, 8 * padding(world)
+    gathered = sum(r.sent for r in records if r.op == "all_gather")
+    assert 1.9 * once - slack <= gathered <= 2 * once + slack
+    assert once <= sent(records, "reduce_scatter", "backward") <= once + slack
+
+
+@pytest.mark.parametrize(("stage", "reductions"), [(0, 1), (1, 1), (2, 3), (3, 3)])
+def test_gradients_are_reduced_once_a_step_unless_they_are_sharded(
+    pool: WorkerPool, stage: int, reductions: int
+) -> None:
+    """Stages 0 and 1 accumulate locally; stages 2 and 3 reduce at every microbatch, or they would hold it all."""
+    records = pool.run(train, 2, Case(stage, accumulation=3, steps=2, zero=WHOLE))[0].records
+    phase = [r for r in records if r.tag.endswith("/backward") and r.op != "all_gather"]
+    assert len(phase) == reductions * UNITS
+
+
+def test_small_parameters_persist_as_one_collective(pool: WorkerPool) -> None:
+    """The seven norm weights of 32 elements are gathered together once a step, not before every use."""
+    case = Case(3, steps=3, zero={"stage3_param_persistence_threshold": 33, "stage3_max_reuse_distance": 0})
+    records = pool.run(train, 2, case)[0].records
+    assert [r.numel for r in records if r.tag == "root/publish"] == [7 * 32]
+    assert not [
+        r for r in records if r.tag.startswith("root") and r.op == "all_gather" and "publish" not in r.tag
+    ]
+
+
+def test_persistence_is_capped(pool: WorkerPool) -> None:
+    zero = {"stage3_param_persistence_threshold": 33, "stage3_model_persistence_threshold": 100}
+    records = pool.run(train, 2, Case(3, steps=2, zero=zero))[0].records
+    assert [r.numel for r in records if r.tag.endswith("/publish")] == [3 * 32]
+
+
+def test_reduce_bucket_size_bounds_each_collective(pool: WorkerPool) -> None:
+    for stage in (0, 1, 2, 3):
+        records = pool.run(train, 2, Case(stage, steps=2, zero={"reduce_bucket_size": 2000}))[0].records
+        sizes = [r.numel for r in records if r.op in ("reduce_scatter", "all_reduce") and "backward" in r.tag]
+        assert max(sizes) <= 2000
+        assert sum(sizes) >= PARAMETERS
+
+
+def test_allgather_bucket_size_bounds_each_collective(pool: WorkerPool) -> None:
+    records = pool.run(train, 2, Case(2, steps=2, zero={"allgather_bucket_size": 2000}))[0].records
+    sizes = [r.numel for r in records if r.tag.endswith("/publish")]
+    assert max(sizes) <= 2000 and sum(sizes) >= PARAMETERS
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_allgather_partitions_false_broadcasts(pool: WorkerPool, stage: int) -> None:
+    records = pool.run(train, 2, Case(stage, steps=2, zero={"allgather_partitions": False}))[0].records
+    assert {r.op for r in records if r.tag.endswith("/publish")} == {"broadcast"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_reduce_scatter_false_all_reduces(pool: WorkerPool, stage: int) -> None:
+    records = pool.run(train, 2, Case(stage, steps=2, zero={"reduce_scatter": False}))[0].records
+    assert {r.op for r in records if r.tag.endswith("/backward") and r.op != "all_gather"} == {"all_reduce"}
+
+
+def test_max_reuse_distance_keeps_units_for_the_backward(pool: WorkerPool) -> None:
+    """Once the order is known, a unit that is used again within the distance is not gathered a second time."""
+    zero = {"stage3_param_persistence_threshold": 0}
+    kept = pool.run(train, 2, Case(3, steps=3, zero={**zero, "stage3_max_reuse_distance": 10**9}))[0].records
+    freed = pool.run(train, 2, Case(3, steps=3, zero={**zero, "stage3_max_reuse_distance": 0}))[0].records
+    gathers = [len([r for r in records if r.op == "all_gather"]) for records in (kept, freed)]
+    assert gathers[0] == UNITS  # once each
+    assert gathers[1] >= 2 * UNITS - 3
