@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,9 +62,9 @@ def live_tensor_mb() -> float:
         if not isinstance(found, Tensor):
             continue
         for tensor in (found, _gradient(found)):
-            storage = _storage(tensor)
-            if storage is not None and storage.data_ptr():
-                held[storage.data_ptr()] = storage.nbytes()
+            address, size = _storage(tensor)
+            if address:
+                held[address] = size
     return sum(held.values()) / MB
 
 
@@ -76,14 +75,16 @@ def _gradient(tensor: Tensor) -> Tensor | None:
         return None
 
 
-def _storage(tensor: Tensor | None) -> torch.UntypedStorage | None:
+def _storage(tensor: Tensor | None) -> tuple[int, int]:
+    """(address, bytes) of what a tensor holds; (0, 0) for none."""
     tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own shard
     try:
         if tensor is None or tensor.device.type != "cpu" or not tensor.is_floating_point():
-            return None
-        return tensor.untyped_storage()
+            return 0, 0
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
     except Exception:  # fake tensors and placeholders have no storage
-        return None
+        return 0, 0
 
 
 def loopback_mb() -> float:

@@ -139,7 +139,11 @@ def append(out: Path, record: dict[str, Any]) -> None:
 def _line(record: dict[str, Any], row: Row, turn: int) -> str:
     head = f"turn {turn + 1}  {row.name:44s}"
     if "failed" in record:
-        errors = [line for line in record["failed"].splitlines() if "Error: " in line]
+        errors = [
+            line
+            for line in record["failed"].splitlines()
+            if "Error: " in line and "ChildFailedError" not in line
+        ]
         return f"{head} FAILED: {errors[-1][:160] if errors else record['failed'][-160:]}"
     return (
         f"{head} {record['step_ms_median']:8.1f} ms {record['tokens_per_s']:8.1f} tokens/s "

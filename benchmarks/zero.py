@@ -72,7 +72,11 @@ TUNED = [
 def choose(groups: list[str], tuned: bool, only: str) -> list[Row]:
     """The rows of some groups, ours and its peers next to each other in time."""
     rows = OURS + PEERS + (TUNED if tuned else [])
-    wanted = [row for row in rows if set(row.groups) & set(groups) and only.lower() in row.name.lower()]
+    wanted = [
+        replace(row, groups=tuple(group for group in row.groups if group in groups))
+        for row in rows
+        if set(row.groups) & set(groups) and only.lower() in row.name.lower()
+    ]
     return sorted(wanted, key=lambda row: GROUPS.index(row.groups[0]))
 
 

@@ -100,6 +100,7 @@ def test_each_group_has_ours_and_peers() -> None:
         rows = choose([group], tuned=False, only="")
         assert any(row.is_ours for row in rows)
         assert any(not row.is_ours for row in rows)
+    assert all(row.groups == ("stage 2",) for row in choose(["stage 2"], tuned=True, only=""))
     assert {row.name for row in choose(["stage 3"], tuned=False, only="")} == {
         "ours 3",
         "DeepSpeed 3",
