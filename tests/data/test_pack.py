@@ -23,7 +23,7 @@ from tests.pool import RankContext, WorkerPool
 pack_module = importlib.import_module("launcher.data.pack")  # the package exports the function by that name
 
 EOS = 258
-TEXTS = ["first document", "", "zweites Dokument mit Ümlaut\n", "3"] * 5
+TEXTS = ["first document", "", "the second, with an Ümlaut\n", "3"] * 5
 
 
 def rows_of(texts: list[str]) -> Dataset:
