@@ -377,13 +377,22 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it."""
+        """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it.
+
+        Args:
+            save_dir: the directory of checkpoints, seen by all ranks.
+            tag: name of this one; default: global_step<N>.
+            client_state: of the caller; what JSON can hold. Rank 0's counts.
+            save_latest: make it the one that is loaded when no tag is named.
+            exclude_frozen_parameters: leave them out; loading then needs load_module_strict=False.
+        """
         save_state(
             self,
             Path(save_dir),
-            tag or f"global_step{self.global_steps}",
+            f"global_step{self.global_steps}" if tag is None else str(tag),
             client_state or {},
-            exclude_frozen_parameters,
+            exclude_frozen=exclude_frozen_parameters,
+            latest=save_latest,
         )
         return True
 
@@ -398,13 +407,23 @@ class Engine(nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """Load what `save_checkpoint` wrote, on any topology. Every rank must call it.
 
+        Args:
+            load_dir, tag: which; default: the latest.
+            load_module_strict: the checkpoint must have the parameters of this model, all of them and no others.
+                False: those of the same name are loaded.
+            load_optimizer_states, load_lr_scheduler_states: false leaves those as they are.
+            load_module_only: weights, and nothing else.
+
         Returns:
             (path of the checkpoint, client state); (None, {}) when the directory has no `latest`.
+
+        Raises:
+            CheckpointError: on every rank: it does not fit this engine, or is corrupted.
         """
         return load_state(
             self,
             Path(load_dir),
-            tag,
+            None if tag is None else str(tag),
             strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,

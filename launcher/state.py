@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.checkpoint import export, store
-from launcher.checkpoint.reader import read_metadata, shapes_of
+from launcher.checkpoint.reader import read_metadata
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
+from launcher.checkpoint.values import decode, encode
+from launcher.errors import CheckpointError
+from launcher.random_state import random_states, restore_random_states
 
 if TYPE_CHECKING:
     from launcher.engine import Engine
 
 # Names in a checkpoint: model/<parameter>, buffer/<buffer>, optimizer/<state>/<parameter> (shaped like the parameter),
-# scalar/<state>/<parameter> (step counts), rng/<rank>
+# scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<rank>
 Tensors = dict[str, Tensor | FlatSlice]
+Stored = dict[str, torch.dtype]  # name -> dtype
 
 
 def save_state(
-    engine: Engine, directory: Path, tag: str, client_state: dict[str, Any], exclude_frozen: bool
+    engine: Engine,
+    directory: Path,
+    tag: str,
+    client_state: dict[str, Any],
+    *,
+    exclude_frozen: bool = False,
+    latest: bool = True,
 ) -> None:
     """Write the checkpoint DIRECTORY/TAG: each rank writes its slice of everything. Collective."""
     tensors: Tensors = {}
@@ -33,10 +43,8 @@ def save_state(
             tensors[f"model/{piece.name}"] = FlatSlice(piece.data, piece.shape, piece.start, piece.stop)
     tensors |= _buffers(engine)
     tensors |= _optimizer_state(engine)
-    tensors[f"rng/{engine.global_rank}"] = torch.get_rng_state()
-    if engine.device.type == "cuda":
-        tensors[f"rng_cuda/{engine.global_rank}"] = torch.cuda.get_rng_state(engine.device)
-    store.save(directory, tag, tensors, _meta(engine, client_state))
+    tensors |= random_states(engine.global_rank, engine.device)
+    store.save(directory, tag, tensors, _meta(engine, client_state), latest=latest)
 
 
 def load_state(
@@ -53,9 +61,11 @@ def load_state(
     found = store.load_meta(directory, tag, missing_ok=tag is None)
     if found is None:
         return None, {}
-    tag, meta = found
+    tag, meta = found[0], decode(found[1])
     path = tag_path(directory, tag)
-    stored = shapes_of(read_metadata(path))
+    stored = _stored(path)
+    stepper = engine.optimizer if optimizer else None
+    _check_fit(engine, path, stored, meta, strict=strict, optimizer=stepper is not None)
     engine.zero.free_gathered()
     engine.zero.zero_grad()
     tensors: Tensors = {
@@ -63,17 +73,48 @@ def load_state(
         for piece in engine.zero.slices()
     }
     tensors |= _buffers(engine)
-    if optimizer and engine.optimizer is not None:
+    if stepper is not None:
         tensors |= _empty_optimizer_state(engine, stored)
-        engine.optimizer.load_state_dict(meta["optimizer"])
+        stepper.load_state_dict(meta["optimizer"])
     rng = _rng_to_load(engine, stored) if counters else {}
     store.load(directory, tag, {**tensors, **rng}, strict=strict)
+    if stepper is not None:
+        _take_numbers(engine, tensors)
     engine.zero.publish()
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(meta["scheduler"])
     if counters:
         _restore(engine, meta, rng)
     return str(path), meta["client_state"]
+
+
+def _check_fit(
+    engine: Engine,
+    path: Path,
+    stored: Stored,
+    meta: dict[str, Any],
+    *,
+    strict: bool,
+    optimizer: bool,
+) -> None:
+    """Before anything is changed: what loading tensor by tensor would not notice."""
+    known = {f"model/{name}" for name in engine.zero.slots} | _buffers(engine).keys()
+    others = [n for n in stored if n.startswith(("model/", "buffer/")) and n not in known]
+    if strict and others:
+        raise CheckpointError(
+            f"The checkpoint has {len(others)} tensors that the model does not have: {', '.join(others[:5])}.",
+            where=str(path),
+            fix="load it with the model that it was saved from, or pass load_module_strict=False",
+        )
+    if not optimizer:
+        return
+    mine, theirs = engine.get_type()[:1], (meta["optimizer"] or {}).get("type")
+    if theirs not in mine:
+        raise CheckpointError(
+            f"The checkpoint has the state of {theirs or 'no optimizer'}, and this run steps with {mine[0]}.",
+            where=str(path),
+            fix="use the optimizer that it was saved with, or pass load_optimizer_states=False",
+        )
 
 
 def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) -> None:
@@ -101,40 +142,42 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
 
 
 def _meta(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
-    return {
+    meta = {
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps,
         "loss_scale": engine.loss_scaler.state_dict(),
         "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
-        "optimizer": engine.optimizer.state_dict() if engine.optimizer else None,
+        "optimizer": {"type": engine.get_type()[0], **engine.optimizer.state_dict()}
+        if engine.optimizer
+        else None,
         "world_size": engine.world_size,
-        "python_rng": random.getstate(),
         "config": engine.config,
         "client_state": client_state,
     }
+    return {key: encode(value) for key, value in meta.items()}
 
 
-def _restore(engine: Engine, meta: dict[str, Any], rng: Tensors) -> None:
+def _restore(engine: Engine, meta: dict[str, Any], rng: dict[str, Tensor]) -> None:
     for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps"):
         setattr(engine, name, meta[name])
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     engine.loss_scaler.load_state_dict(meta["loss_scale"])
-    version, numbers, gauss = meta["python_rng"]
-    random.setstate((version, tuple(numbers), gauss))
-    for name, state in rng.items():
-        torch.cuda.set_rng_state(state, engine.device) if name.startswith(
-            "rng_cuda"
-        ) else torch.set_rng_state(state)
+    restore_random_states(rng, engine.device)
 
 
-def _rng_to_load(engine: Engine, stored: dict[str, Any]) -> Tensors:
-    """Random states are of ranks, not of the model: a rank that was not there when saving keeps its own."""
-    wanted: Tensors = {f"rng/{engine.global_rank}": torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        wanted[f"rng_cuda/{engine.global_rank}"] = torch.cuda.get_rng_state(engine.device)
-    return {name: state for name, state in wanted.items() if name in stored}
+def _rng_to_load(engine: Engine, stored: Stored) -> dict[str, Tensor]:
+    """A rank that was not there when saving keeps its own random state."""
+    mine = random_states(engine.global_rank, engine.device)
+    return {name: state for name, state in mine.items() if name in stored}
+
+
+def _stored(path: Path) -> Stored:
+    entries = read_metadata(path).state_dict_metadata.items()
+    return {
+        name: entry.properties.dtype for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _buffers(engine: Engine) -> Tensors:
@@ -158,9 +201,18 @@ def _optimizer_state(engine: Engine) -> Tensors:
     for name, state in engine.optimizer.state_slices().items():
         owned, piece = engine.optimizer.slices[name], written.get(name)
         for key, value in state.items():
-            if not isinstance(value, Tensor):
+            if isinstance(value, bool | int | float):  # some optimizers count their steps in plain numbers
+                tensors[f"number/{key}/{name}"] = torch.tensor(value)
+            elif value is None:
                 continue
-            if value.dim() == 0:
+            elif not isinstance(value, Tensor) or value.shape not in ((), owned.data.shape):
+                raise CheckpointError(
+                    f"The optimizer's state {key!r} of {name} is neither a number nor shaped like the parameter, "
+                    "so it cannot be saved free of topology.",
+                    where=engine.get_type()[0],
+                    fix="use an optimizer of torch.optim",
+                )
+            elif value.dim() == 0:
                 tensors[f"scalar/{key}/{name}"] = value
             elif piece is not None:
                 part = value[piece.start - owned.start : piece.stop - owned.start]
@@ -168,25 +220,43 @@ def _optimizer_state(engine: Engine) -> Tensors:
     return tensors
 
 
-def _empty_optimizer_state(engine: Engine, stored: dict[str, Any]) -> Tensors:
+def _empty_optimizer_state(engine: Engine, stored: Stored) -> Tensors:
     """State tensors for everything that the checkpoint has of the parameters this rank owns."""
     assert engine.optimizer is not None
-    state = engine.optimizer.inner.state
-    state.clear()
+    inner, slices = engine.optimizer.inner, engine.optimizer.slices
+    inner.state.clear()
+    # torch's fused and capturable kernels read step counts on the device
+    on_device = {
+        id(p)
+        for group in inner.param_groups
+        for p in group["params"]
+        if group.get("fused") or group.get("capturable")
+    }
     tensors: Tensors = {}
-    for full_name in stored:
+    for full_name, dtype in stored.items():
         kind, _, rest = full_name.partition("/")
         key, _, name = rest.partition("/")
-        if kind not in ("optimizer", "scalar") or name not in engine.optimizer.slices:
+        if kind not in ("optimizer", "scalar", "number") or name not in slices:
             continue
-        piece, tensor = engine.optimizer.slices[name], engine.optimizer.tensors[name]
+        piece, tensor = slices[name], engine.optimizer.tensors[name]
         if kind == "optimizer":
-            value = torch.zeros_like(piece.data)
+            value = torch.zeros_like(piece.data, dtype=dtype)
             tensors[full_name] = FlatSlice(value, piece.shape, piece.start, piece.stop)
         else:
-            value = tensors[full_name] = torch.zeros(())
-        state[tensor][key] = value
+            device = piece.data.device if kind == "scalar" and id(tensor) in on_device else None
+            value = tensors[full_name] = torch.zeros((), dtype=dtype, device=device)
+        inner.state[tensor][key] = value
     return tensors
+
+
+def _take_numbers(engine: Engine, tensors: Tensors) -> None:
+    """Python numbers travelled as tensors."""
+    assert engine.optimizer is not None
+    for full_name, value in tensors.items():
+        kind, _, rest = full_name.partition("/")
+        key, _, name = rest.partition("/")
+        if kind == "number" and isinstance(value, Tensor):
+            engine.optimizer.inner.state[engine.optimizer.tensors[name]][key] = value.item()
 
 
 def _itself(buffer: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ def save(
     tensors: Tensors,
     meta: Mapping[str, Any],
     group: dist.ProcessGroup | None = None,
+    latest: bool = True,
 ) -> None:
     """Write a checkpoint DIRECTORY/TAG and make it the latest one. Collective over `group`.
 
@@ -53,6 +54,7 @@ def save(
         tensors: plain tensors (the same on every rank that has the name) and flat slices.
         meta: what JSON can hold: steps, learning rates, positions. Rank 0's counts.
         group: the ranks that save together; None is all of them. Without a process group: this process alone.
+        latest: false leaves `latest` where it is.
 
     Raises:
         CheckpointError: on every rank, if any of them fails (disk full, no permission, slices that do not
@@ -70,7 +72,7 @@ def save(
         metadata = ranks.together(lambda: _write(temporary, tensors, ranks))
         ranks.together(lambda: _check_complete(metadata))
         ranks.on_first(lambda: _write_meta(temporary, text))
-        ranks.on_first(lambda: tags.finish(path, tag))
+        ranks.on_first(lambda: tags.finish(path, tag, latest))
     except CheckpointError:
         if ranks.rank == 0:
             tags.discard(path, tag)

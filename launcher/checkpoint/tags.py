@@ -135,15 +135,16 @@ def discard(directory: Path, tag: str) -> None:
     shutil.rmtree(temporary_path(directory, tag), ignore_errors=True)
 
 
-def finish(directory: Path, tag: str) -> None:
-    """Give the complete temporary directory its name, then move `latest`."""
+def finish(directory: Path, tag: str, latest: bool = True) -> None:
+    """Give the complete temporary directory its name, then move `latest` if that is wanted."""
     temporary, final, old = temporary_path(directory, tag), directory / tag, directory / f"{_OLD}{tag}"
     sync_directory(temporary)
     if final.exists():
         os.rename(final, old)
     os.rename(temporary, final)
     sync_directory(directory)
-    write_durably(directory / LATEST_FILE, tag + "\n")
+    if latest:
+        write_durably(directory / LATEST_FILE, tag + "\n")
     shutil.rmtree(old, ignore_errors=True)
 
 

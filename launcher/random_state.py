@@ -1,0 +1,47 @@
+"""The states of this rank's random numbers, as tensors for a checkpoint: torch, CUDA, Python, NumPy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NO_GAUSS = float("nan")  # Python keeps a second normal number back, or none
+
+
+def random_states(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Name -> state. Random states are of ranks, not of the model, so names end with the rank."""
+    _, numbers, gauss = random.getstate()
+    legacy: Any = np.random.get_state(legacy=False)
+    words = [*legacy["state"]["key"], legacy["state"]["pos"], legacy["has_gauss"], legacy["gauss"]]
+    states = {
+        f"rng/{rank}": torch.get_rng_state(),
+        # fp64 holds their whole numbers of 32 bits exactly
+        f"rng_python/{rank}": torch.tensor(
+            [*numbers, NO_GAUSS if gauss is None else gauss], dtype=torch.float64
+        ),
+        f"rng_numpy/{rank}": torch.tensor([float(word) for word in words], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        states[f"rng_cuda/{rank}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """Take up what `random_states` gave; a kind that is not there is left as it is."""
+    for name, state in states.items():
+        kind = name.partition("/")[0]
+        if kind == "rng":
+            torch.set_rng_state(state)
+        elif kind == "rng_cuda":
+            torch.cuda.set_rng_state(state, device)
+        elif kind == "rng_python":
+            *numbers, gauss = state.tolist()
+            random.setstate((3, tuple(int(n) for n in numbers), None if gauss != gauss else gauss))
+        elif kind == "rng_numpy":
+            *words, position, has_gauss, gauss = state.tolist()
+            key = np.array([int(word) for word in words], dtype=np.uint32)
+            np.random.set_state(("MT19937", key, int(position), int(has_gauss), gauss))

@@ -1,0 +1,100 @@
+"""An engine on a Stack, step by step, and everything it holds put together from all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import launcher
+from tests.pool import RankContext
+from tests.zero.models import points, stack
+
+ROWS = 8  # of the global batch
+LR = 0.01
+ADAMW = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}}
+CPU = torch.device("cpu")
+STAGES = [0, 1, 2, 3]
+
+
+def config_of(stage: int, accumulation: int = 1, **sections: Any) -> dict[str, Any]:
+    """A JSON of 8 rows a step; `sections` are added to it, and take away what they give as None."""
+    config = {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": ADAMW,
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **sections,
+    }
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def engine_of(config: dict[str, Any], model: nn.Module | None = None, **arguments: Any) -> Any:
+    """The engine alone of `launcher.initialize`."""
+    return launcher.initialize(model=model or stack(), config=config, device=CPU, **arguments)[0]
+
+
+def microbatches(ctx: RankContext, step: int, accumulation: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """This rank's share of the points of a step."""
+    x, y = points(step, ROWS)
+    parts = ctx.world * accumulation
+    return list(zip(x.chunk(parts), y.chunk(parts), strict=True))[ctx.rank :: ctx.world]
+
+
+def advance(engine: Any, ctx: RankContext, steps: Iterable[int]) -> list[float]:
+    """Train on the points of these steps; the losses are means over the global batch."""
+    return [advance_one(engine, microbatches(ctx, s, engine.gradient_accumulation_steps())) for s in steps]
+
+
+def advance_one(engine: Any, parts: list[tuple[Tensor, Tensor]]) -> float:
+    """One optimizer step."""
+    total = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        total += engine.backward(engine(*part)).double() / len(parts)
+        engine.step()
+    dist.all_reduce(total)
+    return float(total) / engine.world_size
+
+
+def whole_weights(engine: Any) -> dict[str, Tensor]:
+    """Every parameter as the model computes with it."""
+    return {name: value.clone() for name, value in engine.zero.full_parameters()}
+
+
+def whole_state(engine: Any) -> dict[str, Tensor]:
+    """Master weights by name, and optimizer states by state/name, put together from all ranks' slices."""
+    pieces = [(piece.name, piece, piece.data) for piece in engine.zero.slices()]
+    for name, state in engine.optimizer.state_slices().items():
+        pieces += [(f"{key}/{name}", engine.optimizer.slices[name], value) for key, value in state.items()]
+    mine = [(name, piece.shape, piece.start, piece.stop, data.clone()) for name, piece, data in pieces]
+    every: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(every, mine)
+    whole: dict[str, Tensor] = {}
+    for name, shape, start, stop, data in [piece for rank in every for piece in rank]:
+        if data.dim() == 0:
+            whole[name] = data
+        else:
+            whole.setdefault(name, torch.full((shape.numel(),), torch.nan))[start:stop] = data
+    return whole
+
+
+def truth(
+    optimizer: torch.optim.Optimizer, model: nn.Module, steps: Iterable[int], parts: int = 1
+) -> list[float]:
+    """Losses of plain PyTorch on the same points; `model` is changed in place."""
+    losses = []
+    for step in steps:
+        x, y = points(step, ROWS)
+        total = 0.0
+        for part in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = model(*part) / parts
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
