@@ -34,8 +34,11 @@ def config_of(stage: int, accumulation: int = 1, **sections: Any) -> dict[str, A
 
 
 def engine_of(config: dict[str, Any], model: nn.Module | None = None, **arguments: Any) -> Any:
-    """The engine alone of `launcher.initialize`."""
-    return launcher.initialize(model=model or stack(), config=config, device=CPU, **arguments)[0]
+    """The engine alone of `launcher.initialize`; inputs become bf16 where the model does."""
+    model = model or stack()
+    if "bf16" in config:
+        model.register_forward_pre_hook(lambda _, args: tuple(arg.bfloat16() for arg in args))
+    return launcher.initialize(model=model, config=config, device=CPU, **arguments)[0]
 
 
 def microbatches(ctx: RankContext, step: int, accumulation: int = 1) -> list[tuple[Tensor, Tensor]]:

@@ -48,18 +48,11 @@ def config(stage: int, precision: str = "fp32", accumulation: int = 1) -> dict[s
     return config_of(stage, accumulation, scheduler=WARMUP, **PRECISION[precision])
 
 
-def typed(model: Stack, precision: str) -> Stack:
-    """Targets and inputs are fp32: the model converts them itself."""
-    if precision == "bf16":
-        model.register_forward_pre_hook(lambda _, args: tuple(a.bfloat16() for a in args))
-    return model
-
-
 def save(
     ctx: RankContext, stage: int, precision: str, directory: Path
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Train the first steps and save; what there was, and the losses that follow without a stop."""
-    engine = engine_of(config(stage, precision), typed(stack(), precision))
+    engine = engine_of(config(stage, precision))
     advance(engine, ctx, BEFORE)
     state = whole_state(engine)
     engine.save_checkpoint(directory, client_state={"epoch": 2, "best": [0.5, None]})
@@ -67,7 +60,7 @@ def save(
 
 
 def load(ctx: RankContext, stage: int, precision: str, directory: Path) -> tuple[Any, ...]:
-    engine = engine_of(config(stage, precision), typed(stack(seed=1), precision))
+    engine = engine_of(config(stage, precision), stack(seed=1))
     path, client = engine.load_checkpoint(directory)
     assert path == str(directory / "global_step3")
     assert client == {"epoch": 2, "best": [0.5, None]}

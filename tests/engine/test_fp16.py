@@ -1,0 +1,125 @@
+"""fp16: a gradient that overflows on one rank skips the step on all of them, and moves the loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launcher.optim.loss_scale import LossScaleExhausted
+from tests.engine.driving import STAGES, advance_one, config_of, engine_of, microbatches, whole_state
+from tests.pool import RankContext, WorkerPool
+
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 0.001, "warmup_num_steps": 10, "warmup_type": "linear"},
+}
+CAST = {"enabled": True, "auto_cast": True}
+GOOD, BAD = True, False
+
+
+def fp16(**keys: Any) -> dict[str, Any]:
+    return {"fp16": {**CAST, "initial_scale_power": 8, "loss_scale_window": 2, **keys}}
+
+
+def step(engine: Any, ctx: RankContext, number: int, good: bool) -> None:
+    """Where it is not good, one input of the last rank is infinite."""
+    parts = microbatches(ctx, number, engine.gradient_accumulation_steps())
+    if not good and ctx.rank == ctx.world - 1:
+        parts[0][0][0, 0] = torch.inf
+    advance_one(engine, parts)
+
+
+def same(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def skip_one(ctx: RankContext, stage: int, accumulation: int, sections: dict[str, Any]) -> None:
+    engine = engine_of(config_of(stage, accumulation, scheduler=WARMUP, **sections))
+    for number in range(3):
+        step(engine, ctx, number, GOOD)
+    before, rates = whole_state(engine), engine.get_lr()
+    step(engine, ctx, 3, BAD)
+    assert same(whole_state(engine), before)
+    assert not engine.was_step_applied()
+    assert (engine.skipped_steps, engine.global_steps) == (1, 4)
+    assert engine.get_lr() == rates and engine.lr_scheduler.last_batch_iteration == 2
+    step(engine, ctx, 4, GOOD)  # nothing of the infinity is left
+    after = whole_state(engine)
+    assert engine.was_step_applied() and engine.skipped_steps == 1
+    assert engine.get_lr() > rates
+    assert not same(after, before)
+    assert all(value.isfinite().all() for value in after.values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("sections", [fp16(), fp16(loss_scale=64), {"bf16": {"enabled": True}}], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    pool: WorkerPool, stage: int, accumulation: int, sections: dict[str, Any]
+) -> None:
+    """Weights, moments, rate and schedule stay; also in bf16, unless check_grad_overflow is false."""
+    if "bf16" in sections:
+        sections = {**sections, "data_types": {"grad_accum_dtype": "fp32"}}
+    pool.run(skip_one, 2, stage, accumulation, sections)
+
+
+def scales(ctx: RankContext, stage: int, steps: list[bool], keys: dict[str, Any]) -> list[float]:
+    engine = engine_of(config_of(stage, **fp16(**keys)))
+    found = []
+    for number, good in enumerate(steps):
+        step(engine, ctx, number, good)
+        found.append(engine.loss_scale())
+    return found
+
+
+B, G = BAD, GOOD
+
+
+@pytest.mark.parametrize(("keys", "steps", "expected"), [
+    # two overflows halve it, a window of two good steps after the last one doubles it and refills the patience
+    ({"hysteresis": 2}, [B, B, G, G, B, B], [256, 128, 128, 256, 256, 128]),
+    ({"hysteresis": 1}, [B, B, G, G], [128, 64, 64, 128]),
+    ({"hysteresis": 2}, [G, B, G, B], [256, 256, 256, 128]),
+    ({"hysteresis": 2, "consecutive_hysteresis": True}, [G, B, G, B], [256, 256, 256, 256]),
+    ({"loss_scale_window": 3, "hysteresis": 1}, [G, G, G, B, G, G, G], [256, 256, 512, 256, 256, 256, 512]),
+    ({"loss_scale": 32}, [G, G, B, B, G], [32] * 5),
+    ({"min_loss_scale": 200, "hysteresis": 1}, [B, G], [200, 200]),
+], ids=str)  # fmt: skip
+def test_the_scale_follows_deepspeeds_rule(
+    pool: WorkerPool, keys: dict[str, Any], steps: list[bool], expected: list[float]
+) -> None:
+    assert pool.run(scales, 2, 3, steps, keys) == [expected] * 2
+
+
+def test_the_scale_is_the_same_at_every_stage(pool: WorkerPool) -> None:
+    steps = [G, B, B, G, G, G]
+    found = [pool.run(scales, 2, stage, steps, {})[0] for stage in STAGES]
+    assert found == [[256, 256, 128, 128, 256, 256]] * 4
+
+
+def exhaust(ctx: RankContext, stage: int) -> str:
+    engine = engine_of(config_of(stage, **fp16(min_loss_scale=256, hysteresis=1)))
+    try:
+        step(engine, ctx, 0, BAD)
+    except LossScaleExhausted as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_overflow_at_the_floor_ends_the_run_on_every_rank(pool: WorkerPool, stage: int) -> None:
+    for message in pool.run(exhaust, 2, stage):
+        assert "floor of 256" in message and "fp16.min_loss_scale" in message
+
+
+def diverge(ctx: RankContext) -> bool:
+    engine = engine_of(config_of(3, bf16={"enabled": True, "check_grad_overflow": False}))
+    step(engine, ctx, 0, BAD)
+    return engine.was_step_applied()
+
+
+def test_bf16_steps_on_without_the_check(pool: WorkerPool) -> None:
+    assert pool.run(diverge, 2) == [True, True]
