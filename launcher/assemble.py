@@ -172,10 +172,11 @@ def _units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[
 
 
 def _scheduler(config: Config, given: Any, optimizer: ShardedOptimizer | None) -> Any:
+    makes = callable(given) and (isinstance(given, type) or not hasattr(given, "step"))
     if optimizer is None:
-        return given if not callable(given) else None
+        return None if makes else given
     if given is not None:
-        return given if hasattr(given, "step") else given(optimizer)
+        return given(optimizer) if makes else given
     return build_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
 
 

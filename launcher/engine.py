@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ class Engine(nn.Module):
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.quiet = False  # a training loop with a progress line of its own sets this
         self._boundary: bool | None = None
+        self._microbatches = (
+            0  # of this step, so far; micro_steps are no measure once the batch size has changed
+        )
         self._norm: float | None = None
         self._applied = False
         self._managed = True  # gradients came through backward(), which scales the loss
@@ -103,6 +107,7 @@ class Engine(nn.Module):
         if boundary:
             with self.timers("step"):
                 self._optimizer_step(lr_kwargs or {})
+        self._microbatches = 0 if boundary else self._microbatches + 1
         self.micro_steps += 1
 
     def _announce_boundary(self) -> None:
@@ -171,7 +176,7 @@ class Engine(nn.Module):
         """Whether the present microbatch is the last of a step."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._microbatches + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say it explicitly, from now on; counting is off."""
@@ -189,12 +194,17 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zero.zero_grad()
 
+    def abandon_step(self) -> None:
+        """Forget the microbatches since the last optimizer step."""
+        self.zero.zero_grad()
+        self._microbatches = 0
+
     # ---- whole batches ----------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """gradient_accumulation_steps microbatches and one step; returns the mean loss over them and over dp."""
         self.train()
-        data = data_iter or self._own_data()
+        data = data_iter if data_iter is not None else self._own_data()
         total = torch.zeros((), device=self.device)
         for _ in range(self.gradient_accumulation_steps()):
             loss = self._loss_of(next(data))
@@ -208,12 +218,12 @@ class Engine(nn.Module):
         """The mean loss over gradient_accumulation_steps (or so many) microbatches and over dp, without gradients."""
         training = self.training
         self.eval()
-        count = num_micro_batches or self.gradient_accumulation_steps()
+        batches = num_micro_batches or self.gradient_accumulation_steps()
         total = torch.zeros((), device=self.device)
-        for _ in range(count):
+        for _ in range(batches):
             total += self._loss_of(next(data_iter)).float()
         self.train(training)
-        return self._mean(total / count)
+        return self._mean(total / batches)
 
     def _own_data(self) -> Iterator[Any]:
         if self.training_dataloader is None:
@@ -505,8 +515,15 @@ def _whole(value: Any) -> int:
 
 
 def _forever(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
+    for epoch in count():
+        set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)  # another order in every epoch
+        batch = None
+        for batch in loader:
+            yield batch
+        if batch is None:
+            raise ConfigError("training_data has no whole microbatch for this rank", fix="give more rows")
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

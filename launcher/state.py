@@ -67,7 +67,7 @@ def load_state(
     stepper = engine.optimizer if optimizer else None
     _check_fit(engine, path, stored, meta, strict=strict, optimizer=stepper is not None)
     engine.zero.free_gathered()
-    engine.zero.zero_grad()
+    engine.abandon_step()
     tensors: Tensors = {
         f"model/{piece.name}": FlatSlice(piece.data, piece.shape, piece.start, piece.stop)
         for piece in engine.zero.slices()
@@ -162,7 +162,6 @@ def _meta(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
 def _restore(engine: Engine, meta: dict[str, Any], rng: dict[str, Tensor]) -> None:
     for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps"):
         setattr(engine, name, meta[name])
-    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     engine.loss_scaler.load_state_dict(meta["loss_scale"])
     restore_random_states(rng, engine.device)
 

@@ -56,7 +56,11 @@ def skip_one(ctx: RankContext, stage: int, accumulation: int, sections: dict[str
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("sections", [fp16(), fp16(loss_scale=64), {"bf16": {"enabled": True}}], ids=str)
+@pytest.mark.parametrize(
+    "sections",
+    [fp16(), fp16(loss_scale=64), {"bf16": {"enabled": True}}],
+    ids=["dynamic", "static", "bf16"],
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
     pool: WorkerPool, stage: int, accumulation: int, sections: dict[str, Any]
 ) -> None:

@@ -1,0 +1,246 @@
+"""Microbatches: where a step is taken, what is counted, and whole batches at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launcher.errors import ConfigError, LauncherError
+from tests.engine.driving import (
+    LR,
+    ROWS,
+    STAGES,
+    advance,
+    config_of,
+    engine_of,
+    microbatches,
+    truth,
+    whole_weights,
+)
+from tests.pool import RankContext, WorkerPool
+from tests.zero.models import points, stack
+
+STEPS = 4
+Counts = list[tuple[int, int, int, bool]]
+
+
+def counted(ctx: RankContext, stage: int, explicit: bool) -> tuple[list[float], dict[str, Tensor], Counts]:
+    """Two microbatches a step; after each: micro_steps, global_steps, global_samples, applied."""
+    engine = engine_of(
+        config_of(stage, 1 if explicit else 2, train_batch_size=ROWS // 2 if explicit else ROWS)
+    )
+    losses, counts = [], []
+    for step in range(STEPS):
+        parts = microbatches(ctx, step, 2)
+        for index, part in enumerate(parts):
+            if explicit:
+                engine.set_gradient_accumulation_boundary(index == 1)
+            assert engine.is_gradient_accumulation_boundary() == (index == 1)
+            loss = engine(*part)
+            losses.append(float(engine.backward(loss / 2 if explicit else loss)) * (2 if explicit else 1))
+            engine.step()
+            applied = engine.was_step_applied()
+            counts.append((engine.micro_steps, engine.global_steps, engine.global_samples, applied))
+    return losses, whole_weights(engine), counts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_counters(pool: WorkerPool, stage: int) -> None:
+    _, _, counts = pool.run(counted, 2, stage, False)[0]
+    assert counts[:4] == [(1, 0, 0, False), (2, 1, 8, True), (3, 1, 8, False), (4, 2, 16, True)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_explicit_boundaries_give_the_same_numbers(pool: WorkerPool, stage: int) -> None:
+    """The JSON says one microbatch a step; the caller takes two, and weights their losses."""
+    counting, explicit = (pool.run(counted, 2, stage, by_hand)[0] for by_hand in (False, True))
+    assert explicit[0] == counting[0]
+    for name, value in counting[1].items():
+        assert torch.equal(explicit[1][name], value), name
+    assert [c[:2] for c in explicit[2]] == [c[:2] for c in counting[2]]
+
+
+def step_in_no_sync(ctx: RankContext, stage: int) -> tuple[list[float], list[float]]:
+    """Refused at a boundary, and nothing is counted; outside, the same step goes through."""
+    engine = engine_of(config_of(stage, 2))
+    first, second = microbatches(ctx, 0, 2)
+    with engine.no_sync():
+        engine.backward(engine(*first))
+        engine.step()  # no boundary yet
+        with pytest.raises(LauncherError, match="leave no_sync"):
+            engine.step()
+        assert (engine.micro_steps, engine.global_steps) == (1, 0)
+    engine.backward(engine(*second))
+    engine.step()
+    assert engine.was_step_applied()
+    return advance(engine, ctx, range(1, STEPS)), advance(engine_of(config_of(stage, 2)), ctx, range(STEPS))[
+        1:
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_step_inside_no_sync(pool: WorkerPool, stage: int) -> None:
+    got, want = pool.run(step_in_no_sync, 2, stage)[0]
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+def weighted(ctx: RankContext, stage: int) -> list[float]:
+    """Microbatches of 1 and 3 rows, weighted by the caller."""
+    engine = engine_of(config_of(stage, 2))
+    losses = []
+    for step in range(STEPS):
+        ((x, y),) = microbatches(ctx, step)
+        total = torch.zeros((), dtype=torch.float64)
+        for rows in (slice(0, 1), slice(1, 4)):
+            loss = engine(x[rows], y[rows]) * (rows.stop - rows.start) / 4
+            total += engine.backward(loss, scale_wrt_gas=False).double()
+            engine.step()
+        torch.distributed.all_reduce(total)
+        losses.append(float(total) / ctx.world)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_losses_that_the_caller_weights(pool: WorkerPool, stage: int) -> None:
+    model = stack()
+    want = truth(torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1), model, range(STEPS))
+    assert pool.run(weighted, 2, stage)[0] == pytest.approx(want, rel=1e-5)
+
+
+# ---- whole batches ------------------------------------------------------------------------------
+
+
+def whole_batches(ctx: RankContext, stage: int) -> tuple[list[float], list[float], list[float]]:
+    """By train_batch, by hand, and eval_batch between the steps of the first."""
+
+    def stream(steps: range, form: type) -> Iterator[Any]:
+        for step in steps:
+            for x, y in microbatches(ctx, step, 2):
+                yield {"x": x, "y": y} if form is dict else form((x, y))
+
+    engine, by_hand = engine_of(config_of(stage, 2)), engine_of(config_of(stage, 2))
+    data, held_out = stream(range(STEPS), dict), stream(range(90, 90 + STEPS), tuple)
+    losses, evaluated = [], []
+    for _ in range(STEPS):
+        losses.append(float(engine.train_batch(data)))
+        engine.eval()
+        evaluated.append(float(engine.eval_batch(held_out)))
+        assert not engine.training and not engine.module.training  # as it was
+    for name, value in whole_weights(engine).items():
+        assert value.grad_fn is None, name
+    return losses, advance(by_hand, ctx, range(STEPS)), evaluated
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_batches_are_the_loop(pool: WorkerPool, stage: int) -> None:
+    """The mean over microbatches and ranks, with and without gradients."""
+    model, ranks = stack(), pool.run(whole_batches, 2, stage)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    want = []
+    for step in range(STEPS):
+        truth(adamw, model, [step], 4)
+        want.append(float(model(*points(90 + step)).detach()))
+    for trained, by_hand, evaluated in ranks:
+        assert trained == pytest.approx(by_hand, rel=1e-6)
+        assert evaluated == pytest.approx(want, rel=1e-5)
+
+
+def dealt(ctx: RankContext, rows: int, batches: int) -> list[list[float]]:
+    """What train_batch takes out of a data set, by call: x of each row says which row it is."""
+    engine = engine_of(
+        config_of(2, 2), Seeing(), training_data=[(torch.full((4,), float(i)), i) for i in range(rows)]
+    )
+    seen = []
+    for _ in range(batches):
+        engine.module.seen.clear()
+        engine.train_batch()
+        seen.append(list(engine.module.seen))
+    return seen
+
+
+class Seeing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(4, 1), []
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.seen += x[:, 0].int().tolist()
+        return self.layer(x).mean()
+
+
+def test_a_data_set_is_dealt_out_anew_every_epoch(pool: WorkerPool) -> None:
+    """Sixteen rows, four a rank and batch: an epoch is two batches; every row comes once, in another order."""
+    first, second = pool.run(dealt, 2, 16, 4)
+    epochs = [[*first[i], *first[i + 1], *second[i], *second[i + 1]] for i in (0, 2)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(16))
+    assert epochs[0] != epochs[1]
+    assert [len(batch) for batch in first] == [4, 4, 4, 4]
+
+
+def resize(ctx: RankContext, stage: int) -> tuple[list[float], list[tuple[int, int]]]:
+    engine = engine_of(config_of(stage, train_batch_size=ROWS // 2))
+    assert engine.train_micro_batch_size_per_gpu() == 2
+    sizes = []
+    for wrong in (ROWS + 1, 2, 0):
+        with pytest.raises(ConfigError, match="no multiple of 4"):
+            engine.set_train_batch_size(wrong)
+    losses = []
+    for step in range(STEPS):
+        if step == 1:
+            engine.set_train_batch_size(ROWS)
+        x, y = points(step, engine.train_batch_size())
+        accumulation = engine.gradient_accumulation_steps()
+        parts = zip(x.chunk(2 * accumulation), y.chunk(2 * accumulation), strict=True)
+        total = torch.zeros((), dtype=torch.float64)
+        for part in list(parts)[ctx.rank :: 2]:
+            total += engine.backward(engine(*part)).double() / accumulation
+            engine.step()
+        torch.distributed.all_reduce(total)
+        losses.append(float(total) / 2)
+        sizes.append((accumulation, engine.global_samples))
+    assert engine.config["train_batch_size"] == ROWS
+    return losses, sizes
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_set_train_batch_size(pool: WorkerPool, stage: int) -> None:
+    """Four rows in the first step, eight in the others."""
+    losses, sizes = pool.run(resize, 2, stage)[0]
+    model = stack()
+    adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    want = []
+    for step in range(STEPS):
+        loss = model(*points(step, ROWS // 2 if step == 0 else ROWS))
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+        want.append(loss.item())
+    assert losses == pytest.approx(want, rel=1e-5)
+    assert sizes == [(1, 4), (2, 12), (2, 20), (2, 28)]  # microbatches of a step, and rows so far
+
+
+def save_in_the_middle(ctx: RankContext, stage: int, directory: Path) -> None:
+    """A checkpoint between boundaries has the last whole step; what was accumulated since is not in it."""
+    engine = engine_of(config_of(stage, 2))
+    advance(engine, ctx, [0])
+    engine.save_checkpoint(directory, "boundary")
+    want = advance(engine, ctx, [1, 2])
+    for tag in ("boundary", "middle"):
+        engine.load_checkpoint(directory, "boundary")
+        engine.backward(engine(*microbatches(ctx, 9, 2)[0]))
+        engine.step()
+        engine.save_checkpoint(directory, "middle")
+        engine.load_checkpoint(directory, tag)
+        assert not engine.is_gradient_accumulation_boundary()
+        assert advance(engine, ctx, [1, 2]) == want
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_between_boundaries(pool: WorkerPool, stage: int, tmp_path: Path) -> None:
+    pool.run(save_in_the_middle, 2, stage, tmp_path)
