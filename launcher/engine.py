@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.errors import ConfigError, LauncherError
+from launcher.models.load import SINGLE_FILE
 from launcher.models.units import unit_modules
 from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.state import export_model, load_state, save_state
+from launcher.state import load_state, save_state
+from launcher.whole import export_model, whole_state_dict
 from launcher.zero import ZeroModel
 
 
@@ -443,13 +445,24 @@ class Engine(nn.Module):
     def save_16bit_model(
         self,
         save_dir: str | Path,
-        save_filename: str = "model.safetensors",
+        save_filename: str = SINGLE_FILE,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the weights in the model's dtype as HF safetensors, one unit in memory at a time, at every stage.
 
         DeepSpeed writes a pickle, and at stage 3 only with a key of the JSON. Every rank must call it.
+
+        Args:
+            save_dir: the directory that from_pretrained will read.
+            save_filename: only model.safetensors, the name that it looks for; large models get numbered files.
+            exclude_frozen_parameters: write those that are trained alone.
         """
+        if save_filename != SINGLE_FILE:
+            raise ConfigError(
+                f"save_filename {save_filename!r}: weights are written as safetensors, not as a pickle",
+                where="save_16bit_model()",
+                fix=f"leave it out; from_pretrained reads {SINGLE_FILE}",
+            )
         export_model(self, Path(save_dir), exclude_frozen_parameters)
         return True
 
@@ -458,11 +471,8 @@ class Engine(nn.Module):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        whole: dict[str, Tensor] = {}
-        for name, value in self.zero.full_parameters():
-            if self.mesh.rank == 0:
-                whole[name] = value.cpu().clone()
-        return whole if self.mesh.rank == 0 else None
+        """The whole module.state_dict() on rank 0's CPU, None elsewhere. Every rank must call it."""
+        return whole_state_dict(self, exclude_frozen_parameters)
 
     # ---- the rest ---------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from launcher.checkpoint import export, store
+from launcher.checkpoint import store
 from launcher.checkpoint.reader import read_metadata
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
@@ -117,30 +116,6 @@ def _check_fit(
         )
 
 
-def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) -> None:
-    """Write HF safetensors and config.json, one unit in memory at a time. Collective."""
-    writer = engine.global_rank == 0
-    values = engine.zero.full_parameters()
-    entries = []
-
-    def fetch() -> Tensor:
-        return next(values)[1]
-
-    for unit in engine.zero.units:  # the order in which full_parameters() goes
-        for slot in [slot for flat in unit.flats for slot in flat.slots]:
-            entries.append((slot.name, slot.leaf.dtype, tuple(slot.shape), fetch))
-    entries += [
-        (name, buffer.dtype, tuple(buffer.shape), partial(_itself, buffer))
-        for name, buffer in _persistent_buffers(engine).items()
-    ]
-    directory.mkdir(parents=True, exist_ok=True)
-    export.write_safetensors(directory, entries, writer=writer)
-    config: Any = getattr(engine.module, "config", None)
-    if writer and hasattr(config, "save_pretrained"):
-        config.architectures = [type(engine.module).__name__]
-        config.save_pretrained(directory)
-
-
 def _meta(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
     meta = {
         "global_steps": engine.global_steps,
@@ -180,14 +155,14 @@ def _stored(path: Path) -> Stored:
 
 
 def _buffers(engine: Engine) -> Tensors:
-    return {f"buffer/{name}": buffer for name, buffer in _persistent_buffers(engine).items()}
+    return {f"buffer/{name}": buffer for name, buffer in persistent_buffers(engine).items()}
 
 
-def _persistent_buffers(engine: Engine) -> dict[str, Tensor]:
+def persistent_buffers(engine: Engine) -> dict[str, Tensor]:
     found = {}
     for prefix, module in engine.module.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+            if buffer is not None and name not in module._nonpersistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
 
@@ -256,7 +231,3 @@ def _take_numbers(engine: Engine, tensors: Tensors) -> None:
         key, _, name = rest.partition("/")
         if kind == "number" and isinstance(value, Tensor):
             engine.optimizer.inner.state[engine.optimizer.tensors[name]][key] = value.item()
-
-
-def _itself(buffer: Tensor) -> Tensor:
-    return buffer

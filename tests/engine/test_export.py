@@ -1,0 +1,199 @@
+"""Weights go out as Hugging Face reads them, and come in from there, each rank its own share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import launcher
+from launcher.errors import CheckpointError, ConfigError
+from launcher.models.build import load_config
+from launcher.models.load import SafetensorsSource
+from launcher.weights import model_with_source
+from tests.engine.driving import CPU, advance, config_of, engine_of, whole_weights
+from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import batch, share, tiny_gpt2, tiny_llama
+from tests.zero.models import stack
+
+KINDS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
+
+
+def trained(ctx: RankContext, kind: str, tied: bool, stage: int, sections: dict[str, Any]) -> Any:
+    """An engine after two steps: its weights are no longer those of any file."""
+    model = KINDS[kind](tied=tied)
+    engine = launcher.initialize(model=model, config=config_of(stage, **sections), device=CPU)[0]
+    for step in range(2):
+        for ids in share(batch(step), ctx.rank, ctx.world):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+    return engine
+
+
+def export(ctx: RankContext, directory: Path, *how: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """Parameters and logits of what was exported; every rank finds the files when the call returns."""
+    engine = trained(ctx, *how)
+    engine.save_16bit_model(directory / "model")
+    assert (directory / "model" / "config.json").exists() and (
+        directory / "model" / "model.safetensors"
+    ).exists()
+    engine.eval()
+    with torch.no_grad():
+        return whole_weights(engine), engine(input_ids=batch(7)).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_from_pretrained_reads_it(
+    pool: WorkerPool, tmp_path: Path, kind: str, tied: bool, stage: int, sections: dict[str, Any]
+) -> None:
+    """In the dtype of training, tied weights once."""
+    weights, logits = pool.run(export, 2, tmp_path, kind, tied, stage, sections)[0]
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert loaded.dtype == (torch.bfloat16 if sections else torch.float32)
+    assert loaded.config.tie_word_embeddings == tied
+    found = dict(loaded.named_parameters())
+    assert found.keys() == weights.keys() == load_file(tmp_path / "model" / "model.safetensors").keys()
+    for name, value in weights.items():
+        assert torch.equal(found[name], value), name
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(input_ids=batch(7)).logits, logits)
+
+
+def consolidate(ctx: RankContext, stage: int, tied: bool) -> None:
+    engine = trained(ctx, "gpt2", tied, stage, {})
+    weights, state = whole_weights(engine), engine._zero3_consolidated_16bit_state_dict()
+    assert (state is None) == (ctx.rank > 0)
+    if state is not None:
+        fresh = tiny_gpt2(tied=tied, seed=5)
+        fresh.load_state_dict(state)  # strict: tied names and buffers are there too
+        for name, value in weights.items():
+            assert torch.equal(fresh.get_parameter(name), value), name
+        assert (state["lm_head.weight"] is state["transformer.wte.weight"]) == tied
+    advance_one_more(engine, ctx)
+
+
+def advance_one_more(engine: Any, ctx: RankContext) -> None:
+    (ids,) = share(batch(3), ctx.rank, ctx.world)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_whole_state_dict_is_on_rank_0(pool: WorkerPool, stage: int, tied: bool) -> None:
+    pool.run(consolidate, 2, stage, tied)
+
+
+def export_odd(ctx: RankContext, directory: Path) -> None:
+    """A frozen block, a frozen table of whole numbers, a buffer: dtypes of every width."""
+    model = stack(frozen=(1,))
+    model.table = torch.nn.Parameter(torch.arange(5), requires_grad=False)
+    model.register_buffer("mean", torch.arange(3, dtype=torch.float64))
+    whole = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    engine = engine_of(config_of(3, bf16={"enabled": True}), model)
+    engine.save_16bit_model(directory / "all")
+    engine.save_16bit_model(directory / "trained", exclude_frozen_parameters=True)
+    stored = load_file(directory / "all" / "model.safetensors")
+    assert stored.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(stored[name], value.bfloat16() if value.dtype == torch.float32 else value), name
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert load_file(directory / "trained" / "model.safetensors").keys() == whole.keys() - frozen
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin"):
+        engine.save_16bit_model(directory, "pytorch_model.bin")
+
+
+def test_parameters_of_every_dtype_and_only_those_trained(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(export_odd, 2, tmp_path)
+
+
+def export_nowhere(ctx: RankContext, directory: Path) -> str:
+    engine = engine_of(config_of(3))
+    (directory / "file").touch()
+    try:
+        engine.save_16bit_model(directory / "file" / "model")
+    except CheckpointError as error:
+        advance(engine, ctx, [0])
+        return str(error)
+    return ""
+
+
+def test_a_failure_to_write_is_told_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    assert all("could not be written" in message for message in pool.run(export_nowhere, 2, tmp_path))
+
+
+# ---- and in -------------------------------------------------------------------------------------
+
+
+def start_from(ctx: RankContext, directory: Path, stage: int, sections: dict[str, Any]) -> tuple[Any, int]:
+    """Weights after initialize(), and the elements that this rank read."""
+    read = 0
+    real = SafetensorsSource.read_flat
+
+    def counting(source: SafetensorsSource, name: str, start: int, stop: int) -> Tensor:
+        nonlocal read
+        read += stop - start
+        return real(source, name, start, stop)
+
+    made = model_with_source(load_config(str(directory)), str(directory), from_scratch=False, seed=0)
+    assert all(p.is_meta for p in made.model.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafetensorsSource, "read_flat", counting)
+        engine = launcher.initialize(
+            model=made.model, config=config_of(stage, **sections), source=made.source, device=CPU
+        )[0]
+    weights = whole_weights(engine)
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(input_ids=batch(7)).logits
+    return (weights, logits), read
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_rank_reads_what_it_keeps(
+    pool: WorkerPool, tmp_path: Path, kind: str, tied: bool, stage: int
+) -> None:
+    model = KINDS[kind](tied=tied, seed=3)
+    model.save_pretrained(tmp_path)
+    total = sum(p.numel() for p in model.parameters())
+    ranks = pool.run(start_from, 2, tmp_path, stage, {})
+    with torch.no_grad():
+        want = model.eval()(input_ids=batch(7)).logits
+    for (weights, logits), _ in ranks:
+        for name, p in model.named_parameters():
+            assert torch.equal(weights[name], p), name
+        assert torch.equal(logits, want)
+    reads = [read for _, read in ranks]
+    if stage == 0:
+        assert reads == [total, total]
+    else:
+        assert sum(reads) == total
+        assert max(reads) < 0.6 * total
+
+
+def test_weights_are_not_rounded_on_their_way_to_the_masters(pool: WorkerPool, tmp_path: Path) -> None:
+    """fp32 weights in the file are not rounded on their way to the fp32 master weights."""
+    model = tiny_llama(seed=3)
+    model.save_pretrained(tmp_path)
+    masters = pool.run(masters_of, 2, tmp_path)
+    for name, p in model.named_parameters():
+        pieces = [rank[name] for rank in masters if name in rank]
+        assert torch.equal(torch.cat(pieces), p.detach().flatten()), name
+
+
+def masters_of(ctx: RankContext, directory: Path) -> dict[str, Tensor]:
+    made = model_with_source(load_config(str(directory)), str(directory), from_scratch=False, seed=0)
+    config = config_of(3, bf16={"enabled": True})
+    engine = launcher.initialize(model=made.model, config=config, source=made.source, device=CPU)[0]
+    return {piece.name: piece.data.clone() for piece in engine.zero.slices()}
