@@ -162,7 +162,7 @@ def persistent_buffers(engine: Engine) -> dict[str, Tensor]:
     found = {}
     for prefix, module in engine.module.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._nonpersistent_buffers_set:
+            if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
 
