@@ -31,8 +31,8 @@ class ShardedParameter(torch.Tensor):
         handle = torch.Tensor._make_wrapper_subclass(
             cls,
             slot.shape,
-            dtype=slot.leaf.dtype,
-            device=slot.leaf.device,
+            dtype=slot.flat.dtype,  # not yet the leaf's: the user's parameter is converted after this
+            device=slot.flat.pool.device,
             requires_grad=slot.leaf.requires_grad,
         )
         handle.zero_slot = slot
@@ -45,20 +45,37 @@ class ShardedParameter(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         def data_of(value: Any) -> Any:
-            if not isinstance(value, ShardedParameter):
-                return value
-            if not value.zero_slot.flat.gathered:
-                raise ShardedParameterError(
-                    f"{func} needs the data of parameter '{value.zero_slot.name}' (shape {tuple(value.shape)}), "
-                    "which ZeRO-3 keeps sharded: no rank holds it whole",
-                    where=f"parameter {value.zero_slot.name}",
-                    fix="read or change it inside `with launcher.zero.GatheredParameters([parameter]):`, on every rank",
-                )
-            return value.zero_slot.leaf.data
+            return value._whole(str(func)) if isinstance(value, ShardedParameter) else value
 
         if func in _METADATA_ONLY and not args[0].zero_slot.flat.gathered:
             return cls(args[0].zero_slot)
         return func(*tree_map(data_of, args), **tree_map(data_of, kwargs or {}))
+
+    # What torch answers for tensor subclasses without asking __torch_dispatch__:
+
+    def tolist(self) -> Any:
+        return self._whole("tolist()").tolist()
+
+    def numpy(self, **keywords: Any) -> Any:
+        return self._whole("numpy()").numpy(**keywords)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._whole("a copy").clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._whole("saving it").clone().__reduce_ex__(protocol)
+
+    def _whole(self, who: str) -> torch.Tensor:
+        """The full data while it is gathered."""
+        slot = self.zero_slot
+        if not slot.flat.gathered:
+            raise ShardedParameterError(
+                f"{who} needs the data of parameter '{slot.name}' (shape {tuple(self.shape)}), "
+                "which ZeRO-3 keeps sharded: no rank holds it whole",
+                where=f"parameter {slot.name}",
+                fix="read or change it inside `with launcher.zero.GatheredParameters([parameter]):`, on every rank",
+            )
+        return slot.leaf.data
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         slot = self.zero_slot
