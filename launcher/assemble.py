@@ -108,7 +108,7 @@ def policy_of(config: Config) -> ZeroPolicy:
     """The JSON's `zero_optimization`, precision and communication keys as a policy."""
     zero, dtype = config.zero_optimization, DTYPES[config.dtype]
     grad_dtype = DTYPES[config.data_types.grad_accum_dtype] if config.data_types.grad_accum_dtype else dtype
-    comm_dtype = DTYPES[config.communication_data_type] if config.communication_data_type else dtype
+    comm_dtype = DTYPES[config.communication_data_type] if config.communication_data_type else None
     return ZeroPolicy.of_stage(
         int(zero.stage),
         param_dtype=dtype,

@@ -1,7 +1,7 @@
-"""The few collectives that everything uses: the one place that talks to the network.
+"""The few collectives on tensors: the one place that decides how they go over the network.
 
 Every call carries a tag `unit/phase` that says who asked; the tag names the profiler range and the records that
-tests and `comms` reports count. A call returns a `Pending`; `wait()` gives the result.
+tests count. A call returns a `Pending`; `wait()` gives the result.
 
 All buffers are flat. With N ranks on the axis a buffer of N * s elements is N slices of s; rank r owns slice r.
 

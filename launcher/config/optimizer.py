@@ -136,7 +136,7 @@ class OptimizerParams(Section):
     """torch: one kernel over many tensors; null lets torch choose."""
 
     fused: bool | None = None
-    """torch: one fused kernel; null lets torch choose."""
+    """torch: one fused kernel. Left out or null: used where torch has one (Adam, AdamW, SGD, Adagrad)."""
 
     maximize: bool | None = None
     """torch: ascend instead of descend."""

@@ -68,13 +68,13 @@ class Config(Section):
     """Largest global gradient norm; 0 never clips. Default 1.0 since DeepSpeed of June 2026, 0 before."""
 
     communication_data_type: Dtype | None = None
-    """Dtype in which gradients are reduced; null: the model's."""
+    """Dtype in which gradients are reduced; null: the one they have."""
 
     steps_per_print: Annotated[Count | None, BeforeValidator(_infinite_is_never)] = None
     """Optimizer steps between two printed lines; null or Infinity: DeepSpeed's line is not printed."""
 
     wall_clock_breakdown: bool = False
-    """Time forward, backward, reduction and step apart."""
+    """Time forward, backward and step apart; reductions run inside the backward."""
 
     dataloader_drop_last: bool = False
     """Drop the last global batch of an epoch when it is short."""
@@ -83,7 +83,7 @@ class Config(Section):
     """Take a caller's optimizer that is not of torch.optim; it must work element by element."""
 
     zero_force_ds_cpu_optimizer: bool = True
-    """DeepSpeed: refuse other optimizers than its own with offload."""
+    """DeepSpeed refuses other optimizers than its own with offload; without offload it says nothing."""
 
     _document: Document = PrivateAttr(default_factory=lambda: Document("config", {}))
     _notes: tuple[str, ...] = PrivateAttr(default=())

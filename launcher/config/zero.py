@@ -55,19 +55,19 @@ class ZeroConfig(Section):
     """Gradients that are sharded are reduce-scattered; false all-reduces them and keeps the shard."""
 
     reduce_bucket_size: Count = 500_000_000
-    """Most elements reduced in one collective (stages 0-2); memory for overlap grows with it."""
+    """Most gradient elements that are being reduced at a time, and in one collective."""
 
     allgather_partitions: bool = True
-    """Updated parameters come back by all-gather (stages 1-2); false by a broadcast from each rank."""
+    """Updated parameters that are not sharded come back by all-gather; false: by a broadcast from each rank."""
 
     allgather_bucket_size: Count = 500_000_000
-    """Most elements of one all-gather of updated parameters (stages 1-2)."""
+    """Most elements of one all-gather of updated parameters."""
 
     overlap_comm: Annotated[bool, BeforeValidator(_null_is_true)] = True
     """Communication runs while the backward still computes. Left out or null: true at every stage."""
 
     load_from_fp32_weights: bool = True
-    """Master weights are restored from the checkpoint's float32 values, not from the model's dtype."""
+    """DeepSpeed can start master weights from 16-bit values; here a checkpoint's float32 values are always used."""
 
     sub_group_size: Count = 1_000_000_000
     """Most elements that the optimizer updates at a time."""
@@ -88,7 +88,7 @@ class ZeroConfig(Section):
     """A gathered parameter is kept when it is used again within so many elements."""
 
     stage3_gather_16bit_weights_on_model_save: bool = False
-    """`save_16bit_model` may write the weights of a model whose parameters are sharded."""
+    """DeepSpeed needs it to write whole weights at stage 3; here they are always written, one unit in memory."""
 
     ignore_unused_parameters: bool = True
     """A parameter without a gradient is fine; false makes it an error."""
@@ -101,3 +101,8 @@ class ZeroConfig(Section):
             yield "zero_optimization.round_robin_gradients has no effect: gradients are never copied per rank"
         if self.contiguous_gradients is False:
             yield "zero_optimization.contiguous_gradients has no effect: gradients always share a flat buffer"
+        if self.load_from_fp32_weights is False:
+            yield "zero_optimization.load_from_fp32_weights has no effect: checkpoints keep float32 weights"
+        gather = "stage3_gather_16bit_weights_on_model_save"
+        if gather in self.model_fields_set and not self.stage3_gather_16bit_weights_on_model_save:
+            yield f"zero_optimization.{gather} has no effect: whole weights are written, one unit at a time"

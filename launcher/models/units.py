@@ -1,4 +1,4 @@
-"""Which modules are units: the transformer blocks. What is not inside a block belongs to the root unit."""
+"""Which modules are transformer blocks: the units that are gathered, reduced and checkpointed one by one."""
 
 from __future__ import annotations
 

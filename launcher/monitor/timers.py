@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-PHASES = ("forward", "backward", "reduce", "step")
+PHASES = ("forward", "backward", "step")
 _OFF = nullcontext()
 
 
 class Timers:
     """Adds up the time of named phases: `with timers("forward"): ...`.
 
-    A phase may be entered many times in a step (microbatches), and phases may nest (`reduce` in `backward`):
+    A phase may be entered many times in a step (microbatches), and phases may nest:
     each counts its own whole time.
 
     Args:

@@ -26,7 +26,7 @@ def from_config(config: OptimizerConfig) -> OptimizerFactory:
     name = "AdamW" if config.type == "Adam" and config.params.adam_w_mode else config.type
     keywords = {k: v for k, v in config.to_dict()["params"].items() if k not in DEEPSPEED_ONLY}
     if name in FUSED and not keywords.get("foreach") and not keywords.get("differentiable"):
-        keywords.setdefault("fused", True)
+        keywords["fused"] = keywords.get("fused") is not False
     cls = getattr(torch.optim, name)
     return lambda groups: cls(groups, **keywords)
 

@@ -9,6 +9,7 @@ the updated parameters of a buffer travel while the next one is stepped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,11 +77,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale: factor on all gradients: 1 / (ranks x loss scale), and clipping.
         """
         pending: list[Pending] = []
-        for gradient in self.zero.gradients:
-            self._step_buffer(gradient, scale)
-            pending += gradient.flat.publish()
+        with self._scaling_inside(scale) as scale:
+            for gradient in self.zero.gradients:
+                self._step_buffer(gradient, scale)
+                pending += gradient.flat.publish()
         for travelling in pending:
             travelling.wait()
+
+    @contextmanager
+    def _scaling_inside(self, scale: float) -> Iterator[float]:
+        """Let torch's fused kernels, which can, divide the gradients as they read them; gives the factor left to do."""
+        if scale in (0.0, 1.0) or not all(group.get("fused") for group in self.param_groups):
+            yield scale
+            return
+        device = self.zero.pool.device
+        inner: Any = self.inner
+        inner.grad_scale = torch.full((), 1 / scale, device=device)
+        try:
+            yield 1.0
+        finally:
+            del inner.grad_scale
 
     def _step_buffer(self, gradient: FlatGradient, scale: float) -> None:
         owned = gradient.owned

@@ -2,7 +2,8 @@
 
 Words used in this room, and nowhere with another meaning:
 
-unit          a transformer block, or the rest of the model (the root unit): what is gathered and reduced together
+unit          a transformer block, the embedding, the head, or the rest of the model (the root unit): what is gathered
+              and reduced together
 flat buffer   the parameters of one unit with one dtype and one `requires_grad`, laid end to end, padded so that the
               degree of the shard axis divides it
 slot          the place of one parameter in a flat buffer

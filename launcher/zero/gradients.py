@@ -57,7 +57,7 @@ class FlatGradient:
     def collect(self) -> Tensor:
         """Move the leaves' gradients into a full buffer [numel]: a fresh one when sharded, else the persistent one."""
         if self.sharded:
-            full = self.flat.pool.take(self.flat.numel, self.policy.comm_dtype)
+            full = self.flat.pool.take(self.flat.numel, self.policy.comm_dtype or self.flat.dtype)
             self._move(full, accumulate=False)
             for slot in self.flat.slots:
                 slot.leaf.grad = None
@@ -93,6 +93,14 @@ class FlatGradient:
         else:
             torch._foreach_copy_(into, grads)
 
+    def to_wire(self, full: Tensor) -> Tensor:
+        """The collected gradient in the dtype in which it travels: itself, or a copy that `done` takes back."""
+        dtype = self.policy.comm_dtype or full.dtype
+        if full.dtype == dtype or self.flat.axis.degree == 1:
+            return full
+        wire = self.flat.pool.take(full.numel(), dtype)
+        return wire.copy_(full)
+
     def chunks(self) -> list[slice]:
         """Element ranges of the shard (all-reduced: of the whole buffer), one collective each."""
         flat = self.flat
@@ -100,24 +108,23 @@ class FlatGradient:
         size = max(ALIGN, self.policy.reduce_bucket_size // ways)
         return [slice(at, min(at + size, flat.numel // ways)) for at in range(0, flat.numel // ways, size)]
 
-    def reduce(self, full: Tensor, chunk: slice) -> Pending:
+    def reduce(self, wire: Tensor, chunk: slice) -> Pending:
         """Start the reduction of one chunk of a collected gradient."""
         flat, tag = self.flat, f"{self.flat.name}/backward"
         if not self._scatters:
-            return all_reduce(full[chunk], flat.axis, tag)
-        out = self._shard_buffer() if self.sharded else full[flat.shard_span]
+            return all_reduce(wire[chunk], flat.axis, tag)
         accumulate = self.sharded and self._filled
-        return reduce_scatter(full, out, flat.axis, tag, within=chunk, accumulate=accumulate)
+        return reduce_scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
 
-    def done(self, full: Tensor) -> None:
-        """All chunks of `full` were reduced: a sharded gradient's buffer may be used again."""
-        if not self.sharded:
+    def done(self, wire: Tensor) -> None:
+        """All chunks of `wire` were reduced: take the result out of it, unless it is there, and free the buffer."""
+        if wire is self._full:
             return
         if not self._scatters:
-            mine = full[self.flat.shard_span]
-            self._shard_buffer().add_(mine) if self._filled else self._shard_buffer().copy_(mine)
+            mine = wire[self.flat.owned]
+            self.owned.add_(mine) if self.sharded and self._filled else self.owned.copy_(mine)
         self._filled = True
-        self.flat.pool.give(full)
+        self.flat.pool.give(wire)
 
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""

@@ -22,7 +22,8 @@ class ZeroPolicy:
         shard_optim: each rank steps only its slice.
         param_dtype: dtype that the module computes in; the optimizer's master weights are always fp32.
         grad_dtype: dtype in which gradients are kept between microbatches (`data_types.grad_accum_dtype`).
-        comm_dtype: dtype on the wire (`communication_data_type`).
+        comm_dtype: dtype of gradients on the wire (`communication_data_type`); None: that of the parameters, or that in
+            which they were accumulated locally.
         reduce_bucket_size: at most so many gradient elements are being reduced at once, and no collective
             carries more.
         reduce_scatter: false: sharded gradients are all-reduced and the slice is kept.
@@ -41,7 +42,7 @@ class ZeroPolicy:
     shard_optim: bool = False
     param_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype = torch.float32
-    comm_dtype: torch.dtype = torch.float32
+    comm_dtype: torch.dtype | None = None
     reduce_bucket_size: int = 500_000_000
     reduce_scatter: bool = True
     allgather_bucket_size: int = 500_000_000

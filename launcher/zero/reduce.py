@@ -18,6 +18,10 @@ from launcher.zero.gradients import FlatGradient
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.unit import Unit
 
+# Reductions of this many units run on while the next unit computes its backward; older ones are waited for, so that
+# no more full gradients are held, and sums are made while the others still travel.
+UNITS_IN_FLIGHT = 2
+
 
 class Reducer:
     """Collects and reduces the gradients of units.
@@ -33,7 +37,7 @@ class Reducer:
         self.boundary = True  # the last microbatch of a step
         self._turn = 0
         self._ready: set[Unit] = set()
-        self._in_flight: deque[tuple[int, Callable[[], None]]] = deque()
+        self._in_flight: deque[tuple[int, int, Callable[[], None]]] = deque()  # turn, elements, completion
         self._elements = 0
 
     def ready(self, unit: Unit) -> None:
@@ -42,6 +46,8 @@ class Reducer:
         while self._turn < len(self.order) and self.order[self._turn] in self._ready:
             self._launch(self.order[self._turn])
             self._turn += 1
+        while self._in_flight and self._in_flight[0][0] < self._turn - UNITS_IN_FLIGHT:
+            self._wait_oldest()
 
     def finish(self) -> None:
         """The backward is over: launch what is left, in order, and wait for everything."""
@@ -66,6 +72,7 @@ class Reducer:
                 self._reduce(gradient, full)
 
     def _reduce(self, gradient: FlatGradient, full: Tensor) -> None:
+        full = gradient.to_wire(full)
         chunks = gradient.chunks()
         for chunk in chunks:
             elements = (chunk.stop - chunk.start) * (full.numel() // chunks[-1].stop)
@@ -75,12 +82,12 @@ class Reducer:
             last = chunk is chunks[-1]
             self._elements += elements
             done = partial(_complete, pending, gradient, full if last else None)
-            self._in_flight.append((elements, done))
+            self._in_flight.append((self._turn, elements, done))
             if not self.policy.overlap_comm:
                 self._wait_oldest()
 
     def _wait_oldest(self) -> None:
-        elements, complete = self._in_flight.popleft()
+        _, elements, complete = self._in_flight.popleft()
         complete()
         self._elements -= elements
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import launcher
 from launcher.comm import CollectiveRecord
 from launcher.zero.flat import ALIGN
-from tests.pool import WorkerPool
-from tests.pool.reference import tiny_llama
-from tests.zero.training import Case, train
+from launcher.zero.reduce import UNITS_IN_FLIGHT
+from launcher.zero.unit import Unit
+from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import batch, tiny_llama
+from tests.zero.training import SEQUENCES, Case, config_of, train
 
 PARAMETERS = sum(p.numel() for p in tiny_llama().parameters())
 SLOTS = len(list(tiny_llama().parameters()))
@@ -139,3 +143,40 @@ def test_max_reuse_distance_keeps_units_for_the_backward(pool: WorkerPool) -> No
     gathers = [len([r for r in records if r.op == "all_gather"]) for records in (kept, freed)]
     assert gathers[0] == UNITS  # once each
     assert gathers[1] >= 2 * UNITS - 3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_communication_data_type_is_what_gradients_travel_in(pool: WorkerPool, stage: int) -> None:
+    """Half the bytes, and numbers that are off by the 8 significant bits of bf16."""
+    plain = pool.run(train, 2, Case(stage, steps=4, zero=WHOLE))[0]
+    short = pool.run(train, 2, Case(stage, steps=4, zero=WHOLE, config={"communication_data_type": "bf16"}))[
+        0
+    ]
+    op = "all_reduce" if stage == 0 else "reduce_scatter"
+    assert 2 * sent(short.records, op, "backward") == sent(plain.records, op, "backward")
+    assert short.losses != plain.losses
+    assert short.losses == pytest.approx(plain.losses, rel=1e-2)
+    assert short.grad_norms == pytest.approx(plain.grad_norms, rel=2e-2)
+
+
+def test_few_units_are_reduced_at_a_time(pool: WorkerPool) -> None:
+    """However large the bucket, no more full gradients exist than units travel."""
+    block = sum(p.numel() for p in tiny_llama().model.layers[0].parameters())
+    for most in pool.run(most_in_flight, 2):
+        assert block < most <= (UNITS_IN_FLIGHT + 1) * (block + 9 * ALIGN)
+
+
+def most_in_flight(ctx: RankContext) -> int:
+    config = config_of(Case(2), ctx.world)
+    engine, *_ = launcher.initialize(model=tiny_llama(layers=8), config=config, device=torch.device("cpu"))
+    seen: list[int] = []
+    launch = engine.zero.reducer._launch
+
+    def watched(unit: Unit) -> None:
+        launch(unit)
+        seen.append(engine.zero.reducer.in_flight)
+
+    engine.zero.reducer._launch = watched
+    ids = batch(0, SEQUENCES)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    return max(seen)
