@@ -130,7 +130,7 @@ def reduce_scatter(
     slices = [part[within] for part in full.chunk(axis.degree)]
     out = out[within]
     _note("reduce_scatter", tag, axis, slices[0], axis.degree)
-    if axis.group is None:
+    if axis.reductions is None:
         if accumulate:
             out.add_(slices[0])
         elif out.data_ptr() != slices[0].data_ptr():
@@ -142,8 +142,8 @@ def reduce_scatter(
         received = torch.empty(axis.degree - 1, out.numel(), dtype=full.dtype, device=full.device)
         parts = {peer: received[peer - (peer > axis.rank)] for peer in _peers(axis)}
         message = next(_reductions) % _MESSAGES
-        works = [axis.group.recv([parts[peer]], peer, message) for peer in _peers(axis)]
-        works += [axis.group.send([slices[peer]], peer, message) for peer in _peers(axis)]
+        works = [axis.reductions.recv([parts[peer]], peer, message) for peer in _peers(axis)]
+        works += [axis.reductions.send([slices[peer]], peer, message) for peer in _peers(axis)]
         parts[axis.rank] = slices[axis.rank]
         return Pending(works, lambda: _sum_in_rank_order(parts, out, accumulate))
 
@@ -171,9 +171,9 @@ def _native(full: Tensor, slices: list[Tensor], out: Tensor, axis: Axis, accumul
     direct = not accumulate and out.dtype == full.dtype
     result = out if direct else torch.empty(out.numel(), dtype=full.dtype, device=full.device)
     if len(slices) * out.numel() == full.numel():
-        work = _native_reduce_scatter(result, full, group=axis.group, async_op=True)
+        work = _native_reduce_scatter(result, full, group=axis.reductions, async_op=True)
     else:
-        work = dist.reduce_scatter(result, slices, group=axis.group, async_op=True)
+        work = dist.reduce_scatter(result, slices, group=axis.reductions, async_op=True)
     if direct:
         return Pending([work])
 
@@ -189,10 +189,10 @@ def _native(full: Tensor, slices: list[Tensor], out: Tensor, axis: Axis, accumul
 def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     """Sum `buffer` over the axis, in place."""
     _note("all_reduce", tag, axis, buffer, 2)
-    if axis.group is None:
+    if axis.reductions is None:
         return Pending([])
     with record_function(f"{tag}/all_reduce"):
-        return Pending([dist.all_reduce(buffer, group=axis.group, async_op=True)])
+        return Pending([dist.all_reduce(buffer, group=axis.reductions, async_op=True)])
 
 
 def broadcast(buffer: Tensor, axis: Axis, tag: str, *, source: int = 0) -> Pending:

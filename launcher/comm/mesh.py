@@ -22,12 +22,15 @@ class Axis:
         degree: how many ranks lie along the axis; 1 is the degenerate case and has no process group.
         rank: this rank's coordinate on the axis, 0 .. degree - 1.
         group: process group of the ranks along the axis; None when degree is 1.
+        reductions: the same ranks, for reductions. NCCL needs all ranks to start the collectives of a group in one
+            order, and under ZeRO-3 a gather on demand may come before a reduction here and after it there.
     """
 
     name: str
     degree: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    reductions: dist.ProcessGroup | None = None
 
     def span(self, numel: int) -> slice:
         """This rank's slice of a flat buffer of `numel` elements, which the degree must divide."""
@@ -87,6 +90,14 @@ def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str,
     live = [i for i, degree in enumerate(shape) if degree > 1]
     names = tuple(AXES[i] for i in live)
     mesh = init_device_mesh(device.type, tuple(shape[i] for i in live), mesh_dim_names=names)
-    for i, name in zip(live, names, strict=True):
-        axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), mesh.get_group(name))
+    for place, (i, name) in enumerate(zip(live, names, strict=True)):
+        group = mesh.get_group(name)
+        reductions = _twin(mesh.mesh, place) if device.type == "cuda" else group
+        axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, reductions)
     return axes
+
+
+def _twin(ranks: torch.Tensor, dim: int) -> dist.ProcessGroup | None:
+    """A second process group of this rank's line along dimension `dim` of the mesh; every rank must call it."""
+    lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    return dist.new_subgroups_by_enumeration(lines)[0]

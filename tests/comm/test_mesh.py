@@ -1,0 +1,59 @@
+"""Ranks along the axes of the mesh, and the groups of each axis."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.comm import Mesh
+from launcher.comm.mesh import AXES, _twin
+from launcher.errors import ConfigError
+from tests.pool import RankContext, RanksFailed, WorkerPool
+
+CPU = torch.device("cpu")
+
+
+def coordinates(ctx: RankContext, degrees: dict[str, int]) -> dict[str, tuple[int, int, list[int]]]:
+    """(degree, rank on the axis, global ranks of its group) of every axis with more than one rank."""
+    mesh = Mesh.build(CPU, **degrees)
+    assert set(mesh.axes) == set(AXES)
+    live = {name: axis for name, axis in mesh.axes.items() if axis.degree > 1}
+    assert all(axis.group is None for axis in mesh.axes.values() if axis.degree == 1)
+    return {
+        name: (axis.degree, axis.rank, dist.get_process_group_ranks(axis.group))
+        for name, axis in live.items()
+    }
+
+
+def test_dp_takes_what_is_left(pool: WorkerPool) -> None:
+    for rank, axes in enumerate(pool.run(coordinates, 4, {})):
+        assert axes == {"dp": (4, rank, [0, 1, 2, 3])}
+
+
+def test_tp_ranks_are_neighbours(pool: WorkerPool) -> None:
+    for rank, axes in enumerate(pool.run(coordinates, 4, {"tp": 2})):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert axes == {"dp": (2, rank // 2, [rank % 2, rank % 2 + 2]), "tp": (2, rank % 2, pair)}
+
+
+def test_pp_is_outermost(pool: WorkerPool) -> None:
+    axes = pool.run(coordinates, 4, {"pp": 2})[3]
+    assert axes == {"pp": (2, 1, [1, 3]), "dp": (2, 1, [2, 3])}
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 3}, {"tp": 2, "dp": 4}])
+def test_degrees_must_multiply_to_the_world_size(pool: WorkerPool, degrees: dict[str, int]) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(coordinates, 4, degrees)
+    text = str(failed.value)
+    assert ConfigError.__name__ in text and "there are 4 ranks" in text and "make their product equal" in text
+
+
+def twins(ctx: RankContext, shape: tuple[int, int], dim: int) -> list[int]:
+    return dist.get_process_group_ranks(_twin(torch.arange(4).view(shape), dim))
+
+
+def test_the_second_group_has_the_same_ranks(pool: WorkerPool) -> None:
+    assert pool.run(twins, 4, (2, 2), 0) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert pool.run(twins, 4, (2, 2), 1) == [[0, 1], [0, 1], [2, 3], [2, 3]]
