@@ -4,15 +4,16 @@ where ours differs, the docstring says so."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from launcher.answers import Answers
+from launcher.batches import call, cast, forever, loss_in, to_device
 from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.errors import ConfigError, LauncherError
@@ -26,7 +27,7 @@ from launcher.whole import export_model, whole_state_dict
 from launcher.zero import ZeroModel
 
 
-class Engine(nn.Module):
+class Engine(Answers, nn.Module):
     """A model in training. Made by `launcher.initialize`.
 
     The loop is `loss = engine(batch); engine.backward(loss); engine.step()` for every microbatch; the real step
@@ -56,17 +57,15 @@ class Engine(nn.Module):
             lr_scheduler,
             training_dataloader,
         )
-        self.loss_scaler = _loss_scale(config)
+        self.loss_scaler = LossScale.of(config.fp16)
         self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.quiet = False  # a training loop with a progress line of its own sets this
         self._boundary: bool | None = None
-        self._microbatches = (
-            0  # of this step, so far; micro_steps are no measure once the batch size has changed
-        )
+        self._microbatches = 0  # of this step; micro_steps are no measure once the batch size has changed
         self._norm: float | None = None
         self._applied = False
-        self._managed = True  # gradients came through backward(), which scales the loss
+        self._scaled = False  # gradients of this step came through backward(), which scales the loss
         self._data: Iterator[Any] | None = None
 
     # ---- one microbatch ---------------------------------------------------------------------
@@ -74,7 +73,7 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._announce_boundary()
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
-            args, kwargs = _cast(args, torch.float16), _cast(kwargs, torch.float16)
+            args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
         with self.timers("forward"):
             return self.module(*args, **kwargs)
 
@@ -90,7 +89,7 @@ class Engine(nn.Module):
             The loss as it was given, detached; DeepSpeed returns the scaled one.
         """
         self._announce_boundary()
-        self._managed = True
+        self._scaled = True
         scaled = loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             scaled = scaled / self.gradient_accumulation_steps()
@@ -125,7 +124,7 @@ class Engine(nn.Module):
         squares, used = self.zero.norm_and_use()
         self._check_unused(used)
         scale = self.zero.axis.degree * (
-            self.loss_scaler.scale if self._managed else self.gradient_accumulation_steps()
+            self.loss_scaler.scale if self._scaled else self.gradient_accumulation_steps()
         )
         norm = math.sqrt(float(squares)) / scale if math.isfinite(float(squares)) else float(squares)
         overflow = not math.isfinite(norm) and self._checks_overflow()
@@ -135,6 +134,7 @@ class Engine(nn.Module):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
         self.optimizer.zero_grad()
+        self._scaled = False
         self.loss_scaler.update(overflow)
         self._count(overflow)
 
@@ -183,6 +183,20 @@ class Engine(nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say it explicitly, from now on; counting is off."""
         self._boundary = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing gradient_accumulation_steps."""
+        per_step = self.train_micro_batch_size_per_gpu() * self.mesh.dp.degree
+        if train_batch_size < per_step or train_batch_size % per_step:
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} is no multiple of {per_step} "
+                f"(micro batch {self.train_micro_batch_size_per_gpu()} x {self.mesh.dp.degree} ranks)",
+                fix=f"use a multiple of {per_step}",
+            )
+        steps = train_batch_size // per_step
+        self._config = self._config.model_copy(
+            update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -233,151 +247,15 @@ class Engine(nn.Module):
                 "train_batch() has no data", fix="pass an iterator, or initialize(training_data=...)"
             )
         if self._data is None:
-            self._data = _forever(self.training_dataloader)
+            self._data = forever(self.training_dataloader)
         return self._data
 
     def _loss_of(self, batch: Any) -> Tensor:
-        batch = _to_device(batch, self.device)
-        output = (
-            self(**batch)
-            if isinstance(batch, dict)
-            else self(*batch)
-            if isinstance(batch, list | tuple)
-            else self(batch)
-        )
-        return (
-            output
-            if isinstance(output, Tensor)
-            else output["loss"]
-            if isinstance(output, dict)
-            else output[0]
-        )
+        return loss_in(call(self, to_device(batch, self.device)))
 
     def _mean(self, value: Tensor) -> Tensor:
         all_reduce(value, self.mesh.dp, "root/loss").wait()
         return value / self.mesh.dp.degree
-
-    # ---- what people ask --------------------------------------------------------------------
-
-    def was_step_applied(self) -> bool:
-        """False after a skipped step (overflow) and between boundaries."""
-        return self._applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the mean gradient of the last step before clipping; the same number at every stage."""
-        return self._norm
-
-    def get_lr(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
-
-    def get_mom(self) -> list[Any]:
-        groups = self.optimizer.param_groups if self.optimizer else []
-        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
-
-    def get_type(self) -> list[str]:
-        return (
-            [type(self.optimizer.inner).__name__] * len(self.optimizer.param_groups) if self.optimizer else []
-        )
-
-    def loss_scale(self) -> float:
-        return self.loss_scaler.scale
-
-    def train_batch_size(self) -> int:
-        return _whole(self._config.train_batch_size)
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return _whole(self._config.train_micro_batch_size_per_gpu)
-
-    def gradient_accumulation_steps(self) -> int:
-        return _whole(self._config.gradient_accumulation_steps)
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing gradient_accumulation_steps."""
-        per_step = self.train_micro_batch_size_per_gpu() * self.mesh.dp.degree
-        if train_batch_size < per_step or train_batch_size % per_step:
-            raise ConfigError(
-                f"train_batch_size {train_batch_size} is no multiple of {per_step} "
-                f"(micro batch {self.train_micro_batch_size_per_gpu()} x {self.mesh.dp.degree} ranks)",
-                fix=f"use a multiple of {per_step}",
-            )
-        steps = train_batch_size // per_step
-        self._config = self._config.model_copy(
-            update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
-        )
-
-    def steps_per_print(self) -> int | None:
-        return self._config.steps_per_print  # type: ignore[return-value]
-
-    def wall_clock_breakdown(self) -> bool:
-        return bool(self._config.wall_clock_breakdown)
-
-    def zero_optimization_stage(self) -> int:
-        return int(self._config.zero_optimization.stage)
-
-    def zero_optimization(self) -> bool:
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self.zero_optimization_stage() >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.zero_optimization_stage() >= 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return bool(self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
-
-    def fp16_enabled(self) -> bool:
-        return bool(self._config.fp16.enabled)
-
-    def bfloat16_enabled(self) -> bool:
-        return bool(self._config.bf16.enabled)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The resolved JSON as a plain dict."""
-        return self._config.to_dict()
-
-    @property
-    def resolved(self) -> Config:
-        """The resolved JSON, typed."""
-        return self._config
-
-    @property
-    def device(self) -> torch.device:
-        return self.mesh.device
-
-    @property
-    def global_rank(self) -> int:
-        return self.mesh.rank
-
-    @property
-    def local_rank(self) -> int:
-        return self.mesh.device.index or 0
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh.world_size
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.mesh.dp.degree
-
-    @property
-    def mp_world_size(self) -> int:
-        return self.mesh.axes["tp"].degree
-
-    @property
-    def data_parallel_group(self) -> Any:
-        return self.mesh.dp.group
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the first param group."""
-        return self.get_lr()[0]
-
-    def held_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds: parameters, master weights, gradients, optimizer state."""
-        return {**self.zero.held_bytes(), "optimizer": self.optimizer.held_bytes() if self.optimizer else 0}
 
     # ---- saving and loading -----------------------------------------------------------------
 
@@ -500,49 +378,3 @@ class Engine(nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
-
-
-def _loss_scale(config: Config) -> LossScale:
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return LossScale()
-    if fp16.loss_scale > 0:
-        return LossScale(scale=float(fp16.loss_scale))
-    return LossScale(
-        scale=float(2**fp16.initial_scale_power),
-        dynamic=True,
-        window=fp16.loss_scale_window,
-        minimum=float(fp16.min_loss_scale),
-        hysteresis=fp16.hysteresis,
-        consecutive=fp16.consecutive_hysteresis,
-        tolerance=fp16.hysteresis,
-    )
-
-
-def _whole(value: Any) -> int:
-    assert isinstance(value, int), "the config was resolved"
-    return value
-
-
-def _forever(loader: Any) -> Iterator[Any]:
-    for epoch in count():
-        set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)  # another order in every epoch
-        batch = None
-        for batch in loader:
-            yield batch
-        if batch is None:
-            raise ConfigError("training_data has no whole microbatch for this rank", fix="give more rows")
-
-
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, change, value)
-
-
-def _to_device(batch: Any, device: torch.device) -> Any:
-    return _map(batch, lambda t: t.to(device, non_blocking=True))
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return _map(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from launcher.config.precision import Fp16Config
 from launcher.errors import LauncherError
 
 
@@ -33,6 +34,23 @@ class LossScale:
     tolerance: int = 2
     step: int = 0
     last_overflow: int = -1
+
+    @classmethod
+    def of(cls, fp16: Fp16Config) -> LossScale:
+        """The scale that the section asks for; 1 when fp16 is off."""
+        if not fp16.enabled:
+            return cls()
+        if fp16.loss_scale > 0:
+            return cls(scale=float(fp16.loss_scale))
+        return cls(
+            scale=float(2**fp16.initial_scale_power),
+            dynamic=True,
+            window=fp16.loss_scale_window,
+            minimum=float(fp16.min_loss_scale),
+            hysteresis=fp16.hysteresis,
+            consecutive=fp16.consecutive_hysteresis,
+            tolerance=fp16.hysteresis,
+        )
 
     def update(self, overflow: bool) -> None:
         """Call once a step.

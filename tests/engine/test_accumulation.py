@@ -244,3 +244,25 @@ def save_in_the_middle(ctx: RankContext, stage: int, directory: Path) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_checkpoint_between_boundaries(pool: WorkerPool, stage: int, tmp_path: Path) -> None:
     pool.run(save_in_the_middle, 2, stage, tmp_path)
+
+
+def by_hand(ctx: RankContext, stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    """loss.backward() instead of engine.backward(loss)."""
+    engine = engine_of(config_of(stage, 2))
+    losses = []
+    for step in range(STEPS):
+        for part in microbatches(ctx, step, 2):
+            loss = engine(*part)
+            loss.backward()
+            losses.append(loss.item())
+            engine.step()
+    return losses, whole_weights(engine)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_backward_by_hand_gives_the_mean_too(pool: WorkerPool, stage: int) -> None:
+    losses, weights, _ = pool.run(counted, 2, stage, False)[0]
+    by_hand_losses, by_hand_weights = pool.run(by_hand, 2, stage)[0]
+    assert by_hand_losses == pytest.approx(losses, rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(by_hand_weights[name], weight, rtol=1e-5, atol=1e-6)

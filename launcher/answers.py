@@ -1,0 +1,137 @@
+"""What people ask an engine: DeepSpeed's getters, and a few of our own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from launcher.comm import Mesh
+from launcher.config import Config
+from launcher.optim.loss_scale import LossScale
+from launcher.optim.sharded import ShardedOptimizer
+from launcher.zero import ZeroModel
+
+
+class Answers:
+    """The questions that an engine answers without doing anything."""
+
+    zero: ZeroModel
+    mesh: Mesh
+    optimizer: ShardedOptimizer | None
+    loss_scaler: LossScale
+    _config: Config
+    _norm: float | None
+    _applied: bool
+
+    def was_step_applied(self) -> bool:
+        """False after a skipped step (overflow) and between boundaries."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the mean gradient of the last step before clipping; the same number at every stage."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_mom(self) -> list[Any]:
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def get_type(self) -> list[str]:
+        return (
+            [type(self.optimizer.inner).__name__] * len(self.optimizer.param_groups) if self.optimizer else []
+        )
+
+    def loss_scale(self) -> float:
+        return self.loss_scaler.scale
+
+    def train_batch_size(self) -> int:
+        return _whole(self._config.train_batch_size)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return _whole(self._config.train_micro_batch_size_per_gpu)
+
+    def gradient_accumulation_steps(self) -> int:
+        return _whole(self._config.gradient_accumulation_steps)
+
+    def steps_per_print(self) -> int | None:
+        return self._config.steps_per_print  # type: ignore[return-value]
+
+    def wall_clock_breakdown(self) -> bool:
+        return bool(self._config.wall_clock_breakdown)
+
+    def zero_optimization_stage(self) -> int:
+        return int(self._config.zero_optimization.stage)
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() >= 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return bool(self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
+
+    def fp16_enabled(self) -> bool:
+        return bool(self._config.fp16.enabled)
+
+    def bfloat16_enabled(self) -> bool:
+        return bool(self._config.bf16.enabled)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved JSON as a plain dict."""
+        return self._config.to_dict()
+
+    @property
+    def resolved(self) -> Config:
+        """The resolved JSON, typed."""
+        return self._config
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.mesh.dp.degree
+
+    @property
+    def mp_world_size(self) -> int:
+        return self.mesh.axes["tp"].degree
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return self.mesh.dp.group
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first param group."""
+        return self.get_lr()[0]
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes this rank holds: parameters, master weights, gradients, optimizer state."""
+        return {**self.zero.held_bytes(), "optimizer": self.optimizer.held_bytes() if self.optimizer else 0}
+
+
+def _whole(value: Any) -> int:
+    assert isinstance(value, int), "the config was resolved"
+    return value

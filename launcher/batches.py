@@ -1,0 +1,60 @@
+"""What train_batch() and eval_batch() do with data: endless epochs, the way to the device, the loss of an output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.errors import ConfigError
+
+
+def forever(loader: Any) -> Iterator[Any]:
+    """The loader's batches, epoch after epoch, each in another order.
+
+    Raises:
+        ConfigError: the loader has no batch.
+    """
+    for epoch in count():
+        set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        batch = None
+        for batch in loader:
+            yield batch
+        if batch is None:
+            raise ConfigError("training_data has no whole microbatch for this rank", fix="give more rows")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it on `device`."""
+    return _map(batch, lambda t: t.to(device, non_blocking=True))
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The value with every floating-point tensor in it in `dtype`."""
+    return _map(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def call(module: Callable[..., Any], batch: Any) -> Any:
+    """module(batch), with a dict as keywords and a list or tuple as arguments."""
+    if isinstance(batch, dict):
+        return module(**batch)
+    if isinstance(batch, list | tuple):
+        return module(*batch)
+    return module(batch)
+
+
+def loss_in(output: Any) -> Tensor:
+    """The loss: the output itself, its "loss", or its first part."""
+    if isinstance(output, Tensor):
+        return output
+    loss: Tensor = output["loss"] if isinstance(output, dict) else output[0]
+    return loss
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, change, value)
