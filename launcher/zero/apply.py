@@ -101,6 +101,7 @@ class ZeroModel:
         return report[0], flags
 
     def zero_grad(self) -> None:
+        self.hooks.abandon()
         for gradient in self.gradients:
             gradient.zero()
 
@@ -114,9 +115,10 @@ class ZeroModel:
 
         Args:
             parameters: which (their units are gathered); default: all.
-            modifier_rank: this rank's edits are kept and sent to all; None: edits to sharded parameters are lost.
+            modifier_rank: this rank's edits of `parameters` are kept and sent to all; None: edits to sharded parameters are lost.
         """
-        units = self._units_of(parameters)
+        slots = self._slots_of(parameters)
+        units = list(dict.fromkeys(self._unit_of[slot] for slot in slots))
         opened = [unit for unit in units if not unit.gathered]
         for unit in opened:
             unit.gather_start("gather")
@@ -125,17 +127,17 @@ class ZeroModel:
         try:
             yield
             if modifier_rank is not None:
-                for flat in [flat for unit in units for flat in unit.flats]:
-                    flat.take_back(modifier_rank)
+                for slot in slots:
+                    slot.flat.take_back(slot, modifier_rank)
         finally:
             for unit in opened:
                 unit.free()
 
-    def _units_of(self, parameters: Iterable[Tensor] | None) -> list[Unit]:
+    def _slots_of(self, parameters: Iterable[Tensor] | None) -> list[Slot]:
         if parameters is None:
-            return self.units
+            return list(self.slots.values())
         slots = [self.slot_of(parameter) for parameter in parameters]
-        return list(dict.fromkeys(self._unit_of[slot] for slot in slots if slot is not None))
+        return list(dict.fromkeys(slot for slot in slots if slot is not None))
 
     def slot_of(self, parameter: Tensor) -> Slot | None:
         """The slot of a parameter (leaf or handle) of this model; None for any other tensor."""

@@ -288,9 +288,12 @@ class FlatBuffer:
         parts = [slice(at, at + size) for at in range(0, self.shard.numel(), size)]
         return [all_gather(self.full, self.axis, tag, within=part) for part in parts]
 
-    def take_back(self, source: int) -> None:
-        """Make rank `source`'s gathered parameters everybody's: parameters, shards and master weights."""
+    def take_back(self, edited: Slot, source: int) -> None:
+        """Make a gathered parameter of rank `source` everybody's: parameter, shard and master weights."""
         assert self.full is not None
-        broadcast(self.full, self.axis, f"{self.name}/edit", source=source).wait()
-        self.shard.copy_(self.full[self.shard_span])
-        self.master.copy_(self.full[self.owned])
+        full = self.full
+        broadcast(full[edited.span], self.axis, f"{self.name}/edit", source=source).wait()
+        for span, kept in ((self.shard_span, self.shard), (self.owned, self.master)):
+            start, stop = max(edited.span.start, span.start), min(edited.span.stop, span.stop)
+            if start < stop:
+                kept[start - span.start : stop - span.start].copy_(full[start:stop])

@@ -76,6 +76,7 @@ class Hooks:
         return before_forward
 
     def _begin_forward(self) -> None:
+        self.abandon()
         self.fetcher.begin(torch.is_grad_enabled())
         if torch.is_grad_enabled() and any(unit.sharded for unit in self.units):
             packing = saved_tensors_hooks(self._pack, self._unpack)
@@ -169,9 +170,18 @@ class Hooks:
         return gradient_arrived
 
     def _end_backward(self) -> None:
-        self._in_backward = False
         with record_function("root/finish_backward"):
             self.reducer.finish()
+        self._forget_backward()
+
+    def abandon(self) -> None:
+        """Forget a backward that an exception ended: autograd does not call us then."""
+        if self._in_backward:
+            self.reducer.abandon()
+            self._forget_backward()
+
+    def _forget_backward(self) -> None:
+        self._in_backward = False
         for unit in self.units:
             unit.arrived, unit.in_backward = 0, False
         self.fetcher.end()

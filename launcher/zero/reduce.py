@@ -53,6 +53,10 @@ class Reducer:
         """The backward is over: launch what is left, in order, and wait for everything."""
         for unit in self.order[self._turn :]:
             self._launch(unit)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Wait for what is under way, launch no more, and be ready for the next backward."""
         while self._in_flight:
             self._wait_oldest()
         self._turn = 0
