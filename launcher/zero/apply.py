@@ -115,7 +115,8 @@ class ZeroModel:
 
         Args:
             parameters: which (their units are gathered); default: all.
-            modifier_rank: this rank's edits of `parameters` are kept and sent to all; None: edits to sharded parameters are lost.
+            modifier_rank: this rank's edits of `parameters` are kept and sent to all; None: edits to sharded
+                parameters are lost.
         """
         slots = self._slots_of(parameters)
         units = list(dict.fromkeys(self._unit_of[slot] for slot in slots))
