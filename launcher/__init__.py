@@ -14,7 +14,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "initialize": "launcher.assemble",
+    "initialize": "launcher.engine.assemble",
     "Engine": "launcher.engine",
     "init_distributed": "launcher.comm",
     "add_config_arguments": "launcher.arguments",

@@ -9,11 +9,11 @@ import launcher
 from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import training_parser
 from launcher.data import load_sft, load_tokenizer
+from launcher.engine.weights import model_with_source, weights_directory
 from launcher.errors import ConfigError
 from launcher.models.build import load_config
 from launcher.run import Run
 from launcher.train import Training
-from launcher.weights import model_with_source, weights_directory
 
 SEQ_LENGTH, EPOCHS, MICRO_BATCH, LR = 512, 1.0, 1, 2e-5
 

@@ -9,10 +9,10 @@ import launcher
 from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import training_parser
 from launcher.data import load_text, load_tokenizer, pack, train_tokenizer
+from launcher.engine.weights import model_with_source
 from launcher.models.build import load_config
 from launcher.run import Run
 from launcher.train import Training
-from launcher.weights import model_with_source
 
 SEQ_LENGTH, MAX_STEPS, MICRO_BATCH, LR = 256, 200, 4, 1e-3
 

@@ -5,15 +5,16 @@ tests count. A call returns a `Pending`; `wait()` gives the result.
 
 All buffers are flat. With N ranks on the axis a buffer of N * s elements is N slices of s; rank r owns slice r.
 
-On CPUs, gloo's own reduce-scatter is an all-reduce of a copy and its all-gather copies twice, so the two are made
-here of pairwise sends: each rank sends slice j straight to rank j. The bytes on the wire are the optimum
-(N - 1) / N, and the sum is taken in rank order, so it is the same number on every run.
+CPU ranks of one machine read each other's memory (`memory.py`). Elsewhere, gloo's own reduce-scatter is an all-reduce
+of a copy and its all-gather copies twice, so the two are made here of pairwise sends: each rank sends slice j straight
+to rank j. Either way the bytes that travel are the optimum, (N - 1) / N of the buffer, and the sum is taken in rank
+order: the same number on every run.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from launcher.comm.memory import Waitable
 from launcher.comm.mesh import Axis
 
 # torch 2.13 renamed these two; older versions know only the second name.
@@ -30,8 +32,9 @@ _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 # Pairwise messages of two collectives may be in flight together; a running number keeps them apart. Gathers and
 # reductions are numbered apart, for their order relative to each other may differ from rank to rank.
-_gathers, _reductions = itertools.count(0, 2), itertools.count(1, 2)
+_gathers, _reductions = itertools.count(0, 4), itertools.count(1, 4)
 _MESSAGES = 1 << 20
+SMALL = 1 << 15  # bytes of a slice; smaller ones are sent: that takes one message, reading takes two
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class CollectiveRecord:
 class Pending:
     """A collective in flight. It holds its buffers: keeping the reference is what keeps them alive."""
 
-    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
-        self._works, self._finish = works, finish
+    def __init__(self, works: Sequence[Waitable], finish: Callable[[], None] | None = None) -> None:
+        self._works, self._finish = list(works), finish
 
     def wait(self) -> None:
         """Block until the result is in place (on CUDA: make the current stream wait for it). Safe to call again."""
@@ -89,6 +92,10 @@ def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:
             records.append(record)
 
 
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _peers(axis: Axis) -> Iterator[int]:
     """The other ranks of the axis, nearest successor first, so that no two ranks start with the same target."""
     return ((axis.rank + step) % axis.degree for step in range(1, axis.degree))
@@ -111,7 +118,9 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
                 return Pending([_native_all_gather(full, mine, group=axis.group, async_op=True)])
             return Pending([dist.all_gather(slices, mine, group=axis.group, async_op=True)])
         message = next(_gathers) % _MESSAGES
-        works = [axis.group.recv([slices[peer]], peer, message) for peer in _peers(axis)]
+        if axis.memory is not None and _nbytes(mine) >= SMALL:
+            return Pending(axis.memory.gather(slices, message))
+        works: list[Waitable] = [axis.group.recv([slices[peer]], peer, message) for peer in _peers(axis)]
         works += [axis.group.send([mine], peer, message) for peer in _peers(axis)]
         return Pending(works)
 
@@ -139,10 +148,16 @@ def reduce_scatter(
     with record_function(f"{tag}/reduce_scatter"):
         if full.device.type != "cpu":
             return _native(full, slices, out, axis, accumulate)
+        message = next(_reductions) % _MESSAGES
+        if axis.memory is not None and _nbytes(slices[0]) >= SMALL:
+
+            def add(blocks: dict[int, Tensor], where: slice) -> None:
+                _sum_in_rank_order(blocks, out[where], accumulate)
+
+            return Pending(axis.memory.reduce_scatter(slices, message, add))
         received = torch.empty(axis.degree - 1, out.numel(), dtype=full.dtype, device=full.device)
         parts = {peer: received[peer - (peer > axis.rank)] for peer in _peers(axis)}
-        message = next(_reductions) % _MESSAGES
-        works = [axis.reductions.recv([parts[peer]], peer, message) for peer in _peers(axis)]
+        works: list[Waitable] = [axis.reductions.recv([parts[peer]], peer, message) for peer in _peers(axis)]
         works += [axis.reductions.send([slices[peer]], peer, message) for peer in _peers(axis)]
         parts[axis.rank] = slices[axis.rank]
         return Pending(works, lambda: _sum_in_rank_order(parts, out, accumulate))
@@ -192,6 +207,15 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     if axis.reductions is None:
         return Pending([])
     with record_function(f"{tag}/all_reduce"):
+        slices = list(buffer.tensor_split(axis.degree))
+        if axis.memory is not None and buffer.is_contiguous() and _nbytes(slices[-1]) >= SMALL:
+            mine = slices[axis.rank]
+
+            def add(blocks: dict[int, Tensor], where: slice) -> None:
+                _sum_in_rank_order(blocks, mine[where], accumulate=False)
+
+            messages = next(_reductions) % _MESSAGES, next(_reductions) % _MESSAGES
+            return Pending(axis.memory.all_reduce(slices, messages, add))
         return Pending([dist.all_reduce(buffer, group=axis.reductions, async_op=True)])
 
 

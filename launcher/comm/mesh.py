@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from launcher.comm.memory import PeerMemory, Unreadable
 from launcher.errors import ConfigError
 
+TRANSPORT = "LAUNCHER_CPU_TRANSPORT"  # "sockets": never read the memory of other ranks
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: tp ranks are neighbours, so they share a node
 
 
@@ -24,6 +27,8 @@ class Axis:
         group: process group of the ranks along the axis; None when degree is 1.
         reductions: the same ranks, for reductions. NCCL needs all ranks to start the collectives of a group in one
             order, and under ZeRO-3 a gather on demand may come before a reduction here and after it there.
+        memory: of the other ranks, where they run on CPUs of this machine and it can be read.
+        transport: how bytes go along the axis, for people.
     """
 
     name: str
@@ -31,6 +36,8 @@ class Axis:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     reductions: dist.ProcessGroup | None = None
+    memory: PeerMemory | None = None
+    transport: str = ""
 
     def span(self, numel: int) -> slice:
         """This rank's slice of a flat buffer of `numel` elements, which the degree must divide."""
@@ -93,8 +100,18 @@ def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str,
     for place, (i, name) in enumerate(zip(live, names, strict=True)):
         group = mesh.get_group(name)
         reductions = _twin(mesh.mesh, place) if device.type == "cuda" else group
-        axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, reductions)
+        memory, transport = (None, "nccl") if device.type == "cuda" else _memory(group)
+        axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, reductions, memory, transport)
     return axes
+
+
+def _memory(group: dist.ProcessGroup) -> tuple[PeerMemory | None, str]:
+    if os.environ.get(TRANSPORT) == "sockets":
+        return None, f"sockets: {TRANSPORT} says so"
+    try:
+        return PeerMemory.of(group), "each other's memory"
+    except Unreadable as why:
+        return None, f"sockets: {why}"
 
 
 def _twin(ranks: torch.Tensor, dim: int) -> dist.ProcessGroup | None:

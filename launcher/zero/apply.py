@@ -87,12 +87,10 @@ class ZeroModel:
         """
         slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
         squares = sum(
-            (_sum_of_squares(gradient.owned) for gradient in self.gradients),
+            (_sum_of_squares(gradient.share) for gradient in self.gradients),
             torch.zeros((), dtype=torch.float64),
         )
         used = torch.tensor([float(slot.used) for slot in slots], dtype=torch.float64)
-        if not self.policy.shard_optim:  # every rank has the whole gradient: count it once
-            squares = squares / self.axis.degree
         report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
         all_reduce(report, self.axis, "root/norm").wait()
         flags = [bool(count) for count in report[1:].tolist()]

@@ -34,6 +34,11 @@ class FlatGradient:
         return self._full_buffer()[self.flat.owned]
 
     @property
+    def share(self) -> Tensor:
+        """[numel / degree]: this rank's slice of the reduced gradient; all ranks' slices are the whole of it."""
+        return self.owned if self.flat.shards_optim else self._full_buffer()[self.flat.shard_span]
+
+    @property
     def held_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self._full, self._shard) if t is not None)
 

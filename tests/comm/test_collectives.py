@@ -1,16 +1,37 @@
-"""Every collective gives what its definition says, in parts, in place, and in a wider dtype."""
+"""Every collective gives what its definition says: in parts, in place, in a wider dtype, whichever way bytes go."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 from torch import Tensor
 
 from launcher.comm import Mesh, all_gather, all_reduce, broadcast, record_collectives, reduce_scatter
+from launcher.comm.collectives import SMALL
+from launcher.comm.memory import BLOCK
+from launcher.comm.mesh import TRANSPORT, Axis
 from tests.pool import RankContext, WorkerPool
 
-S = 96  # elements of a slice
-WORLDS = [1, 2, 3, 4]
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+PARTS = pytest.mark.parametrize("cuts", [1, 2], ids=["whole", "parts"])
+# (elements of a slice, transport): sent because it is small; read; read block by block; always sent
+WAYS = pytest.mark.parametrize(
+    ("size", "way"), [(96, ""), (SMALL, ""), (BLOCK + 5000, ""), (SMALL, "sockets")]
+)
+
+
+def axis_of(way: str) -> Axis:
+    os.environ[TRANSPORT] = way
+    try:
+        return Mesh.build(torch.device("cpu")).dp
+    finally:
+        del os.environ[TRANSPORT]
+
+
+def parts_of(size: int, cuts: int) -> list[slice]:
+    return [slice(None)] if cuts == 1 else [slice(0, size // 3), slice(size // 3, size)]
 
 
 def values(rank: int, numel: int) -> Tensor:
@@ -18,87 +39,97 @@ def values(rank: int, numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-def gather(ctx: RankContext, parts: list[slice]) -> Tensor:
-    axis = Mesh.build(torch.device("cpu")).dp
-    full = torch.full((ctx.world * S,), float("nan"))
-    full[axis.span(full.numel())] = values(ctx.rank, S)
-    for pending in [all_gather(full, axis, "unit/forward", within=part) for part in parts]:
+def gather(ctx: RankContext, size: int, way: str, cuts: int) -> Tensor:
+    axis = axis_of(way)
+    full = torch.full((ctx.world * size,), float("nan"))
+    full[axis.span(full.numel())] = values(ctx.rank, size)
+    for pending in [all_gather(full, axis, "unit/forward", within=part) for part in parts_of(size, cuts)]:
         pending.wait()
     return full
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("parts", [[slice(None)], [slice(0, 32), slice(32, 96)]], ids=["whole", "parts"])
-def test_all_gather(pool: WorkerPool, world: int, parts: list[slice]) -> None:
-    want = torch.cat([values(rank, S) for rank in range(world)])
-    for got in pool.run(gather, world, parts):
+@WORLDS
+@WAYS
+@PARTS
+def test_all_gather(pool: WorkerPool, world: int, size: int, way: str, cuts: int) -> None:
+    want = torch.cat([values(rank, size) for rank in range(world)])
+    for got in pool.run(gather, world, size, way, cuts):
         assert torch.equal(got, want)
 
 
 def scatter(
-    ctx: RankContext, parts: list[slice], in_place: bool, accumulate: bool, wire: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    axis = Mesh.build(torch.device("cpu")).dp
-    full = values(ctx.rank, ctx.world * S).to(wire)
-    before = full.clone()
-    out = full[axis.span(full.numel())] if in_place else torch.ones(S)
+    ctx: RankContext, size: int, way: str, cuts: int, in_place: bool, accumulate: bool, wire: torch.dtype
+) -> tuple[Tensor, bool]:
+    axis = axis_of(way)
+    full = values(ctx.rank, ctx.world * size).to(wire)
+    before, mine = full.clone(), axis.span(full.numel())
+    out = full[mine] if in_place else torch.ones(size)
+    parts = parts_of(size, cuts)
     works = [reduce_scatter(full, out, axis, "unit/backward", within=p, accumulate=accumulate) for p in parts]
     for pending in works:
         pending.wait()
-    mine = axis.span(full.numel())
-    untouched = torch.cat(
-        [full[: mine.start] - before[: mine.start], full[mine.stop :] - before[mine.stop :]]
-    )
-    return out.clone(), untouched
+    result = out.clone()
+    full[mine] = before[mine]
+    return result, torch.equal(full, before)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("parts", [[slice(None)], [slice(0, 32), slice(32, 96)]], ids=["whole", "parts"])
-@pytest.mark.parametrize(
-    ("in_place", "accumulate", "wire"),
-    [
-        (False, False, torch.float32),
-        (True, False, torch.float32),
-        (False, True, torch.float32),
-        (False, False, torch.bfloat16),
-        (False, True, torch.bfloat16),
-    ],
-    ids=["out", "in place", "accumulate", "bf16 wire", "bf16 wire, accumulate"],
-)
+@WORLDS
+@WAYS
+@PARTS
+@pytest.mark.parametrize(("in_place", "accumulate", "wire"), [
+    (False, False, torch.float32),
+    (True, False, torch.float32),
+    (False, True, torch.float32),
+    (False, False, torch.bfloat16),
+    (False, True, torch.bfloat16),
+], ids=["out", "in place", "accumulate", "bf16 wire", "bf16 wire, accumulate"])  # fmt: skip
 def test_reduce_scatter(
-    pool: WorkerPool, world: int, parts: list[slice], in_place: bool, accumulate: bool, wire: torch.dtype
+    pool: WorkerPool,
+    world: int,
+    size: int,
+    way: str,
+    cuts: int,
+    in_place: bool,
+    accumulate: bool,
+    wire: torch.dtype,
 ) -> None:
     """The sum is taken in rank order, in the dtype of the result: the very same bits as here."""
-    terms = [values(rank, world * S).to(wire).float() for rank in range(world)]
-    want = torch.ones(world * S) if accumulate else torch.zeros(world * S)
-    for term in terms:
-        want = want + term
-    for rank, (got, untouched) in enumerate(pool.run(scatter, world, parts, in_place, accumulate, wire)):
-        assert torch.equal(got, want[rank * S : (rank + 1) * S])
-        assert not untouched.any()
+    want = torch.ones(world * size) if accumulate else torch.zeros(world * size)
+    for rank in range(world):
+        want = want + values(rank, world * size).to(wire).float()
+    results = pool.run(scatter, world, size, way, cuts, in_place, accumulate, wire)
+    for rank, (got, others_kept) in enumerate(results):
+        assert torch.equal(got, want[rank * size : (rank + 1) * size])
+        assert others_kept
 
 
-def reduce_and_send(ctx: RankContext) -> tuple[Tensor, Tensor]:
-    axis = Mesh.build(torch.device("cpu")).dp
-    summed, sent = values(ctx.rank, S), values(ctx.rank, S)
-    all_reduce(summed, axis, "root/norm").wait()
-    broadcast(sent, axis, "root/init", source=ctx.world - 1).wait()
+def reduce_and_send(ctx: RankContext, size: int, way: str) -> tuple[Tensor, Tensor]:
+    axis = axis_of(way)
+    numel = ctx.world * size + 1  # ranks' slices differ in length
+    summed, sent = values(ctx.rank, numel), values(ctx.rank, numel)
+    works = [all_reduce(summed, axis, "root/norm"), broadcast(sent, axis, "root/init", source=ctx.world - 1)]
+    for pending in works:
+        pending.wait()
     return summed, sent
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_all_reduce_and_broadcast(pool: WorkerPool, world: int) -> None:
-    for summed, sent in pool.run(reduce_and_send, world):
-        torch.testing.assert_close(summed, sum(values(rank, S) for rank in range(world)))
-        assert torch.equal(sent, values(world - 1, S))
+@WORLDS
+@WAYS
+def test_all_reduce_and_broadcast(pool: WorkerPool, world: int, size: int, way: str) -> None:
+    want = sum(values(rank, world * size + 1) for rank in range(world))
+    results = pool.run(reduce_and_send, world, size, way)
+    for summed, sent in results:
+        torch.testing.assert_close(summed, want)
+        assert torch.equal(summed, results[0][0])
+        assert torch.equal(sent, values(world - 1, world * size + 1))
 
 
-def crossed(ctx: RankContext) -> list[Tensor]:
+def crossed(ctx: RankContext, size: int, way: str) -> list[Tensor]:
     """Rank 0 gathers before it reduces, the others after: a parameter that is used on one rank only."""
-    axis = Mesh.build(torch.device("cpu")).dp
-    gathered = torch.zeros(ctx.world * S)
-    gathered[axis.span(gathered.numel())] = values(ctx.rank, S)
-    full, out = values(ctx.rank, ctx.world * S), torch.empty(S)
+    axis = axis_of(way)
+    gathered = torch.zeros(ctx.world * size)
+    gathered[axis.span(gathered.numel())] = values(ctx.rank, size)
+    full, out = values(ctx.rank, ctx.world * size), torch.empty(size)
     starts = [
         lambda: all_gather(gathered, axis, "a/backward"),
         lambda: reduce_scatter(full, out, axis, "b/backward"),
@@ -108,17 +139,47 @@ def crossed(ctx: RankContext) -> list[Tensor]:
     return [gathered, out]
 
 
+@WAYS
 @pytest.mark.parametrize("world", [2, 4])
-def test_gathers_and_reductions_may_cross(pool: WorkerPool, world: int) -> None:
-    total = sum(values(rank, world * S) for rank in range(world))
-    for rank, (gathered, out) in enumerate(pool.run(crossed, world)):
-        assert torch.equal(gathered, torch.cat([values(r, S) for r in range(world)]))
-        torch.testing.assert_close(out, total[rank * S : (rank + 1) * S])  # type: ignore[index]
+def test_gathers_and_reductions_may_cross(pool: WorkerPool, world: int, size: int, way: str) -> None:
+    total = torch.stack([values(rank, world * size) for rank in range(world)]).sum(0)
+    for rank, (gathered, out) in enumerate(pool.run(crossed, world, size, way)):
+        assert torch.equal(gathered, torch.cat([values(r, size) for r in range(world)]))
+        torch.testing.assert_close(out, total[rank * size : (rank + 1) * size])
+
+
+def many(ctx: RankContext, size: int) -> bool:
+    """Buffers that are changed as soon as the result is waited for, and are used again at once."""
+    axis = axis_of("")
+    full, good = torch.zeros(ctx.world * size), True
+    for turn in range(30):
+        full.fill_(ctx.rank + turn)
+        all_reduce(full, axis, "root/a").wait()
+        good &= bool((full == sum(range(ctx.world)) + ctx.world * turn).all())
+        full[axis.span(full.numel())] = ctx.rank
+        all_gather(full, axis, "root/b").wait()
+        good &= bool((full.view(ctx.world, -1) == torch.arange(ctx.world).view(-1, 1)).all())
+    return good
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_buffer_may_be_changed_after_the_wait(pool: WorkerPool, world: int) -> None:
+    assert all(pool.run(many, world, SMALL))
+
+
+def transport(ctx: RankContext, way: str) -> str:
+    return axis_of(way).transport
+
+
+def test_what_was_chosen_is_said(pool: WorkerPool) -> None:
+    assert pool.run(transport, 2, "sockets") == ["sockets: LAUNCHER_CPU_TRANSPORT says so"] * 2
+    (first, second) = pool.run(transport, 2, "")
+    assert first == second and (first == "each other's memory" or first.startswith("sockets: "))
 
 
 def recorded(ctx: RankContext) -> list[tuple[str, str, int, int]]:
-    axis = Mesh.build(torch.device("cpu")).dp
-    full, out = torch.zeros(ctx.world * S), torch.zeros(S)
+    axis, size = axis_of(""), 96
+    full, out = torch.zeros(ctx.world * size), torch.zeros(size)
     with record_collectives() as records:
         all_gather(full, axis, "a/forward").wait()
         reduce_scatter(full, out, axis, "a/backward").wait()
@@ -129,13 +190,13 @@ def recorded(ctx: RankContext) -> list[tuple[str, str, int, int]]:
 
 def test_records(pool: WorkerPool) -> None:
     """Bytes sent are (N - 1) / N of the buffer, twice that for an all-reduce."""
-    once = 3 * S * 4
+    whole, once = 4 * 96, 3 * 96 * 4
     assert pool.run(recorded, 4) == 4 * [
         [
-            ("all_gather", "a/forward", 4 * S, once),
-            ("reduce_scatter", "a/backward", 4 * S, once),
-            ("all_reduce", "root/norm", 4 * S, 2 * once),
-            ("broadcast", "root/init", 4 * S, once),
+            ("all_gather", "a/forward", whole, once),
+            ("reduce_scatter", "a/backward", whole, once),
+            ("all_reduce", "root/norm", whole, 2 * once),
+            ("broadcast", "root/init", whole, once),
         ]
     ]
     assert pool.run(recorded, 1) == [[]]

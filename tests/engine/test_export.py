@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import launcher
+from launcher.engine.weights import model_with_source
 from launcher.errors import CheckpointError, ConfigError
 from launcher.models.build import load_config
 from launcher.models.load import SafetensorsSource
-from launcher.weights import model_with_source
 from tests.engine.driving import CPU, advance, config_of, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, share, tiny_gpt2, tiny_llama

@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-from tests.pool import WorkerPool
+from launcher.comm import collectives
+from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import PlainRun, batch, tiny_gpt2, tiny_llama, train_plain
 from tests.zero.training import LR, SEQUENCES, Case, Trained, train
 
@@ -139,3 +140,20 @@ def test_fp16_with_a_dynamic_scale(pool: WorkerPool) -> None:
     want = truth("llama", False, "fp32", 2)
     for run in runs:
         assert run.losses == pytest.approx(want.losses, rel=5e-3)
+
+
+def train_by_memory(ctx: RankContext, case: Case) -> Trained:
+    """However small a slice is, it is read from the peers' memory, where that is possible."""
+    small, collectives.SMALL = collectives.SMALL, 0
+    try:
+        return train(ctx, case)
+    finally:
+        collectives.SMALL = small
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("world", "accumulation"), [(2, 3), (4, 1)])
+def test_reading_the_memory_of_peers(pool: WorkerPool, world: int, accumulation: int, stage: int) -> None:
+    want = truth("llama", False, "fp32", world * accumulation)
+    for got in pool.run(train_by_memory, world, Case(stage, accumulation)):
+        assert_same(got, want)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.checkpoint import export
+from launcher.engine.state import persistent_buffers
 from launcher.errors import CheckpointError
-from launcher.state import persistent_buffers
 
 if TYPE_CHECKING:
-    from launcher.engine import Engine
+    from launcher.engine.engine import Engine
     from launcher.zero.flat import Slot
     from launcher.zero.unit import Unit
 

@@ -14,11 +14,11 @@ from launcher.checkpoint.reader import read_metadata
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
 from launcher.checkpoint.values import decode, encode
+from launcher.engine.random_state import random_states, restore_random_states
 from launcher.errors import CheckpointError
-from launcher.random_state import random_states, restore_random_states
 
 if TYPE_CHECKING:
-    from launcher.engine import Engine
+    from launcher.engine.engine import Engine
 
 # Names in a checkpoint: model/<parameter>, buffer/<buffer>, optimizer/<state>/<parameter> (shaped like the parameter),
 # scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<rank>

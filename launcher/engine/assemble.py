@@ -13,7 +13,7 @@ from torch import nn
 
 from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
-from launcher.engine import Engine
+from launcher.engine.engine import Engine
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.initialize import initialize_module

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.answers import Answers
-from launcher.batches import call, cast, forever, loss_in, to_device
 from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
+from launcher.engine.answers import Answers
+from launcher.engine.batches import call, cast, forever, loss_in, to_device
+from launcher.engine.state import load_state, save_state
+from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.load import SINGLE_FILE
 from launcher.models.units import unit_modules
 from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.state import load_state, save_state
-from launcher.whole import export_model, whole_state_dict
 from launcher.zero import ZeroModel
 
 
