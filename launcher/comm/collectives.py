@@ -207,8 +207,8 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     if axis.reductions is None:
         return Pending([])
     with record_function(f"{tag}/all_reduce"):
-        slices = list(buffer.tensor_split(axis.degree))
-        if axis.memory is not None and buffer.is_contiguous() and _nbytes(slices[-1]) >= SMALL:
+        if axis.memory is not None and buffer.is_contiguous() and _nbytes(buffer) >= SMALL * axis.degree:
+            slices = list(buffer.view(-1).tensor_split(axis.degree))
             mine = slices[axis.rank]
 
             def add(blocks: dict[int, Tensor], where: slice) -> None:
