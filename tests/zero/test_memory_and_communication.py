@@ -12,11 +12,11 @@ from launcher.zero.reduce import UNITS_IN_FLIGHT
 from launcher.zero.unit import Unit
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, tiny_llama
-from tests.zero.training import SEQUENCES, Case, config_of, train
+from tests.zero.training import LAYERS, SEQUENCES, Case, config_of, train
 
-PARAMETERS = sum(p.numel() for p in tiny_llama().parameters())
-SLOTS = len(list(tiny_llama().parameters()))
-UNITS = 6  # embedding, three blocks, head, root
+PARAMETERS = sum(p.numel() for p in tiny_llama(layers=LAYERS).parameters())
+SLOTS = len(list(tiny_llama(layers=LAYERS).parameters()))
+UNITS = 3 + LAYERS  # embedding, blocks, head, root
 WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
@@ -94,10 +94,10 @@ def test_gradients_are_reduced_once_a_step_unless_they_are_sharded(
 
 
 def test_small_parameters_persist_as_one_collective(pool: WorkerPool) -> None:
-    """The seven norm weights of 32 elements are gathered together once a step, not before every use."""
+    """The norm weights of 32 elements are gathered together once a step, not before every use."""
     case = Case(3, steps=3, zero={"stage3_param_persistence_threshold": 33, "stage3_max_reuse_distance": 0})
     records = pool.run(train, 2, case)[0].records
-    assert [r.numel for r in records if r.tag == "root/publish"] == [7 * 32]
+    assert [r.numel for r in records if r.tag == "root/publish"] == [(2 * LAYERS + 1) * 32]
     assert not [
         r for r in records if r.tag.startswith("root") and r.op == "all_gather" and "publish" not in r.tag
     ]

@@ -11,7 +11,7 @@ import torch
 from launcher.comm import collectives
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import PlainRun, batch, tiny_gpt2, tiny_llama, train_plain
-from tests.zero.training import LR, SEQUENCES, Case, Trained, train
+from tests.zero.training import LAYERS, LR, SEQUENCES, Case, Trained, train
 
 TOLERANCE = 1e-5  # relative, over 10 steps, of losses and gradient norms
 WEIGHT_TOLERANCE = {"fp32": 1e-5, "bf16": 2**-8}  # |got - want| / |want| of each tensor; bf16: its rounding
@@ -32,7 +32,7 @@ MATRIX = [
 @cache
 def truth(kind: str, tied: bool, dtype: str, parts: int, clip: float = 0.0, steps: int = 10) -> PlainRun:
     """The plain loop with the global batch in `parts` microbatches."""
-    model = tiny_llama(tied=tied) if kind == "llama" else tiny_gpt2(tied=tied)
+    model = tiny_llama(tied, LAYERS) if kind == "llama" else tiny_gpt2(tied, LAYERS)
     adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.01, fused=True)
     precision = torch.float32 if dtype == "fp32" else torch.bfloat16
     return train_plain(model, partial(batch, sequences=SEQUENCES), adamw, steps, parts, clip, precision)

@@ -15,6 +15,7 @@ from tests.pool import RankContext
 from tests.pool.reference import batch, share, tiny_gpt2, tiny_llama
 
 SEQUENCES, STEPS, LR = 12, 10, 1e-2
+LAYERS = 2
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def config_of(case: Case, world: int) -> dict[str, Any]:
 
 
 def model_of(case: Case) -> Any:
-    model = tiny_llama(tied=case.tied) if case.kind == "llama" else tiny_gpt2(tied=case.tied)
+    model = tiny_llama(case.tied, LAYERS) if case.kind == "llama" else tiny_gpt2(case.tied, LAYERS)
     if case.checkpointing.startswith("hf"):
         reentrant = case.checkpointing == "hf-reentrant"
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
