@@ -104,11 +104,12 @@ class Run:
     def describe(self, engine: Engine, model: str, data: str) -> None:
         """Say what will run, and what every "auto" and surprising default became."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
+        through = engine.mesh.dp.transport
         parameters = sum(slot.numel for slot in engine.zero.slots.values())
         self.say(f"model   {model}: {parameters:,} parameters")
         self.say(f"data    {data}")
         self.say(
-            f"ranks   {engine.world_size} on {self.device.type} ({backend}), "
+            f"ranks   {engine.world_size} on {self.device.type} ({backend}{', ' + through if through else ''}), "
             f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
         )
         self.say(

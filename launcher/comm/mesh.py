@@ -100,7 +100,7 @@ def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str,
     for place, (i, name) in enumerate(zip(live, names, strict=True)):
         group = mesh.get_group(name)
         reductions = _twin(mesh.mesh, place) if device.type == "cuda" else group
-        memory, transport = (None, "nccl") if device.type == "cuda" else _memory(group)
+        memory, transport = (None, "") if device.type == "cuda" else _memory(group)
         axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, reductions, memory, transport)
     return axes
 
@@ -109,7 +109,7 @@ def _memory(group: dist.ProcessGroup) -> tuple[PeerMemory | None, str]:
     if os.environ.get(TRANSPORT) == "sockets":
         return None, f"sockets: {TRANSPORT} says so"
     try:
-        return PeerMemory.of(group), "each other's memory"
+        return PeerMemory.of(group), "reading each other's memory"
     except Unreadable as why:
         return None, f"sockets: {why}"
 

@@ -105,14 +105,8 @@ def test_gpt2(pool: WorkerPool, stage: int, checkpointing: str, tied: bool) -> N
     {"reduce_scatter": False},
     {"sub_group_size": 500},
 ], ids=lambda zero: next(iter(zero)))  # fmt: skip
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_no_key_of_stage_3_changes_the_numbers(
-    pool: WorkerPool, zero: dict[str, int], accumulation: int
-) -> None:
-    assert_same(
-        pool.run(train, 2, Case(3, accumulation, zero=zero))[0],
-        truth("llama", False, "fp32", 2 * accumulation),
-    )
+def test_no_key_of_stage_3_changes_the_numbers(pool: WorkerPool, zero: dict[str, int]) -> None:
+    assert_same(pool.run(train, 2, Case(3, 3, zero=zero))[0], truth("llama", False, "fp32", 6))
 
 
 @pytest.mark.parametrize("zero", [
@@ -125,7 +119,7 @@ def test_no_key_of_stage_3_changes_the_numbers(
 def test_no_key_of_stages_1_and_2_changes_the_numbers(
     pool: WorkerPool, zero: dict[str, int], stage: int
 ) -> None:
-    assert_same(pool.run(train, 4, Case(stage, 1, zero=zero))[0], truth("llama", False, "fp32", 4))
+    assert_same(pool.run(train, 2, Case(stage, 3, zero=zero))[0], truth("llama", False, "fp32", 6))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
