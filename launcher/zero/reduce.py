@@ -18,8 +18,8 @@ from launcher.zero.gradients import FlatGradient
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.unit import Unit
 
-# Reductions of this many units run on while the next unit computes its backward; older ones are waited for, so that
-# no more full gradients are held, and sums are made while the others still travel.
+# Where gradients are sharded, reductions of this many units run on while the next unit computes its backward; older
+# ones are waited for, so that no more full gradients are held.
 UNITS_IN_FLIGHT = 2
 
 
@@ -46,7 +46,8 @@ class Reducer:
         while self._turn < len(self.order) and self.order[self._turn] in self._ready:
             self._launch(self.order[self._turn])
             self._turn += 1
-        while self._in_flight and self._in_flight[0][0] < self._turn - UNITS_IN_FLIGHT:
+        oldest = self._turn - UNITS_IN_FLIGHT if self.policy.shard_grads else 0
+        while self._in_flight and self._in_flight[0][0] < oldest:
             self._wait_oldest()
 
     def finish(self) -> None:
