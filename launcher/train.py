@@ -14,6 +14,7 @@ from torch import Tensor
 from launcher.comm import all_reduce
 from launcher.data.loader import GlobalBatchLoader
 from launcher.engine import Engine
+from launcher.engine.batches import to_device
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
 from launcher.monitor.plot import plot_loss
@@ -100,7 +101,7 @@ class Training:
         loss_sum = torch.zeros((), dtype=torch.float64)
         engine.train()
         for batch, count in zip(microbatches, counts, strict=True):
-            loss = engine(**_to(batch, engine.device)).loss
+            loss = engine(**to_device(batch, engine.device)).loss
             # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
             engine.backward(loss * (count * engine.dp_world_size / total), scale_wrt_gas=False)
             loss_sum += loss.detach().double().cpu() * count
@@ -145,7 +146,7 @@ class Training:
             first = (start * axis.degree + axis.rank) * micro
             chosen = [i for i in range(first, first + micro) if i < rows]
             batch = collate([self.eval_set[i] for i in chosen or [0]])
-            loss = engine(**_to(batch, engine.device)).loss
+            loss = engine(**to_device(batch, engine.device)).loss
             if chosen:
                 loss_sum += float(loss) * learned_tokens(batch)
                 count += learned_tokens(batch)
@@ -231,10 +232,6 @@ def collate(items: Iterable[Tensor | dict[str, Tensor]]) -> dict[str, Tensor]:
     """Items of a data set as one microbatch."""
     rows = [item if isinstance(item, dict) else {"input_ids": item, "labels": item} for item in items]
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-
-
-def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
 
 __all__ = ["Training", "collate", "learned_tokens"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from launcher.comm.memory import Waitable
+from launcher.comm.memory import Add, Waitable
 from launcher.comm.mesh import Axis
 
 # torch 2.13 renamed these two; older versions know only the second name.
@@ -96,11 +96,6 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _peers(axis: Axis) -> Iterator[int]:
-    """The other ranks of the axis, nearest successor first, so that no two ranks start with the same target."""
-    return ((axis.rank + step) % axis.degree for step in range(1, axis.degree))
-
-
 def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None)) -> Pending:
     """Fill `full` [N * s] from the slices of all ranks; slice r already holds this rank's part.
 
@@ -120,8 +115,8 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
         message = next(_gathers) % _MESSAGES
         if axis.memory is not None and _nbytes(mine) >= SMALL:
             return Pending(axis.memory.gather(slices, message))
-        works: list[Waitable] = [axis.group.recv([slices[peer]], peer, message) for peer in _peers(axis)]
-        works += [axis.group.send([mine], peer, message) for peer in _peers(axis)]
+        works: list[Waitable] = [axis.group.recv([slices[peer]], peer, message) for peer in axis.peers]
+        works += [axis.group.send([mine], peer, message) for peer in axis.peers]
         return Pending(works)
 
 
@@ -150,17 +145,17 @@ def reduce_scatter(
             return _native(full, slices, out, axis, accumulate)
         message = next(_reductions) % _MESSAGES
         if axis.memory is not None and _nbytes(slices[0]) >= SMALL:
-
-            def add(blocks: dict[int, Tensor], where: slice) -> None:
-                _sum_in_rank_order(blocks, out[where], accumulate)
-
-            return Pending(axis.memory.reduce_scatter(slices, message, add))
+            return Pending(axis.memory.reduce_scatter(slices, message, _summing(out, accumulate)))
         received = torch.empty(axis.degree - 1, out.numel(), dtype=full.dtype, device=full.device)
-        parts = {peer: received[peer - (peer > axis.rank)] for peer in _peers(axis)}
-        works: list[Waitable] = [axis.reductions.recv([parts[peer]], peer, message) for peer in _peers(axis)]
-        works += [axis.reductions.send([slices[peer]], peer, message) for peer in _peers(axis)]
+        parts = {peer: received[peer - (peer > axis.rank)] for peer in axis.peers}
+        works: list[Waitable] = [axis.reductions.recv([parts[peer]], peer, message) for peer in axis.peers]
+        works += [axis.reductions.send([slices[peer]], peer, message) for peer in axis.peers]
         parts[axis.rank] = slices[axis.rank]
         return Pending(works, lambda: _sum_in_rank_order(parts, out, accumulate))
+
+
+def _summing(out: Tensor, accumulate: bool) -> Add:
+    return lambda blocks, where: _sum_in_rank_order(blocks, out[where], accumulate)
 
 
 def _sum_in_rank_order(parts: dict[int, Tensor], out: Tensor, accumulate: bool) -> None:
@@ -209,12 +204,8 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     with record_function(f"{tag}/all_reduce"):
         if axis.memory is not None and buffer.is_contiguous() and _nbytes(buffer) >= SMALL * axis.degree:
             slices = list(buffer.view(-1).tensor_split(axis.degree))
-            mine = slices[axis.rank]
-
-            def add(blocks: dict[int, Tensor], where: slice) -> None:
-                _sum_in_rank_order(blocks, mine[where], accumulate=False)
-
             messages = next(_reductions) % _MESSAGES, next(_reductions) % _MESSAGES
+            add = _summing(slices[axis.rank], accumulate=False)
             return Pending(axis.memory.all_reduce(slices, messages, add))
         return Pending([dist.all_reduce(buffer, group=axis.reductions, async_op=True)])
 

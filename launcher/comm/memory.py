@@ -15,9 +15,11 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +45,11 @@ class Unreadable(Exception):
     """The peers' memory cannot be read; the text says why."""
 
 
+def peers_of(rank: int, degree: int) -> list[int]:
+    """The other ranks of an axis, nearest successor first, so that no two ranks start with the same peer."""
+    return [(rank + step) % degree for step in range(1, degree)]
+
+
 class PeerMemory:
     """The memory of the other ranks of an axis.
 
@@ -54,7 +61,7 @@ class PeerMemory:
 
     def __init__(self, rank: int, pids: list[int], mailbox: Mailbox) -> None:
         self.rank, self.pids, self.mailbox = rank, pids, mailbox
-        self.peers = [(rank + step) % len(pids) for step in range(1, len(pids))]
+        self.peers = peers_of(rank, len(pids))
         self._gathers, self._reductions = _Worker(), _Worker()
 
     @classmethod
@@ -64,6 +71,8 @@ class PeerMemory:
         Raises:
             Unreadable: some rank cannot, on every rank alike.
         """
+        if sys.platform != "linux":
+            raise Unreadable("only Linux lets a process read another's memory")
         _allow_siblings()
         probe, mailbox = torch.tensor([os.getpid()]), Mailbox(group.rank())
         every: list[Any] = [None] * group.size()
@@ -208,10 +217,9 @@ class _Region(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
 
 
+@cache
 def _library() -> Any:
     library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "process_vm_readv"):
-        raise Unreadable("this system has no process_vm_readv")
     region = ctypes.POINTER(_Region)
     library.process_vm_readv.restype = ctypes.c_ssize_t
     library.process_vm_readv.argtypes = [
@@ -234,9 +242,7 @@ def _copy(pid: int, address: int, into: Tensor) -> None:
 
 def _allow_siblings() -> None:
     """Where only ancestors may read a process (Yama), name our parent: its other children may, too."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "prctl"):
-        library.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+    _library().prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def _machine() -> str:
@@ -257,6 +263,6 @@ def _problem(every: list[tuple[str, int, int]]) -> str | None:
             _copy(pid, address, value)
             if int(value) != pid:
                 return f"process {pid} is not what it seems"
-    except (OSError, Unreadable) as error:
+    except OSError as error:
         return str(error)
     return None

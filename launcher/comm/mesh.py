@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from launcher.comm.memory import PeerMemory, Unreadable
+from launcher.comm.memory import PeerMemory, Unreadable, peers_of
 from launcher.errors import ConfigError
 
 TRANSPORT = "LAUNCHER_CPU_TRANSPORT"  # "sockets": never read the memory of other ranks
@@ -38,6 +38,11 @@ class Axis:
     reductions: dist.ProcessGroup | None = None
     memory: PeerMemory | None = None
     transport: str = ""
+
+    @property
+    def peers(self) -> list[int]:
+        """Coordinates of the other ranks."""
+        return peers_of(self.rank, self.degree)
 
     def span(self, numel: int) -> slice:
         """This rank's slice of a flat buffer of `numel` elements, which the degree must divide."""

@@ -58,7 +58,8 @@ class Answers:
         return _whole(self._config.gradient_accumulation_steps)
 
     def steps_per_print(self) -> int | None:
-        return self._config.steps_per_print  # type: ignore[return-value]
+        every = self._config.steps_per_print
+        return None if every is None else _whole(every)
 
     def wall_clock_breakdown(self) -> bool:
         return bool(self._config.wall_clock_breakdown)

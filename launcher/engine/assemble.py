@@ -16,7 +16,7 @@ from launcher.config import Config, autos_of_hidden_size, load
 from launcher.engine.engine import Engine
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.activation import checkpoint_blocks
-from launcher.models.initialize import initialize_module
+from launcher.models.initialize import initializer
 from launcher.models.initialize_plan import plan_of
 from launcher.models.units import unit_modules
 from launcher.optim.build import choose
@@ -151,11 +151,7 @@ def _source(model: nn.Module, seed: int) -> ParamSource | None:
             f"{len(names)} parameters are on meta and the others are not: {', '.join(names[:3])}",
             fix="build the whole model under zero.Init() or torch.device('meta'), or none of it",
         )
-    return MadeOnMeta(model, partial(_make, model, seed), plan_of(model).owner_of_tied)
-
-
-def _make(model: nn.Module, seed: int, name: str, module: nn.Module) -> None:
-    initialize_module(model, name, module, seed)
+    return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
 
 
 def _units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -16,6 +16,7 @@ from launcher.checkpoint.tags import tag_path
 from launcher.checkpoint.values import decode, encode
 from launcher.engine.random_state import random_states, restore_random_states
 from launcher.errors import CheckpointError
+from launcher.models.names import persistent_buffers
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -155,16 +156,7 @@ def _stored(path: Path) -> Stored:
 
 
 def _buffers(engine: Engine) -> Tensors:
-    return {f"buffer/{name}": buffer for name, buffer in persistent_buffers(engine).items()}
-
-
-def persistent_buffers(engine: Engine) -> dict[str, Tensor]:
-    found = {}
-    for prefix, module in engine.module.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+    return {f"buffer/{name}": buffer for name, buffer in persistent_buffers(engine.module)}
 
 
 def _optimizer_state(engine: Engine) -> Tensors:
@@ -208,8 +200,7 @@ def _empty_optimizer_state(engine: Engine, stored: Stored) -> Tensors:
     }
     tensors: Tensors = {}
     for full_name, dtype in stored.items():
-        kind, _, rest = full_name.partition("/")
-        key, _, name = rest.partition("/")
+        kind, key, name = _parts(full_name)
         if kind not in ("optimizer", "scalar", "number") or name not in slices:
             continue
         piece, tensor = slices[name], engine.optimizer.tensors[name]
@@ -223,11 +214,17 @@ def _empty_optimizer_state(engine: Engine, stored: Stored) -> Tensors:
     return tensors
 
 
+def _parts(full_name: str) -> tuple[str, str, str]:
+    """KIND/STATE/PARAMETER; a kind without states gives no parameter."""
+    kind, _, rest = full_name.partition("/")
+    key, _, name = rest.partition("/")
+    return kind, key, name
+
+
 def _take_numbers(engine: Engine, tensors: Tensors) -> None:
     """Python numbers travelled as tensors."""
     assert engine.optimizer is not None
     for full_name, value in tensors.items():
-        kind, _, rest = full_name.partition("/")
-        key, _, name = rest.partition("/")
+        kind, key, name = _parts(full_name)
         if kind == "number" and isinstance(value, Tensor):
             engine.optimizer.inner.state[engine.optimizer.tensors[name]][key] = value.item()

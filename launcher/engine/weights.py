@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from launcher.errors import CheckpointError
 from launcher.models.build import DEFAULT_MODEL, build_on_meta
-from launcher.models.initialize import initialize_module, prepare_initialization
+from launcher.models.initialize import initializer, prepare_initialization
 from launcher.models.load import SafetensorsSource
 from launcher.zero import ModelValues, ParamSource, StoredValues
 
@@ -56,13 +54,9 @@ def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool
         how = f"weights of {directory}, loaded whole on every rank: transformers converts this model type's names"
         return SourcedModel(model.train(), ModelValues(), how)
     prepare_initialization(model)
-    make = partial(_make, model, seed)
+    make = initializer(model, seed)
     source = StoredValues(model, make, lambda key, start, stop: stored.read_flat(names[key], start, stop))
     return SourcedModel(model, source, f"weights of {directory}, each rank reads its slices")
-
-
-def _make(model: nn.Module, seed: int, name: str, module: nn.Module) -> None:
-    initialize_module(model, name, module, seed)
 
 
 def weights_directory(name: str) -> Path | None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.checkpoint import export
-from launcher.engine.state import persistent_buffers
 from launcher.errors import CheckpointError
+from launcher.models.names import persistent_buffers
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -35,7 +35,7 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
         ]
         entries += [
             (name, buffer.dtype, tuple(buffer.shape), partial(_itself, buffer))
-            for name, buffer in persistent_buffers(engine).items()
+            for name, buffer in persistent_buffers(engine.module)
         ]
         failure: CheckpointError | None = None
         try:
@@ -54,14 +54,13 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
     """What module.state_dict() would be without sharding, on the CPU of rank 0; None elsewhere. Collective."""
     state: dict[str, Tensor] = {}
     names = {module: name for name, module in engine.module.named_modules()}
-    with _Whole(engine) as whole:
-        for unit, slot in whole.slots(exclude_frozen):
-            value = whole.fetch(unit, slot)
-            if engine.global_rank == 0:
-                kept = value.to("cpu", copy=True)
-                for module, attribute in slot.owners:  # tied: one tensor under every name
-                    state[f"{names[module]}.{attribute}" if names[module] else attribute] = kept
-    state |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(engine).items()}
+    for name, value in engine.zero.full_parameters():
+        slot = engine.zero.slots[name]
+        if engine.global_rank == 0 and (slot.leaf.requires_grad or not exclude_frozen):
+            kept = value.to("cpu", copy=True)
+            for module, attribute in slot.owners:  # tied: one tensor under every name
+                state[f"{names[module]}.{attribute}" if names[module] else attribute] = kept
+    state |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(engine.module)}
     return state if engine.global_rank == 0 else None
 
 

@@ -10,7 +10,7 @@ tensor replaced by a stand-in.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -56,6 +56,11 @@ def initialize_module(root: nn.Module, name: str, module: nn.Module, seed: int) 
         for writer in plan.writers_of(name):
             with stand_ins(root, plan.touched_by(writer) - keep):
                 plan.call(root, writer)
+
+
+def initializer(root: nn.Module, seed: int) -> Callable[[str, nn.Module], None]:
+    """(name, module) -> None: `initialize_module` for the modules of `root`."""
+    return lambda name, module: initialize_module(root, name, module, seed)
 
 
 def prepare_initialization(root: nn.Module) -> None:

@@ -74,6 +74,11 @@ def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
 
 def _persistent(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
+    yield from persistent_buffers(model)
+
+
+def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Name and buffer of what state_dict() has beside the parameters."""
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:

@@ -306,7 +306,7 @@ def resume_a_client(ctx: RankContext, stage: int, directory: Path) -> None:
 class Counting(torch.optim.SGD):
     """Each step is shorter: lr / number of the step."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in [p for p in group["params"] if p.grad is not None]:
                 state = self.state[p]

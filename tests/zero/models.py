@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -54,11 +56,11 @@ class Stack(nn.Module):
         return nn.functional.mse_loss(out, y)
 
 
-def stack(seed: int = 0, **options: object) -> Stack:
+def stack(seed: int = 0, **options: Any) -> Stack:
     """A Stack with the weights of the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Stack(**options)  # type: ignore[arg-type]
+        return Stack(**options)
 
 
 def points(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:

@@ -43,15 +43,15 @@ def iterate(fetch: Fetcher, units: list[FakeUnit]) -> list[list[str]]:
     seen = []
     fetch.begin(with_grad=True)
     for unit in units:
-        fetch.use(unit, "forward")  # type: ignore[arg-type]
+        fetch.use(unit, "forward")
         assert unit.whole
-        seen.append([u.name for u in fetch.gathered])  # type: ignore[attr-defined]
-        fetch.leave(unit)  # type: ignore[arg-type]
+        seen.append([u.name for u in fetch.gathered])
+        fetch.leave(unit)
     for unit in reversed(units):
-        fetch.use(unit, "backward")  # type: ignore[arg-type]
+        fetch.use(unit, "backward")
         assert unit.whole
-        seen.append([u.name for u in fetch.gathered])  # type: ignore[attr-defined]
-        fetch.free(unit)  # type: ignore[arg-type]
+        seen.append([u.name for u in fetch.gathered])
+        fetch.free(unit)
     fetch.end()
     return seen
 
@@ -108,8 +108,8 @@ def test_forwards_without_gradients_have_an_order_of_their_own() -> None:
     for _ in range(2):
         fetch.begin(with_grad=False)
         for unit in units:
-            fetch.use(unit, "forward")  # type: ignore[arg-type]
-            fetch.leave(unit)  # type: ignore[arg-type]
+            fetch.use(unit, "forward")
+            fetch.leave(unit)
         fetch.end()
     assert iterate(fetch, units)[0] == ["a", "b"]
     assert not fetch.gathered
