@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.config.section import Count, Section
+from launcher.config.section import Count, Remark, Section
 
 
 class ActivationCheckpointingConfig(Section):
@@ -20,6 +20,6 @@ class ActivationCheckpointingConfig(Section):
     cpu_checkpointing: bool = False
     """The saved inputs of checkpointed blocks wait in host memory."""
 
-    def remarks(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[Remark]:
         which = "all" if self.number_checkpoints is None else str(self.number_checkpoints)
-        yield f"activation_checkpointing is written: {which} transformer blocks are recomputed in backward"
+        yield Remark("", f"is written: {which} transformer blocks are recomputed in backward")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.problems import ConfigProblems, Path, Problem, dotted, show
+from launcher.config.problems import ConfigProblems, Note, Path, Problem, dotted, show
 from launcher.config.reader import Document
 from launcher.config.schema import not_written, unknown_key
 from launcher.config.section import AUTO, Section
@@ -23,7 +23,7 @@ class Checker:
     def __init__(self, root: type[Section], document: Document) -> None:
         self.root, self.document = root, document
         self.problems = list(document.problems)
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
 
     def build(self, cls: type[S], known: Known | None, written: dict[str, Any], path: Path) -> S | None:
         """The section at `path`, None when it cannot be built; wrong keys are reported and left out."""
@@ -39,8 +39,14 @@ class Checker:
             paths = [(*path, *key.split(".")) for key in conflict.keys]
             if wrong.isdisjoint(map(dotted, paths)):
                 self.problems.append(Problem(paths[0], conflict.what, conflict.fix))
-        self.notes += section.remarks()
+        self.notes += self.noted(section, path)
         return section
+
+    def noted(self, section: Section, path: Path) -> Iterator[Note]:
+        for key in section.idle_keys():
+            yield Note((*path, key), "no effect", f"has no effect here: {section.without_effect[key]}")
+        for remark in section.remarks():
+            yield Note((*path, *filter(None, remark.key.split("."))), "differs", remark.what)
 
     def own_keys(
         self, cls: type[Section], known: Known | None, written: dict[str, Any], path: Path
@@ -57,7 +63,7 @@ class Checker:
             elif name in cls.model_fields:
                 values[name], spelled[name] = value, key
                 if key in cls.old_names:
-                    self.notes.append(f"{dotted(here)} is the old name of {dotted((*path, name))}")
+                    self.notes.append(Note(here, "converted", f"is the old name of {dotted((*path, name))}"))
             elif child is not None:
                 self.problems += self.unimplemented(child, value, here)
             else:
@@ -162,7 +168,7 @@ class Checker:
         default = child.neutral[0] if child.neutral and child is not known else True
         state = value.get(switch, default)
         if state == AUTO:
-            self.notes.append(f'{dotted((*path, switch))} "auto" is off: it is not implemented here')
+            self.notes.append(Note((*path, switch), "differs", '"auto" is off: it is not implemented here'))
             return []
         if state is False or state is None or _is_neutral(child, state):
             return []
@@ -176,7 +182,7 @@ def _is_neutral(known: Known, value: Any) -> bool:
     return any(value == plain and boolean == isinstance(plain, bool) for plain in known.neutral)
 
 
-def checked(root: type[S], document: Document) -> tuple[S, tuple[str, ...]]:
+def checked(root: type[S], document: Document) -> tuple[S, tuple[Note, ...]]:
     """The whole configuration and its notes. Raises ConfigProblems with everything that is wrong."""
     checker = Checker(root, document)
     config = checker.build(root, known_keys(), document.tree, ())

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, field_validator
 
 from launcher.config.problems import show
-from launcher.config.section import Conflict, Pair, Section, complaint
+from launcher.config.section import Conflict, Pair, Remark, Section, complaint
 from launcher.config.suggest import nearest
 
 _COMMON = ("lr", "weight_decay", "foreach", "maximize", "differentiable")
@@ -211,9 +211,9 @@ class OptimizerConfig(Section):
                     f"delete it; {self.type} takes {', '.join(sorted(keywords))}",
                 )
 
-    def remarks(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[Remark]:
         if self.type == "Adam" and self.params.adam_w_mode and self.params.weight_decay:
-            yield 'optimizer.type "Adam" decays weights as AdamW does, because params.adam_w_mode is true'
+            yield Remark("type", '"Adam" decays weights as AdamW does, because params.adam_w_mode is true')
 
 
 def canonical(name: Any) -> str | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from launcher.errors import ConfigError
+
+NoteKind: TypeAlias = Literal["converted", "differs", "no effect"]
 
 Path: TypeAlias = tuple[str | int, ...]
 """Way from the root of the JSON to a value: keys, and indices of list items."""
@@ -27,6 +29,24 @@ class Problem:
     what: str
     fix: str | None = None
     suggestion: str | None = None
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something a person should know of a key though nothing is wrong.
+
+    Attributes:
+        path: the key it is about.
+        kind: "converted" for an obsolete spelling, "no effect" for a key that does nothing here, else "differs".
+        what: in plain words, without the key's name.
+    """
+
+    path: Path
+    kind: NoteKind
+    what: str
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}: {self.what}"
 
 
 class ConfigProblems(ConfigError):

@@ -13,10 +13,11 @@ from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
 from launcher.config.optimizer import OptimizerConfig
 from launcher.config.precision import Bf16Config, Fp16Config
+from launcher.config.problems import Note
 from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig
-from launcher.config.section import Conflict, Count, Section
+from launcher.config.section import Conflict, Count, Remark, Section
 from launcher.config.zero import ZeroConfig
 
 
@@ -86,7 +87,7 @@ class Config(Section):
     """DeepSpeed refuses other optimizers than its own with offload; without offload it says nothing."""
 
     _document: Document = PrivateAttr(default_factory=lambda: Document("config", {}))
-    _notes: tuple[str, ...] = PrivateAttr(default=())
+    _notes: tuple[Note, ...] = PrivateAttr(default=())
     _resolved_autos: tuple[ResolvedAuto, ...] = PrivateAttr(default=())
 
     def __eq__(self, other: object) -> bool:
@@ -94,7 +95,7 @@ class Config(Section):
         return isinstance(other, Config) and self.to_dict() == other.to_dict()
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[Note, ...]:
         """Remarks on the values: old names, keys without effect here, surprising defaults."""
         return self._notes
 
@@ -129,6 +130,7 @@ class Config(Section):
                 "set one of fp16.enabled and bf16.enabled to false",
             )
 
-    def remarks(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[Remark]:
         if "gradient_clipping" not in self.model_fields_set:
-            yield "gradient_clipping is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
+            what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
+            yield Remark("gradient_clipping", what)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, field_validator
 
 from launcher.config.problems import show
-from launcher.config.section import Count, Section, complaint, whole
+from launcher.config.section import Count, Remark, Section, complaint, whole
 from launcher.config.suggest import nearest
 
 Rate = Annotated[float, Field(ge=0)]
@@ -127,8 +127,9 @@ class SchedulerConfig(Section):
     def sections_of(cls, key: str) -> tuple[ParamsClass, ...]:
         return tuple(PARAMS.values()) if key == "params" else ()
 
-    def remarks(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[Remark]:
         total = getattr(self.params, "total_num_steps", None)
         warmup = self.params.warmup_num_steps
         if isinstance(total, int) and isinstance(warmup, int) and total <= warmup:
-            yield f"scheduler: the warm-up of {warmup} steps is not over at total_num_steps {total}"
+            what = f"the warm-up of {warmup} steps is not over at total_num_steps {total}"
+            yield Remark("params.warmup_num_steps", what)

@@ -41,6 +41,18 @@ class Conflict(NamedTuple):
     fix: str
 
 
+class Remark(NamedTuple):
+    """What a person should know of a value though nothing is wrong.
+
+    Attributes:
+        key: dotted path from the section on; "" is the section itself.
+        what: in plain words, without the key's name.
+    """
+
+    key: str
+    what: str
+
+
 class Section(BaseModel):
     """One object of the JSON.
 
@@ -58,6 +70,13 @@ class Section(BaseModel):
 
     auto_needs_value: ClassVar[frozenset[str]] = frozenset()
     """Keys whose default is not a safe answer to "auto": somebody has to give the value."""
+
+    differs: ClassVar[Mapping[str, str]] = {}
+    """Keys that do something else here than in DeepSpeed -> how. For `launch check` and docs/config.md."""
+
+    without_effect: ClassVar[Mapping[str, str]] = {}
+    """Keys that are taken and do nothing, because they only tune DeepSpeed's own code -> why. A value other than the
+    default is answered with a warning. A key whose absence would change numbers is never one of these."""
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -93,9 +112,19 @@ class Section(BaseModel):
         """Keys of this section, each fine alone, that cannot stand together."""
         return iter(())
 
-    def remarks(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[Remark]:
         """What a person should know of these values though nothing is wrong."""
         return iter(())
+
+    def idle_keys(self) -> Iterator[str]:
+        """Keys of `without_effect` that were written with another value than their default."""
+        for key in self.without_effect:
+            value = getattr(self, key)
+            if key in self.model_fields_set and value not in (
+                type(self).model_fields[key].get_default(),
+                AUTO,
+            ):
+                yield key
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able dict of all keys, those left out included."""

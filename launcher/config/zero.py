@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
@@ -43,6 +42,15 @@ class ZeroConfig(Section):
     old_names: ClassVar[frozenset[str]] = frozenset(
         {"stage3_gather_fp16_weights_on_model_save", "gather_fp16_weights_on_model_save"}
     )
+    without_effect: ClassVar[dict[str, str]] = {
+        "round_robin_gradients": "gradients are never copied per rank",
+        "contiguous_gradients": "gradients always share a flat buffer",
+        "load_from_fp32_weights": "checkpoints keep float32 weights",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "overlap_comm": "true at every stage when it is left out; DeepSpeed: only at stage 3",
+        "stage3_gather_16bit_weights_on_model_save": "whole weights are always written, one unit in memory at a time",
+    }
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"stage"})
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_switch)] = 0
@@ -95,14 +103,3 @@ class ZeroConfig(Section):
 
     round_robin_gradients: bool = False
     """DeepSpeed spreads the copies of gradients over ranks; here every rank reduces all units alike."""
-
-    def remarks(self) -> Iterator[str]:
-        if self.round_robin_gradients is True:
-            yield "zero_optimization.round_robin_gradients has no effect: gradients are never copied per rank"
-        if self.contiguous_gradients is False:
-            yield "zero_optimization.contiguous_gradients has no effect: gradients always share a flat buffer"
-        if self.load_from_fp32_weights is False:
-            yield "zero_optimization.load_from_fp32_weights has no effect: checkpoints keep float32 weights"
-        gather = "stage3_gather_16bit_weights_on_model_save"
-        if gather in self.model_fields_set and not self.stage3_gather_16bit_weights_on_model_save:
-            yield f"zero_optimization.{gather} has no effect: whole weights are written, one unit at a time"

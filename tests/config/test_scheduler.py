@@ -55,4 +55,4 @@ def test_params_may_be_left_out_and_a_long_warmup_is_told() -> None:
     assert bare is not None and bare.params.warmup_num_steps == 1000
     params = {"total_num_steps": 100}
     notes = load({"scheduler": {"type": "WarmupDecayLR", "params": params}}).notes
-    assert any("warm-up of 1000 steps is not over at total_num_steps 100" in note for note in notes)
+    assert any("warm-up of 1000 steps is not over at total_num_steps 100" in str(note) for note in notes)
