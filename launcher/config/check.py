@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.problems import ConfigProblems, Note, Path, Problem, dotted, show
+from launcher.config.problems import ConfigProblems, Note, Path, Problem, dotted, is_comment, show
 from launcher.config.reader import Document
 from launcher.config.schema import not_written, unknown_key
 from launcher.config.section import AUTO, Section
@@ -56,14 +57,15 @@ class Checker:
         spelled: dict[str, str] = {}
         for key, value in written.items():
             here, name = (*path, key), cls.spelling(key)
+            if is_comment(key, value) and name not in cls.model_fields:
+                self.notes.append(Note(here, "comment", "is taken as a comment"))
+                continue
             child = known.child(key) if known else None
             if name in values:
                 both = f"`{key}` and `{spelled[name]}` are two names of one key"
                 self.problems.append(Problem(here, both, f"keep `{name}`"))
             elif name in cls.model_fields:
                 values[name], spelled[name] = value, key
-                if key in cls.old_names:
-                    self.notes.append(Note(here, "converted", f"is the old name of {dotted((*path, name))}"))
             elif child is not None:
                 self.problems += self.unimplemented(child, value, here)
             else:
@@ -110,10 +112,12 @@ class Checker:
             wrong = set()
             for detail in error.errors(include_url=False):
                 wrong.add(detail["loc"][0])
-                if detail["type"] == "missing" and self.excused((*path, *detail["loc"])):
+                here = (*path, *detail["loc"])
+                told = any(problem.path == here for problem in self.problems)
+                if told or (detail["type"] == "missing" and self.excused(here)):
                     continue
                 what, fix = in_words(detail)
-                self.problems.append(Problem((*path, *detail["loc"]), what, fix))
+                self.problems.append(Problem(here, what, fix))
         try:
             return cls.model_validate({key: value for key, value in values.items() if key not in wrong})
         except ValidationError:
@@ -138,6 +142,8 @@ class Checker:
         found = []
         for index, (key, member) in enumerate(members):
             here = (*path, key if isinstance(value, dict) else index)
+            if is_comment(key, member):
+                continue
             child = known.child(key)
             if child is None:
                 found.append(unknown_key(self.root, None, known, here))
@@ -182,11 +188,32 @@ def _is_neutral(known: Known, value: Any) -> bool:
     return any(value == plain and boolean == isinstance(plain, bool) for plain in known.neutral)
 
 
-def checked(root: type[S], document: Document) -> tuple[S, tuple[Note, ...]]:
-    """The whole configuration and its notes. Raises ConfigProblems with everything that is wrong."""
+@dataclass(frozen=True)
+class Examined(Generic[S]):
+    """What the checks say of a document.
+
+    Attributes:
+        config: None when there are problems.
+        problems: in the order of the file.
+        notes: what was converted, differs or has no effect.
+    """
+
+    document: Document
+    config: S | None
+    problems: tuple[Problem, ...]
+    notes: tuple[Note, ...]
+
+    def required(self) -> S:
+        """The configuration. Raises ConfigProblems with everything that is wrong."""
+        if self.config is None:
+            raise ConfigProblems(self.document.name, self.problems, self.document.described)
+        return self.config
+
+
+def examine(root: type[S], document: Document) -> Examined[S]:
+    """Builds the whole configuration, whatever is wrong with it."""
     checker = Checker(root, document)
     config = checker.build(root, known_keys(), document.tree, ())
-    if checker.problems or config is None:
-        problems = sorted(checker.problems, key=lambda problem: document.place(problem.path))
-        raise ConfigProblems(document.name, problems, document.where)
-    return config, tuple(checker.notes)
+    problems = sorted(checker.problems, key=lambda problem: document.place(problem.path))
+    notes = (*document.conversions, *checker.notes)
+    return Examined(document, None if problems else config, tuple(problems), notes)

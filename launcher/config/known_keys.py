@@ -69,26 +69,6 @@ torch_autocast
   lower_precision_safe_modules | | module classes that autocast covers
 zero_optimization
   use_multi_rank_bucket_allreduce | true | reductions of several ranks in one bucket
-  offload_param
-    device | "none" | parameters rest in host memory or on NVMe
-    nvme_path | | directory on the NVMe
-    buffer_count | | buffers that swap
-    buffer_size | | elements of one buffer
-    max_in_cpu | | elements kept in host memory
-    pin_memory | | page-locked host memory
-  offload_optimizer
-    device | "none" | optimizer state rests in host memory or on NVMe
-    nvme_path | | directory on the NVMe
-    buffer_count | | buffers that swap
-    pin_memory | | page-locked host memory
-    pipeline_read | | the next tile is read meanwhile
-    pipeline_write | | the last tile is written meanwhile
-    fast_init | | quicker start with NVMe
-    ratio | | share of the update that runs on the CPU
-    super_offload | | the engine for CPU and GPU on one chip
-    cpuadam_cores_perc | | CPU cores for that engine
-  cpu_offload | false | old name of offload_optimizer
-  cpu_offload_param | false | old name of offload_param
   stage3_module_granularity_threshold | 0 | small modules are fetched together
   stage3_use_all_reduce_for_fetch_params | false | parameters are fetched by all-reduce
   stage3_allgather_sequential | false | parameters are gathered one by one
@@ -266,13 +246,6 @@ timers
   throughput
     enabled | true | samples per second
     synchronized | true | waits for the device
-aio | | file requests of NVMe offload
-  block_size | | bytes of a request
-  queue_depth | | requests at a time
-  intra_op_parallelism | | threads of a request
-  single_submit | | requests are handed over one by one
-  overlap_events | | does not wait for earlier requests
-  use_gds | | straight from the GPU to storage
 compile
   deepcompile | false | DeepSpeed's compiler passes
   autoep_non_moe | false | compiles what is not experts
@@ -395,51 +368,15 @@ autotuning
 """
 
 OLD = """
-vocabulary_size | | only warned about odd sizes
-optimizer
-  legacy_fusion | false | an old wrapper of float16
-  params
-    max_grad_norm | | no keyword of an optimizer | write `gradient_clipping` at the top
-    freeze_step | | 1-bit optimizers
-    cuda_aware | | 1-bit optimizers
-    comm_backend_name | | 1-bit optimizers
-    var_freeze_step | | 0/1 Adam
-    var_update_scaler | | 0/1 Adam
-    local_step_scaler | | 0/1 Adam
-    local_step_clipper | | 0/1 Adam
-    coeff_beta | | 1-bit Lamb
-    factor_max | | 1-bit Lamb
-    factor_min | | 1-bit Lamb
-    factor_threshold | | 1-bit Lamb
-disable_allgather | false | had no effect
-sparse_gradients | false | sparse reduction of embeddings
-fp32_allreduce | false | gradients are reduced in float32 | write "communication_data_type": "fp32"
-allgather_size | | elements of one all-gather | write zero_optimization.allgather_bucket_size
-fp16
-  opt_level | | an option of Apex
-  fp16_backend | | an option of an old trainer
-bf16
-  loss_scale | | bfloat16 needs no loss scale, only fp16 has one
-  initial_scale_power | | bfloat16 needs no loss scale, only fp16 has one
-  loss_scale_window | | bfloat16 needs no loss scale, only fp16 has one
-  hysteresis | | bfloat16 needs no loss scale, only fp16 has one
-  min_loss_scale | | bfloat16 needs no loss scale, only fp16 has one
 amp
   enabled | false | NVIDIA Apex | use "bf16": {"enabled": true} or "fp16": {"enabled": true}
   opt_level | | level of Apex
 zero_optimization
-  elastic_checkpoint | false | checkpoints for other world sizes; every checkpoint here loads on any topology
-  offload_optimizer
-    buffer_size | | belongs to offload_param
-  cpu_offload_params | false | offload of parameters | write "offload_param": {"device": "cpu"}
-  cpu_offload_use_pin_memory | false | page-locked memory | write `pin_memory` in offload_optimizer
-  legacy_stage1 | false | the first code of stage 1
   zeropp_loco_param
     err_beta | | error feedback of quantised gradients
     reset_T | | error feedback of quantised gradients
   mics_shard_size | -1 | MiCS: shard inside a smaller group
   mics_hierarchical_params_gather | false | MiCS: gather in two levels
-  grad_hooks | true | never was a key of the code
 nebula
   enabled | false | the checkpoint service of Azure
   persistent_storage_path | | path
@@ -516,13 +453,7 @@ compression_training | | the compression library
 """
 
 IGNORED = """
-seed | | not a key of the config | use the flag --seed
 monitor_config | | from examples of old documentation | write `tensorboard`, `wandb` or `csv_monitor`
-aio | | file requests of NVMe offload
-  thread_count | | the old name | write `intra_op_parallelism`
-autotuning
-  start_step | | the old name | write `start_profile_step`
-  end_step | | the old name | write `end_profile_step`
 """
 
 

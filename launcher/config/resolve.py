@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher.config.batch import ACCUMULATION, BATCH_KEYS, BatchError, solve
-from launcher.config.check import checked
+from launcher.config.check import examine
 from launcher.config.problems import ConfigProblems, Path, Problem, dotted
 from launcher.config.schema import implemented_paths
 from launcher.config.section import AUTO, Section
@@ -57,9 +57,10 @@ def resolved(config: Config, dp_degree: int, auto: Mapping[str, Any]) -> Config:
     except BatchError as error:
         problems.append(error.problem)
     if problems:
-        raise ConfigProblems(document.name, problems, document.where)
-    copy, notes = checked(type(config), replace(document, tree=tree, problems=[]))
-    copy._document, copy._notes = document, tuple(dict.fromkeys((*config.notes, *notes)))
+        raise ConfigProblems(document.name, problems, document.described)
+    found_now = examine(type(config), replace(document, tree=tree, problems=[], conversions=[]))
+    copy = found_now.required()
+    copy._document, copy._notes = document, tuple(dict.fromkeys((*config.notes, *found_now.notes)))
     copy._resolved_autos = tuple(found)
     return copy
 

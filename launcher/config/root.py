@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from launcher.config import combinations
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
+from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
 from launcher.config.precision import Bf16Config, Fp16Config
 from launcher.config.problems import Note
@@ -32,9 +34,6 @@ class Config(Section):
     `Config.notes` what a person should know though nothing is wrong.
     """
 
-    aliases: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
-    old_names: ClassVar[frozenset[str]] = frozenset({"bfloat16"})
-
     train_batch_size: Count | None = None
     """Sequences per optimizer step over all ranks; null is found from the other two."""
 
@@ -54,10 +53,13 @@ class Config(Section):
     """float16 training."""
 
     bf16: Bf16Config = Field(default_factory=Bf16Config)
-    """bfloat16 training. `bfloat16` is its old name."""
+    """bfloat16 training."""
 
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     """ZeRO stage and sizes."""
+
+    aio: AioConfig = Field(default_factory=AioConfig)
+    """File requests of NVMe offload; nothing acts on it while nothing is offloaded to NVMe."""
 
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     """Present: transformer blocks are checkpointed."""
@@ -123,12 +125,7 @@ class Config(Section):
         return resolved(self, dp_degree, auto)
 
     def conflicts(self) -> Iterator[Conflict]:
-        if self.fp16.enabled is True and self.bf16.enabled is True:
-            yield Conflict(
-                ("fp16.enabled", "bf16.enabled"),
-                "fp16.enabled and bf16.enabled are both true, and parameters have one dtype",
-                "set one of fp16.enabled and bf16.enabled to false",
-            )
+        return combinations.conflicts(self)
 
     def remarks(self) -> Iterator[Remark]:
         if "gradient_clipping" not in self.model_fields_set:
