@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None takes those of the process.
 
     Returns:
-        0; 2 for a mistake in flags or configuration; else how the run ended (128 + n for signal n).
+        0; 2 for a mistake in flags or configuration (`launch check`: 1 when it refuses the JSON); else how the run
+        ended (128 + n for signal n).
     """
     try:
         return _launch(list(sys.argv[1:] if argv is None else argv))
@@ -58,6 +59,10 @@ def print_error(text: str) -> None:
 
 
 def _launch(argv: list[str]) -> int:
+    if argv[:1] == ["check"]:
+        from launcher.cli.check import check
+
+        return check(argv[1:])
     parser = launch_parser()
     own, recipe = split_argv(parser, argv)
     flags = parser.parse_args(own)

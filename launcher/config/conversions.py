@@ -109,13 +109,13 @@ def convert(document: Document) -> Document:
 def _renamed(work: Rewriter) -> None:
     for old, new in RENAMED.items():
         if work.has(old):
-            work.move(old, new, f"is obsolete: write `{new}`")
+            work.move(old, new, f"write `{new}`")
 
 
 def _dropped(work: Rewriter) -> None:
     for path, why in DROPPED.items():
         if work.has(path):
-            work.drop(path, f"is obsolete and left out: {why}")
+            work.drop(path, f"left out: {why}")
 
 
 def _boolean_zero(work: Rewriter) -> None:
@@ -126,20 +126,18 @@ def _boolean_zero(work: Rewriter) -> None:
         tree: dict[str, Any] = {"stage": int(written)}
         if written and size is not None:
             tree["allgather_bucket_size"] = size
-        work.put("zero_optimization", tree, f'is obsolete as a switch: write {{"stage": {int(written)}}}')
+        work.put("zero_optimization", tree, f'write {{"stage": {int(written)}}}')
     if work.has("allgather_size"):
         moved = written is True
         why = (
             "write `zero_optimization.allgather_bucket_size`" if moved else "it only went with the old switch"
         )
-        work.drop("allgather_size", f"is obsolete: {why}" if moved else f"is obsolete and left out: {why}")
+        work.drop("allgather_size", f"{why}" if moved else f"left out: {why}")
 
 
 def _cpu_offload(work: Rewriter) -> None:
     """The switches that were there before the offload sections."""
-    pin = work.take(
-        "zero_optimization.cpu_offload_use_pin_memory", "is obsolete: write `pin_memory` in the section"
-    )
+    pin = work.take("zero_optimization.cpu_offload_use_pin_memory", "write `pin_memory` in the section")
     for old, section in (
         ("cpu_offload", "offload_optimizer"),
         ("cpu_offload_param", "offload_param"),
@@ -149,12 +147,12 @@ def _cpu_offload(work: Rewriter) -> None:
         if not isinstance(work.get(path), bool):
             continue
         if work.get(path) is False:
-            work.drop(path, f"is obsolete and left out: without `{section}` nothing is offloaded")
+            work.drop(path, f"left out: without `{section}` nothing is offloaded")
         elif work.get(new) is not None:
             work.problem(path, f"stands beside `{new}`, which replaced it", f"delete `{old}`")
         else:
             tree = {"device": "cpu"} | ({"pin_memory": pin} if isinstance(pin, bool) else {})
-            work.replace(path, new, tree, f'is obsolete: write `{new}`: {{"device": "cpu"}}')
+            work.replace(path, new, tree, f'write `{new}`: {{"device": "cpu"}}')
 
 
 def _zero_sizes(work: Rewriter) -> None:
@@ -162,27 +160,27 @@ def _zero_sizes(work: Rewriter) -> None:
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         path = f"zero_optimization.{key}"
         if work.get(path) == 0 and not isinstance(work.get(path), bool):
-            work.drop(path, "of 0 is obsolete and left out: no bucket holds 0 elements; it has its default")
+            work.drop(path, "left out: no bucket holds 0 elements; it has its default")
 
 
 def _fp16_switch(work: Rewriter) -> None:
     """Megatron's files say `"fp16": {"fp16": true}`."""
     if isinstance(work.get("fp16.fp16"), bool):
         if work.has("fp16.enabled"):
-            work.drop("fp16.fp16", "is obsolete and left out: `fp16.enabled` says it")
+            work.drop("fp16.fp16", "left out: `fp16.enabled` says it")
         else:
-            work.move("fp16.fp16", "fp16.enabled", "is obsolete: write `fp16.enabled`")
+            work.move("fp16.fp16", "fp16.enabled", "write `fp16.enabled`")
     if work.get("fp16.type") == "fp16":
-        work.drop("fp16.type", "is obsolete and left out: the section's name says it")
+        work.drop("fp16.type", "left out: the section's name says it")
 
 
 def _fp32_allreduce(work: Rewriter) -> None:
     value = work.get("fp32_allreduce")
     if value is True and not work.has("communication_data_type"):
         new = "communication_data_type"
-        work.replace("fp32_allreduce", new, "fp32", f'is obsolete: write `{new}`: "fp32"')
+        work.replace("fp32_allreduce", new, "fp32", f'write `{new}`: "fp32"')
     elif isinstance(value, bool):
-        work.drop("fp32_allreduce", "is obsolete and left out: `communication_data_type` says it")
+        work.drop("fp32_allreduce", "left out: `communication_data_type` says it")
 
 
 def _amp(work: Rewriter) -> None:
@@ -192,12 +190,12 @@ def _amp(work: Rewriter) -> None:
         return
     level = amp.get("opt_level", "O1")
     if amp.get("enabled", False) in (False, None, "auto") or level == "O0":
-        work.drop("amp", "is obsolete and left out: Apex is off")
+        work.drop("amp", "left out: Apex is off")
     elif amp["enabled"] is True and level in ("O1", "auto") and not work.has("torch_autocast"):
         tree = {"enabled": True, "dtype": "float16"}
-        work.replace("amp", "torch_autocast", tree, "is obsolete: Apex O1 is `torch_autocast` in float16")
+        work.replace("amp", "torch_autocast", tree, "Apex O1 is `torch_autocast` in float16")
     elif amp["enabled"] is True and level in ("O2", "O3") and not work.has("fp16"):
-        work.replace("amp", "fp16", {"enabled": True}, f"is obsolete: Apex {level} is `fp16`")
+        work.replace("amp", "fp16", {"enabled": True}, f"Apex {level} is `fp16`")
 
 
 def _one_bit(work: Rewriter) -> None:
@@ -205,7 +203,7 @@ def _one_bit(work: Rewriter) -> None:
     name = work.get("optimizer.type")
     new = plain.get(name.lower()) if isinstance(name, str) else None
     if new is not None:
-        what = f'"{name}" is obsolete: "{new}", the same steps with gradients that are not compressed'
+        what = f'"{name}" "{new}", the same steps with gradients that are not compressed'
         work.put("optimizer.type", new, what)
 
 
@@ -216,7 +214,7 @@ def _curriculum(work: Rewriter) -> None:
     if not isinstance(section, dict) or not section.keys() <= CURRICULUM:
         return
     if section.get("enabled", False) is False:
-        work.drop(old, "is obsolete and left out: it is off")
+        work.drop(old, "left out: it is off")
         return
     if section.get("curriculum_type", "seqlen") != "seqlen" or work.has(new):
         return
@@ -225,7 +223,7 @@ def _curriculum(work: Rewriter) -> None:
     learning = {"enabled": section["enabled"], "curriculum_metrics": {"seqlen": metric}}
     tree = {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": learning}}
     where = f"{new}.data_sampling.curriculum_learning"
-    work.replace(old, new, tree, f"is obsolete: write `{where}` with the metric `seqlen`")
+    work.replace(old, new, tree, f"write `{where}` with the metric `seqlen`")
     inside: Path = (new, "data_sampling", "curriculum_learning", "curriculum_metrics", "seqlen")
     work.same_place((old,), inside)
 
@@ -237,7 +235,7 @@ def _monitor_config(work: Rewriter) -> None:
         return
     for key in list(section):
         if key in ("tensorboard", "wandb", "csv_monitor", "comet") and not work.has(key):
-            work.move(f"monitor_config.{key}", key, f"is obsolete: write `{key}` at the top")
+            work.move(f"monitor_config.{key}", key, f"write `{key}` at the top")
     if not work.get("monitor_config") or work.get("monitor_config") == {"enabled": False}:
         work.drop("monitor_config", None)
 

@@ -48,7 +48,8 @@ class Note:
     what: str
 
     def __str__(self) -> str:
-        return f"{dotted(self.path)}: {self.what}"
+        link = " is obsolete: " if self.kind == "converted" else ": "
+        return f"{dotted(self.path)}{link}{self.what}"
 
 
 class ConfigProblems(ConfigError):

@@ -91,11 +91,11 @@ def _answer(
         return ResolvedAuto(name, tree["optimizer"]["params"]["lr"], "the optimizer's learning rate")
     if key in section.auto_needs_value or type(section).model_fields[key].is_required():
         return Problem(path, '"auto" has no value: nothing in this run says it', "write the value")
-    default = _defaults(config, path).get(key, type(section).model_fields[key].get_default())
+    default = defaults_at(config, path).get(key, type(section).model_fields[key].get_default())
     return ResolvedAuto(name, default, "the key's default")
 
 
-def _defaults(config: Config, path: Path) -> Mapping[str, Any]:
+def defaults_at(config: Config, path: Path) -> Mapping[str, Any]:
     """Defaults that depend on the section around (an optimizer's type)."""
     if len(path) < 2:
         return {}

@@ -52,6 +52,36 @@ def _places(root: type[Section]) -> dict[str, list[str]]:
     return places
 
 
+def differs_at(root: type[Section], tree: Any, path: Path) -> str | None:
+    """How the key at `path` of `tree` differs from DeepSpeed; None if it does not, or is no implemented key."""
+    cls: type[Section] | None = root
+    for part in path[:-1]:
+        if cls is None or not isinstance(tree, dict):
+            return None
+        cls, tree = cls.section_of(cls.spelling(str(part)), tree), tree.get(str(part))
+    return None if cls is None else cls.differs.get(cls.spelling(str(path[-1])))
+
+
+def keys_written(cls: type[Section], tree: Any, path: Path = ()) -> set[Path]:
+    """Paths of the keys of `tree` in the schema's own spelling, sections included."""
+    found: set[Path] = set()
+    for key, value in tree.items():
+        name = cls.spelling(key)
+        member = cls.section_of(name, tree)
+        found.add((*path, name))
+        if member is not None and isinstance(value, dict):
+            found |= keys_written(member, value, (*path, name))
+    return found
+
+
+def known_at(path: Path) -> Known | None:
+    """The key of DeepSpeed's at `path` that is not implemented."""
+    known: Known | None = known_keys()
+    for part in path:
+        known = known.child("[]" if isinstance(part, int) else str(part)) if known else None
+    return known
+
+
 def unknown_key(root: type[Section], cls: type[Section] | None, known: Known | None, path: Path) -> Problem:
     """A key that is no field of `cls` and no child of `known`; at least one of the two is given."""
     key = str(path[-1])

@@ -44,7 +44,6 @@ class ZeroConfig(Section):
         "load_from_fp32_weights": "checkpoints keep float32 weights",
     }
     differs: ClassVar[dict[str, str]] = {
-        "overlap_comm": "true at every stage when it is left out; DeepSpeed: only at stage 3",
         "stage3_gather_16bit_weights_on_model_save": "whole weights are always written, one unit in memory at a time",
     }
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"stage"})

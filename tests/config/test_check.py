@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import Config, ConfigProblems, load
@@ -183,7 +183,6 @@ anything = st.recursive(
 
 
 @given(st.dictionaries(keys, anything, max_size=5), st.integers(1, 4))
-@settings(deadline=None)
 def test_any_tree_of_known_words_is_a_config_or_problems(tree: dict[str, Any], ranks: int) -> None:
     try:
         config = load(tree)

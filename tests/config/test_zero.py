@@ -48,9 +48,9 @@ def test_old_names_are_taken_with_a_note() -> None:
     config = load({"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}, "bfloat16": {}})
     assert config.zero_optimization.stage3_gather_16bit_weights_on_model_save is True
     assert any(
-        "stage3_gather_fp16_weights_on_model_save: is obsolete: write" in str(note) for note in config.notes
+        "stage3_gather_fp16_weights_on_model_save is obsolete: write" in str(note) for note in config.notes
     )
-    assert any("bfloat16: is obsolete: write `bf16`" in str(note) for note in config.notes)
+    assert any("bfloat16 is obsolete: write `bf16`" in str(note) for note in config.notes)
 
 
 def test_offload_to_nowhere_is_fine_and_elsewhere_is_not() -> None:
