@@ -53,7 +53,12 @@ def launch_parser() -> FlagParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run = parser.add_argument_group("the run")
-    run.add_argument("--config", "--deepspeed_config", metavar="DS.json", help="the DeepSpeed-style JSON")
+    run.add_argument(
+        "--config",
+        "--deepspeed_config",
+        metavar="DS.json",
+        help="the DeepSpeed-style JSON: a file, or its text in base64",
+    )
     run.add_argument(
         "--num_gpus",
         "--num_accelerators",

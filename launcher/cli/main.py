@@ -105,8 +105,8 @@ class _Request:
         return self.kind == "script" and bool({"-h", "--help"} & set(self.arguments))
 
 
-def _checked_config(path: str | None, *, needed: bool) -> Path | None:
-    """The absolute path of a configuration that has been read and found right."""
+def _checked_config(path: str | None, *, needed: bool) -> str | None:
+    """The absolute path of a configuration that has been read and found right, or its text in base64."""
     if path is None:
         if needed:
             raise ConfigError(
@@ -115,13 +115,13 @@ def _checked_config(path: str | None, *, needed: bool) -> Path | None:
                 fix="launch --config DS.json ...; examples are in " + str(shared_directory("ds_configs")),
             )
         return None
-    from launcher.config import load
+    from launcher.config.load import LONGEST_NAME, load
 
     load(path)
-    return Path(path).resolve()
+    return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 
-def _plan(run: _Request, flags: argparse.Namespace, config: Path | None) -> LocalRun:
+def _plan(run: _Request, flags: argparse.Namespace, config: str | None) -> LocalRun:
     from launcher.cluster import cores, local
 
     wanted = (run.is_ours and value_of(run.arguments, "--device")) or flags.device
@@ -137,7 +137,7 @@ def _plan(run: _Request, flags: argparse.Namespace, config: Path | None) -> Loca
         "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
     }
     if config is not None:
-        environment["LAUNCHER_CONFIG"] = str(config)
+        environment["LAUNCHER_CONFIG"] = config
     threads = len(shares[0]) if shares else max(1, len(cores.usable_cores()) // ranks)
     if "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(threads)

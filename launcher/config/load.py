@@ -13,7 +13,7 @@ from launcher.config.reader import Document, read_file, read_text
 from launcher.config.root import Config
 from launcher.errors import ConfigError
 
-_LONGEST_NAME = 255  # of a file; a longer text is no path
+LONGEST_NAME = 255  # of a file; a longer text is no path
 
 
 def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) -> Config:
@@ -45,7 +45,7 @@ def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Do
         return Document(where or "config", _plain_dict(source))
     if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith(("{", "//", "/*", "#")):
         return read_text(source, where or "config")
-    if isinstance(source, str) and not Path(source[:_LONGEST_NAME]).exists():
+    if isinstance(source, str) and not Path(source[:LONGEST_NAME]).exists():
         text = _decoded(source)
         if text is not None:
             return read_text(text, where or "the base64 config")

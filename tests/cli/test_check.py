@@ -52,7 +52,7 @@ def test_a_verdict_for_every_key(old: Path, capsys: pytest.CaptureFixture[str]) 
     }
     assert "no effect          8:64  zero_optimization.round_robin_gradients: has no effect here" in text
     assert 'used differently  10:17  optimizer.type: "Adam" decays weights as AdamW does' in text
-    assert "comment            6:3  _comment: is taken as a comment" in text
+    assert "comment             6:3  _comment: is taken as a comment" in text
 
 
 def test_all_refusals_at_once_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

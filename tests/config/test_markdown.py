@@ -1,0 +1,22 @@
+"""docs/config.md is what the schema says."""
+
+from pathlib import Path
+
+from launcher.config import Config
+from launcher.config.markdown import page
+from launcher.config.schema import implemented_paths, known_paths
+
+PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+
+
+def test_the_page_is_in_step() -> None:
+    assert PAGE.read_text() == page(), "run: python -m launcher.config.markdown > docs/config.md"
+
+
+def test_every_key_is_on_it() -> None:
+    text = page()
+    for path in (*implemented_paths(Config), *known_paths()):
+        is_section = any(
+            other.startswith(f"{path}.") for other in (*implemented_paths(Config), *known_paths())
+        )
+        assert is_section or f"`{path.rpartition('.')[2]}`" in text or f"`{path}`" in text, path
