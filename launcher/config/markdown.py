@@ -20,14 +20,14 @@ INTRODUCTION = """\
 
 <!-- Made by `python -m launcher.config.markdown > docs/config.md`; edit the docstrings in launcher/config/ instead. -->
 
-Every key of a DeepSpeed JSON, as DeepSpeed 0.19.8 reads it, and what becomes of it here. `launch check DS.json` says the
-same of one file, key by key; `launch check --explain` shows what every `"auto"` and every default became.
+Every key of a DeepSpeed JSON, as DeepSpeed 0.19.8 reads it, and what becomes of it here. `launch check DS.json` says
+the same of one file, key by key; `launch check --explain` shows what every `"auto"` and every default became.
 
 - Comments (`//`, `#`, `/* */`), trailing commas and `Infinity` are fine; 5e8 is a whole number. A text under a name for
   comments (`_comment`, `//`, `note`, ...) is a comment.
 - Any value may be `"auto"`: the run gives it, or it has its default. `null` has the default.
-- An unknown key is an error that names the nearest one. So is a value that cannot be, and a combination that cannot mean
-  what it says ([the table](#combinations)). All mistakes of a file are told at once, each with line and column.
+- An unknown key is an error that names the nearest one. So is a value that cannot be, and a combination that cannot
+  mean what it says ([the table](#combinations)). All mistakes of a file are told at once, each with line and column.
 - Obsolete keys are [converted](#obsolete-keys), each with a line that says so; `launch check --migrate` writes the new
   file.
 - What is [not implemented](#keys-that-are-refused) is refused when it is asked for, and fine while it is off.
