@@ -35,7 +35,8 @@ class Checker:
         if section is None:
             return None
         wrong = {dotted(problem.path) for problem in self.problems}
-        wrong |= {problem.suggestion for problem in self.problems if problem.suggestion}
+        meant = {problem.suggestion for problem in self.problems if problem.suggestion}
+        wrong |= {key for key in meant if not self.document.holds(tuple(key.split(".")))}
         for conflict in section.conflicts():
             paths = [(*path, *key.split(".")) for key in conflict.keys]
             if wrong.isdisjoint(map(dotted, paths)):

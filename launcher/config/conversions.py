@@ -240,6 +240,20 @@ def _monitor_config(work: Rewriter) -> None:
         work.drop("monitor_config", None)
 
 
+def _compression(work: Rewriter) -> None:
+    """Templates list every technique and switch it off."""
+    section = work.get("compression_training")
+    if isinstance(section, dict) and not _switched_on(section):
+        work.drop("compression_training", "left out: no technique of it is on")
+
+
+def _switched_on(section: dict[str, Any]) -> bool:
+    return any(
+        (key == "enabled" and value is not False) or (isinstance(value, dict) and _switched_on(value))
+        for key, value in section.items()
+    )
+
+
 def _comm_names(work: Rewriter) -> None:
     """torch's names of dtypes, where the JSON has short ones."""
     names = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
@@ -267,6 +281,7 @@ RULES: tuple[Callable[[Rewriter], None], ...] = (
     _amp,
     _one_bit,
     _curriculum,
+    _compression,
     _comm_names,
     _dropped,
 )
@@ -294,5 +309,6 @@ OTHERS = {
     "optimizer.type: OneBitAdam, ZeroOneAdam, OneBitLamb": "Adam, Adam, Lamb, without compression",
     "curriculum_learning": "`data_efficiency.data_sampling.curriculum_learning` with the metric `seqlen`",
     "monitor_config": "its members at the top",
+    "compression_training": "left out, when no technique of it is on",
 }
 """What the functions of RULES do, in words."""

@@ -104,12 +104,12 @@ tensor_parallel
   dtype | | dtype of the sharded layers
   tp_overlap_comm | false | row-parallel reductions overlap
   tensor_parallel
-    tp_size | 1 | degree of tensor parallelism, other place
+    tp_size | 1 | DeepSpeed splits nothing without autotp_size | write tensor_parallel.autotp_size
     tp_grain_size | 1 | shards are multiples of this
     mpu | | model-parallel unit of a Python caller
     tp_group | | process group of a Python caller
   tp
-    tp_size | 1 | degree of tensor parallelism, other place
+    tp_size | 1 | DeepSpeed splits nothing without autotp_size | write tensor_parallel.autotp_size
     tp_grain_size | 1 | shards are multiples of this
     mpu | | model-parallel unit of a Python caller
     tp_group | | process group of a Python caller

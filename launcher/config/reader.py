@@ -62,6 +62,15 @@ class Document:
         line, column = self.place(path)
         return f"{self.name}:{line}:{column}" if line else self.name
 
+    def holds(self, path: KeyPath) -> bool:
+        """Whether a key is in the tree."""
+        tree: Any = self.tree
+        for part in path:
+            if not isinstance(tree, dict) or part not in tree:
+                return False
+            tree = tree[part]
+        return True
+
     def written(self, path: KeyPath) -> KeyPath:
         """The path that the user wrote for one of today's."""
         for end in range(len(path), 0, -1):

@@ -57,7 +57,7 @@ def verdicts(written: Document, examined: Examined[Config]) -> list[KeyVerdict]:
         found = [reason for other in inside for reason in reasons[other]] or [_plain(path, examined)]
         rows += [KeyVerdict(subject, *written.place(subject), *reason) for reason in found]
     for path in [path for path in reasons if path not in told]:
-        is_written = _holds(written.tree, path)
+        is_written = written.holds(path)
         place = written.place(path) if is_written else (0, 0)
         for verdict, words in reasons[path]:
             rows.append(
@@ -88,14 +88,6 @@ def _reasons(examined: Examined[Config]) -> dict[Path, list[tuple[Verdict, str]]
         if path not in reasons:
             reasons[path] = [(_OF_NOTE[found[0].kind], "; ".join(note.what for note in found))]
     return reasons
-
-
-def _holds(tree: Any, path: Path) -> bool:
-    for part in path:
-        if not isinstance(tree, dict) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
 
 
 def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[Path]:
