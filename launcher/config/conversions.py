@@ -95,6 +95,8 @@ CURRICULUM = {
     "schedule_type",
     "schedule_config",
 }
+COMPRESSION = {"layer_reduction", "weight_quantization", "activation_quantization", "sparse_pruning"}
+COMPRESSION |= {"row_pruning", "head_pruning", "channel_pruning"}
 """Members of sections that are converted whole: with any other one, a typo, the section is left to the checks."""
 
 
@@ -243,15 +245,19 @@ def _monitor_config(work: Rewriter) -> None:
 def _compression(work: Rewriter) -> None:
     """Templates list every technique and switch it off."""
     section = work.get("compression_training")
-    if isinstance(section, dict) and not _switched_on(section):
-        work.drop("compression_training", "left out: no technique of it is on")
+    if isinstance(section, dict) and section and section.keys() <= COMPRESSION:
+        if all(list(_switches(technique)) == [False] for technique in section.values()):
+            work.drop("compression_training", "left out: no technique of it is on")
 
 
-def _switched_on(section: dict[str, Any]) -> bool:
-    return any(
-        (key == "enabled" and value is not False) or (isinstance(value, dict) and _switched_on(value))
-        for key, value in section.items()
-    )
+def _switches(technique: Any) -> Iterator[Any]:
+    """What stands under `enabled` in a technique of compression."""
+    if isinstance(technique, dict):
+        for key, value in technique.items():
+            if key == "enabled":
+                yield value
+            elif key != "different_groups":
+                yield from _switches(value)
 
 
 def _comm_names(work: Rewriter) -> None:
