@@ -245,9 +245,10 @@ def _monitor_config(work: Rewriter) -> None:
 def _compression(work: Rewriter) -> None:
     """Templates list every technique and switch it off."""
     section = work.get("compression_training")
-    if isinstance(section, dict) and section and section.keys() <= COMPRESSION:
-        if all(list(_switches(technique)) == [False] for technique in section.values()):
-            work.drop("compression_training", "left out: no technique of it is on")
+    if not isinstance(section, dict) or not section.keys() <= COMPRESSION:
+        return
+    if section and all(list(_switches(technique)) == [False] for technique in section.values()):
+        work.drop("compression_training", "left out: no technique of it is on")
 
 
 def _switches(technique: Any) -> Iterator[Any]:

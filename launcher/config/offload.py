@@ -6,7 +6,7 @@ Sources: ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857). Size
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -73,6 +73,18 @@ class OffloadOptimizerConfig(OffloadConfig):
 
 class AioConfig(Section):
     """Asynchronous file requests of NVMe offload."""
+
+    without_effect: ClassVar[dict[str, str]] = {
+        key: "nothing is offloaded to NVMe yet"
+        for key in (
+            "block_size",
+            "queue_depth",
+            "intra_op_parallelism",
+            "single_submit",
+            "overlap_events",
+            "use_gds",
+        )
+    }
 
     block_size: Count = 1_048_576
     """Bytes of a request."""
