@@ -117,7 +117,13 @@ def _checked_config(path: str | None, *, needed: bool) -> str | None:
         return None
     from launcher.config.load import LONGEST_NAME, load
 
-    load(path)
+    config = load(path)
+    if needed and config.zero_optimization.stage == "auto":
+        raise ConfigError(
+            'zero_optimization.stage is "auto", and no recipe says which stage that is',
+            where=config.where("zero_optimization.stage"),
+            fix='write "stage": 0, 1, 2 or 3',
+        )
     return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 

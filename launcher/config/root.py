@@ -101,6 +101,10 @@ class Config(Section):
         """Remarks on the values: old names, keys without effect here, surprising defaults."""
         return self._notes
 
+    def where(self, path: str) -> str:
+        """`file:line:column` of a dotted key."""
+        return self._document.where(tuple(path.split(".")))
+
     @property
     def resolved_autos(self) -> tuple[ResolvedAuto, ...]:
         """(path, value, why) of every "auto" and of batch keys that were left out; empty before `resolve`."""
@@ -131,3 +135,6 @@ class Config(Section):
         if "gradient_clipping" not in self.model_fields_set:
             what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
             yield Remark("gradient_clipping", what)
+        if self.zero_optimization.stage == "auto":
+            what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
+            yield Remark("zero_optimization.stage", what)
