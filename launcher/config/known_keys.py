@@ -33,22 +33,7 @@ optimizer
     eps_inside_sqrt | | Lamb: where eps is added
 scheduler
   params
-    lr_range_test_min_lr | | LRRangeTest: first rate
-    lr_range_test_step_size | | LRRangeTest: steps between two rates
-    lr_range_test_step_rate | | LRRangeTest: growth of the rate
-    lr_range_test_staircase | | LRRangeTest: in stairs
-    cycle_min_lr | | OneCycle: lowest rate
-    cycle_max_lr | | OneCycle: highest rate
-    decay_lr_rate | | OneCycle: decay after the cycle
-    cycle_first_step_size | | OneCycle: steps up
-    cycle_second_step_size | | OneCycle: steps down
-    cycle_first_stair_count | | OneCycle: stairs on the way up
-    cycle_second_stair_count | | OneCycle: stairs on the way down
-    decay_step_size | | OneCycle: steps between two decays
-    cycle_momentum | | OneCycle: momentum moves as well
-    cycle_min_mom | | OneCycle: lowest momentum
-    cycle_max_mom | | OneCycle: highest momentum
-    decay_mom_rate | | OneCycle: decay of momentum
+    scale_fn | | CyclicLR: a function, which JSON cannot hold | use `mode`, or pass initialize(lr_scheduler=...)
 seq_parallel_communication_data_type | "fp32" | dtype of the reduction over a sequence-parallel group
 prescale_gradients | false | divides gradients before they are reduced
 gradient_predivide_factor | 1.0 | which part of the division comes before the reduction

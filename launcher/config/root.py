@@ -16,7 +16,7 @@ from launcher.config.precision import Bf16Config, Fp16Config
 from launcher.config.problems import Note
 from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
-from launcher.config.scheduler import SchedulerConfig
+from launcher.config.scheduler import SchedulerConfig, cycled_without_momentum, remarks_on_momentum
 from launcher.config.section import Conflict, Count, Remark, Section
 from launcher.config.zero import ZeroConfig
 
@@ -129,8 +129,10 @@ class Config(Section):
                 "fp16.enabled and bf16.enabled are both true, and parameters have one dtype",
                 "set one of fp16.enabled and bf16.enabled to false",
             )
+        yield from cycled_without_momentum(self.scheduler, self.optimizer)
 
     def remarks(self) -> Iterator[Remark]:
         if "gradient_clipping" not in self.model_fields_set:
             what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
             yield Remark("gradient_clipping", what)
+        yield from remarks_on_momentum(self.scheduler, self.optimizer)
