@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.batch import BatchTriple
+from launcher.config.data_efficiency import DataEfficiencyConfig, DataSamplingConfig, SeqlenConfig
 from launcher.config.data_types import DataTypesConfig
 from launcher.config.deepspeed_schedules import (
     DeepSpeedParams,
@@ -23,6 +24,7 @@ from launcher.config.root import Config
 from launcher.config.schedule_params import SchedulerParams
 from launcher.config.scheduler import SchedulerConfig
 from launcher.config.section import Section, field_docs
+from launcher.config.timers import ThroughputConfig, TimersConfig
 from launcher.config.torch_schedules import TorchParams
 from launcher.config.zero import ZeroConfig
 
@@ -32,6 +34,8 @@ __all__ = [
     "Bf16Config",
     "Config",
     "ConfigProblems",
+    "DataEfficiencyConfig",
+    "DataSamplingConfig",
     "DataTypesConfig",
     "DeepSpeedParams",
     "Fp16Config",
@@ -44,6 +48,9 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerParams",
     "Section",
+    "SeqlenConfig",
+    "ThroughputConfig",
+    "TimersConfig",
     "TorchParams",
     "WarmupCosineLRParams",
     "WarmupDecayLRParams",

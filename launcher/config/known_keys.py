@@ -16,11 +16,7 @@ from typing import Any, Literal
 Status = Literal["later", "old", "ignored"]
 
 LATER = """
-managed_gradient_accumulation | true | the caller decides when an optimizer step is due
 memory_breakdown | false | prints memory at each phase
-dump_state | false | prints the state of the engine once
-log_level | | level of the logger
-disable_python_gc | false | Python's cyclic garbage collector off while training
 optimizer
   params
     set_grad_none | true | fused Adam: how gradients are cleared
@@ -247,10 +243,6 @@ comms_logger
   prof_all | | all operations
   debug | | names the caller
   prof_ops | | chosen operations
-timers
-  throughput
-    enabled | true | samples per second
-    synchronized | true | waits for the device
 aio | | file requests of NVMe offload
   block_size | | bytes of a request
   queue_depth | | requests at a time
@@ -293,18 +285,10 @@ weight_quantization
   quantized_initialization | | options while the model is built
   post_init_quant | | options by module name
 data_efficiency
-  enabled | false | data sampling and routing
-  seed | | seed
   data_sampling
-    enabled | false | the sampler
-    num_epochs | | passes over the data
-    num_workers | | workers of the loader
-    pin_memory | | page-locked batches
     curriculum_learning
-      enabled | false | easy samples first
-      data_cluster_path | | working directory
       curriculum_metrics
-        *
+        * | | other metrics than seqlen need DeepSpeed's index files of the data | use the metric `seqlen`
           index_to_sample_path | | index file
           index_to_metric_path | | index file
           difficulty_type | | scale
@@ -319,7 +303,7 @@ data_efficiency
             difficulty | | levels
             max_step | | steps of the levels
     dynamic_batching
-      enabled | false | batches of equal tokens
+      enabled | false | batches of equal tokens, by DeepSpeed's file of lengths, which is made before the run
       metrics_path | | file of lengths
       lr_scaling_method | | rule for the learning rate
       min_batch_size | | fewest
@@ -328,7 +312,7 @@ data_efficiency
       sequence_picking_order | | order
       verbose | | prints
   data_routing
-    enabled | false | routing of tokens
+    enabled | false | random-LTD: layers that leave tokens out, which needs another forward of every block
     random_ltd
       enabled | false | layers drop tokens at random
       total_layer_num | | layers
@@ -380,7 +364,6 @@ autotuning
 """
 
 OLD = """
-vocabulary_size | | only warned about odd sizes
 optimizer
   legacy_fusion | false | an old wrapper of float16
   params
