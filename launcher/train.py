@@ -64,7 +64,7 @@ class Training:
         if sampling and self.total_steps > sampling.num_epochs * self.loader.steps_per_epoch:
             passes = self.total_steps / self.loader.steps_per_epoch
             raise ConfigError(
-                f"{self.total_steps} steps are {passes:.1f} passes over the data, and {sampling.num_epochs} are allowed",
+                f"{self.total_steps} steps are {passes:.1f} passes over the data, not {sampling.num_epochs}",
                 where="data_efficiency.data_sampling.num_epochs",
                 fix="raise it, or train fewer steps: --max-steps, --epochs",
             )
@@ -108,14 +108,15 @@ class Training:
         # Before tokens are counted: the loss is a mean over those that are left.
         microbatches = [engine.curriculum.cut(batch, engine.global_steps) for batch in microbatches]
         counts = [learned_tokens(batch) for batch in microbatches]
-        total = self._sum(sum(counts))
+        total = max(1.0, self._sum(sum(counts)))
         loss_sum = torch.zeros((), dtype=torch.float64)
         engine.train()
         for index, (batch, count) in enumerate(zip(microbatches, counts, strict=True), start=1):
             loss = engine(**to_device(batch, engine.device)).loss
             # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
             engine.backward(loss * (count * engine.dp_world_size / total), scale_wrt_gas=False)
-            loss_sum += loss.detach().double().cpu() * count
+            if count:  # a curriculum may leave nothing but a prompt, whose mean loss is no number
+                loss_sum += loss.detach().double().cpu() * count
             if engine.managed_gradient_accumulation() or index == len(counts):
                 engine.step()
         mean_loss = self._sum(float(loss_sum)) / total
