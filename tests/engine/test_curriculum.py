@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from tests.cluster.launching import launch
+from launcher.run import Run
+from launcher.train import Training
 from tests.config.test_data_efficiency import LEARNING, METRIC, SEQLEN, sections
 from tests.engine.driving import ADAMW, CPU
-from tests.engine.test_recipes import LENGTH, PROSE, json_of, metrics
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, share, tiny_llama
 
@@ -23,7 +24,7 @@ RISING = SEQLEN | {
     "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 2},
 }
 LENGTHS = [6, 10, 12, 16, 16]
-Run = tuple[list[float], list[int | None]]
+Trained = tuple[list[float], list[int | None]]
 
 
 def engine_of(stage: int, data: dict[str, Any], accumulation: int = 1) -> Any:
@@ -40,7 +41,7 @@ def engine_of(stage: int, data: dict[str, Any], accumulation: int = 1) -> Any:
     return launcher.initialize(model=tiny_llama(layers=2), config=config, device=CPU)[0]
 
 
-def advance(engine: Any, ctx: RankContext, steps: range) -> Run:
+def advance(engine: Any, ctx: RankContext, steps: range) -> Trained:
     """Losses, meaned over ranks, and lengths, of these steps."""
     losses, lengths = [], []
     for step in steps:
@@ -50,7 +51,7 @@ def advance(engine: Any, ctx: RankContext, steps: range) -> Run:
     return losses, lengths
 
 
-def trained(ctx: RankContext, stage: int, data: dict[str, Any], accumulation: int = 1) -> Run:
+def trained(ctx: RankContext, stage: int, data: dict[str, Any], accumulation: int = 1) -> Trained:
     return advance(engine_of(stage, data, accumulation), ctx, range(STEPS))
 
 
@@ -101,7 +102,7 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def many_trained(ctx: RankContext, configs: list[dict[str, Any]]) -> list[Run]:
+def many_trained(ctx: RankContext, configs: list[dict[str, Any]]) -> list[Trained]:
     return [trained(ctx, 0, sections(config)) for config in configs]
 
 
@@ -118,7 +119,7 @@ def test_every_key_of_the_pace_changes_lengths_and_losses(pool: WorkerPool) -> N
         assert lengths != other_lengths and losses != other_losses, key
 
 
-def resumed(ctx: RankContext, directory: str) -> tuple[Run, Run]:
+def resumed(ctx: RankContext, directory: str) -> tuple[Trained, Trained]:
     engine = engine_of(2, sections(RISING))
     advance(engine, ctx, range(2))
     engine.save_checkpoint(directory)
@@ -147,22 +148,46 @@ def test_evaluation_sees_whole_sequences(pool: WorkerPool) -> None:
     assert whole == with_curriculum
 
 
-@pytest.mark.key(METRIC, "managed_gradient_accumulation", "disable_python_gc")
-def test_a_recipe_cuts_and_counts_what_is_left(tmp_path: Path) -> None:
-    """Also: the recipe takes one step for all microbatches where the engine does not count them."""
-    (tmp_path / "model.json").write_text(json.dumps(tiny_llama(vocab=260, layers=2).config.to_dict()))
-    (tmp_path / "prose.txt").write_text(PROSE)
-    path = Path(json_of(tmp_path, 2))
-    pace = {"total_curriculum_step": 4, "difficulty_step": 8}
-    config = json.loads(path.read_text()) | sections(SEQLEN | {"max_difficulty": 32, "schedule_config": pace})
-    config |= {"managed_gradient_accumulation": False, "disable_python_gc": True}
-    path.write_text(json.dumps(config))
-    flags = ("pretrain", "--model", "model.json", "--dataset", "prose.txt", "--seq-length", str(LENGTH))
-    flags += ("--max-steps", "5", "--output-dir", "run")
-    done = launch("--num_gpus", "1", "--device", "cpu", "--config", str(path), *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr + done.stdout
-    records = metrics(tmp_path / "run")
-    lengths = [8, 16, 24, 32, 32]
-    assert [record["seqlen"] for record in records] == lengths
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
-    assert [record["tokens"] for record in records] == [4 * sum(lengths[: i + 1]) for i in range(5)]
+PROMPT = 8  # tokens of each row that are not learned
+
+
+def conversations() -> list[dict[str, torch.Tensor]]:
+    ids = batch(0, 40)
+    labels = ids.clone()
+    labels[:, :PROMPT] = -100
+    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+
+
+def by_recipe(
+    ctx: RankContext, directory: str, more: dict[str, Any], steps: int = STEPS
+) -> list[dict[str, Any]]:
+    """Records of the recipes' loop, two microbatches a step."""
+    engine = engine_of(1, {**sections(RISING, **more.pop("sampling", {})), **more}, accumulation=2)
+    run = Run(Namespace(seed=0), engine.resolved, Path(directory), CPU, Console(quiet=True), ctx.rank)
+    training = Training(run, engine, conversations(), None, steps, "tiny")
+    loader = training.loader.steps()
+    return [training._step(next(loader)) for _ in range(steps)]
+
+
+@pytest.mark.key(METRIC, "managed_gradient_accumulation")
+def test_the_recipes_cut_and_count_what_is_left(pool: WorkerPool, tmp_path: Path) -> None:
+    """Also: they take one step for all microbatches where the engine does not count them."""
+    managed, by_caller = (
+        pool.run(by_recipe, 2, str(tmp_path), {"managed_gradient_accumulation": managed})[0]
+        for managed in (True, False)
+    )
+    assert [record["seqlen"] for record in managed] == LENGTHS
+    assert [record["step"] for record in managed] == [1, 2, 3, 4, 5]
+    assert [record["tokens"] for record in managed] == [
+        SEQUENCES * sum(LENGTHS[: i + 1]) for i in range(STEPS)
+    ]
+    assert managed[0]["loss"] == 0.0  # nothing but prompts is left of the first sequences
+    assert all(2 < record["loss"] < 6 for record in managed[1:])
+    for one, other in zip(managed, by_caller, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+@pytest.mark.key("data_efficiency.data_sampling.num_epochs")
+def test_the_recipes_refuse_more_passes_than_are_allowed(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"15 steps are 1\.5 passes over the data, not 1"):
+        pool.run(by_recipe, 1, str(tmp_path), {"sampling": {"num_epochs": 1}}, 15)
