@@ -15,6 +15,7 @@ from launcher.comm import all_reduce
 from launcher.data.loader import GlobalBatchLoader
 from launcher.engine import Engine
 from launcher.engine.batches import to_device
+from launcher.errors import ConfigError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
 from launcher.monitor.plot import plot_loss
@@ -59,6 +60,14 @@ class Training:
             dp_degree=engine.mesh.dp.degree,
             seed=self.run.args.seed,
         )
+        sampling = engine.resolved.data_efficiency.sampling
+        if sampling and self.total_steps > sampling.num_epochs * self.loader.steps_per_epoch:
+            passes = self.total_steps / self.loader.steps_per_epoch
+            raise ConfigError(
+                f"{self.total_steps} steps are {passes:.1f} passes over the data, not {sampling.num_epochs}",
+                where="data_efficiency.data_sampling.num_epochs",
+                fix="raise it, or train fewer steps: --max-steps, --epochs",
+            )
 
     def fit(self) -> None:
         """Train to the last step, evaluate and save on the way, and write everything at the end."""
@@ -95,17 +104,21 @@ class Training:
 
     def _step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
         engine, began = self.engine, time.perf_counter()
-        lr = engine.lr
+        lr, seqlen = engine.lr, engine.curriculum_seqlen()
+        # Before tokens are counted: the loss is a mean over those that are left.
+        microbatches = [engine.curriculum.cut(batch, engine.global_steps) for batch in microbatches]
         counts = [learned_tokens(batch) for batch in microbatches]
-        total = self._sum(sum(counts))
+        total = max(1.0, self._sum(sum(counts)))
         loss_sum = torch.zeros((), dtype=torch.float64)
         engine.train()
-        for batch, count in zip(microbatches, counts, strict=True):
+        for index, (batch, count) in enumerate(zip(microbatches, counts, strict=True), start=1):
             loss = engine(**to_device(batch, engine.device)).loss
             # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
             engine.backward(loss * (count * engine.dp_world_size / total), scale_wrt_gas=False)
-            loss_sum += loss.detach().double().cpu() * count
-            engine.step()
+            if count:  # a curriculum may leave nothing but a prompt, whose mean loss is no number
+                loss_sum += loss.detach().double().cpu() * count
+            if engine.managed_gradient_accumulation() or index == len(counts):
+                engine.step()
         mean_loss = self._sum(float(loss_sum)) / total
         seen = engine.train_batch_size() * microbatches[0]["input_ids"].shape[1]
         self.tokens += seen
@@ -119,6 +132,8 @@ class Training:
             "tokens_per_s": seen / seconds,
             "step_time_s": seconds,
         }
+        if seqlen is not None:
+            record["seqlen"] = seqlen
         if engine.fp16_enabled():
             record |= {"loss_scale": engine.loss_scale(), "skipped_steps": engine.skipped_steps}
         if engine.timers.enabled:
@@ -130,6 +145,11 @@ class Training:
         all_reduce(tensor, self.engine.mesh.dp, "root/metrics").wait()
         return float(tensor)
 
+    def _collect_garbage(self) -> None:
+        """Between steps, where it costs no step time, when the collector is off."""
+        if self.engine.resolved.disable_python_gc:
+            self.engine.collect_python_gc()
+
     def _due(self, every: int | None) -> bool:
         return every is not None and every > 0 and self.engine.global_steps % every == 0
 
@@ -137,6 +157,7 @@ class Training:
     def evaluate(self, most_batches: int = 32) -> float:
         """Token-weighted mean loss over the first sequences of the eval set, the same ones on every topology."""
         engine = self.engine
+        self._collect_garbage()
         engine.eval()
         micro, axis = engine.train_micro_batch_size_per_gpu(), engine.mesh.dp
         rows = min(len(self.eval_set), most_batches * micro)
@@ -157,6 +178,7 @@ class Training:
 
     def save(self) -> None:
         """Write a checkpoint of everything that the run needs to go on."""
+        self._collect_garbage()
         client = {"data": self.loader.state_dict(), "tokens": self.tokens, "total_steps": self.total_steps}
         self.engine.save_checkpoint(self.run.checkpoints, client_state=client)
 

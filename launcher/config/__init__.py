@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.batch import BatchTriple
+from launcher.config.data_efficiency import DataEfficiencyConfig, DataSamplingConfig, SeqlenConfig
 from launcher.config.data_types import DataTypesConfig
+from launcher.config.deepspeed_schedules import (
+    DeepSpeedParams,
+    LRRangeTestParams,
+    OneCycleParams,
+    WarmupCosineLRParams,
+    WarmupDecayLRParams,
+    WarmupLRParams,
+    WarmupParams,
+)
 from launcher.config.load import load
 from launcher.config.optimizer import OptimizerConfig, OptimizerParams
 from launcher.config.precision import Bf16Config, Fp16Config
 from launcher.config.problems import ConfigProblems, Problem
 from launcher.config.resolve import ResolvedAuto, autos_of_hidden_size
 from launcher.config.root import Config
-from launcher.config.scheduler import (
-    SchedulerConfig,
-    SchedulerParams,
-    WarmupCosineLRParams,
-    WarmupDecayLRParams,
-    WarmupLRParams,
-)
+from launcher.config.schedule_params import SchedulerParams
+from launcher.config.scheduler import SchedulerConfig
 from launcher.config.section import Section, field_docs
+from launcher.config.timers import ThroughputConfig, TimersConfig
+from launcher.config.torch_schedules import TorchParams
 from launcher.config.zero import ZeroConfig
 
 __all__ = [
@@ -27,8 +34,13 @@ __all__ = [
     "Bf16Config",
     "Config",
     "ConfigProblems",
+    "DataEfficiencyConfig",
+    "DataSamplingConfig",
     "DataTypesConfig",
+    "DeepSpeedParams",
     "Fp16Config",
+    "LRRangeTestParams",
+    "OneCycleParams",
     "OptimizerConfig",
     "OptimizerParams",
     "Problem",
@@ -36,9 +48,14 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerParams",
     "Section",
+    "SeqlenConfig",
+    "ThroughputConfig",
+    "TimersConfig",
+    "TorchParams",
     "WarmupCosineLRParams",
     "WarmupDecayLRParams",
     "WarmupLRParams",
+    "WarmupParams",
     "ZeroConfig",
     "autos_of_hidden_size",
     "field_docs",

@@ -13,6 +13,7 @@ from launcher.config.problems import ConfigProblems, Note, Path, Problem, dotted
 from launcher.config.reader import Document
 from launcher.config.schema import not_written, unknown_key
 from launcher.config.section import AUTO, Section
+from launcher.config.suggest import nearest
 from launcher.config.wording import in_words
 
 S = TypeVar("S", bound=Section)
@@ -25,12 +26,15 @@ class Checker:
         self.root, self.document = root, document
         self.problems = list(document.problems)
         self.notes: list[Note] = []
+        self.off = False  # inside a section whose `enabled` is false, which asks for nothing
 
     def build(self, cls: type[S], known: Known | None, written: dict[str, Any], path: Path) -> S | None:
         """The section at `path`, None when it cannot be built; wrong keys are reported and left out."""
+        around, self.off = self.off, self.off or _is_off(cls, written)
         values = self.own_keys(cls, known, written, path)
         for key in cls.model_fields:
             self.build_member(cls, key, known, values, path)
+        self.off = around
         section = self.validate(cls, values, path)
         if section is None:
             return None
@@ -39,7 +43,7 @@ class Checker:
         wrong |= {key for key in meant if not self.document.holds(tuple(key.split(".")))}
         for conflict in section.conflicts():
             paths = [(*path, *key.split(".")) for key in conflict.keys]
-            if wrong.isdisjoint(map(dotted, paths)):
+            if not any(_is_inside(inner, dotted(around)) for inner in wrong for around in paths):
                 self.problems.append(Problem(paths[0], conflict.what, conflict.fix))
         self.notes += self.noted(section, path)
         return section
@@ -67,7 +71,9 @@ class Checker:
                 self.problems.append(Problem(here, both, f"keep `{name}`"))
             elif name in cls.model_fields:
                 values[name], spelled[name] = value, key
-            elif child is not None:
+            elif (
+                known and child is not None and (key in known.children or not nearest(key, cls.model_fields))
+            ):
                 self.problems += self.unimplemented(child, value, here)
             else:
                 self.problems.append(unknown_key(self.root, cls, known, here))
@@ -134,7 +140,7 @@ class Checker:
     def unimplemented(self, known: Known, value: Any, path: Path) -> list[Problem]:
         """Problems of a key that only DeepSpeed has: none if it asks for nothing and has no typo inside."""
         typos = self.typos(known, value, path)
-        return typos + list(self.demands(known, value, path))
+        return typos if self.off else typos + list(self.demands(known, value, path))
 
     def typos(self, known: Known, value: Any, path: Path) -> list[Problem]:
         if known.free or not isinstance(value, dict | list):
@@ -187,6 +193,16 @@ class Checker:
 def _is_neutral(known: Known, value: Any) -> bool:
     boolean = isinstance(value, bool)
     return any(value == plain and boolean == isinstance(plain, bool) for plain in known.neutral)
+
+
+def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
+    """Whether the section has a switch and it is off, be it by default."""
+    switch = cls.model_fields.get("enabled")
+    return switch is not None and written.get("enabled", switch.get_default()) in (False, None)
+
+
+def _is_inside(path: str, around: str) -> bool:
+    return f"{path}.".startswith(f"{around}.")
 
 
 @dataclass(frozen=True)

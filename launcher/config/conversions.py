@@ -68,7 +68,6 @@ DROPPED = {
     "optimizer.legacy_fusion": "chose between two wrappers of DeepSpeed's that computed the same",
     "disable_allgather": "had no effect in DeepSpeed either",
     "sparse_gradients": "gradients of embeddings travel dense; the numbers are the same",
-    "vocabulary_size": "only made DeepSpeed warn about odd sizes",
     "seed": "DeepSpeed never read it; the flag --seed of the recipes sets the seed",
     "zero_optimization.legacy_stage1": "there is one stage 1",
     "zero_optimization.elastic_checkpoint": "every checkpoint loads on any number of ranks",

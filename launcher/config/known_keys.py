@@ -16,11 +16,7 @@ from typing import Any, Literal
 Status = Literal["later", "old", "ignored"]
 
 LATER = """
-managed_gradient_accumulation | true | the caller decides when an optimizer step is due
 memory_breakdown | false | prints memory at each phase
-dump_state | false | prints the state of the engine once
-log_level | | level of the logger
-disable_python_gc | false | Python's cyclic garbage collector off while training
 optimizer
   params
     set_grad_none | true | fused Adam: how gradients are cleared
@@ -33,22 +29,7 @@ optimizer
     eps_inside_sqrt | | Lamb: where eps is added
 scheduler
   params
-    lr_range_test_min_lr | | LRRangeTest: first rate
-    lr_range_test_step_size | | LRRangeTest: steps between two rates
-    lr_range_test_step_rate | | LRRangeTest: growth of the rate
-    lr_range_test_staircase | | LRRangeTest: in stairs
-    cycle_min_lr | | OneCycle: lowest rate
-    cycle_max_lr | | OneCycle: highest rate
-    decay_lr_rate | | OneCycle: decay after the cycle
-    cycle_first_step_size | | OneCycle: steps up
-    cycle_second_step_size | | OneCycle: steps down
-    cycle_first_stair_count | | OneCycle: stairs on the way up
-    cycle_second_stair_count | | OneCycle: stairs on the way down
-    decay_step_size | | OneCycle: steps between two decays
-    cycle_momentum | | OneCycle: momentum moves as well
-    cycle_min_mom | | OneCycle: lowest momentum
-    cycle_max_mom | | OneCycle: highest momentum
-    decay_mom_rate | | OneCycle: decay of momentum
+    scale_fn | | CyclicLR: a function, which JSON cannot hold | use `mode`, or pass initialize(lr_scheduler=...)
 seq_parallel_communication_data_type | "fp32" | dtype of the reduction over a sequence-parallel group
 prescale_gradients | false | divides gradients before they are reduced
 gradient_predivide_factor | 1.0 | which part of the division comes before the reduction
@@ -242,10 +223,6 @@ comms_logger
   prof_all | | all operations
   debug | | names the caller
   prof_ops | | chosen operations
-timers
-  throughput
-    enabled | true | samples per second
-    synchronized | true | waits for the device
 compile
   deepcompile | false | DeepSpeed's compiler passes
   autoep_non_moe | false | compiles what is not experts
@@ -281,18 +258,10 @@ weight_quantization
   quantized_initialization | | options while the model is built
   post_init_quant | | options by module name
 data_efficiency
-  enabled | false | data sampling and routing
-  seed | | seed
   data_sampling
-    enabled | false | the sampler
-    num_epochs | | passes over the data
-    num_workers | | workers of the loader
-    pin_memory | | page-locked batches
     curriculum_learning
-      enabled | false | easy samples first
-      data_cluster_path | | working directory
       curriculum_metrics
-        *
+        * | | other metrics than seqlen need DeepSpeed's index files of the data | use the metric `seqlen`
           index_to_sample_path | | index file
           index_to_metric_path | | index file
           difficulty_type | | scale
@@ -307,7 +276,7 @@ data_efficiency
             difficulty | | levels
             max_step | | steps of the levels
     dynamic_batching
-      enabled | false | batches of equal tokens
+      enabled | false | batches of equal tokens, by DeepSpeed's file of lengths, which is made before the run
       metrics_path | | file of lengths
       lr_scaling_method | | rule for the learning rate
       min_batch_size | | fewest
@@ -316,7 +285,7 @@ data_efficiency
       sequence_picking_order | | order
       verbose | | prints
   data_routing
-    enabled | false | routing of tokens
+    enabled | false | random-LTD: layers that leave tokens out, which needs another forward of every block
     random_ltd
       enabled | false | layers drop tokens at random
       total_layer_num | | layers

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from launcher.config import combinations
 from launcher.config.activation import ActivationCheckpointingConfig
+from launcher.config.data_efficiency import DataEfficiencyConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
 from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
@@ -18,8 +19,9 @@ from launcher.config.precision import Bf16Config, Fp16Config
 from launcher.config.problems import Note
 from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
-from launcher.config.scheduler import SchedulerConfig
+from launcher.config.scheduler import SchedulerConfig, cycled_without_momentum, remarks_on_momentum
 from launcher.config.section import Conflict, Count, Remark, Section
+from launcher.config.timers import TimersConfig
 from launcher.config.zero import ZeroConfig
 
 
@@ -33,6 +35,10 @@ class Config(Section):
     `resolve` gives a copy without any "auto". `Config.resolved_autos` tells what each became and why;
     `Config.notes` what a person should know though nothing is wrong.
     """
+
+    without_effect: ClassVar[dict[str, str]] = {
+        "vocabulary_size": "the model says how many tokens it knows; DeepSpeed only warns about odd numbers"
+    }
 
     train_batch_size: Count | None = None
     """Sequences per optimizer step over all ranks; null is found from the other two."""
@@ -82,6 +88,31 @@ class Config(Section):
     dataloader_drop_last: bool = False
     """Drop the last global batch of an epoch when it is short."""
 
+    data_efficiency: DataEfficiencyConfig = Field(default_factory=DataEfficiencyConfig)
+    """Curriculum learning by the length of sequences."""
+
+    managed_gradient_accumulation: bool = True
+    """The engine counts microbatches, and steps at every gradient_accumulation_steps-th. False: every engine.step() is
+    an optimizer step, after as many backwards as the caller likes; each loss is still divided by
+    gradient_accumulation_steps, unless backward(scale_wrt_gas=False)."""
+
+    timers: TimersConfig = Field(default_factory=TimersConfig)
+    """The line about samples per second."""
+
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    """What the engine says: its lines of steps_per_print are "info". Null: as the program has set the logger
+    "launcher"."""
+
+    dump_state: bool = False
+    """Print what the engine is made of, once, on rank 0."""
+
+    disable_python_gc: bool = False
+    """Python's cyclic garbage collector is off from initialize() to engine.destroy(). The recipes collect before
+    evaluations and checkpoints; a loop of your own calls engine.collect_python_gc()."""
+
+    vocabulary_size: Count | None = None
+    """DeepSpeed warns about a size that is no multiple of 8."""
+
     zero_allow_untested_optimizer: bool = False
     """Take a caller's optimizer that is not of torch.optim; it must work element by element."""
 
@@ -129,7 +160,8 @@ class Config(Section):
         return resolved(self, dp_degree, auto)
 
     def conflicts(self) -> Iterator[Conflict]:
-        return combinations.conflicts(self)
+        yield from combinations.conflicts(self)
+        yield from cycled_without_momentum(self.scheduler, self.optimizer)
 
     def remarks(self) -> Iterator[Remark]:
         if "gradient_clipping" not in self.model_fields_set:
@@ -138,3 +170,4 @@ class Config(Section):
         if self.zero_optimization.stage == "auto":
             what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
             yield Remark("zero_optimization.stage", what)
+        yield from remarks_on_momentum(self.scheduler, self.optimizer)

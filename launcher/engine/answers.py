@@ -9,6 +9,7 @@ import torch
 
 from launcher.comm import Mesh
 from launcher.config import Config
+from launcher.engine.curriculum import Curriculum
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
@@ -21,6 +22,8 @@ class Answers:
     mesh: Mesh
     optimizer: ShardedOptimizer | None
     loss_scaler: LossScale
+    curriculum: Curriculum
+    global_steps: int
     _config: Config
     _norm: float | None
     _applied: bool
@@ -60,6 +63,14 @@ class Answers:
     def steps_per_print(self) -> int | None:
         every = self._config.steps_per_print
         return None if every is None else _whole(every)
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts microbatches; False: every step() is an optimizer step."""
+        return bool(self._config.managed_gradient_accumulation)
+
+    def curriculum_seqlen(self) -> int | None:
+        """Tokens that the next optimizer step sees of a sequence; None without a curriculum."""
+        return self.curriculum.seqlen(self.global_steps)
 
     def wall_clock_breakdown(self) -> bool:
         return bool(self._config.wall_clock_breakdown)

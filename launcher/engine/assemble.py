@@ -181,8 +181,12 @@ def _dataloader(
 ) -> Any:
     if data is None:
         return None
+    sampling = config.data_efficiency.sampling
+    seed = config.data_efficiency.seed if sampling else seed
     sampler: Any = torch.utils.data.DistributedSampler(
         data, mesh.dp.degree, mesh.dp.rank, seed=seed, drop_last=config.dataloader_drop_last
     )
     make = partial(torch.utils.data.DataLoader, data, sampler=sampler, collate_fn=collate_fn)
+    if sampling:
+        make = partial(make, num_workers=sampling.num_workers, pin_memory=sampling.pin_memory)
     return make(batch_size=config.train_micro_batch_size_per_gpu, drop_last=config.dataloader_drop_last)

@@ -3,6 +3,7 @@ where ours differs, the docstring says so."""
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +17,16 @@ from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.engine.answers import Answers
 from launcher.engine.batches import call, cast, forever, loss_in, to_device
+from launcher.engine.curriculum import Curriculum
+from launcher.engine.dump import state_lines
+from launcher.engine.python_gc import hold
 from launcher.engine.state import load_state, save_state
 from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.load import SINGLE_FILE
 from launcher.models.units import unit_modules
+from launcher.monitor.log import say, set_level
+from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
@@ -59,19 +65,35 @@ class Engine(Answers, nn.Module):
         )
         self.loss_scaler = LossScale.of(config.fp16)
         self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
+        speed = config.timers.throughput
+        self.throughput = Throughput(
+            enabled=speed.enabled and config.steps_per_print is not None,
+            synchronized=speed.synchronized,
+            device=mesh.device,
+        )
+        self.curriculum = Curriculum.of(config.data_efficiency)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.quiet = False  # a training loop with a progress line of its own sets this
         self._boundary: bool | None = None
         self._microbatches = 0  # of this step; micro_steps are no measure once the batch size has changed
+        self._backwards = 0  # of this step
         self._norm: float | None = None
         self._applied = False
         self._scaled = False  # gradients of this step came through backward(), which scales the loss
         self._data: Iterator[Any] | None = None
+        self._gc = hold(self) if config.disable_python_gc else None
+        set_level(config.log_level)
+        if config.dump_state and mesh.rank == 0:
+            print(*state_lines(self), sep="\n", flush=True)
 
     # ---- one microbatch ---------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._announce_boundary()
+        if self.module.training and not self.quiet:
+            self.throughput.start()
+        if self.module.training:
+            args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
         with self.timers("forward"):
@@ -90,6 +112,7 @@ class Engine(Answers, nn.Module):
         """
         self._announce_boundary()
         self._scaled = True
+        self._backwards += 1
         scaled = loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             scaled = scaled / self.gradient_accumulation_steps()
@@ -98,8 +121,11 @@ class Engine(Answers, nn.Module):
         return loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only counts."""
-        boundary = self.is_gradient_accumulation_boundary()
+        """At the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only counts.
+
+        With `managed_gradient_accumulation: false` every call is a boundary.
+        """
+        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         if boundary and not self.zero.reducer.sync:
             raise LauncherError(
                 "engine.step() inside no_sync() at an accumulation boundary", fix="leave no_sync() before it"
@@ -107,6 +133,8 @@ class Engine(Answers, nn.Module):
         self._applied = False
         if boundary:
             with self.timers("step"):
+                if not self.managed_gradient_accumulation():
+                    self.zero.reducer.settle()
                 self._optimizer_step(lr_kwargs or {})
         self._microbatches = 0 if boundary else self._microbatches + 1
         self.micro_steps += 1
@@ -162,26 +190,44 @@ class Engine(Answers, nn.Module):
         self._applied = not overflow
         self.skipped_steps += overflow
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._samples()
+        self.throughput.stop(self._samples())
+        self._backwards = 0
         every = self.steps_per_print()
         if every and self.global_steps % every == 0 and self.mesh.rank == 0 and not self.quiet:
-            print(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}",
-                flush=True,
+            say(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
             )
-            if self.timers.enabled:
-                print(self.timers.line(every), flush=True)
+            for line in (self.timers.line(every), self.throughput.line()):
+                if line:
+                    say(line)
+
+    def _samples(self) -> int:
+        """Sequences of the present step over all ranks."""
+        if self.managed_gradient_accumulation():
+            return self.train_batch_size()
+        return self.train_micro_batch_size_per_gpu() * self.dp_world_size * self._backwards
 
     # ---- accumulation -----------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present microbatch is the last of a step."""
+        """Whether the present microbatch is the last of a step; with `managed_gradient_accumulation: false` only the
+        caller knows, and the answer is False."""
         if self._boundary is not None:
             return self._boundary
-        return self._microbatches + 1 >= self.gradient_accumulation_steps()
+        return (
+            self.managed_gradient_accumulation()
+            and self._microbatches + 1 >= self.gradient_accumulation_steps()
+        )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say it explicitly, from now on; counting is off."""
+        if not self.managed_gradient_accumulation():
+            raise ConfigError(
+                "set_gradient_accumulation_boundary() has nothing to say: every step() is a boundary",
+                where="managed_gradient_accumulation is false",
+                fix="call step() where an optimizer step is due, or set the key to true",
+            )
         self._boundary = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -213,7 +259,7 @@ class Engine(Answers, nn.Module):
     def abandon_step(self) -> None:
         """Forget the microbatches since the last optimizer step."""
         self.zero.zero_grad()
-        self._microbatches = 0
+        self._microbatches = self._backwards = 0
 
     # ---- whole batches ----------------------------------------------------------------------
 
@@ -222,11 +268,12 @@ class Engine(Answers, nn.Module):
         self.train()
         data = data_iter if data_iter is not None else self._own_data()
         total = torch.zeros((), device=self.device)
-        for _ in range(self.gradient_accumulation_steps()):
+        for left in reversed(range(self.gradient_accumulation_steps())):
             loss = self._loss_of(next(data))
             self.backward(loss)
             total += loss.detach().float()
-            self.step()
+            if left == 0 or self.managed_gradient_accumulation():
+                self.step()
         return self._mean(total / self.gradient_accumulation_steps())
 
     @torch.no_grad()
@@ -247,7 +294,8 @@ class Engine(Answers, nn.Module):
                 "train_batch() has no data", fix="pass an iterator, or initialize(training_data=...)"
             )
         if self._data is None:
-            self._data = forever(self.training_dataloader)
+            sampling = self._config.data_efficiency.sampling
+            self._data = forever(self.training_dataloader, sampling.num_epochs if sampling else None)
         return self._data
 
     def _loss_of(self, batch: Any) -> Tensor:
@@ -362,12 +410,18 @@ class Engine(Answers, nn.Module):
         for _, block in unit_modules(self.module):
             block.forward = torch.compile(block.forward, backend=backend, **options)  # type: ignore[method-assign]
 
+    def collect_python_gc(self) -> int:
+        """Collect cyclic garbage now, whether the collector is off or not; returns how many objects went."""
+        return gc.collect()
+
     def empty_partition_cache(self) -> None:
         """Free gathered parameters and idle buffers."""
         self.zero.free_gathered()
 
     def destroy(self) -> None:
-        """Take the hooks off and free buffers."""
+        """Take the hooks off, free buffers, and give Python its garbage collector back."""
+        if self._gc is not None:
+            self._gc()
         self.zero.hooks.remove()
         self.zero.free_gathered()
 

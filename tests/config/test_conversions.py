@@ -68,7 +68,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"monitor_config": {"wandb": {"enabled": False}}}, {"wandb": {"enabled": False}}),
     ({"curriculum_learning": {"enabled": False, "curriculum_type": "seqlen"}}, {}),
     ({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": False}}}}, {}),
-    ({"seed": 1, "vocabulary_size": 100, "disable_allgather": True, "sparse_gradients": True}, {}),
+    ({"seed": 1, "disable_allgather": True, "sparse_gradients": True}, {}),
 ]
 
 

@@ -1,7 +1,7 @@
 """What the real DeepSpeed does, in processes of its own (it patches torch): called by `conftest.py`.
 
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
-python -m tests.parity_deepspeed.deepspeed_side schedules CASES.json OUT.json
+python -m tests.parity_deepspeed.deepspeed_side schedules|difficulties CASES.json OUT.json
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,24 @@ def _forget_dummy_step(engine: Any) -> None:
         state["step"].zero_()
 
 
-def schedules(cases: list[dict[str, Any]]) -> list[list[float]]:
-    """Learning rates of DeepSpeed's classes, case by case."""
+def schedules(cases: list[dict[str, Any]]) -> list[list[list[float]]]:
+    """Learning rates and betas of DeepSpeed's classes, case by case."""
     from deepspeed.runtime import lr_schedules
 
+    def make(case: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+        return getattr(lr_schedules, case["type"])(optimizer, **case["params"])
+
+    return [follow(partial(make, case), case.get("groups", 1)) for case in cases]
+
+
+def difficulties(cases: list[dict[str, Any]]) -> list[list[int]]:
+    """Sequence lengths of DeepSpeed's curriculum at steps 1 .. `steps`, case by case."""
+    from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+
+    schedulers = [CurriculumScheduler(case["config"]) for case in cases]
     return [
-        follow(lambda optimizer, c=case: getattr(lr_schedules, c["type"])(optimizer, **c["params"]))  # type: ignore[misc]
-        for case in cases
+        [scheduler.update_difficulty(step) for step in range(1, case["steps"] + 1)]
+        for case, scheduler in zip(cases, schedulers, strict=True)
     ]
 
 
@@ -61,7 +73,8 @@ def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
     given = json.loads(Path(source).read_text())
-    result: Any = schedules(given) if task == "schedules" else train_all([Job(**job) for job in given])
+    tasks = {"schedules": schedules, "difficulties": difficulties}
+    result: Any = tasks[task](given) if task in tasks else train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":
         Path(out).write_text(json.dumps(result))
 
