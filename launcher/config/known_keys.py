@@ -203,11 +203,6 @@ expert_parallel
   has_shared_experts | | there are shared experts
   shared_experts_pattern | | name of the shared experts
   shared_experts_gate_pattern | | name of their gate
-activation_checkpointing
-  partition_activations | false | saved activations are split over tensor-parallel ranks
-  contiguous_memory_optimization | false | saved activations share one buffer
-  synchronize_checkpoint_boundary | false | the device is waited for at each checkpoint
-  profile | false | times each checkpoint
 checkpoint
   tag_validation | "Warn" | what happens when ranks name different tags
   load_universal | false | DeepSpeed's universal layout; every checkpoint here loads on any topology

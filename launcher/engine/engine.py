@@ -4,6 +4,7 @@ where ours differs, the docstring says so."""
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from launcher.engine.batches import call, cast, forever, loss_in, to_device
 from launcher.engine.state import load_state, save_state
 from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError, LauncherError
+from launcher.models.activation import Checkpointer
 from launcher.models.load import SINGLE_FILE
 from launcher.models.units import unit_modules
 from launcher.monitor.timers import Timers
@@ -48,6 +50,7 @@ class Engine(Answers, nn.Module):
         optimizer: ShardedOptimizer | None,
         lr_scheduler: Any,
         training_dataloader: Any = None,
+        checkpointer: Checkpointer | None = None,
     ) -> None:
         super().__init__()
         self.module = zero.module
@@ -57,6 +60,9 @@ class Engine(Answers, nn.Module):
             lr_scheduler,
             training_dataloader,
         )
+        self.checkpointer = checkpointer
+        if checkpointer is not None and mesh.rank == 0:
+            weakref.finalize(self, checkpointer.print_profile)  # what no step has printed, at the end
         self.loss_scaler = LossScale.of(config.fp16)
         self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -164,6 +170,10 @@ class Engine(Answers, nn.Module):
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         every = self.steps_per_print()
+        if self.checkpointer is not None:
+            self.checkpointer.steps += 1
+            if every and self.global_steps % every == 0 and self.mesh.rank == 0:
+                self.checkpointer.print_profile()
         if every and self.global_steps % every == 0 and self.mesh.rank == 0 and not self.quiet:
             print(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}",
@@ -368,6 +378,8 @@ class Engine(Answers, nn.Module):
 
     def destroy(self) -> None:
         """Take the hooks off and free buffers."""
+        if self.checkpointer is not None and self.mesh.rank == 0:
+            self.checkpointer.print_profile()
         self.zero.hooks.remove()
         self.zero.free_gathered()
 
