@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.batch import BatchTriple
+from launcher.config.checkpoint import CheckpointConfig
 from launcher.config.data_types import DataTypesConfig
 from launcher.config.load import load
 from launcher.config.optimizer import OptimizerConfig, OptimizerParams
@@ -25,6 +26,7 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "BatchTriple",
     "Bf16Config",
+    "CheckpointConfig",
     "Config",
     "ConfigProblems",
     "DataTypesConfig",

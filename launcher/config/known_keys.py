@@ -203,21 +203,6 @@ expert_parallel
   has_shared_experts | | there are shared experts
   shared_experts_pattern | | name of the shared experts
   shared_experts_gate_pattern | | name of their gate
-checkpoint
-  tag_validation | "Warn" | what happens when ranks name different tags
-  load_universal | false | DeepSpeed's universal layout; every checkpoint here loads on any topology
-  use_node_local_storage | false | each node has its own directory
-  parallel_write
-    pipeline_stage | false | layers of a pipeline stage are written by several ranks
-  checkpoint_serialization | true | torch's zip format
-  writer
-    type | | kind of writer
-    io_buffer_size | | bytes of its buffer
-    io_buffer_double | | two buffers
-    io_multiplier | | files of a writer
-    show_statistics | | prints figures
-    data_parallel | | ranks that write
-    decoupled | | writes in another process
 datastates_ckpt
   host_cache_size | | host memory of that engine
 tensorboard

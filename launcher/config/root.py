@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from launcher.config.activation import ActivationCheckpointingConfig
+from launcher.config.checkpoint import CheckpointConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
 from launcher.config.optimizer import OptimizerConfig
 from launcher.config.precision import Bf16Config, Fp16Config
@@ -61,6 +62,9 @@ class Config(Section):
 
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     """Present: transformer blocks are checkpointed."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """How checkpoints are written."""
 
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     """Dtypes beside fp16 and bf16."""

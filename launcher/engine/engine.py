@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from launcher.checkpoint.saver import Saver
 from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.engine.answers import Answers
@@ -64,6 +65,7 @@ class Engine(Answers, nn.Module):
         if checkpointer is not None and mesh.rank == 0:
             weakref.finalize(self, checkpointer.print_profile)  # what no step has printed, at the end
         self.loss_scaler = LossScale.of(config.fp16)
+        self.saver = Saver(config.checkpoint, mesh.rank)
         self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.quiet = False  # a training loop with a progress line of its own sets this
@@ -143,6 +145,7 @@ class Engine(Answers, nn.Module):
         self._scaled = False
         self.loss_scaler.update(overflow)
         self._count(overflow)
+        self.saver.raise_failure()
 
     def _clip_factor(self, norm: float) -> float:
         limit = float(self._config.gradient_clipping)
@@ -280,7 +283,7 @@ class Engine(Answers, nn.Module):
         """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it.
 
         Args:
-            save_dir: the directory of checkpoints, seen by all ranks.
+            save_dir: the directory of checkpoints, seen by all ranks (checkpoint.use_node_local_storage: of the node).
             tag: name of this one; default: global_step<N>.
             client_state: of the caller; what JSON can hold. Rank 0's counts.
             save_latest: make it the one that is loaded when no tag is named.
@@ -377,7 +380,8 @@ class Engine(Answers, nn.Module):
         self.zero.free_gathered()
 
     def destroy(self) -> None:
-        """Take the hooks off and free buffers."""
+        """Wait for a save in the background, take the hooks off and free buffers."""
+        self.saver.wait()
         if self.checkpointer is not None and self.mesh.rank == 0:
             self.checkpointer.print_profile()
         self.zero.hooks.remove()
