@@ -5,6 +5,7 @@ from __future__ import annotations
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.batch import BatchTriple
 from launcher.config.checkpoint import CheckpointConfig
+from launcher.config.compile import CompileConfig
 from launcher.config.data_types import DataTypesConfig
 from launcher.config.load import load
 from launcher.config.optimizer import OptimizerConfig, OptimizerParams
@@ -27,6 +28,7 @@ __all__ = [
     "BatchTriple",
     "Bf16Config",
     "CheckpointConfig",
+    "CompileConfig",
     "Config",
     "ConfigProblems",
     "DataTypesConfig",

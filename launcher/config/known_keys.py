@@ -254,24 +254,24 @@ aio | | file requests of NVMe offload
   overlap_events | | does not wait for earlier requests
   use_gds | | straight from the GPU to storage
 compile
-  deepcompile | false | DeepSpeed's compiler passes
-  autoep_non_moe | false | compiles what is not experts
-  free_activation | false | large activations are freed early
-  free_activation_threshold | | bytes of a large activation
-  offload_activation | false | saved activations wait in host memory
-  offload_activation_pin_memory | true | page-locked
-  offload_opt_states | false | moves optimizer state during forward and backward
-  offload_parameters | false | moves parameters
-  double_buffer | true | two buffers
-  symmetric_memory | false | symmetric memory
-  debug_log | false | writes the graphs
-  sync_before_reduce | false | waits
-  sync_after_reduce | false | waits
-  sync_before_allgather | false | waits
-  sync_after_allgather | false | waits
-  keep_int_input_tensors | true | keeps whole-number inputs
-  keep_all_input_tensors | false | keeps all inputs
-  passes | | list of passes
+  deepcompile | false | DeepSpeed's compiler passes | write "enabled": true: torch.compile compiles each block
+  autoep_non_moe | false | DeepCompile: compiles what is not experts | delete it; `"enabled": true` compiles each block
+  free_activation | false | DeepCompile: frees large activations early | write `activation_checkpointing`
+  free_activation_threshold | 10485760 | DeepCompile: bytes of a large activation | delete it
+  offload_activation | false | DeepCompile: activations on the host | write activation_checkpointing.cpu_checkpointing
+  offload_activation_pin_memory | true | DeepCompile: page-locks them | delete it; cpu_checkpointing always does
+  offload_opt_states | false | DeepCompile: moves optimizer state | shard it: zero_optimization.stage 1, 2 or 3
+  offload_parameters | false | DeepCompile: moves parameters | shard them: zero_optimization.stage 3
+  double_buffer | true | DeepCompile: two buffers | delete it; it acts with DeepCompile only
+  symmetric_memory | false | DeepCompile: symmetric memory | delete it; it acts with DeepCompile only
+  debug_log | false | DeepCompile: writes the graphs | set TORCH_LOGS=graph_code in the environment
+  sync_before_reduce | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  sync_after_reduce | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  sync_before_allgather | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  sync_after_allgather | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  keep_int_input_tensors | true | DeepCompile: keeps whole-number inputs | delete it; it acts with DeepCompile only
+  keep_all_input_tensors | false | DeepCompile: keeps all inputs | delete it; it acts with DeepCompile only
+  passes | | DeepCompile: list of passes | delete it; ZeRO's stage comes from zero_optimization.stage
 hybrid_engine
   enabled | false | one engine that trains and generates
   max_out_tokens | | tokens to generate

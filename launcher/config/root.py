@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.checkpoint import CheckpointConfig
+from launcher.config.compile import CompileConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
 from launcher.config.optimizer import OptimizerConfig
 from launcher.config.precision import Bf16Config, Fp16Config
@@ -65,6 +66,9 @@ class Config(Section):
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """How checkpoints are written."""
+
+    compile: CompileConfig = Field(default_factory=CompileConfig)
+    """torch.compile of the blocks."""
 
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     """Dtypes beside fp16 and bf16."""

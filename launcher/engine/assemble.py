@@ -101,6 +101,8 @@ def initialize(
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
     loader = _dataloader(training_data, resolved, mesh, collate_fn, seed)
     engine = Engine(zero, resolved, mesh, stepper, scheduler, loader, checkpointer)
+    if resolved.compile.on:
+        engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
     return engine, stepper, loader, scheduler
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from launcher.engine.state import load_state, save_state
 from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.activation import Checkpointer
+from launcher.models.compiled import compile_blocks
 from launcher.models.load import SINGLE_FILE
-from launcher.models.units import unit_modules
 from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
@@ -68,6 +68,7 @@ class Engine(Answers, nn.Module):
         self.saver = Saver(config.checkpoint, mesh.rank)
         self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.is_compiled = False
         self.quiet = False  # a training loop with a progress line of its own sets this
         self._boundary: bool | None = None
         self._microbatches = 0  # of this step; micro_steps are no measure once the batch size has changed
@@ -368,12 +369,28 @@ class Engine(Answers, nn.Module):
     # ---- the rest ---------------------------------------------------------------------------
 
     def compile(
-        self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, schedule: Any = None
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
     ) -> None:
-        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs."""
-        options = compile_kwargs or {}
-        for _, block in unit_modules(self.module):
-            block.forward = torch.compile(block.forward, backend=backend, **options)  # type: ignore[method-assign]
+        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs.
+
+        DeepSpeed compiles the whole module. A second call does nothing.
+
+        Args:
+            backend, compile_kwargs: of torch.compile.
+            schedule: of DeepCompile's passes; refused.
+        """
+        if schedule is not None:
+            raise ConfigError(
+                "schedule= is a list of DeepCompile's passes, and there are none here",
+                where="Engine.compile()",
+                fix="leave it out: the blocks are compiled with torch.compile",
+            )
+        if not self.is_compiled:
+            compile_blocks(self.module, backend, compile_kwargs or {})
+            self.is_compiled = True
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters and idle buffers."""
