@@ -203,8 +203,8 @@ expert_parallel
   has_shared_experts | | there are shared experts
   shared_experts_pattern | | name of the shared experts
   shared_experts_gate_pattern | | name of their gate
-datastates_ckpt
-  host_cache_size | | host memory of that engine
+datastates_ckpt | | a package that saves in the background | write "checkpoint": {"writer": {"decoupled": true}}
+  host_cache_size | | host memory of that engine | write "checkpoint": {"writer": {"decoupled": true}}
 tensorboard
   enabled | false | TensorBoard files
   output_path | | directory
@@ -273,7 +273,7 @@ compile
   keep_all_input_tensors | false | DeepCompile: keeps all inputs | delete it; it acts with DeepCompile only
   passes | | DeepCompile: list of passes | delete it; ZeRO's stage comes from zero_optimization.stage
 hybrid_engine
-  enabled | false | one engine that trains and generates
+  enabled | false | one engine that trains and generates | call engine.module.generate(), on all ranks alike
   max_out_tokens | | tokens to generate
   inference_tp_size | | tensor parallelism in generation
   release_inference_cache | | frees the cache
@@ -281,7 +281,7 @@ hybrid_engine
   tp_gather_partition_size | | group that gathers
   enable_cuda_graph | | CUDA graphs
 weight_quantization
-  enabled | | weights are stored quantised from the start
+  enabled | | weights are stored quantised | delete it; bf16 halves them, and zero_optimization.stage 3 shards them
   num_bits | | bits
   q_type | | symmetric or not
   q_groups | | groups
@@ -347,7 +347,7 @@ data_efficiency
         warmup_type | | warm-up
         warmup_layer_tokens | | length of the warm-up
 autotuning
-  enabled | false | search for fast settings
+  enabled | false | search for fast settings | compare tokens_per_s in metrics.jsonl of short runs with each value
   fast | | only micro batch sizes
   results_dir | | directory of results
   exps_dir | | directory of experiments
@@ -421,7 +421,7 @@ zero_optimization
   mics_hierarchical_params_gather | false | MiCS: gather in two levels
   grad_hooks | true | never was a key of the code
 nebula
-  enabled | false | the checkpoint service of Azure
+  enabled | false | the checkpoint service of Azure | write "checkpoint": {"writer": {"decoupled": true}}
   persistent_storage_path | | path
   persistent_time_interval | | seconds between two checkpoints
   num_of_version_in_retention | | versions kept
@@ -435,7 +435,7 @@ curriculum_learning
   schedule_type | | pace
   schedule_config | | options of the pace
 progressive_layer_drop
-  enabled | false | layers are dropped at random
+  enabled | false | layers are dropped at random | delete it; every layer runs in every step, as in DeepSpeed today
   theta | | least share of layers
   gamma | | pace
 elasticity
@@ -450,10 +450,10 @@ elasticity
   version | | version of the rule
   num_gpus_per_node | | GPUs of a node
   model_parallel_size | | model-parallel degree
-quantize_training | | weights get fewer bits while training
-eigenvalue | | eigenvalues of blocks
-graph_harvesting | false | CUDA graph of the bf16 step
-sparse_attention | | attention on blocks
+quantize_training | false | fewer bits while training | delete it; quantise what save_16bit_model() exports
+eigenvalue | false | eigenvalues of blocks, which only paced quantize_training | delete it
+graph_harvesting | false | CUDA graph of the bf16 step | write "compile": {"enabled": true}: fewer kernels to launch
+sparse_attention | | attention on blocks | take a model whose own attention is local (sliding_window of Mistral)
   mode | | family of layouts
   block | | size of a block
   different_layout_per_head | | a layout for each head
@@ -467,7 +467,7 @@ sparse_attention | | attention on blocks
   global_block_indices | | global blocks
   global_block_end_indices | | ends of global blocks
   num_sliding_window_blocks | | sliding window
-compression_training | | the compression library
+compression_training | | the compression library | delete it; prune or quantise what save_16bit_model() exports
   layer_reduction | | fewer layers
   weight_quantization
     shared_parameters | | options of quantised weights
