@@ -89,9 +89,8 @@ class SavedInputs:
             all_gather(full, axis, "checkpoint/unsplit").wait()
             return full[: kept.numel].view(kept.shape)
         if self.keeping.places and piece.device == kept.device:
-            piece = (
-                piece.clone()
-            )  # its place may be given to the next input while somebody still has this one
+            # its place may be given to the next input while somebody still has this one
+            return piece.clone().view(kept.shape)
         return piece.to(kept.device, non_blocking=True).view(kept.shape)
 
     def reset(self) -> None:
