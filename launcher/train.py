@@ -196,6 +196,7 @@ class Training:
         if self.engine.global_steps and not self._due(self.run.args.save_every):
             self.save()
         self.engine.save_16bit_model(output / "model")
+        self.engine.saver.wait()
         ranks = self._memory()
         if self.run.rank == 0:
             if self.tokenizer is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.batch import BatchTriple
+from launcher.config.checkpoint import CheckpointConfig
+from launcher.config.compile import CompileConfig
 from launcher.config.data_efficiency import DataEfficiencyConfig, DataSamplingConfig, SeqlenConfig
 from launcher.config.data_types import DataTypesConfig
 from launcher.config.deepspeed_schedules import (
@@ -32,6 +34,8 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "BatchTriple",
     "Bf16Config",
+    "CheckpointConfig",
+    "CompileConfig",
     "Config",
     "ConfigProblems",
     "DataEfficiencyConfig",

@@ -164,28 +164,8 @@ expert_parallel
   has_shared_experts | | there are shared experts
   shared_experts_pattern | | name of the shared experts
   shared_experts_gate_pattern | | name of their gate
-activation_checkpointing
-  partition_activations | false | saved activations are split over tensor-parallel ranks
-  contiguous_memory_optimization | false | saved activations share one buffer
-  synchronize_checkpoint_boundary | false | the device is waited for at each checkpoint
-  profile | false | times each checkpoint
-checkpoint
-  tag_validation | "Warn" | what happens when ranks name different tags
-  load_universal | false | DeepSpeed's universal layout; every checkpoint here loads on any topology
-  use_node_local_storage | false | each node has its own directory
-  parallel_write
-    pipeline_stage | false | layers of a pipeline stage are written by several ranks
-  checkpoint_serialization | true | torch's zip format
-  writer
-    type | | kind of writer
-    io_buffer_size | | bytes of its buffer
-    io_buffer_double | | two buffers
-    io_multiplier | | files of a writer
-    show_statistics | | prints figures
-    data_parallel | | ranks that write
-    decoupled | | writes in another process
-datastates_ckpt
-  host_cache_size | | host memory of that engine
+datastates_ckpt | | a package that saves in the background | write "checkpoint": {"writer": {"decoupled": true}}
+  host_cache_size | | host memory of that engine | write "checkpoint": {"writer": {"decoupled": true}}
 tensorboard
   enabled | false | TensorBoard files
   output_path | | directory
@@ -224,26 +204,26 @@ comms_logger
   debug | | names the caller
   prof_ops | | chosen operations
 compile
-  deepcompile | false | DeepSpeed's compiler passes
-  autoep_non_moe | false | compiles what is not experts
-  free_activation | false | large activations are freed early
-  free_activation_threshold | | bytes of a large activation
-  offload_activation | false | saved activations wait in host memory
-  offload_activation_pin_memory | true | page-locked
-  offload_opt_states | false | moves optimizer state during forward and backward
-  offload_parameters | false | moves parameters
-  double_buffer | true | two buffers
-  symmetric_memory | false | symmetric memory
-  debug_log | false | writes the graphs
-  sync_before_reduce | false | waits
-  sync_after_reduce | false | waits
-  sync_before_allgather | false | waits
-  sync_after_allgather | false | waits
-  keep_int_input_tensors | true | keeps whole-number inputs
-  keep_all_input_tensors | false | keeps all inputs
-  passes | | list of passes
+  deepcompile | false | DeepSpeed's compiler passes | write "enabled": true: torch.compile compiles each block
+  autoep_non_moe | false | DeepCompile: compiles what is not experts | delete it; `"enabled": true` compiles each block
+  free_activation | false | DeepCompile: frees large activations early | write `activation_checkpointing`
+  free_activation_threshold | 10485760 | DeepCompile: bytes of a large activation | delete it
+  offload_activation | false | DeepCompile: activations on the host | write activation_checkpointing.cpu_checkpointing
+  offload_activation_pin_memory | true | DeepCompile: page-locks them | delete it; cpu_checkpointing always does
+  offload_opt_states | false | DeepCompile: moves optimizer state | shard it: zero_optimization.stage 1, 2 or 3
+  offload_parameters | false | DeepCompile: moves parameters | shard them: zero_optimization.stage 3
+  double_buffer | true | DeepCompile: two buffers | delete it; it acts with DeepCompile only
+  symmetric_memory | false | DeepCompile: symmetric memory | delete it; it acts with DeepCompile only
+  debug_log | false | DeepCompile: writes the graphs | set TORCH_LOGS=graph_code in the environment
+  sync_before_reduce | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  sync_after_reduce | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  sync_before_allgather | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  sync_after_allgather | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  keep_int_input_tensors | true | DeepCompile: keeps whole-number inputs | delete it; it acts with DeepCompile only
+  keep_all_input_tensors | false | DeepCompile: keeps all inputs | delete it; it acts with DeepCompile only
+  passes | | DeepCompile: list of passes | delete it; ZeRO's stage comes from zero_optimization.stage
 hybrid_engine
-  enabled | false | one engine that trains and generates
+  enabled | false | one engine that trains and generates | call engine.module.generate(), on all ranks alike
   max_out_tokens | | tokens to generate
   inference_tp_size | | tensor parallelism in generation
   release_inference_cache | | frees the cache
@@ -251,7 +231,7 @@ hybrid_engine
   tp_gather_partition_size | | group that gathers
   enable_cuda_graph | | CUDA graphs
 weight_quantization
-  enabled | | weights are stored quantised from the start
+  enabled | | weights are stored quantised | delete it; bf16 halves them, and zero_optimization.stage 3 shards them
   num_bits | | bits
   q_type | | symmetric or not
   q_groups | | groups
@@ -309,7 +289,7 @@ data_efficiency
         warmup_type | | warm-up
         warmup_layer_tokens | | length of the warm-up
 autotuning
-  enabled | false | search for fast settings
+  enabled | false | search for fast settings | compare tokens_per_s in metrics.jsonl of short runs with each value
   fast | | only micro batch sizes
   results_dir | | directory of results
   exps_dir | | directory of experiments
@@ -347,7 +327,7 @@ zero_optimization
   mics_shard_size | -1 | MiCS: shard inside a smaller group
   mics_hierarchical_params_gather | false | MiCS: gather in two levels
 nebula
-  enabled | false | the checkpoint service of Azure
+  enabled | false | the checkpoint service of Azure | write "checkpoint": {"writer": {"decoupled": true}}
   persistent_storage_path | | path
   persistent_time_interval | | seconds between two checkpoints
   num_of_version_in_retention | | versions kept
@@ -361,7 +341,7 @@ curriculum_learning
   schedule_type | | pace
   schedule_config | | options of the pace
 progressive_layer_drop
-  enabled | false | layers are dropped at random
+  enabled | false | layers are dropped at random | delete it; every layer runs in every step, as in DeepSpeed today
   theta | | least share of layers
   gamma | | pace
 elasticity
@@ -376,10 +356,10 @@ elasticity
   version | | version of the rule
   num_gpus_per_node | | GPUs of a node
   model_parallel_size | | model-parallel degree
-quantize_training | | weights get fewer bits while training
-eigenvalue | | eigenvalues of blocks
-graph_harvesting | false | CUDA graph of the bf16 step
-sparse_attention | | attention on blocks
+quantize_training | false | fewer bits while training | delete it; quantise what save_16bit_model() exports
+eigenvalue | false | eigenvalues of blocks, which only paced quantize_training | delete it
+graph_harvesting | false | CUDA graph of the bf16 step | write "compile": {"enabled": true}: fewer kernels to launch
+sparse_attention | | attention on blocks | take a model whose own attention is local (sliding_window of Mistral)
   mode | | family of layouts
   block | | size of a block
   different_layout_per_head | | a layout for each head
@@ -393,7 +373,7 @@ sparse_attention | | attention on blocks
   global_block_indices | | global blocks
   global_block_end_indices | | ends of global blocks
   num_sliding_window_blocks | | sliding window
-compression_training | | the compression library
+compression_training | | the compression library | delete it; prune or quantise what save_16bit_model() exports
   layer_reduction | | fewer layers
   weight_quantization
     shared_parameters | | options of quantised weights

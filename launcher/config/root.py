@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from launcher.config import combinations
 from launcher.config.activation import ActivationCheckpointingConfig
+from launcher.config.checkpoint import CheckpointConfig
+from launcher.config.compile import CompileConfig
 from launcher.config.data_efficiency import DataEfficiencyConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
 from launcher.config.offload import AioConfig
@@ -69,6 +71,12 @@ class Config(Section):
 
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     """Present: transformer blocks are checkpointed."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """How checkpoints are written."""
+
+    compile: CompileConfig = Field(default_factory=CompileConfig)
+    """torch.compile of the blocks."""
 
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     """Dtypes beside fp16 and bf16."""

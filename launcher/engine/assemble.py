@@ -84,7 +84,7 @@ def initialize(
     resolved = _resolved(args, config if config is not None else config_params, mesh, model, auto or {})
     chosen = choose(resolved, optimizer, model_parameters, model)
     blocks = unit_modules(model)
-    checkpoint_blocks(blocks, resolved.activation_checkpointing)
+    checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
     zero = apply_zero(
         model,
         mesh.dp,
@@ -100,7 +100,9 @@ def initialize(
     )
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
     loader = _dataloader(training_data, resolved, mesh, collate_fn, seed)
-    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader)
+    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader, checkpointer)
+    if resolved.compile.on:
+        engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
     return engine, stepper, loader, scheduler
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from launcher.checkpoint.saver import Saver
 from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.engine.answers import Answers
@@ -23,8 +25,9 @@ from launcher.engine.python_gc import hold
 from launcher.engine.state import load_state, save_state
 from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError, LauncherError
+from launcher.models.activation import Checkpointer
+from launcher.models.compiled import compile_blocks
 from launcher.models.load import SINGLE_FILE
-from launcher.models.units import unit_modules
 from launcher.monitor.log import say, set_level
 from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import Timers
@@ -54,6 +57,7 @@ class Engine(Answers, nn.Module):
         optimizer: ShardedOptimizer | None,
         lr_scheduler: Any,
         training_dataloader: Any = None,
+        checkpointer: Checkpointer | None = None,
     ) -> None:
         super().__init__()
         self.module = zero.module
@@ -63,7 +67,11 @@ class Engine(Answers, nn.Module):
             lr_scheduler,
             training_dataloader,
         )
+        self.checkpointer = checkpointer
+        if checkpointer is not None and mesh.rank == 0:
+            weakref.finalize(self, checkpointer.print_profile)  # what no step has printed, at the end
         self.loss_scaler = LossScale.of(config.fp16)
+        self.saver = Saver(config.checkpoint, mesh.rank)
         self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
         speed = config.timers.throughput
         self.throughput = Throughput(
@@ -73,6 +81,7 @@ class Engine(Answers, nn.Module):
         )
         self.curriculum = Curriculum.of(config.data_efficiency)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.is_compiled = False
         self.quiet = False  # a training loop with a progress line of its own sets this
         self._boundary: bool | None = None
         self._microbatches = 0  # of this step; micro_steps are no measure once the batch size has changed
@@ -165,6 +174,7 @@ class Engine(Answers, nn.Module):
         self._scaled = False
         self.loss_scaler.update(overflow)
         self._count(overflow)
+        self.saver.raise_failure()
 
     def _clip_factor(self, norm: float) -> float:
         limit = float(self._config.gradient_clipping)
@@ -194,6 +204,10 @@ class Engine(Answers, nn.Module):
         self.throughput.stop(self._samples())
         self._backwards = 0
         every = self.steps_per_print()
+        if self.checkpointer is not None:
+            self.checkpointer.steps += 1
+            if every and self.global_steps % every == 0 and self.mesh.rank == 0:
+                self.checkpointer.print_profile()
         if every and self.global_steps % every == 0 and self.mesh.rank == 0 and not self.quiet:
             say(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
@@ -318,7 +332,7 @@ class Engine(Answers, nn.Module):
         """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it.
 
         Args:
-            save_dir: the directory of checkpoints, seen by all ranks.
+            save_dir: the directory of checkpoints, seen by all ranks (checkpoint.use_node_local_storage: of the node).
             tag: name of this one; default: global_step<N>.
             client_state: of the caller; what JSON can hold. Rank 0's counts.
             save_latest: make it the one that is loaded when no tag is named.
@@ -403,12 +417,28 @@ class Engine(Answers, nn.Module):
     # ---- the rest ---------------------------------------------------------------------------
 
     def compile(
-        self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, schedule: Any = None
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
     ) -> None:
-        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs."""
-        options = compile_kwargs or {}
-        for _, block in unit_modules(self.module):
-            block.forward = torch.compile(block.forward, backend=backend, **options)  # type: ignore[method-assign]
+        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs.
+
+        DeepSpeed compiles the whole module. A second call does nothing.
+
+        Args:
+            backend, compile_kwargs: of torch.compile.
+            schedule: of DeepCompile's passes; refused.
+        """
+        if schedule is not None:
+            raise ConfigError(
+                "schedule= is a list of DeepCompile's passes, and there are none here",
+                where="Engine.compile()",
+                fix="leave it out: the blocks are compiled with torch.compile",
+            )
+        if not self.is_compiled:
+            compile_blocks(self.module, backend, compile_kwargs or {})
+            self.is_compiled = True
 
     def collect_python_gc(self) -> int:
         """Collect cyclic garbage now, whether the collector is off or not; returns how many objects went."""
@@ -419,7 +449,10 @@ class Engine(Answers, nn.Module):
         self.zero.free_gathered()
 
     def destroy(self) -> None:
-        """Take the hooks off, free buffers, and give Python its garbage collector back."""
+        """Wait for a save in the background, take the hooks off, free buffers, and give Python its collector back."""
+        self.saver.wait()
+        if self.checkpointer is not None and self.mesh.rank == 0:
+            self.checkpointer.print_profile()
         if self._gc is not None:
             self._gc()
         self.zero.hooks.remove()
