@@ -7,7 +7,7 @@ from launcher.config.batch import BatchTriple
 from launcher.config.data_types import DataTypesConfig
 from launcher.config.load import load
 from launcher.config.optimizer import OptimizerConfig, OptimizerParams
-from launcher.config.precision import Bf16Config, Fp16Config
+from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import ConfigProblems, Problem
 from launcher.config.resolve import ResolvedAuto, autos_of_hidden_size
 from launcher.config.root import Config
@@ -36,6 +36,7 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerParams",
     "Section",
+    "TorchAutocastConfig",
     "WarmupCosineLRParams",
     "WarmupDecayLRParams",
     "WarmupLRParams",

@@ -12,12 +12,12 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
 from launcher.config.optimizer import OptimizerConfig
-from launcher.config.precision import Bf16Config, Fp16Config
+from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
 from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig
-from launcher.config.section import Conflict, Count, Remark, Section
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section
 from launcher.config.zero import ZeroConfig
 
 
@@ -34,6 +34,14 @@ class Config(Section):
 
     aliases: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
     old_names: ClassVar[frozenset[str]] = frozenset({"bfloat16"})
+    without_effect: ClassVar[dict[str, str]] = {
+        "seq_parallel_communication_data_type": "it is for gradients over ranks that share a sequence, and a "
+        "sequence_parallel_size above 1 is refused",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "gradient_predivide_factor": "at every stage, with reduce_scatter too",
+        "prescale_gradients": "at every stage, with reduce_scatter too",
+    }
 
     train_batch_size: Count | None = None
     """Sequences per optimizer step over all ranks; null is found from the other two."""
@@ -56,6 +64,9 @@ class Config(Section):
     bf16: Bf16Config = Field(default_factory=Bf16Config)
     """bfloat16 training. `bfloat16` is its old name."""
 
+    torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig)
+    """float32 model, forward under torch.autocast."""
+
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     """ZeRO stage and sizes."""
 
@@ -70,6 +81,17 @@ class Config(Section):
 
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced; null: the one they have."""
+
+    seq_parallel_communication_data_type: Dtype | None = "fp32"
+    """Dtype in which gradients are reduced over ranks that share a sequence."""
+
+    prescale_gradients: bool = False
+    """Divide gradients by the number of ranks before they are summed, not after: the sum of 16-bit gradients cannot
+    overflow then, and small ones may vanish."""
+
+    gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
+    """The part of that division that comes before the sum; the rest comes after it. Not used with
+    `prescale_gradients`."""
 
     steps_per_print: Annotated[Count | None, BeforeValidator(_infinite_is_never)] = None
     """Optimizer steps between two printed lines; null or Infinity: DeepSpeed's line is not printed."""
@@ -130,7 +152,27 @@ class Config(Section):
                 "set one of fp16.enabled and bf16.enabled to false",
             )
 
+        if self.torch_autocast.enabled is True and self.dtype != "fp32":
+            other = f"{self.dtype}.enabled"
+            yield Conflict(
+                ("torch_autocast.enabled", other),
+                f"torch_autocast.enabled and {other} are both true: autocast is for a float32 model",
+                f"set {other} to false to keep float32 weights, or torch_autocast.enabled to false",
+            )
+        wanted, switches = self.data_types.param_dtype, (self.fp16.enabled, self.bf16.enabled)
+        if wanted not in (None, AUTO, self.dtype) and AUTO not in switches:
+            switch = f"{wanted if wanted != 'fp32' else self.dtype}.enabled"
+            yield Conflict(
+                ("data_types.param_dtype", switch),
+                f"data_types.param_dtype is {wanted!r}, but {switch} is {str(wanted == 'fp32').lower()}: "
+                f"the parameters are {self.dtype}",
+                f"leave param_dtype out, or set {switch} to {str(wanted != 'fp32').lower()}",
+            )
+
     def remarks(self) -> Iterator[Remark]:
         if "gradient_clipping" not in self.model_fields_set:
             what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
             yield Remark("gradient_clipping", what)
+        if self.prescale_gradients is True and self.gradient_predivide_factor not in (1.0, AUTO):
+            what = "is not used: prescale_gradients divides by the number of ranks"
+            yield Remark("gradient_predivide_factor", what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,17 @@ from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.engine.answers import Answers
 from launcher.engine.batches import call, cast, forever, loss_in, to_device
+from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.state import load_state, save_state
 from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.load import SINGLE_FILE
 from launcher.models.units import unit_modules
 from launcher.monitor.timers import Timers
-from launcher.optim.loss_scale import LossScale
+from launcher.optim.loss_scale import LossScale, LossScaleExhausted
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
+from launcher.zero.overflow import find_overflows, in_words, watch_gradients
 
 
 class Engine(Answers, nn.Module):
@@ -57,7 +59,9 @@ class Engine(Answers, nn.Module):
             lr_scheduler,
             training_dataloader,
         )
-        self.loss_scaler = LossScale.of(config.fp16)
+        self._autocast = autocast_dtype(config)
+        self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
+        watch_gradients(zero, self.loss_scaler.at_floor)
         self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.quiet = False  # a training loop with a progress line of its own sets this
@@ -74,8 +78,11 @@ class Engine(Answers, nn.Module):
         self._announce_boundary()
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
-        with self.timers("forward"):
+        with self.timers("forward"), self._autocasting():
             return self.module(*args, **kwargs)
+
+    def _autocasting(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of one microbatch.
@@ -123,20 +130,43 @@ class Engine(Answers, nn.Module):
             )
         squares, used = self.zero.norm_and_use()
         self._check_unused(used)
-        scale = self.zero.axis.degree * (
+        scale = self.zero.mean_divisor * (
             self.loss_scaler.scale if self._scaled else self.gradient_accumulation_steps()
         )
         norm = math.sqrt(float(squares)) / scale if math.isfinite(float(squares)) else float(squares)
         overflow = not math.isfinite(norm) and self._checks_overflow()
         self._norm = norm
-        if not overflow:
+        if overflow:
+            self._overflowed()
+        else:
             self.optimizer.step(self._clip_factor(norm) / scale)
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
         self.optimizer.zero_grad()
         self._scaled = False
         self.loss_scaler.update(overflow)
+        watch_gradients(self.zero, self.loss_scaler.at_floor)
         self._count(overflow)
+
+    def _overflowed(self) -> None:
+        """Say which parameters overflowed: when that ends the run, and now and then in bf16, where it is no routine.
+
+        Raises:
+            LossScaleExhausted: on every rank; the engine is as it was before this step.
+        """
+        if self.loss_scaler.exhausted:
+            which = in_words(find_overflows(self.zero), watched=True)
+            self.abandon_step()
+            raise LossScaleExhausted(self.loss_scaler.scale, which)
+        skipped = self.skipped_steps + 1
+        if self._config.bf16.enabled and skipped & (skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            which = in_words(find_overflows(self.zero))
+            if self.mesh.rank == 0:
+                print(
+                    f"step {self.global_steps + 1} is skipped ({skipped} so far): the gradient is not finite in {which} "
+                    "(bf16.check_grad_overflow is true)",
+                    flush=True,
+                )
 
     def _clip_factor(self, norm: float) -> float:
         limit = float(self._config.gradient_clipping)
@@ -144,7 +174,9 @@ class Engine(Answers, nn.Module):
 
     def _checks_overflow(self) -> bool:
         return bool(
-            self._config.fp16.enabled or (self._config.bf16.enabled and self._config.bf16.check_grad_overflow)
+            self._config.fp16.enabled
+            or self._autocast is torch.float16
+            or (self._config.bf16.enabled and self._config.bf16.check_grad_overflow)
         )
 
     def _check_unused(self, used: list[bool]) -> None:
@@ -213,7 +245,7 @@ class Engine(Answers, nn.Module):
     def abandon_step(self) -> None:
         """Forget the microbatches since the last optimizer step."""
         self.zero.zero_grad()
-        self._microbatches = 0
+        self._microbatches, self._scaled = 0, False
 
     # ---- whole batches ----------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def test_all_problems_of_a_file_at_once_in_its_order() -> None:
         ("fp16.loss_scale", -1, "must be at least 0"),
         ("fp16.loss_scale", True, "must be a number, not true"),
         ("fp16.loss_scale_window", 0, "must be at least 1"),
-        ("data_types.grad_accum_dtype", "float32", 'must be one of "fp32", "fp16" or "bf16"'),
+        ("data_types.grad_accum_dtype", "float8", 'must be one of "fp32", "fp16" or "bf16"'),
         ("activation_checkpointing.number_checkpoints", 0, "must be at least 1"),
         ("steps_per_print", 0, "must be at least 1"),
     ],

@@ -78,7 +78,6 @@ def test_values_that_ask_for_nothing_are_taken(path: tuple[str, ...]) -> None:
         "curriculum_learning",
         "comet",
         "data_efficiency",
-        "torch_autocast",
     ],
 )
 def test_a_section_that_is_off_asks_for_nothing(section: str) -> None:
