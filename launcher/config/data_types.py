@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
-from launcher.config.section import Section
+from launcher.config.problems import show
+from launcher.config.section import Section, complaint
 
 # torch's own names, which DeepSpeed takes too
 _SHORT = {
@@ -25,6 +26,16 @@ Dtype: TypeAlias = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(sh
 """A dtype by its short name; torch's names are taken as well."""
 
 
+def _names(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise complaint(f"must be a list of names, not {show(value)}", 'write ["first", "second"]')
+    return tuple(value)
+
+
+Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_names)]
+"""A list of names."""
+
+
 class DataTypesConfig(Section):
     """Extra choices of dtype."""
 
@@ -36,12 +47,12 @@ class DataTypesConfig(Section):
     """Dtype in which gradients of several microbatches are summed; null: the dtype of the model."""
 
     param_dtype: Dtype | None = None
-    """Dtype of the parameters. It follows from `fp16` and `bf16`, so another one here is refused; null: what they say."""
+    """Dtype of the parameters. It follows from `fp16` and `bf16`; another one is refused. Null: what they say."""
 
     buffer_dtype: Dtype | None = None
     """Dtype that the model's floating-point buffers are cast to; null leaves them as they are."""
 
-    keep_in_fp32_modules: tuple[str, ...] | None = None
+    keep_in_fp32_modules: Names | None = None
     """Parameters and buffers that stay float32 in a 16-bit model: parts of their names, `*` for any characters. Null or
     "auto": what a Hugging Face model names itself (`_keep_in_fp32_modules_strict`, and `_keep_in_fp32_modules` under
     fp16). []: none."""

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from launcher.config.data_types import short_name
+from launcher.config.data_types import Names, short_name
 from launcher.config.section import Conflict, Count, Remark, Section, Whole
 
 
@@ -112,10 +112,10 @@ class TorchAutocastConfig(Section):
     """Run the forward under torch.autocast. Not together with fp16.enabled or bf16.enabled."""
 
     dtype: Annotated[Literal["fp16", "bf16"] | None, BeforeValidator(short_name)] = None
-    """Dtype of the operations that autocast covers: "bfloat16" or "float16"; null is bfloat16. float16 has a loss scale,
-    by the numbers of the `fp16` section, whose `enabled` stays false."""
+    """Dtype of the operations that autocast covers: "bfloat16" or "float16"; null is bfloat16. float16 has a loss
+    scale, by the numbers of the `fp16` section, whose `enabled` stays false."""
 
-    lower_precision_safe_modules: tuple[str, ...] | None = None
+    lower_precision_safe_modules: Names | None = None
     """Full names of module classes ("torch.nn.Linear") whose parameters are held, gathered and reduced in the lower
     dtype, with float32 master weights. At stage 3 that halves the gathers, and nothing but the shards is kept from
     forward to backward. Null or []: none; autocast casts the float32 weights at each use."""

@@ -162,11 +162,10 @@ class Engine(Answers, nn.Module):
         if self._config.bf16.enabled and skipped & (skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             which = in_words(find_overflows(self.zero))
             if self.mesh.rank == 0:
-                print(
-                    f"step {self.global_steps + 1} is skipped ({skipped} so far): the gradient is not finite in {which} "
-                    "(bf16.check_grad_overflow is true)",
-                    flush=True,
+                what = (
+                    f"step {self.global_steps + 1} is skipped ({skipped} so far): the gradient is not finite"
                 )
+                print(f"{what} of {which} (bf16.check_grad_overflow is true)", flush=True)
 
     def _clip_factor(self, norm: float) -> float:
         limit = float(self._config.gradient_clipping)

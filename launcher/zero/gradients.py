@@ -106,7 +106,7 @@ class FlatGradient:
         self.suspects |= {slot for slot in self.flat.slots if not full[slot.span].isfinite().all()}
 
     def to_wire(self, full: Tensor) -> Tensor:
-        """The collected gradient as it travels, in its dtype and predivided: itself, or a copy that `done` takes back."""
+        """The collected gradient predivided, in the dtype in which it travels: itself, or a copy for `done`."""
         if self.watched:
             self._suspect(full)
         dtype = self._wire_dtype or full.dtype
