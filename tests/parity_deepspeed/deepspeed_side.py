@@ -2,6 +2,7 @@
 
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
 python -m tests.parity_deepspeed.deepspeed_side schedules CASES.json OUT.json
+python -m tests.parity_deepspeed.deepspeed_side loss_scales CASES.json OUT.json
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from tests.parity_deepspeed.job import Job, train
 from tests.parity_deepspeed.rates import follow
+from tests.parity_deepspeed.scales import follow_scale
 
 
 def train_all(jobs: list[Job]) -> dict[str, dict[str, list[Any]]]:
@@ -57,11 +59,38 @@ def schedules(cases: list[dict[str, Any]]) -> list[list[float]]:
     ]
 
 
+def loss_scales(cases: list[dict[str, Any]]) -> list[list[Any]]:
+    """The paths of DeepSpeed's DynamicLossScaler: scale after each step, and "exhausted" where it gives up."""
+    import deepspeed
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    paths = []
+    for case in cases:
+        keys = dict(case["keys"])
+        scaler = DynamicLossScaler(
+            init_scale=2 ** keys["initial_scale_power"],
+            scale_window=keys["loss_scale_window"],
+            min_scale=keys["min_loss_scale"],
+            delayed_shift=keys["hysteresis"],
+            consecutive_hysteresis=keys["consecutive_hysteresis"],
+        )
+        paths.append(follow_scale(scaler.update_scale, lambda s=scaler: s.cur_scale, case["overflows"]))  # type: ignore[misc]
+    return paths
+
+
 def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
     given = json.loads(Path(source).read_text())
-    result: Any = schedules(given) if task == "schedules" else train_all([Job(**job) for job in given])
+    result: Any
+    if task == "schedules":
+        result = schedules(given)
+    elif task == "loss_scales":
+        result = loss_scales(given)
+    else:
+        result = train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":
         Path(out).write_text(json.dumps(result))
 
