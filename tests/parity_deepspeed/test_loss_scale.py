@@ -14,7 +14,7 @@ from launcher.optim.loss_scale import LossScale
 from tests.parity_deepspeed.conftest import run_deepspeed
 from tests.parity_deepspeed.scales import EXHAUSTED, follow_scale
 
-STEPS = 200
+STEPS = 60
 KEYS = [
     {
         "initial_scale_power": power,
@@ -24,7 +24,7 @@ KEYS = [
         "min_loss_scale": floor,
     }
     for power, window, hysteresis, consecutive, floor in itertools.product(
-        (16, 4), (1, 2, 5, 1000), (1, 2, 3), (False, True), (1, 8, 24)
+        (16, 4), (1, 2, 5), (1, 2, 3), (False, True), (1, 24)
     )
 ]
 
