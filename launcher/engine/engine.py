@@ -61,7 +61,6 @@ class Engine(Answers, nn.Module):
         )
         self._autocast = autocast_dtype(config)
         self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
-        watch_gradients(zero, self.loss_scaler.at_floor)
         self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.quiet = False  # a training loop with a progress line of its own sets this
@@ -120,6 +119,7 @@ class Engine(Answers, nn.Module):
 
     def _announce_boundary(self) -> None:
         self.zero.reducer.boundary = self.is_gradient_accumulation_boundary()
+        watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
         if self.optimizer is None:
@@ -145,7 +145,6 @@ class Engine(Answers, nn.Module):
         self.optimizer.zero_grad()
         self._scaled = False
         self.loss_scaler.update(overflow)
-        watch_gradients(self.zero, self.loss_scaler.at_floor)
         self._count(overflow)
 
     def _overflowed(self) -> None:

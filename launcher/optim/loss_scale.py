@@ -119,6 +119,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, float | int]:
         return {
+            "dynamic": self.dynamic,
             "scale": self.scale,
             "tolerance": self.tolerance,
             "step": self.step,
@@ -126,5 +127,8 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Go on from there; not between runs with a dynamic scale and those with a fixed one or none."""
+        if not (self.dynamic and state.get("dynamic", True)):
+            return
         self.scale, self.tolerance = float(state["scale"]), int(state["tolerance"])
         self.step, self.last_overflow = int(state["step"]), int(state["last_overflow"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,3 +188,27 @@ def cast_input(ctx: RankContext, auto_cast: bool) -> bool:
 def test_auto_cast_gives_a_float16_model_float16_inputs(pool: WorkerPool) -> None:
     assert pool.run(cast_input, 1, True) == [True]
     assert pool.run(cast_input, 1, False) == [False]
+
+
+def hand_over(ctx: RankContext, directory: str) -> list[float]:
+    """Loss scales after loading a checkpoint of a dynamic scale: dynamic, fixed, bf16; and of bf16: dynamic."""
+    sections: list[dict[str, Any]] = [
+        fp16(hysteresis=1),
+        fp16(hysteresis=1, initial_scale_power=3),
+        fp16(loss_scale=32),
+        {"bf16": {"enabled": True}},
+    ]
+    engines = [engine_of(config_of(1, **section)) for section in sections]
+    step(engines[0], ctx, 0, BAD)
+    step(engines[3], ctx, 0, GOOD)
+    engines[0].save_checkpoint(directory, "fp16")
+    engines[3].save_checkpoint(directory, "bf16")
+    found = []
+    for engine, tag in ((1, "fp16"), (2, "fp16"), (3, "fp16"), (0, "bf16")):
+        engines[engine].load_checkpoint(directory, tag)
+        found.append(engines[engine].loss_scale())
+    return found
+
+
+def test_a_checkpoint_hands_a_dynamic_scale_to_a_dynamic_scale_only(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(hand_over, 2, str(tmp_path)) == [[128, 32, 1, 128]] * 2
