@@ -21,8 +21,10 @@ from launcher.monitor.metrics import MetricsWriter, read_metrics
 from launcher.monitor.plot import plot_loss
 from launcher.monitor.progress import ProgressLine
 from launcher.monitor.summary import RankMemory, print_summary, write_summary
+from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.run import Run
 
+EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
 IGNORED = -100  # label of a token that is not learned
 
 
@@ -88,7 +90,13 @@ class Training:
         steps = self.loader.steps()
         with progress:
             while self.engine.global_steps < self.total_steps:
-                record = self._step(next(steps))
+                place = self.loader.state_dict()
+                try:
+                    record = self._step(next(steps))
+                except LossScaleExhausted as error:
+                    self.loader.load_state_dict(place)
+                    self._save_last(error)
+                    raise
                 if self._due(self.run.args.eval_every) and self.eval_set is not None:
                     record["eval_loss"] = self.evaluate()
                 if metrics is not None:
@@ -176,11 +184,19 @@ class Training:
 
     # ---- saving -----------------------------------------------------------------------------
 
-    def save(self) -> None:
+    def save(self, tag: str | None = None) -> None:
         """Write a checkpoint of everything that the run needs to go on."""
         self._collect_garbage()
         client = {"data": self.loader.state_dict(), "tokens": self.tokens, "total_steps": self.total_steps}
-        self.engine.save_checkpoint(self.run.checkpoints, client_state=client)
+        self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=client)
+
+    def _save_last(self, error: LossScaleExhausted) -> None:
+        """A checkpoint of the state before the step that cannot be done."""
+        tag = f"global_step{self.engine.global_steps}_{EXHAUSTED}"
+        self.save(tag)
+        error.fix = (
+            f"{error.fix}; go on from the state before this step: --resume {self.run.checkpoints / tag}"
+        )
 
     def _resume(self) -> None:
         found = self.run.resume_from()

@@ -19,7 +19,7 @@ from launcher.config.deepspeed_schedules import (
 )
 from launcher.config.load import load
 from launcher.config.optimizer import OptimizerConfig, OptimizerParams
-from launcher.config.precision import Bf16Config, Fp16Config
+from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import ConfigProblems, Problem
 from launcher.config.resolve import ResolvedAuto, autos_of_hidden_size
 from launcher.config.root import Config
@@ -55,6 +55,7 @@ __all__ = [
     "SeqlenConfig",
     "ThroughputConfig",
     "TimersConfig",
+    "TorchAutocastConfig",
     "TorchParams",
     "WarmupCosineLRParams",
     "WarmupDecayLRParams",

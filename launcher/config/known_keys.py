@@ -30,24 +30,7 @@ optimizer
 scheduler
   params
     scale_fn | | CyclicLR: a function, which JSON cannot hold | use `mode`, or pass initialize(lr_scheduler=...)
-seq_parallel_communication_data_type | "fp32" | dtype of the reduction over a sequence-parallel group
-prescale_gradients | false | divides gradients before they are reduced
-gradient_predivide_factor | 1.0 | which part of the division comes before the reduction
 gradient_allreduce_op | "mean" | gradients are summed, not averaged
-data_types
-  param_dtype | | dtype of the parameters, beside fp16 and bf16
-  buffer_dtype | | dtype that buffers of the model are cast to
-  keep_in_fp32_modules | "auto" | modules that stay in float32
-fp16
-  fp16_master_weights_and_grads | false | master weights in float16
-bf16
-  immediate_grad_update | false | gradients are added to the float32 buffer as they come
-  bf16_master_weights_and_grads | false | master weights in bfloat16
-  bf16_optimizer_states | false | moments in bfloat16
-torch_autocast
-  enabled | false | torch's autocast instead of a cast model
-  dtype | | dtype of autocast
-  lower_precision_safe_modules | | module classes that autocast covers
 zero_optimization
   use_multi_rank_bucket_allreduce | true | reductions of several ranks in one bucket
   stage3_module_granularity_threshold | 0 | small modules are fetched together

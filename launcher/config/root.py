@@ -17,12 +17,12 @@ from launcher.config.data_efficiency import DataEfficiencyConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
 from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
-from launcher.config.precision import Bf16Config, Fp16Config
+from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
 from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig, cycled_without_momentum, remarks_on_momentum
-from launcher.config.section import Conflict, Count, Remark, Section
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section
 from launcher.config.timers import TimersConfig
 from launcher.config.zero import ZeroConfig
 
@@ -39,7 +39,13 @@ class Config(Section):
     """
 
     without_effect: ClassVar[dict[str, str]] = {
-        "vocabulary_size": "the model says how many tokens it knows; DeepSpeed only warns about odd numbers"
+        "vocabulary_size": "the model says how many tokens it knows; DeepSpeed only warns about odd numbers",
+        "seq_parallel_communication_data_type": "it is for gradients over ranks that share a sequence, and a "
+        "sequence_parallel_size above 1 is refused",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "gradient_predivide_factor": "at every stage, with reduce_scatter too",
+        "prescale_gradients": "at every stage, with reduce_scatter too",
     }
 
     train_batch_size: Count | None = None
@@ -62,6 +68,9 @@ class Config(Section):
 
     bf16: Bf16Config = Field(default_factory=Bf16Config)
     """bfloat16 training."""
+
+    torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig)
+    """float32 model, forward under torch.autocast."""
 
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     """ZeRO stage and sizes."""
@@ -86,6 +95,17 @@ class Config(Section):
 
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced; null: the one they have."""
+
+    seq_parallel_communication_data_type: Dtype | None = "fp32"
+    """Dtype in which gradients are reduced over ranks that share a sequence."""
+
+    prescale_gradients: bool = False
+    """Divide gradients by the number of ranks before they are summed, not after: the sum of 16-bit gradients cannot
+    overflow then, and small ones may vanish."""
+
+    gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
+    """The part of that division that comes before the sum; the rest comes after it. Not used with
+    `prescale_gradients`."""
 
     steps_per_print: Annotated[Count | None, BeforeValidator(_infinite_is_never)] = None
     """Optimizer steps between two printed lines; null or Infinity: DeepSpeed's line is not printed."""
@@ -171,6 +191,23 @@ class Config(Section):
         yield from combinations.conflicts(self)
         yield from cycled_without_momentum(self.scheduler, self.optimizer)
 
+        if self.torch_autocast.enabled is True and self.dtype != "fp32":
+            other = f"{self.dtype}.enabled"
+            yield Conflict(
+                ("torch_autocast.enabled", other),
+                f"torch_autocast.enabled and {other} are both true: autocast is for a float32 model",
+                f"set {other} to false to keep float32 weights, or torch_autocast.enabled to false",
+            )
+        wanted, switches = self.data_types.param_dtype, (self.fp16.enabled, self.bf16.enabled)
+        if wanted not in (None, AUTO, self.dtype) and AUTO not in switches:
+            switch = f"{wanted if wanted != 'fp32' else self.dtype}.enabled"
+            yield Conflict(
+                ("data_types.param_dtype", switch),
+                f"data_types.param_dtype is {wanted!r}, but {switch} is {str(wanted == 'fp32').lower()}: "
+                f"the parameters are {self.dtype}",
+                f"leave param_dtype out, or set {switch} to {str(wanted != 'fp32').lower()}",
+            )
+
     def remarks(self) -> Iterator[Remark]:
         if "gradient_clipping" not in self.model_fields_set:
             what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
@@ -179,3 +216,6 @@ class Config(Section):
             what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
             yield Remark("zero_optimization.stage", what)
         yield from remarks_on_momentum(self.scheduler, self.optimizer)
+        if self.prescale_gradients is True and self.gradient_predivide_factor not in (1.0, AUTO):
+            what = "is not used: prescale_gradients divides by the number of ranks"
+            yield Remark("gradient_predivide_factor", what)

@@ -7,7 +7,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from launcher.config import Config
 from launcher.engine.answers import Answers
 from launcher.engine.batches import call, cast, forever, loss_in, to_device
 from launcher.engine.curriculum import Curriculum
+from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
 from launcher.engine.python_gc import hold
 from launcher.engine.state import load_state, save_state
@@ -31,9 +32,10 @@ from launcher.models.load import SINGLE_FILE
 from launcher.monitor.log import say, set_level
 from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import Timers
-from launcher.optim.loss_scale import LossScale
+from launcher.optim.loss_scale import LossScale, LossScaleExhausted
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
+from launcher.zero.overflow import find_overflows, in_words, watch_gradients
 
 
 class Engine(Answers, nn.Module):
@@ -70,7 +72,8 @@ class Engine(Answers, nn.Module):
         self.checkpointer = checkpointer
         if checkpointer is not None and mesh.rank == 0:
             weakref.finalize(self, checkpointer.print_profile)  # what no step has printed, at the end
-        self.loss_scaler = LossScale.of(config.fp16)
+        self._autocast = autocast_dtype(config)
+        self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
         self.saver = Saver(config.checkpoint, mesh.rank)
         self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
         speed = config.timers.throughput
@@ -105,8 +108,11 @@ class Engine(Answers, nn.Module):
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
-        with self.timers("forward"):
+        with self.timers("forward"), self._autocasting():
             return self.module(*args, **kwargs)
+
+    def _autocasting(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of one microbatch.
@@ -150,6 +156,7 @@ class Engine(Answers, nn.Module):
 
     def _announce_boundary(self) -> None:
         self.zero.reducer.boundary = self.is_gradient_accumulation_boundary()
+        watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
         if self.optimizer is None:
@@ -160,13 +167,15 @@ class Engine(Answers, nn.Module):
             )
         squares, used = self.zero.norm_and_use()
         self._check_unused(used)
-        scale = self.zero.axis.degree * (
+        scale = self.zero.mean_divisor * (
             self.loss_scaler.scale if self._scaled else self.gradient_accumulation_steps()
         )
         norm = math.sqrt(float(squares)) / scale if math.isfinite(float(squares)) else float(squares)
         overflow = not math.isfinite(norm) and self._checks_overflow()
         self._norm = norm
-        if not overflow:
+        if overflow:
+            self._overflowed()
+        else:
             self.optimizer.step(self._clip_factor(norm) / scale)
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
@@ -176,13 +185,34 @@ class Engine(Answers, nn.Module):
         self._count(overflow)
         self.saver.raise_failure()
 
+    def _overflowed(self) -> None:
+        """Say which parameters overflowed: when that ends the run, and now and then in bf16, where it is no routine.
+
+        Raises:
+            LossScaleExhausted: on every rank; the engine is as it was before this step.
+        """
+        if self.loss_scaler.exhausted:
+            which = in_words(find_overflows(self.zero), watched=True)
+            self.abandon_step()
+            raise LossScaleExhausted(self.loss_scaler.scale, which)
+        skipped = self.skipped_steps + 1
+        if self._config.bf16.enabled and skipped & (skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            which = in_words(find_overflows(self.zero))
+            if self.mesh.rank == 0:
+                what = (
+                    f"step {self.global_steps + 1} is skipped ({skipped} so far): the gradient is not finite"
+                )
+                print(f"{what} of {which} (bf16.check_grad_overflow is true)", flush=True)
+
     def _clip_factor(self, norm: float) -> float:
         limit = float(self._config.gradient_clipping)
         return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
     def _checks_overflow(self) -> bool:
         return bool(
-            self._config.fp16.enabled or (self._config.bf16.enabled and self._config.bf16.check_grad_overflow)
+            self._config.fp16.enabled
+            or self._autocast is torch.float16
+            or (self._config.bf16.enabled and self._config.bf16.check_grad_overflow)
         )
 
     def _check_unused(self, used: list[bool]) -> None:
@@ -274,6 +304,7 @@ class Engine(Answers, nn.Module):
         """Forget the microbatches since the last optimizer step."""
         self.zero.zero_grad()
         self._microbatches = self._backwards = 0
+        self._scaled = False
 
     # ---- whole batches ----------------------------------------------------------------------
 

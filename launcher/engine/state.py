@@ -210,6 +210,8 @@ def _empty_optimizer_state(engine: Engine, stored: Stored) -> Tensors:
             continue
         piece, tensor = slices[name], engine.optimizer.tensors[name]
         if kind == "optimizer":
+            if dtype.is_floating_point:  # saved with another precision of the optimizer's state
+                dtype = engine.optimizer.dtype_of(name)
             value = torch.zeros_like(piece.data, dtype=dtype)
             tensors[full_name] = FlatSlice(value, piece.shape, piece.start, piece.stop)
         else:

@@ -90,7 +90,6 @@ def test_values_that_ask_for_nothing_are_taken(path: tuple[str, ...]) -> None:
         "autotuning",
         "nebula",
         "comet",
-        "torch_autocast",
     ],
 )
 def test_a_section_that_is_off_asks_for_nothing(section: str) -> None:

@@ -1,7 +1,7 @@
 """What the real DeepSpeed does, in processes of its own (it patches torch): called by `conftest.py`.
 
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
-python -m tests.parity_deepspeed.deepspeed_side schedules|difficulties CASES.json OUT.json
+python -m tests.parity_deepspeed.deepspeed_side schedules|difficulties|loss_scales CASES.json OUT.json
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.parity_deepspeed.job import Job, train
 from tests.parity_deepspeed.rates import follow
+from tests.parity_deepspeed.scales import follow_scale
 
 
 def train_all(jobs: list[Job]) -> dict[str, dict[str, list[Any]]]:
@@ -69,11 +71,30 @@ def difficulties(cases: list[dict[str, Any]]) -> list[list[int]]:
     ]
 
 
+def loss_scales(cases: list[dict[str, Any]]) -> list[list[Any]]:
+    """The paths of DeepSpeed's DynamicLossScaler: scale after each step, and "exhausted" where it gives up."""
+    from deepspeed.runtime.fp16 import loss_scaler
+
+    loss_scaler.dist = SimpleNamespace(get_rank=lambda: 1)  # it asks only whether to write a line
+    paths = []
+    for case in cases:
+        keys = dict(case["keys"])
+        scaler = loss_scaler.DynamicLossScaler(
+            init_scale=2 ** keys["initial_scale_power"],
+            scale_window=keys["loss_scale_window"],
+            min_scale=keys["min_loss_scale"],
+            delayed_shift=keys["hysteresis"],
+            consecutive_hysteresis=keys["consecutive_hysteresis"],
+        )
+        paths.append(follow_scale(scaler.update_scale, lambda s=scaler: s.cur_scale, case["overflows"]))  # type: ignore[misc]
+    return paths
+
+
 def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
     given = json.loads(Path(source).read_text())
-    tasks = {"schedules": schedules, "difficulties": difficulties}
+    tasks = {"schedules": schedules, "difficulties": difficulties, "loss_scales": loss_scales}
     result: Any = tasks[task](given) if task in tasks else train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":
         Path(out).write_text(json.dumps(result))
