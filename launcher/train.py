@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.comm import all_reduce
+from launcher.comm import all_reduce, log_summary
 from launcher.data.loader import GlobalBatchLoader
 from launcher.engine import Engine
 from launcher.engine.batches import to_device
@@ -20,6 +20,7 @@ from launcher.monitor.metrics import MetricsWriter, read_metrics
 from launcher.monitor.plot import plot_loss
 from launcher.monitor.progress import ProgressLine
 from launcher.monitor.summary import RankMemory, print_summary, write_summary
+from launcher.monitor.trace import Trace
 from launcher.run import Run
 
 IGNORED = -100  # label of a token that is not learned
@@ -77,9 +78,11 @@ class Training:
             else None
         )
         steps = self.loader.steps()
-        with progress:
+        self.engine.watch.say = progress.message
+        with progress, self._trace() as trace:
             while self.engine.global_steps < self.total_steps:
-                record = self._step(next(steps))
+                with trace.step(self.engine.global_steps + 1):
+                    record = self._step(next(steps))
                 if self._due(self.run.args.eval_every) and self.eval_set is not None:
                     record["eval_loss"] = self.evaluate()
                 if metrics is not None:
@@ -90,6 +93,10 @@ class Training:
         if metrics is not None:
             metrics.close()
         self._finish()
+
+    def _trace(self) -> Trace:
+        args, device = self.run.args, self.engine.device
+        return Trace(args.profile, rank=self.run.rank, steps=args.profile_steps, cuda=device.type == "cuda")
 
     # ---- one step ---------------------------------------------------------------------------
 
@@ -122,7 +129,7 @@ class Training:
         if engine.fp16_enabled():
             record |= {"loss_scale": engine.loss_scale(), "skipped_steps": engine.skipped_steps}
         if engine.timers.enabled:
-            record["phases_ms"] = engine.timers.mean_ms(1)
+            record["phases_ms"] = engine.get_wall_clock_timers()
         return record
 
     def _sum(self, value: float) -> float:
@@ -179,6 +186,9 @@ class Training:
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(output / "model")
             self._write_summary(ranks)
+        if self.engine.resolved.comms_logger.enabled:
+            log_summary()
+        self.engine.watch.close()
         dist.barrier()
 
     def _memory(self) -> list[RankMemory]:

@@ -9,6 +9,7 @@ from launcher.config.load import load
 from launcher.config.optimizer import OptimizerConfig, OptimizerParams
 from launcher.config.precision import Bf16Config, Fp16Config
 from launcher.config.problems import ConfigProblems, Problem
+from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
 from launcher.config.resolve import ResolvedAuto, autos_of_hidden_size
 from launcher.config.root import Config
 from launcher.config.scheduler import (
@@ -25,9 +26,11 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "BatchTriple",
     "Bf16Config",
+    "CommsLoggerConfig",
     "Config",
     "ConfigProblems",
     "DataTypesConfig",
+    "FlopsProfilerConfig",
     "Fp16Config",
     "OptimizerConfig",
     "OptimizerParams",

@@ -17,7 +17,6 @@ Status = Literal["later", "old", "ignored"]
 
 LATER = """
 managed_gradient_accumulation | true | the caller decides when an optimizer step is due
-memory_breakdown | false | prints memory at each phase
 dump_state | false | prints the state of the engine once
 log_level | | level of the logger
 disable_python_gc | false | Python's cyclic garbage collector off while training
@@ -225,43 +224,6 @@ checkpoint
     decoupled | | writes in another process
 datastates_ckpt
   host_cache_size | | host memory of that engine
-tensorboard
-  enabled | false | TensorBoard files
-  output_path | | directory
-  job_name | | subdirectory
-wandb
-  enabled | false | Weights & Biases
-  group | | group of the run
-  team | | team of the run
-  project | | project of the run
-csv_monitor
-  enabled | false | one CSV file a metric
-  output_path | | directory
-  job_name | | subdirectory
-comet
-  enabled | false | Comet
-  samples_log_interval | | samples between two entries
-  project | | project of the run
-  workspace | | workspace
-  api_key | | key of the account
-  experiment_name | | name of the run
-  experiment_key | | key of the run
-  online | | online or not
-  mode | | new or existing run
-flops_profiler
-  enabled | false | report of floating-point operations
-  recompute_fwd_factor | | share of recomputed forward
-  profile_step | | step that is measured
-  module_depth | | depth of the report
-  top_modules | | modules a depth
-  detailed | | every module
-  output_file | | file of the report
-comms_logger
-  enabled | false | log of collectives
-  verbose | | prints each
-  prof_all | | all operations
-  debug | | names the caller
-  prof_ops | | chosen operations
 timers
   throughput
     enabled | true | samples per second

@@ -11,9 +11,11 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
+from launcher.config.monitor import CometConfig, CsvMonitorConfig, TensorboardConfig, WandbConfig
 from launcher.config.optimizer import OptimizerConfig
 from launcher.config.precision import Bf16Config, Fp16Config
 from launcher.config.problems import Note
+from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
 from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig
@@ -75,7 +77,31 @@ class Config(Section):
     """Optimizer steps between two printed lines; null or Infinity: DeepSpeed's line is not printed."""
 
     wall_clock_breakdown: bool = False
-    """Time forward, backward and step apart; reductions run inside the backward."""
+    """Time the forward, the backward, the waiting for reductions inside the backward, and the step. Milliseconds per
+    optimizer step are printed every `steps_per_print` steps (10 when that is null); recipes also write them to
+    metrics.jsonl. On GPUs every phase then waits for the device."""
+
+    memory_breakdown: bool = False
+    """Print the memory of rank 0 after each phase, every `steps_per_print` steps (10 when that is null): on GPUs
+    allocated and peak, on CPUs the resident set; and what ZeRO holds of it."""
+
+    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
+    """TensorBoard files."""
+
+    csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig)
+    """CSV files."""
+
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Weights & Biases."""
+
+    comet: CometConfig = Field(default_factory=CometConfig)
+    """Comet."""
+
+    flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig)
+    """Report of floating-point operations and time of one step."""
+
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
+    """Log of collectives."""
 
     dataloader_drop_last: bool = False
     """Drop the last global batch of an epoch when it is short."""
@@ -134,3 +160,5 @@ class Config(Section):
         if "gradient_clipping" not in self.model_fields_set:
             what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
             yield Remark("gradient_clipping", what)
+        if self.flops_profiler.enabled is True and self.wall_clock_breakdown is not True:
+            yield Remark("wall_clock_breakdown", "is on, because flops_profiler.enabled needs its times")

@@ -17,11 +17,12 @@ from launcher.config import Config
 from launcher.engine.answers import Answers
 from launcher.engine.batches import call, cast, forever, loss_in, to_device
 from launcher.engine.state import load_state, save_state
+from launcher.engine.watch import Watch
 from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.load import SINGLE_FILE
 from launcher.models.units import unit_modules
-from launcher.monitor.timers import Timers
+from launcher.monitor.writers import Monitor
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
@@ -35,6 +36,7 @@ class Engine(Answers, nn.Module):
 
     Attributes:
         module: the user's model.
+        monitor: its `write_events([(name, value, samples), ...])` reaches the monitors of the JSON.
         optimizer: steps this rank's slices; its `param_groups` are live. None when there is none.
         lr_scheduler: stepped after each optimizer step. None when there is none.
         global_steps, global_samples, micro_steps, skipped_steps: counters.
@@ -48,6 +50,7 @@ class Engine(Answers, nn.Module):
         optimizer: ShardedOptimizer | None,
         lr_scheduler: Any,
         training_dataloader: Any = None,
+        monitor: Monitor | None = None,
     ) -> None:
         super().__init__()
         self.module = zero.module
@@ -58,7 +61,8 @@ class Engine(Answers, nn.Module):
             training_dataloader,
         )
         self.loss_scaler = LossScale.of(config.fp16)
-        self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
+        self.watch = Watch(config, mesh, monitor or Monitor())
+        self.monitor, self.timers = self.watch.monitor, self.watch.timers
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.quiet = False  # a training loop with a progress line of its own sets this
         self._boundary: bool | None = None
@@ -74,7 +78,7 @@ class Engine(Answers, nn.Module):
         self._announce_boundary()
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
-        with self.timers("forward"):
+        with self.watch.phase("forward", self):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -93,7 +97,8 @@ class Engine(Answers, nn.Module):
         scaled = loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             scaled = scaled / self.gradient_accumulation_steps()
-        with self.timers("backward"):
+        self.watch.loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
+        with self.watch.phase("backward", self):
             scaled.backward(retain_graph=retain_graph)
         return loss.detach()
 
@@ -106,8 +111,9 @@ class Engine(Answers, nn.Module):
             )
         self._applied = False
         if boundary:
-            with self.timers("step"):
+            with self.watch.phase("step", self):
                 self._optimizer_step(lr_kwargs or {})
+            self.watch.after_step(self)
         self._microbatches = 0 if boundary else self._microbatches + 1
         self.micro_steps += 1
 
@@ -169,8 +175,6 @@ class Engine(Answers, nn.Module):
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}",
                 flush=True,
             )
-            if self.timers.enabled:
-                print(self.timers.line(every), flush=True)
 
     # ---- accumulation -----------------------------------------------------------------------
 
@@ -213,6 +217,7 @@ class Engine(Answers, nn.Module):
     def abandon_step(self) -> None:
         """Forget the microbatches since the last optimizer step."""
         self.zero.zero_grad()
+        self.watch.forget()
         self._microbatches = 0
 
     # ---- whole batches ----------------------------------------------------------------------
@@ -367,7 +372,8 @@ class Engine(Answers, nn.Module):
         self.zero.free_gathered()
 
     def destroy(self) -> None:
-        """Take the hooks off and free buffers."""
+        """Take the hooks off, free buffers and close the monitors."""
+        self.watch.close()
         self.zero.hooks.remove()
         self.zero.free_gathered()
 
