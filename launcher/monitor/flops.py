@@ -1,6 +1,7 @@
 """Counts floating-point operations and time, module by module (`flops_profiler`).
 
-    count   torch's FlopCounterMode around forward and backward; each module's share is the difference over its forward
+    count   each operation by torch's formulas (torch.utils.flop_counter), in forward and backward; a module's share is
+            the difference over its forward
     time    the clock of the device at both ends of each module's forward
 
 Counting slows every operation, so the two are done in different steps. Forwards that run inside a backward are those of
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.monitor.clock import Moment, now, seconds_between
@@ -52,17 +54,17 @@ class ModuleMeter:
     @contextmanager
     def counting(self, *, backward: bool) -> Iterator[None]:
         """Count the operations inside, which are a forward or a backward."""
-        mode = FlopCounterMode(display=False, custom_mapping=_attention_on_cpus())
+        mode = _Counting()
         inside = 0  # depth of forwards that run again
 
         def enter(name: str) -> int:
             nonlocal inside
             inside += backward
-            return mode.get_total_flops()
+            return mode.flops
 
         def leave(name: str, began: int) -> None:
             nonlocal inside
-            spent = mode.get_total_flops() - began
+            spent = mode.flops - began
             if not backward:
                 self.counts.flops[name] = self.counts.flops.get(name, 0) + spent
                 return
@@ -73,7 +75,7 @@ class ModuleMeter:
         with self._hooks(enter, leave), mode:
             yield
         if backward:
-            self.counts.backward += mode.get_total_flops()
+            self.counts.backward += mode.flops
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -107,12 +109,35 @@ class ModuleMeter:
 
             # Last before the forward, first after it: gathering the parameters is not the module's own time.
             handles.append(module.register_forward_pre_hook(before))
-            handles.append(module.register_forward_hook(after, prepend=True))
+            # always_call: activation checkpointing leaves a forward that runs again by an exception, as soon as it
+            # has what it needs.
+            handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _Counting(TorchDispatchMode):
+    """Adds up operations as they run. FlopCounterMode itself takes some apart (SiLU's backward), which changes bits."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self._formulas = FlopCounterMode(display=False, custom_mapping=_attention_on_cpus()).flop_registry
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        return out
 
 
 def _attention_on_cpus() -> dict[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from launcher.monitor.comms import columns
@@ -82,17 +82,23 @@ def _rows(
         path = name.split(".")[:-1]
         for end in range(len(path) + 1):
             held[".".join(path[:end])] += numel
+    flops, seconds = _with_containers(counts.flops, classes), _with_containers(counts.seconds, classes)
     rows = [
-        _ModuleRow(
-            name,
-            kind,
-            held[name],
-            counts.flops.get(name, 0) / microbatches,
-            counts.seconds.get(name, 0.0) / microbatches,
-        )
+        _ModuleRow(name, kind, held[name], flops[name] / microbatches, seconds[name] / microbatches)
         for name, kind in classes.items()
     ]
     return [row for row in rows if depth < 0 or row.depth <= depth]
+
+
+def _with_containers(values: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+    """The values; modules that are never called themselves, such as a ModuleList, have those of their children."""
+    inside = dict.fromkeys(names, 0.0)
+    found = {}
+    for name in reversed(inside):  # children come after their parents
+        found[name] = values.get(name, inside[name])
+        if name:
+            inside[name.rpartition(".")[0]] += found[name]
+    return found
 
 
 def _step_part(counts: Counts, model: _ModuleRow, facts: StepFacts) -> str:
