@@ -43,7 +43,8 @@ class FlopsProfilerConfig(Section):
     """A report of parameters, floating-point operations and time, module by module, of one step of rank 0.
 
     Operations are counted where they run: matrix products, convolutions and attention, two for each
-    multiply-accumulate (MAC). Turns `wall_clock_breakdown` on, as in DeepSpeed.
+    multiply-accumulate (MAC). Turns `wall_clock_breakdown` on, as in DeepSpeed. Compiled blocks run uncompiled in the
+    step in which operations are counted, and are timed as one.
     """
 
     differs: ClassVar[dict[str, str]] = {

@@ -53,6 +53,8 @@ class Watch:
 
     def phase(self, name: str, engine: Engine) -> AbstractContextManager[None]:
         """The context of a phase of a step: "forward" or "backward" of a microbatch, or "step"."""
+        if name == "forward" and not torch.is_grad_enabled():
+            return _OFF  # of an evaluation
         if self.timers.enabled or self.memory is not None or self.profiler is not None:
             return self._phase(name, engine)
         return _OFF
@@ -60,13 +62,13 @@ class Watch:
     @contextmanager
     def _phase(self, name: str, engine: Engine) -> Iterator[None]:
         with ExitStack() as stack:
-            if self.profiler is not None and torch.is_grad_enabled():
+            if self.profiler is not None:
                 stack.enter_context(self.profiler.phase(name, engine))
             if self.timers.enabled and name == "backward":
                 stack.enter_context(observe_collectives(self._waited))
             stack.enter_context(self.timers(name))
             yield
-        if self.memory is not None:
+        if self.memory is not None and self._due(engine.global_steps + (name != "step"), engine):
             self.memory.mark(name)
 
     def _waited(self, timing: Timing) -> None:
@@ -93,8 +95,12 @@ class Watch:
             self.monitor.write_events(list(self._events(engine)))
         if self.profiler is not None:
             self.profiler.after_step(engine, self.timers.last_step, self.say)
-        if engine.global_steps % (engine.steps_per_print() or REPORT_EVERY) == 0:
+        if self._due(engine.global_steps, engine):
             self._report(engine)
+
+    def _due(self, step: int, engine: Engine) -> bool:
+        """Whether lines are printed after optimizer step `step`."""
+        return step % (engine.steps_per_print() or REPORT_EVERY) == 0
 
     def _report(self, engine: Engine) -> None:
         line = self.timers.line(self._steps)

@@ -72,7 +72,7 @@ class ModuleMeter:
             if inside == 0:
                 self.counts.recomputed += spent
 
-        with self._hooks(enter, leave), mode:
+        with self._hooks(enter, leave, list(self._model.named_modules())), mode:
             yield
         if backward:
             self.counts.backward += mode.flops
@@ -86,16 +86,21 @@ class ModuleMeter:
         def leave(name: str, began: Moment) -> None:
             spans.append((name, began, now(self._device)))
 
-        with self._hooks(lambda name: now(self._device), leave):
+        with self._hooks(lambda name: now(self._device), leave, _outside_of_graphs(self._model)):
             yield
         for name, began, ended in spans:
             self.counts.seconds[name] = self.counts.seconds.get(name, 0.0) + seconds_between(began, ended)
 
     @contextmanager
-    def _hooks(self, enter: Callable[[str], Any], leave: Callable[[str, Any], None]) -> Iterator[None]:
-        """Call enter(name) before and leave(name, what enter returned) after each forward of each module."""
+    def _hooks(
+        self,
+        enter: Callable[[str], Any],
+        leave: Callable[[str, Any], None],
+        modules: list[tuple[str, nn.Module]],
+    ) -> Iterator[None]:
+        """Call enter(name) before and leave(name, what enter returned) after each forward of each of the modules."""
         handles = []
-        for name, module in self._model.named_modules():
+        for name, module in modules:
             stack: list[Any] = []
 
             def before(module: nn.Module, args: Any, name: str = name, stack: list[Any] = stack) -> None:
@@ -117,6 +122,19 @@ class ModuleMeter:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _outside_of_graphs(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that are not part of another one's compiled graph: a clock inside would have it compiled again."""
+    found: list[tuple[str, nn.Module]] = []
+    compiled: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(outer + ".") for outer in compiled):
+            continue
+        found.append((name, module))
+        if hasattr(module.forward, "_torchdynamo_orig_callable"):
+            compiled.append(name)
+    return found
 
 
 class _Counting(TorchDispatchMode):
