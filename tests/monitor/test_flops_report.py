@@ -47,7 +47,10 @@ def text(peak: float | None = 1000.0 * TERA, counted_in: int = 4, **keys: Any) -
 
 
 def lines(of: str) -> dict[str, str]:
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in of.splitlines())}
+    return {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in of.split("\n\n")[0].splitlines())
+    }
 
 
 @pytest.mark.key("flops_profiler.enabled")
