@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.comm import all_reduce
+from launcher.comm import all_reduce, log_summary
 from launcher.data.loader import GlobalBatchLoader
 from launcher.engine import Engine
 from launcher.engine.batches import to_device
@@ -21,6 +21,7 @@ from launcher.monitor.metrics import MetricsWriter, read_metrics
 from launcher.monitor.plot import plot_loss
 from launcher.monitor.progress import ProgressLine
 from launcher.monitor.summary import RankMemory, print_summary, write_summary
+from launcher.monitor.trace import Trace
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.run import Run
 
@@ -88,11 +89,13 @@ class Training:
             else None
         )
         steps = self.loader.steps()
-        with progress:
+        self.engine.watch.say = progress.message
+        with progress, self._trace() as trace:
             while self.engine.global_steps < self.total_steps:
                 place = self.loader.state_dict()
                 try:
-                    record = self._step(next(steps))
+                    with trace.step(self.engine.global_steps + 1):
+                        record = self._step(next(steps))
                 except LossScaleExhausted as error:
                     self.loader.load_state_dict(place)
                     self._save_last(error)
@@ -107,6 +110,10 @@ class Training:
         if metrics is not None:
             metrics.close()
         self._finish()
+
+    def _trace(self) -> Trace:
+        args, device = self.run.args, self.engine.device
+        return Trace(args.profile, rank=self.run.rank, steps=args.profile_steps, cuda=device.type == "cuda")
 
     # ---- one step ---------------------------------------------------------------------------
 
@@ -145,7 +152,7 @@ class Training:
         if engine.fp16_enabled():
             record |= {"loss_scale": engine.loss_scale(), "skipped_steps": engine.skipped_steps}
         if engine.timers.enabled:
-            record["phases_ms"] = engine.timers.mean_ms(1)
+            record["phases_ms"] = engine.get_wall_clock_timers()
         return record
 
     def _sum(self, value: float) -> float:
@@ -218,6 +225,9 @@ class Training:
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(output / "model")
             self._write_summary(ranks)
+        if self.engine.resolved.comms_logger.enabled:
+            log_summary()
+        self.engine.watch.close()
         dist.barrier()
 
     def _memory(self) -> list[RankMemory]:

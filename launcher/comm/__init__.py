@@ -9,7 +9,9 @@ from launcher.comm.collectives import (
     record_collectives,
     reduce_scatter,
 )
+from launcher.comm.log import log_summary
 from launcher.comm.mesh import Axis, Mesh
+from launcher.comm.observe import Timing, observe_collectives
 from launcher.comm.setup import init_distributed, pick_device
 
 __all__ = [
@@ -17,10 +19,13 @@ __all__ = [
     "CollectiveRecord",
     "Mesh",
     "Pending",
+    "Timing",
     "all_gather",
     "all_reduce",
     "broadcast",
     "init_distributed",
+    "log_summary",
+    "observe_collectives",
     "pick_device",
     "record_collectives",
     "reduce_scatter",

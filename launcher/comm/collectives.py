@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from torch.profiler import record_function
 
 from launcher.comm.memory import Add, Waitable
 from launcher.comm.mesh import Axis
+from launcher.comm.observe import Timing, observers
+from launcher.monitor.clock import now
 
 # torch 2.13 renamed these two; older versions know only the second name.
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,13 +43,15 @@ SMALL = 1 << 15  # bytes of a slice; smaller ones are sent: that takes one messa
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective as this rank saw it. `sent` is in bytes, by the theory of the ring or pairwise algorithm."""
+    """One collective as this rank saw it. `sent` is in bytes, by the theory of the ring or pairwise algorithm;
+    `nbytes` are those of the whole buffer."""
 
     op: str
     tag: str
     axis: str
     numel: int
     sent: int
+    nbytes: int
 
 
 class Pending:
@@ -53,15 +59,21 @@ class Pending:
 
     def __init__(self, works: Sequence[Waitable], finish: Callable[[], None] | None = None) -> None:
         self._works, self._finish = list(works), finish
+        self.timing: Timing | None = None
 
     def wait(self) -> None:
         """Block until the result is in place (on CUDA: make the current stream wait for it). Safe to call again."""
         works, self._works = self._works, []
+        timing, self.timing = self.timing, None
+        if timing is not None:
+            timing.begin_wait()
         for work in works:
             work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+        if timing is not None:
+            timing.end_wait()
 
 
 _recorders: list[list[CollectiveRecord]] = []
@@ -75,27 +87,45 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
     try:
         yield records
     finally:
-        _recorders.remove(records)
+        _recorders[:] = [
+            other for other in _recorders if other is not records
+        ]  # equal lists are not the same
 
 
 def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:
     if _recorders and axis.degree > 1:
         sent = buffer.numel() * buffer.element_size() * times * (axis.degree - 1) // axis.degree
-        record = CollectiveRecord(
-            op,
-            tag,
-            axis.name,
-            buffer.numel() * (axis.degree if "_" in op and op != "all_reduce" else 1),
-            sent,
-        )
+        numel = buffer.numel() * (axis.degree if "_" in op and op != "all_reduce" else 1)
+        record = CollectiveRecord(op, tag, axis.name, numel, sent, numel * buffer.element_size())
         for records in _recorders:
             records.append(record)
+
+
+P = ParamSpec("P")
+
+
+def _timed(start: Callable[Concatenate[Tensor, P], Pending]) -> Callable[Concatenate[Tensor, P], Pending]:
+    """The collective `start`, timed while somebody observes (`observe.py`)."""
+
+    @wraps(start)
+    def begin(buffer: Tensor, *args: P.args, **kwargs: P.kwargs) -> Pending:
+        if not observers:
+            return start(buffer, *args, **kwargs)
+        started = now(buffer.device)
+        with record_collectives() as records:
+            pending = start(buffer, *args, **kwargs)
+        if records:
+            pending.timing = Timing(records[0], buffer.device, started)
+        return pending
+
+    return begin
 
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+@_timed
 def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None)) -> Pending:
     """Fill `full` [N * s] from the slices of all ranks; slice r already holds this rank's part.
 
@@ -120,6 +150,7 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
         return Pending(works)
 
 
+@_timed
 def reduce_scatter(
     full: Tensor, out: Tensor, axis: Axis, tag: str, *, within: slice = slice(None), accumulate: bool = False
 ) -> Pending:
@@ -196,6 +227,7 @@ def _native(full: Tensor, slices: list[Tensor], out: Tensor, axis: Axis, accumul
     return Pending([work], finish)
 
 
+@_timed
 def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     """Sum `buffer` over the axis, in place."""
     _note("all_reduce", tag, axis, buffer, 2)
@@ -210,6 +242,7 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
         return Pending([dist.all_reduce(buffer, group=axis.reductions, async_op=True)])
 
 
+@_timed
 def broadcast(buffer: Tensor, axis: Axis, tag: str, *, source: int = 0) -> Pending:
     """Copy the buffer of coordinate `source` of the axis to all its ranks, in place."""
     _note("broadcast", tag, axis, buffer, 1)

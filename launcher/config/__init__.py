@@ -21,6 +21,7 @@ from launcher.config.load import load
 from launcher.config.optimizer import OptimizerConfig, OptimizerParams
 from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import ConfigProblems, Problem
+from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
 from launcher.config.resolve import ResolvedAuto, autos_of_hidden_size
 from launcher.config.root import Config
 from launcher.config.schedule_params import SchedulerParams
@@ -35,6 +36,7 @@ __all__ = [
     "BatchTriple",
     "Bf16Config",
     "CheckpointConfig",
+    "CommsLoggerConfig",
     "CompileConfig",
     "Config",
     "ConfigProblems",
@@ -42,6 +44,7 @@ __all__ = [
     "DataSamplingConfig",
     "DataTypesConfig",
     "DeepSpeedParams",
+    "FlopsProfilerConfig",
     "Fp16Config",
     "LRRangeTestParams",
     "OneCycleParams",

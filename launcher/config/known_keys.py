@@ -16,7 +16,6 @@ from typing import Any, Literal
 Status = Literal["later", "old", "ignored"]
 
 LATER = """
-memory_breakdown | false | prints memory at each phase
 optimizer
   params
     set_grad_none | true | fused Adam: how gradients are cleared
@@ -149,43 +148,6 @@ expert_parallel
   shared_experts_gate_pattern | | name of their gate
 datastates_ckpt | | a package that saves in the background | write "checkpoint": {"writer": {"decoupled": true}}
   host_cache_size | | host memory of that engine | write "checkpoint": {"writer": {"decoupled": true}}
-tensorboard
-  enabled | false | TensorBoard files
-  output_path | | directory
-  job_name | | subdirectory
-wandb
-  enabled | false | Weights & Biases
-  group | | group of the run
-  team | | team of the run
-  project | | project of the run
-csv_monitor
-  enabled | false | one CSV file a metric
-  output_path | | directory
-  job_name | | subdirectory
-comet
-  enabled | false | Comet
-  samples_log_interval | | samples between two entries
-  project | | project of the run
-  workspace | | workspace
-  api_key | | key of the account
-  experiment_name | | name of the run
-  experiment_key | | key of the run
-  online | | online or not
-  mode | | new or existing run
-flops_profiler
-  enabled | false | report of floating-point operations
-  recompute_fwd_factor | | share of recomputed forward
-  profile_step | | step that is measured
-  module_depth | | depth of the report
-  top_modules | | modules a depth
-  detailed | | every module
-  output_file | | file of the report
-comms_logger
-  enabled | false | log of collectives
-  verbose | | prints each
-  prof_all | | all operations
-  debug | | names the caller
-  prof_ops | | chosen operations
 compile
   deepcompile | false | DeepSpeed's compiler passes | write "enabled": true: torch.compile compiles each block
   autoep_non_moe | false | DeepCompile: compiles what is not experts | delete it; `"enabled": true` compiles each block

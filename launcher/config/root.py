@@ -15,10 +15,12 @@ from launcher.config.checkpoint import CheckpointConfig
 from launcher.config.compile import CompileConfig
 from launcher.config.data_efficiency import DataEfficiencyConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
+from launcher.config.monitor import CometConfig, CsvMonitorConfig, TensorboardConfig, WandbConfig
 from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
 from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
+from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
 from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig, cycled_without_momentum, remarks_on_momentum
@@ -111,7 +113,31 @@ class Config(Section):
     """Optimizer steps between two printed lines; null or Infinity: DeepSpeed's line is not printed."""
 
     wall_clock_breakdown: bool = False
-    """Time forward, backward and step apart; reductions run inside the backward."""
+    """Time the forward, the backward, the waiting for reductions inside the backward, and the step. Milliseconds per
+    optimizer step are printed every `steps_per_print` steps (10 when that is null); recipes also write them to
+    metrics.jsonl. On GPUs every phase then waits for the device."""
+
+    memory_breakdown: bool = False
+    """Print the memory of rank 0 after each phase, every `steps_per_print` steps (10 when that is null): on GPUs
+    allocated and peak, on CPUs the resident set; and what ZeRO holds of it."""
+
+    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
+    """TensorBoard files."""
+
+    csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig)
+    """CSV files."""
+
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Weights & Biases."""
+
+    comet: CometConfig = Field(default_factory=CometConfig)
+    """Comet."""
+
+    flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig)
+    """Report of floating-point operations and time of one step."""
+
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
+    """Log of collectives."""
 
     dataloader_drop_last: bool = False
     """Drop the last global batch of an epoch when it is short."""
@@ -219,3 +245,5 @@ class Config(Section):
         if self.prescale_gradients is True and self.gradient_predivide_factor not in (1.0, AUTO):
             what = "is not used: prescale_gradients divides by the number of ranks"
             yield Remark("gradient_predivide_factor", what)
+        if self.flops_profiler.enabled is True and self.wall_clock_breakdown is not True:
+            yield Remark("wall_clock_breakdown", "is on, because flops_profiler.enabled needs its times")

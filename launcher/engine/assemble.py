@@ -16,6 +16,7 @@ from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
 from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes
 from launcher.engine.engine import Engine
+from launcher.engine.watch import open_monitor
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.initialize import initializer
@@ -82,6 +83,7 @@ def initialize(
     init_distributed(device)
     mesh = Mesh.build(device)
     resolved = _resolved(args, config if config is not None else config_params, mesh, model, auto or {})
+    monitor = open_monitor(resolved, mesh)
     chosen = choose(resolved, optimizer, model_parameters, model)
     blocks = unit_modules(model)
     checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
@@ -109,7 +111,7 @@ def initialize(
     )
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
     loader = _dataloader(training_data, resolved, mesh, collate_fn, seed)
-    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader, checkpointer)
+    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader, checkpointer, monitor)
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
     return engine, stepper, loader, scheduler

@@ -24,6 +24,7 @@ from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
 from launcher.engine.python_gc import hold
 from launcher.engine.state import load_state, save_state
+from launcher.engine.watch import Watch
 from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.activation import Checkpointer
@@ -31,7 +32,7 @@ from launcher.models.compiled import compile_blocks
 from launcher.models.load import SINGLE_FILE
 from launcher.monitor.log import say, set_level
 from launcher.monitor.throughput import Throughput
-from launcher.monitor.timers import Timers
+from launcher.monitor.writers import Monitor
 from launcher.optim.loss_scale import LossScale, LossScaleExhausted
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
@@ -46,6 +47,7 @@ class Engine(Answers, nn.Module):
 
     Attributes:
         module: the user's model.
+        monitor: its `write_events([(name, value, samples), ...])` reaches the monitors of the JSON.
         optimizer: steps this rank's slices; its `param_groups` are live. None when there is none.
         lr_scheduler: stepped after each optimizer step. None when there is none.
         global_steps, global_samples, micro_steps, skipped_steps: counters.
@@ -60,6 +62,7 @@ class Engine(Answers, nn.Module):
         lr_scheduler: Any,
         training_dataloader: Any = None,
         checkpointer: Checkpointer | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         super().__init__()
         self.module = zero.module
@@ -75,7 +78,8 @@ class Engine(Answers, nn.Module):
         self._autocast = autocast_dtype(config)
         self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
         self.saver = Saver(config.checkpoint, mesh.rank)
-        self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
+        self.watch = Watch(config, mesh, monitor or Monitor())
+        self.monitor, self.timers = self.watch.monitor, self.watch.timers
         speed = config.timers.throughput
         self.throughput = Throughput(
             enabled=speed.enabled and config.steps_per_print is not None,
@@ -108,7 +112,7 @@ class Engine(Answers, nn.Module):
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
-        with self.timers("forward"), self._autocasting():
+        with self.watch.phase("forward", self), self._autocasting():
             return self.module(*args, **kwargs)
 
     def _autocasting(self) -> AbstractContextManager[Any]:
@@ -131,7 +135,8 @@ class Engine(Answers, nn.Module):
         scaled = loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             scaled = scaled / self.gradient_accumulation_steps()
-        with self.timers("backward"):
+        self.watch.loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
+        with self.watch.phase("backward", self):
             scaled.backward(retain_graph=retain_graph)
         return loss.detach()
 
@@ -147,10 +152,11 @@ class Engine(Answers, nn.Module):
             )
         self._applied = False
         if boundary:
-            with self.timers("step"):
+            with self.watch.phase("step", self):
                 if not self.managed_gradient_accumulation():
                     self.zero.reducer.settle()
                 self._optimizer_step(lr_kwargs or {})
+            self.watch.after_step(self)
         self._microbatches = 0 if boundary else self._microbatches + 1
         self.micro_steps += 1
 
@@ -242,9 +248,8 @@ class Engine(Answers, nn.Module):
             say(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
             )
-            for line in (self.timers.line(every), self.throughput.line()):
-                if line:
-                    say(line)
+            if self.throughput.line():
+                say(self.throughput.line())
 
     def _samples(self) -> int:
         """Sequences of the present step over all ranks."""
@@ -303,6 +308,7 @@ class Engine(Answers, nn.Module):
     def abandon_step(self) -> None:
         """Forget the microbatches since the last optimizer step."""
         self.zero.zero_grad()
+        self.watch.forget()
         self._microbatches = self._backwards = 0
         self._scaled = False
 
@@ -480,12 +486,13 @@ class Engine(Answers, nn.Module):
         self.zero.free_gathered()
 
     def destroy(self) -> None:
-        """Wait for a save in the background, take the hooks off, free buffers, and give Python its collector back."""
+        """Wait for a save in the background, close monitors, take hooks off, free buffers; Python has its collector back."""
         self.saver.wait()
         if self.checkpointer is not None and self.mesh.rank == 0:
             self.checkpointer.print_profile()
         if self._gc is not None:
             self._gc()
+        self.watch.close()
         self.zero.hooks.remove()
         self.zero.free_gathered()
 
