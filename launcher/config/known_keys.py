@@ -23,14 +23,7 @@ log_level | | level of the logger
 disable_python_gc | false | Python's cyclic garbage collector off while training
 optimizer
   params
-    set_grad_none | true | fused Adam: how gradients are cleared
-    fp32_optimizer_states | true | CPU Adam: moments in another dtype than float32
-    muon_lr | | Muon: learning rate of matrices
-    adam_lr | | Muon: learning rate of everything else
-    ns_method | | Muon: variant of the orthogonalisation
-    max_coeff | | Lamb: upper bound of the trust ratio
-    min_coeff | | Lamb: lower bound of the trust ratio
-    eps_inside_sqrt | | Lamb: where eps is added
+    per_head_muon | false | Muon: each attention head is orthogonalised by itself
 scheduler
   params
     lr_range_test_min_lr | | LRRangeTest: first rate
@@ -397,7 +390,6 @@ autotuning
 OLD = """
 vocabulary_size | | only warned about odd sizes
 optimizer
-  legacy_fusion | false | an old wrapper of float16
   params
     max_grad_norm | | no keyword of an optimizer | write `gradient_clipping` at the top
     freeze_step | | 1-bit optimizers
