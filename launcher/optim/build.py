@@ -26,6 +26,12 @@ FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 DEEPSPEED_ONLY = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
 
 
+def params_of(config: OptimizerConfig) -> dict[str, Any]:
+    """`optimizer.params` as keywords: those that the type takes; pairs are tuples."""
+    params = config.to_dict()["params"].items()
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in params}
+
+
 def from_config(config: OptimizerConfig) -> OptimizerFactory:
     """The optimizer that `optimizer.type` names, with its params.
 
@@ -34,7 +40,7 @@ def from_config(config: OptimizerConfig) -> OptimizerFactory:
     Raises:
         ConfigError: its package is not installed.
     """
-    params = config.to_dict()["params"]
+    params = params_of(config)
     if config.type == "Muon":
         return partial(_muon, params)
     if config.type == "Lion":
@@ -160,7 +166,7 @@ def choose(
         return None
     if client is None:
         assert config.optimizer is not None
-        kind, params = config.optimizer.type, config.optimizer.to_dict()["params"]
+        kind, params = config.optimizer.type, params_of(config.optimizer)
         if TYPES[kind].package != "mup":
             groups = named_groups(parameters, names)
             groups = halves(groups, trained, params) if kind == "Muon" else groups
