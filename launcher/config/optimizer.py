@@ -227,3 +227,7 @@ class OptimizerConfig(Section):
     def remarks(self) -> Iterator[Remark]:
         if self.type == "Adam" and self.params.adam_w_mode and self.params.weight_decay:
             yield Remark("type", '"Adam" decays weights as AdamW does, because params.adam_w_mode is true')
+        if TYPES[self.type].package == "bitsandbytes":
+            yield Remark(
+                "type", "8-bit moments cannot be saved free of topology: save_checkpoint refuses them"
+            )

@@ -90,6 +90,11 @@ def test_adam_has_deepspeeds_defaults() -> None:
     assert built("SGD").params.weight_decay is None
 
 
+def test_what_eight_bit_types_cannot_do_is_told() -> None:
+    config = load({"optimizer": {"type": "AdamW8bit"}})
+    assert any("cannot be saved" in str(note) for note in config.notes)
+
+
 def test_adam_that_is_adamw_is_told() -> None:
     config = load({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}})
     assert any("decays weights as AdamW" in str(note) for note in config.notes)
@@ -103,6 +108,7 @@ def test_keywords_of_torch_are_kept() -> None:
     assert built("Rprop", step_sizes=[1e-6, 50]).params.step_sizes == (1e-6, 50.0)
 
 
+@pytest.mark.key("optimizer.type", "optimizer.params.max_grad_norm")
 @pytest.mark.parametrize(
     ("kind", "params", "words"),
     [

@@ -2,6 +2,7 @@
 
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
 python -m tests.parity_deepspeed.deepspeed_side schedules CASES.json OUT.json
+python -m tests.parity_deepspeed.deepspeed_side optimizers CASES.json OUT.json
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 
+from tests.parity_deepspeed.fields import STEPS, Fields, gradients
+from tests.parity_deepspeed.fields import follow as step_fields
 from tests.parity_deepspeed.job import Job, train
 from tests.parity_deepspeed.rates import follow
 
@@ -57,11 +60,48 @@ def schedules(cases: list[dict[str, Any]]) -> list[list[float]]:
     ]
 
 
+def optimizers(cases: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
+    """Weights after some steps of each case's `optimizer`, by DeepSpeed's engine, or by its class for CPUs alone."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon's functions are compiled, for minutes
+    import deepspeed
+    from deepspeed.runtime.zero.muon import original_muon
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    original_muon.ns_compute_dtype = lambda *_: torch.float32  # as ours on CPUs
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    return [_class_steps(case) if "class" in case else _engine_steps(case) for case in cases]
+
+
+def _engine_steps(case: dict[str, Any]) -> dict[str, list[float]]:
+    import deepspeed
+
+    model = Fields()
+    config = {"train_batch_size": 1, "optimizer": case["optimizer"], "zero_force_ds_cpu_optimizer": False}
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    left = step_fields(engine)
+    engine.destroy()
+    return left
+
+
+def _class_steps(case: dict[str, Any]) -> dict[str, list[float]]:
+    from deepspeed.ops import adagrad, lion
+
+    model = Fields()
+    cls = getattr(lion, case["class"], None) or getattr(adagrad, case["class"])
+    optimizer = cls(model.parameters(), **case["optimizer"]["params"])
+    for step in range(STEPS):
+        for p, g in zip(model.parameters(), gradients(step), strict=True):
+            p.grad = g
+        optimizer.step()
+    return {name: p.detach().flatten().tolist() for name, p in model.named_parameters()}
+
+
 def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
     given = json.loads(Path(source).read_text())
-    result: Any = schedules(given) if task == "schedules" else train_all([Job(**job) for job in given])
+    does: dict[str, Any] = {"schedules": schedules, "optimizers": optimizers}
+    result = does[task](given) if task in does else train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":
         Path(out).write_text(json.dumps(result))
 
