@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.parity_deepspeed.fields import STEPS, Fields, gradients
+from tests.parity_deepspeed.fields import REST, STEPS, Fields, gradients
 from tests.parity_deepspeed.fields import follow as step_fields
 from tests.parity_deepspeed.job import Job, train
 from tests.parity_deepspeed.rates import follow
@@ -63,20 +63,19 @@ def schedules(cases: list[dict[str, Any]]) -> list[list[float]]:
 def optimizers(cases: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
     """Weights after some steps of each case's `optimizer`, by DeepSpeed's engine, or by its class for CPUs alone."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon's functions are compiled, for minutes
-    import deepspeed
     from deepspeed.runtime.zero.muon import original_muon
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     original_muon.ns_compute_dtype = lambda *_: torch.float32  # as ours on CPUs
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     return [_class_steps(case) if "class" in case else _engine_steps(case) for case in cases]
 
 
 def _engine_steps(case: dict[str, Any]) -> dict[str, list[float]]:
     import deepspeed
 
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = Fields()
-    config = {"train_batch_size": 1, "optimizer": case["optimizer"], "zero_force_ds_cpu_optimizer": False}
+    config = {**REST, "optimizer": case["optimizer"], "zero_force_ds_cpu_optimizer": False}
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     left = step_fields(engine)
     engine.destroy()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 STEPS = 10
+REST: dict[str, Any] = {"train_batch_size": 1, "gradient_clipping": 0}  # of the JSON
 SHAPES = {"up": (24, 16), "down": (16, 40), "square": (16, 16), "embed": (32, 16), "norm": (16,)}
 
 

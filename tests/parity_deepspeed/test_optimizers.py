@@ -12,7 +12,7 @@ import torch
 
 from launcher import initialize
 from tests.parity_deepspeed.conftest import run_deepspeed
-from tests.parity_deepspeed.fields import Fields, follow
+from tests.parity_deepspeed.fields import REST, Fields, follow
 from tests.pool import RankContext, WorkerPool
 
 ADAM = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
@@ -51,7 +51,7 @@ COMPILING_S = 1500.0  # DeepSpeed compiles these classes when they are first use
 
 def ours(ctx: RankContext, cases: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
     cpu = torch.device("cpu")
-    sections = [{"optimizer": case["optimizer"], "train_batch_size": 1} for case in cases]
+    sections = [{"optimizer": case["optimizer"], **REST} for case in cases]
     return [follow(initialize(model=Fields(), config=one, device=cpu)[0]) for one in sections]
 
 
