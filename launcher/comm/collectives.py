@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 # Pairwise messages of two collectives may be in flight together; a running number keeps them apart. Gathers and
 # reductions are numbered apart, for their order relative to each other may differ from rank to rank.
-_gathers, _reductions = itertools.count(0, 4), itertools.count(1, 4)
+_gathers, _reductions, _exchanges = (itertools.count(start, 4) for start in range(3))
 _MESSAGES = 1 << 20
 SMALL = 1 << 15  # bytes of a slice; smaller ones are sent: that takes one message, reading takes two
 
@@ -93,29 +93,34 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
 
 
 def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:
-    if _recorders and axis.degree > 1:
-        sent = buffer.numel() * buffer.element_size() * times * (axis.degree - 1) // axis.degree
-        numel = buffer.numel() * (axis.degree if "_" in op and op != "all_reduce" else 1)
-        record = CollectiveRecord(op, tag, axis.name, numel, sent, numel * buffer.element_size())
+    sent = _nbytes(buffer) * times * (axis.degree - 1) // axis.degree
+    numel = buffer.numel() * (axis.degree if "_" in op and op != "all_reduce" else 1)
+    _keep(CollectiveRecord(op, tag, axis.name, numel, sent, numel * buffer.element_size()), axis)
+
+
+def _keep(record: CollectiveRecord, axis: Axis) -> None:
+    if axis.degree > 1:
         for records in _recorders:
             records.append(record)
 
 
 P = ParamSpec("P")
+B = TypeVar("B", Tensor, Sequence[Tensor])
 
 
-def _timed(start: Callable[Concatenate[Tensor, P], Pending]) -> Callable[Concatenate[Tensor, P], Pending]:
+def _timed(start: Callable[Concatenate[B, P], Pending]) -> Callable[Concatenate[B, P], Pending]:
     """The collective `start`, timed while somebody observes (`observe.py`)."""
 
     @wraps(start)
-    def begin(buffer: Tensor, *args: P.args, **kwargs: P.kwargs) -> Pending:
+    def begin(buffer: B, *args: P.args, **kwargs: P.kwargs) -> Pending:
         if not observers:
             return start(buffer, *args, **kwargs)
-        started = now(buffer.device)
+        device = buffer.device if isinstance(buffer, Tensor) else buffer[0].device
+        started = now(device)
         with record_collectives() as records:
             pending = start(buffer, *args, **kwargs)
         if records:
-            pending.timing = Timing(records[0], buffer.device, started)
+            pending.timing = Timing(records[0], device, started)
         return pending
 
     return begin
@@ -250,3 +255,34 @@ def broadcast(buffer: Tensor, axis: Axis, tag: str, *, source: int = 0) -> Pendi
         return Pending([])
     with record_function(f"{tag}/broadcast"):
         return Pending([dist.broadcast(buffer, group=axis.group, group_src=source, async_op=True)])
+
+
+@_timed
+def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis, tag: str) -> Pending:
+    """Send a flat tensor of its own to every rank, and receive one from each.
+
+    Args:
+        outgoing: by coordinate; this rank's own entry is not sent. Sizes may differ, and may be 0.
+        incoming: by coordinate, of the sizes that the others send; this rank's own entry is not written.
+    """
+    sent = sum(_nbytes(outgoing[peer]) for peer in axis.peers)
+    numel = sum(part.numel() for part in outgoing)
+    nbytes = sum(_nbytes(part) for part in outgoing)
+    _keep(CollectiveRecord("all_to_all", tag, axis.name, numel, sent, nbytes), axis)
+    if axis.group is None:
+        return Pending([])
+    with record_function(f"{tag}/all_to_all"):
+        if outgoing[axis.rank].device.type != "cpu":
+            mine = outgoing[axis.rank].new_empty(0)  # NCCL would copy this rank's own entry
+            out = [mine if rank == axis.rank else part for rank, part in enumerate(outgoing)]
+            into = [mine if rank == axis.rank else part for rank, part in enumerate(incoming)]
+            return Pending([dist.all_to_all(into, out, group=axis.group, async_op=True)])
+        message = next(_exchanges) % _MESSAGES
+        works: list[Waitable] = []
+        for peer in axis.peers:
+            if incoming[peer].numel():
+                works.append(axis.group.recv([incoming[peer]], peer, message))
+        for peer in axis.peers:
+            if outgoing[peer].numel():
+                works.append(axis.group.send([outgoing[peer]], peer, message))
+        return Pending(works)

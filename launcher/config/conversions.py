@@ -65,7 +65,6 @@ DROPPED = {
             "factor_threshold",
         )
     },
-    "optimizer.legacy_fusion": "chose between two wrappers of DeepSpeed's that computed the same",
     "disable_allgather": "had no effect in DeepSpeed either",
     "sparse_gradients": "gradients of embeddings travel dense; the numbers are the same",
     "seed": "DeepSpeed never read it; the flag --seed of the recipes sets the seed",

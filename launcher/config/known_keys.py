@@ -18,14 +18,7 @@ Status = Literal["later", "old", "ignored"]
 LATER = """
 optimizer
   params
-    set_grad_none | true | fused Adam: how gradients are cleared
-    fp32_optimizer_states | true | CPU Adam: moments in another dtype than float32
-    muon_lr | | Muon: learning rate of matrices
-    adam_lr | | Muon: learning rate of everything else
-    ns_method | | Muon: variant of the orthogonalisation
-    max_coeff | | Lamb: upper bound of the trust ratio
-    min_coeff | | Lamb: lower bound of the trust ratio
-    eps_inside_sqrt | | Lamb: where eps is added
+    per_head_muon | false | Muon: each attention head is orthogonalised by itself
 scheduler
   params
     scale_fn | | CyclicLR: a function, which JSON cannot hold | use `mode`, or pass initialize(lr_scheduler=...)

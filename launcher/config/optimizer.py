@@ -1,73 +1,42 @@
-"""`optimizer`: Adam, AdamW, SGD and the classes of torch.optim that can step on flat shards."""
+"""`optimizer`: which one steps the shards, and its keywords."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from launcher.config.optimizer_types import (
+    MUON_ADAM_LR,
+    NOT_ON_SHARDS,
+    REMOVED,
+    TYPES,
+    canonical,
+    meant,
+)
 from launcher.config.problems import show
 from launcher.config.section import Conflict, Pair, Remark, Section, complaint
 from launcher.config.suggest import nearest
-
-_COMMON = ("lr", "weight_decay", "foreach", "maximize", "differentiable")
-_ADAM = (*_COMMON, "betas", "eps", "amsgrad", "capturable", "fused")
-_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction")
-"""DeepSpeed's own keywords of Adam, which torch's classes do not take."""
-
-
-class OptimizerType(NamedTuple):
-    """What is known of an optimizer without importing torch.
-
-    Attributes:
-        lr: learning rate when none is written.
-        keywords: keys that its params take.
-    """
-
-    lr: float
-    keywords: tuple[str, ...]
-
-
-TYPES: dict[str, OptimizerType] = {
-    "Adam": OptimizerType(1e-3, (*_ADAM, *_SWITCHES)),
-    "AdamW": OptimizerType(1e-3, (*_ADAM, *_SWITCHES)),
-    "SGD": OptimizerType(1e-3, (*_COMMON, "momentum", "dampening", "nesterov", "fused")),
-    "Adagrad": OptimizerType(1e-2, (*_COMMON, "lr_decay", "initial_accumulator_value", "eps", "fused")),
-    "Adadelta": OptimizerType(1.0, (*_COMMON, "rho", "eps", "capturable")),
-    "Adamax": OptimizerType(2e-3, (*_COMMON, "betas", "eps", "capturable")),
-    "ASGD": OptimizerType(1e-2, (*_COMMON, "lambd", "alpha", "t0", "capturable")),
-    "NAdam": OptimizerType(
-        2e-3, (*_COMMON, "betas", "eps", "momentum_decay", "decoupled_weight_decay", "capturable")
-    ),
-    "RAdam": OptimizerType(1e-3, (*_COMMON, "betas", "eps", "decoupled_weight_decay", "capturable")),
-    "RMSprop": OptimizerType(1e-2, (*_COMMON, "alpha", "eps", "momentum", "centered", "capturable")),
-    "Rprop": OptimizerType(
-        1e-2, ("lr", "etas", "step_sizes", "capturable", "foreach", "maximize", "differentiable")
-    ),
-}
-"""Types that can be used; names as in torch.optim."""
-
-NOT_ON_SHARDS: dict[str, str] = {
-    "LBFGS": "needs the loss again and again within a step",
-    "SparseAdam": "needs sparse gradients",
-    "Adafactor": "needs the rows and columns of whole matrices",
-    "Muon": "needs whole matrices",
-}
-"""torch.optim classes that cannot step on flat shards yet -> why."""
-
-NOT_YET: frozenset[str] = frozenset({"Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD"})
-"""DeepSpeed's own types that are still to come."""
-
-REMOVED: frozenset[str] = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
-"""Types that DeepSpeed itself dropped in 0.19.8."""
 
 
 class OptimizerParams(Section):
     """Keywords of the optimizer. None: not written, the class's own default holds."""
 
+    without_effect: ClassVar[dict[str, str]] = {
+        "set_grad_none": "gradients are flat buffers that the next backward overwrites; there is nothing to set",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "amsgrad": "DeepSpeed's own Adam refuses true; here it is torch's AMSGrad",
+        "torch_adam": "Adam is always torch's here; the key only changes AdamW's default weight decay to torch's 0.01",
+        "max_coeff": "the trust ratio is of the whole parameter at every stage; DeepSpeed's Lamb under ZeRO takes the "
+        "norms of the flat partition of a rank",
+        "ns_method": "gradients are clipped before the momentum, as in plain PyTorch, and DeepSpeed's ZeRO clips the "
+        "orthogonalised update; on CPUs the iteration runs in float32",
+    }
+
     lr: Annotated[float, Field(ge=0)] = 1e-3
-    """Learning rate."""
+    """Learning rate. Muon: of matrices and of Adam's share; left out: 0.02 and 3e-4."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay; 0 for Adam and AdamW when left out, as in DeepSpeed; 0.01 for AdamW with torch_adam."""
@@ -85,13 +54,42 @@ class OptimizerParams(Section):
     """DeepSpeed: torch's class instead of its fused one. Here it is always torch's."""
 
     bias_correction: bool = True
-    """Adam: correct the moments for their start at zero; false is not implemented yet."""
+    """Adam, Lamb: correct the moments for their start at zero."""
+
+    set_grad_none: bool = True
+    """DeepSpeed's fused Adam and Lion: whether clearing a gradient frees it."""
+
+    fp32_optimizer_states: bool = True
+    """Adam, Adagrad, Lion, Muon: moments in float32; false: in the dtype of the master weights. That is float32, too,
+    unless bf16.bf16_master_weights_and_grads or fp16.fp16_master_weights_and_grads is on."""
 
     amsgrad: bool | None = None
     """Adam family: the largest second moment so far (Reddi et al. 2018)."""
 
     momentum: Annotated[float, Field(ge=0)] | None = None
-    """SGD, RMSprop: momentum."""
+    """SGD, RMSprop: momentum. Muon: decay of its momentum, 0.95 when left out; Nesterov's form, as in DeepSpeed."""
+
+    muon_lr: Annotated[float, Field(ge=0)] | None = None
+    """Muon: learning rate of matrices; null: `lr`."""
+
+    adam_lr: Annotated[float, Field(ge=0)] | None = None
+    """Muon: learning rate of everything else, which AdamW steps; null: `lr`."""
+
+    ns_method: Literal["gram", "standard"] | None = None
+    """Muon: the five Newton-Schulz steps on the small Gram matrix ("gram", less work for matrices that are not
+    square; float16 on GPUs) or on the matrix itself ("standard"; bfloat16 on GPUs)."""
+
+    max_coeff: Annotated[float, Field(gt=0)] | None = None
+    """Lamb: upper bound of the trust ratio; 10 when left out."""
+
+    min_coeff: Annotated[float, Field(ge=0)] | None = None
+    """Lamb: lower bound of the trust ratio; 0.01 when left out."""
+
+    eps_inside_sqrt: bool = False
+    """Lamb: add eps under the root instead of to it."""
+
+    min_8bit_size: Annotated[int, Field(ge=0)] | None = None
+    """bitsandbytes: slices of fewer elements keep their moments in 32 bits."""
 
     dampening: float | None = None
     """SGD: dampening of momentum."""
@@ -151,16 +149,32 @@ class OptimizerParams(Section):
         if isinstance(self.betas, tuple) and not all(0 <= beta < 1 for beta in self.betas):
             what = f"each must be in [0, 1), not {list(self.betas)}"
             yield Conflict(("betas",), what, "write [0.9, 0.999]")
-        if self.bias_correction is False:
-            what = "false is not implemented here yet: torch's classes always correct"
-            yield Conflict(("bias_correction",), what, "delete it, or write true")
+        low, high = self.min_coeff, self.max_coeff
+        if isinstance(low, float) and isinstance(high, float) and low > high:
+            what = f"{low:g} is more than max_coeff, {high:g}"
+            yield Conflict(("min_coeff", "max_coeff"), what, "write a smaller number")
 
 
 class OptimizerConfig(Section):
     """Which optimizer, and its keywords."""
 
+    without_effect: ClassVar[dict[str, str]] = {
+        "legacy_fusion": "it chooses between two of DeepSpeed's fp16 wrappers, which compute the same",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "type": "Lion leaves a weight alone whose gradient and momentum are exactly 0; DeepSpeed's moves it by lr. The "
+        "8-bit types of bitsandbytes are not DeepSpeed's. Types outside DeepSpeed's list need no "
+        "zero_allow_untested_optimizer",
+    }
+
     type: str
-    """Adam, AdamW, SGD or a class name of torch.optim; upper and lower case do not matter."""
+    """Adam, AdamW, Lion, Lamb, Muon, Adagrad, SGD or another elementwise class of torch.optim; AdamW8bit and its like
+    with bitsandbytes, MuAdam, MuAdamW and MuSGD with mup installed. Upper and lower case do not matter.
+    Muon steps parameters of two or more dimensions whose name has neither "embed" nor "lm_head" in it (`use_muon` set
+    on a parameter overrules that), AdamW the others."""
+
+    legacy_fusion: bool = False
+    """DeepSpeed: an old wrapper of its fused Adam in fp16."""
 
     params: OptimizerParams = Field(default_factory=OptimizerParams)
     """Keywords of the optimizer."""
@@ -168,21 +182,22 @@ class OptimizerConfig(Section):
     @classmethod
     def defaults_of(cls, key: str, tree: Mapping[str, Any]) -> Mapping[str, Any]:
         kind = canonical(tree.get("type"))
-        if key != "params" or kind not in TYPES:
+        if key != "params" or kind is None or kind not in TYPES:
             return {}
-        if kind not in ("Adam", "AdamW"):
-            return {"lr": TYPES[kind].lr}
         params = tree.get("params")
         written = params if isinstance(params, dict) else {}
-        decoupled = kind == "AdamW" or written.get("adam_w_mode", True)
-        # torch_adam takes torch's class as it is, and its AdamW decays by 0.01.
-        decay = 0.01 if decoupled and written.get("torch_adam") is True else 0.0
-        return {"lr": TYPES[kind].lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": decay}
+        defaults = {"lr": TYPES[kind].lr, **TYPES[kind].defaults}
+        decoupled = kind == "AdamW" or (kind == "Adam" and written.get("adam_w_mode", True))
+        if decoupled and written.get("torch_adam") is True:
+            defaults["weight_decay"] = 0.01  # torch's AdamW, taken as it is
+        if kind == "Muon" and written.get("lr") is None:
+            defaults["adam_lr"] = MUON_ADAM_LR
+        return defaults
 
     def to_dict(self) -> dict[str, Any]:
         keywords, params = TYPES[self.type].keywords, self.params.to_dict().items()
         kept = {key: value for key, value in params if key in keywords and value is not None}
-        return {"type": self.type, "params": kept}
+        return {"type": self.type, "params": kept, "legacy_fusion": self.legacy_fusion}
 
     @field_validator("type")
     @classmethod
@@ -191,14 +206,12 @@ class OptimizerConfig(Section):
         if kind in TYPES:
             return str(kind)
         if kind in NOT_ON_SHARDS:
-            raise complaint(f"{kind} cannot step on sharded state yet: it {NOT_ON_SHARDS[kind]}", "use AdamW")
-        if kind in NOT_YET:
-            raise complaint(f"DeepSpeed's {kind} is not implemented here yet", "use AdamW")
+            raise complaint(f"{kind} cannot step on sharded state: it {NOT_ON_SHARDS[kind]}", "use AdamW")
         if kind in REMOVED:
             raise complaint(f"{kind} was removed from DeepSpeed itself", "use AdamW")
-        near = nearest(name, TYPES)
-        meant = f'did you mean "{near}"?' if near else f"use one of {', '.join(TYPES)}"
-        raise complaint(f"there is no optimizer {show(name)}", meant)
+        near = meant(name) or nearest(name, TYPES)
+        fix = f'did you mean "{near}"?' if near else f"use one of {', '.join(TYPES)}"
+        raise complaint(f"there is no optimizer {show(name)}", fix)
 
     def conflicts(self) -> Iterator[Conflict]:
         keywords = TYPES[self.type].keywords
@@ -214,9 +227,7 @@ class OptimizerConfig(Section):
     def remarks(self) -> Iterator[Remark]:
         if self.type == "Adam" and self.params.adam_w_mode and self.params.weight_decay:
             yield Remark("type", '"Adam" decays weights as AdamW does, because params.adam_w_mode is true')
-
-
-def canonical(name: Any) -> str | None:
-    """The optimizer's name in its own spelling, whatever case it was written in; None if there is none."""
-    spellings = {known.lower(): known for known in (*TYPES, *NOT_ON_SHARDS, *NOT_YET, *REMOVED)}
-    return spellings.get(name.lower()) if isinstance(name, str) else None
+        if TYPES[self.type].package == "bitsandbytes":
+            yield Remark(
+                "type", "8-bit moments cannot be saved free of topology: save_checkpoint refuses them"
+            )

@@ -486,7 +486,7 @@ class Engine(Answers, nn.Module):
         self.zero.free_gathered()
 
     def destroy(self) -> None:
-        """Wait for a save in the background, close monitors, take hooks off, free buffers; Python has its collector back."""
+        """Wait for a save in the background, close monitors, take hooks off, free buffers, undo `disable_python_gc`."""
         self.saver.wait()
         if self.checkpointer is not None and self.mesh.rank == 0:
             self.checkpointer.print_profile()

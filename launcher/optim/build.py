@@ -2,33 +2,81 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from launcher.config import Config, OptimizerConfig
+from launcher.config.optimizer_types import TYPES
 from launcher.errors import ConfigError
+from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
+from launcher.optim.lamb import Lamb
+from launcher.optim.lion import Lion
+from launcher.optim.muon import Muon, halves
 from launcher.optim.sharded import OptimizerFactory
 
 # What an optimizer must be to step slices of parameters: elementwise. These torch classes are not.
-NOT_ELEMENTWISE = {"LBFGS", "SparseAdam", "Adafactor", "Muon"}
+NOT_ELEMENTWISE = {"LBFGS", "SparseAdam", "Adafactor"}
 FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
-DEEPSPEED_ONLY = {"adam_w_mode", "torch_adam", "bias_correction"}  # keywords that torch's classes do not take
+# Keywords of the JSON that torch's classes do not take.
+DEEPSPEED_ONLY = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
+
+
+def params_of(config: OptimizerConfig) -> dict[str, Any]:
+    """`optimizer.params` as keywords: those that the type takes; pairs are tuples."""
+    params = config.to_dict()["params"].items()
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in params}
 
 
 def from_config(config: OptimizerConfig) -> OptimizerFactory:
-    """The torch class that `optimizer.type` names, with its params.
+    """The optimizer that `optimizer.type` names, with its params.
 
     "Adam" means AdamW unless `adam_w_mode` is false, as in DeepSpeed. Fused kernels are used where torch has them.
+
+    Raises:
+        ConfigError: its package is not installed.
     """
+    params = params_of(config)
+    if config.type == "Muon":
+        return partial(_muon, params)
+    if config.type == "Lion":
+        return lambda groups: Lion(groups, params["lr"], params["betas"], params["weight_decay"])
+    if config.type == "Lamb":
+        return lambda groups: Lamb(groups, **params)
+    keywords = {key: value for key, value in params.items() if key not in DEEPSPEED_ONLY}
+    if TYPES[config.type].package:
+        cls = getattr(_installed(config.type).optim, config.type)
+        return lambda groups: cls(groups, **keywords)
     name = "AdamW" if config.type == "Adam" and config.params.adam_w_mode else config.type
-    keywords = {k: v for k, v in config.to_dict()["params"].items() if k not in DEEPSPEED_ONLY}
     if name in FUSED and not keywords.get("foreach") and not keywords.get("differentiable"):
         keywords["fused"] = keywords.get("fused") is not False
     cls = getattr(torch.optim, name)
+    if not config.params.bias_correction:
+        cls = {"Adam": UncorrectedAdam, "AdamW": UncorrectedAdamW}[name]
     return lambda groups: cls(groups, **keywords)
+
+
+def _muon(params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    cls = torch.optim.AdamW if params.get("adam_w_mode", True) else torch.optim.Adam
+    foreach = params.get("foreach")
+    return Muon(groups, lambda rest: cls(rest, foreach=foreach, fused=None if foreach else True))
+
+
+def _installed(kind: str) -> Any:
+    """The package that an optimizer type comes from, imported."""
+    package = str(TYPES[kind].package)
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"{kind} comes from the package {package}, which cannot be imported: {error}",
+            where="optimizer.type",
+            fix=f'install it (pip install {package}), or write "type": "AdamW"',
+        ) from error
 
 
 def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> OptimizerFactory:
@@ -52,6 +100,9 @@ def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> 
             fix='set "zero_allow_untested_optimizer": true if each element\'s update depends on that element alone',
         )
 
+    if name == "Muon" and type(optimizer) is torch.optim.Muon:
+        return partial(_adopt_muon, optimizer)
+
     def adopt(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer.state.clear()
         for own, group in zip(optimizer.param_groups, groups, strict=True):
@@ -59,6 +110,13 @@ def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> 
         return optimizer
 
     return adopt
+
+
+def _adopt_muon(optimizer: torch.optim.Muon, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """torch's Muon wants whole matrices: ours, with its options, steps the slices."""
+    muon = Muon([{**group, "use_muon": True} for group in groups])
+    optimizer.param_groups = muon.param_groups  # a schedule made from the caller's object reaches ours
+    return muon
 
 
 def named_groups(parameters: Iterable[Any] | None, names: dict[int, str]) -> list[dict[str, Any]]:
@@ -102,12 +160,19 @@ def choose(
 
     The caller's optimizer beats the JSON's, as in DeepSpeed. Must run before parameters move into flat buffers.
     """
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = {id(p): name for name, p in trained.items()}
     if client is None and config.optimizer is None:
         return None
     if client is None:
         assert config.optimizer is not None
-        return from_config(config.optimizer), named_groups(parameters, names)
+        kind, params = config.optimizer.type, params_of(config.optimizer)
+        if TYPES[kind].package != "mup":
+            groups = named_groups(parameters, names)
+            groups = halves(groups, trained, params) if kind == "Muon" else groups
+            return from_config(config.optimizer), groups
+        # mup makes param groups by the widths of whole parameters, so it has to see them.
+        client = partial(getattr(_installed(kind), kind), **params)
     if not isinstance(client, torch.optim.Optimizer):
         given = (
             list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]

@@ -1,4 +1,5 @@
-"""The optimizer step on what this rank owns: any elementwise torch.optim class, on slices of parameters.
+"""The optimizer step on what this rank owns: any elementwise torch.optim class, on slices of parameters; with a
+collective after it (`whole.py`), those that need whole parameters.
 
 Each parameter's slice is a 1-D fp32 tensor that the inner torch optimizer holds as its parameter. So param groups,
 unused parameters (no gradient: no step, as in plain PyTorch) and state by parameter need no code of their own.
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Pending
 from launcher.errors import ConfigError
+from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.gradients import FlatGradient
 
@@ -52,6 +54,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if zero.slots[piece.name].leaf.requires_grad:
                 self.slices[piece.name] = piece
                 self.tensors[piece.name] = nn.Parameter(piece.data)
+        groups = list(groups)
+        self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
         self._widen_first_state()
         self._inherit()
@@ -96,16 +100,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         pending: list[Pending] = []
         with self._scaling_inside(scale) as scale:
-            for gradient in self.zero.gradients:
-                self._step_buffer(gradient, scale)
-                pending += gradient.flat.publish()
+            for gradients in self._batches():
+                for gradient in gradients:
+                    self._step_buffer(gradient, scale)
+                self._finish(gradients)
+                pending += [travelling for gradient in gradients for travelling in gradient.flat.publish()]
         for travelling in pending:
             travelling.wait()
+
+    def _batches(self) -> Iterator[list[FlatGradient]]:
+        """Buffers that are stepped before the parameters change: one, or those of a sub-group in the two-half step."""
+        batch: list[FlatGradient] = []
+        elements = 0
+        for gradient in self.zero.gradients:
+            alone = not isinstance(self.inner, WholeOptimizer)
+            if batch and (alone or elements + gradient.flat.numel > self.sub_group_size):
+                yield batch
+                batch, elements = [], 0
+            batch.append(gradient)
+            elements += gradient.flat.numel
+        if batch:
+            yield batch
+
+    def _finish(self, gradients: list[FlatGradient]) -> None:
+        if not isinstance(self.inner, WholeOptimizer):
+            return
+        slots = [slot for gradient in gradients for slot in gradient.flat.slots]
+        self.inner.finish(
+            [
+                Stepped(slot, self.param_groups[self._group_of[slot.name]], self.tensors.get(slot.name))
+                for slot in slots
+                if slot.used and slot.name in self._group_of
+            ]
+        )
 
     @contextmanager
     def _scaling_inside(self, scale: float) -> Iterator[float]:
         """Let torch's fused kernels, which can, divide the gradients as they read them; gives the factor left to do."""
-        if scale in (0.0, 1.0) or not all(group.get("fused") for group in self.param_groups):
+        fused = all(group.get("fused") for group in self.param_groups)
+        if scale in (0.0, 1.0) or not fused or isinstance(self.inner, WholeOptimizer):
             yield scale
             return
         device = self.zero.pool.device

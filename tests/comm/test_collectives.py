@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.comm import Mesh, all_gather, all_reduce, broadcast, record_collectives, reduce_scatter
+from launcher.comm import (
+    Mesh,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    record_collectives,
+    reduce_scatter,
+)
 from launcher.comm.collectives import SMALL
 from launcher.comm.memory import BLOCK
 from launcher.comm.mesh import TRANSPORT, Axis
@@ -122,6 +130,31 @@ def test_all_reduce_and_broadcast(pool: WorkerPool, world: int, size: int, way: 
         torch.testing.assert_close(summed, want)
         assert torch.equal(summed, results[0][0])
         assert torch.equal(sent, values(world - 1, world * size + 1))
+
+
+def exchange(ctx: RankContext) -> tuple[list[Tensor], int]:
+    """Rank a sends rank b, as its own, a tensor of a + 2 b elements: 0 between rank 0 and itself only; and an empty one
+    from rank 1 to rank 2."""
+    axis = axis_of("")
+    outgoing = [_message(ctx.rank, rank) for rank in range(ctx.world)]
+    incoming = [torch.full_like(_message(rank, ctx.rank), -1) for rank in range(ctx.world)]
+    with record_collectives() as records:
+        all_to_all(outgoing, incoming, axis, "a/exchange").wait()
+    return incoming, sum(record.sent for record in records)
+
+
+def _message(source: int, target: int) -> Tensor:
+    return torch.full(
+        (0 if (source, target) == (1, 2) else source + 2 * target,), float(10 * source + target)
+    )
+
+
+@WORLDS
+def test_all_to_all(pool: WorkerPool, world: int) -> None:
+    for rank, (incoming, sent) in enumerate(pool.run(exchange, world)):
+        for source, got in enumerate(incoming):
+            assert torch.equal(got, _message(source, rank) if source != rank else torch.full_like(got, -1))
+        assert sent == 4 * sum(_message(rank, target).numel() for target in range(world) if target != rank)
 
 
 def crossed(ctx: RankContext, size: int, way: str) -> list[Tensor]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from launcher.config import ConfigProblems, OptimizerConfig, load
-from launcher.config.optimizer import NOT_ON_SHARDS, TYPES
+from launcher.config.optimizer_types import MEANT, NOT_ON_SHARDS, OWN, TORCH, TYPES
 
-DEEPSPEED_ONLY = {"adam_w_mode", "torch_adam", "bias_correction"}
+DEEPSPEED_ONLY = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
 
 
 def built(kind: str, **params: object) -> OptimizerConfig:
@@ -27,14 +27,49 @@ def test_the_table_is_torchs() -> None:
         for name, cls in vars(torch.optim).items()
         if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and name != "Optimizer"
     }
-    assert set(TYPES) | set(NOT_ON_SHARDS) == set(classes)
-    for name, kind in TYPES.items():
+    assert set(TORCH) | set(NOT_ON_SHARDS) | {"Muon"} == set(classes)
+    for name, kind in TORCH.items():
         signature = dict(inspect.signature(classes[name]).parameters)
         del signature["params"]
         if name == "Adam":
             del signature["decoupled_weight_decay"]  # adam_w_mode says it here
         assert set(kind.keywords) - DEEPSPEED_ONLY == set(signature), name
         assert kind.lr == signature["lr"].default, name
+
+
+def test_own_types_have_deepspeeds_defaults() -> None:
+    moments = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    lion = {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0}
+    assert written("Lion") == lion
+    bounds = {"max_coeff": 10.0, "min_coeff": 0.01, "eps_inside_sqrt": False}
+    assert written("Lamb") == {"lr": 1e-3, **moments, "bias_correction": True, **bounds}
+    muon = {"momentum": 0.95, "ns_method": "gram", "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0}
+    assert written("Muon") == {"lr": 0.02, "adam_lr": 3e-4, **muon}
+    assert written("Muon", lr=0.1) == {"lr": 0.1, **muon}
+    assert all(kind.lr == built(name).params.lr for name, kind in OWN.items())
+
+
+def written(kind: str, **params: object) -> dict[str, object]:
+    """The params that are numbers or have another value than the key's default."""
+    everything = built(kind, **params).to_dict()["params"]
+    switches = {"set_grad_none", "fp32_optimizer_states", "torch_adam", "adam_w_mode"}
+    return {key: value for key, value in everything.items() if key not in switches}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_names_of_classes_are_answered_with_the_type(name: str) -> None:
+    assert f'did you mean "{MEANT[name]}"?' in problem(name)
+    assert f'did you mean "{MEANT[name]}"?' in problem(name.upper())
+
+
+@pytest.mark.key("optimizer.params.set_grad_none", "optimizer.legacy_fusion")
+def test_keys_without_effect_are_told() -> None:
+    params = {"set_grad_none": False}
+    config = load({"optimizer": {"type": "AdamW", "params": params, "legacy_fusion": True}})
+    notes = [str(note) for note in config.notes if note.kind == "no effect"]
+    assert (
+        len(notes) == 2 and "legacy_fusion" in notes[0] + notes[1] and "set_grad_none" in notes[0] + notes[1]
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(TYPES))
@@ -55,6 +90,11 @@ def test_adam_has_deepspeeds_defaults() -> None:
     assert built("SGD").params.weight_decay is None
 
 
+def test_what_eight_bit_types_cannot_do_is_told() -> None:
+    config = load({"optimizer": {"type": "AdamW8bit"}})
+    assert any("cannot be saved" in str(note) for note in config.notes)
+
+
 def test_adam_that_is_adamw_is_told() -> None:
     config = load({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}})
     assert any("decays weights as AdamW" in str(note) for note in config.notes)
@@ -68,25 +108,30 @@ def test_keywords_of_torch_are_kept() -> None:
     assert built("Rprop", step_sizes=[1e-6, 50]).params.step_sizes == (1e-6, 50.0)
 
 
+@pytest.mark.key("optimizer.type", "optimizer.params.max_grad_norm")
 @pytest.mark.parametrize(
     ("kind", "params", "words"),
     [
         ("AdamV", {}, 'there is no optimizer the text "AdamV"'),
         ("Adem", {}, 'did you mean "Adam"?'),
-        ("Lion", {}, "DeepSpeed's Lion is not implemented here yet"),
-        ("Lamb", {}, "DeepSpeed's Lamb is not implemented here yet"),
-        ("Muon", {}, "Muon cannot step on sharded state yet"),
-        ("lbfgs", {}, "LBFGS cannot step on sharded state yet"),
+        ("Adafactor", {}, "Adafactor cannot step on sharded state: it keeps row and column means"),
+        ("lbfgs", {}, "LBFGS cannot step on sharded state: it needs the loss again and again"),
+        ("SparseAdam", {}, "SparseAdam cannot step on sharded state: it needs sparse gradients"),
         (7, {}, "optimizer.type: must be a text in quotes, not 7"),
-        ("AdamW", {"momentum": 0.9}, "AdamW has no such keyword; it is one of SGD, RMSprop"),
+        ("AdamW", {"momentum": 0.9}, "AdamW has no such keyword; it is one of SGD, RMSprop, Muon"),
         ("SGD", {"betas": [0.9, 0.99]}, "SGD has no such keyword"),
         ("AdamW", {"weight_decy": 0.1}, "did you mean `optimizer.params.weight_decay`?"),
         ("AdamW", {"betas": [0.9, 1.0]}, "each must be in [0, 1), not [0.9, 1.0]"),
         ("AdamW", {"betas": [0.9, "x"]}, 'optimizer.params.betas[1]: must be a number, not the text "x"'),
         ("AdamW", {"betas": [0.9, 0.9, 0.9]}, "optimizer.params.betas: must be a list of two numbers"),
         ("AdamW", {"lr": -1}, "must be at least 0"),
-        ("AdamW", {"bias_correction": False}, "false is not implemented here yet"),
-        ("AdamW", {"muon_lr": 10}, "not implemented here yet"),
+        ("SGD", {"bias_correction": False}, "SGD has no such keyword"),
+        ("AdamW", {"max_coeff": 5}, "AdamW has no such keyword; it is one of Lamb"),
+        ("Lamb", {"max_coeff": 0.1, "min_coeff": 0.2}, "0.2 is more than max_coeff, 0.1"),
+        ("Muon", {"ns_method": "svd"}, "optimizer.params.ns_method: must be"),
+        ("Muon", {"per_head_muon": True}, "not implemented here yet"),
+        ("Lion", {"eps": 1e-8}, "Lion has no such keyword"),
+        ("AdamW", {"muon_lr": 10}, "AdamW has no such keyword; it is one of Muon"),
     ],
 )
 def test_refusals(kind: object, params: dict[str, object], words: str) -> None:

@@ -9,7 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from launcher.errors import ConfigError
@@ -78,6 +91,7 @@ def with_client(ctx: RankContext, stage: int, how: str) -> Left:
     return advance(engine, ctx, STEPS), whole_weights(engine)
 
 
+@pytest.mark.key("optimizer", "optimizer.params")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["instance", "callable", "json"])
 @pytest.mark.parametrize("world", [2, 4])
@@ -118,6 +132,15 @@ NAMED: dict[str, tuple[dict[str, Any], Callable[..., Optimizer]]] = {
         partial(Adam, lr=0.01, weight_decay=0.3, betas=(0.8, 0.9)),
     ),
     "AdamW": ({"lr": 0.01, "amsgrad": True}, partial(AdamW, lr=0.01, weight_decay=0, amsgrad=True)),
+    "ADAMW": ({"lr": 0.01, "torch_adam": True, "eps": 1e-4}, partial(AdamW, lr=0.01, eps=1e-4)),
+    "Adadelta": ({"lr": 0.5, "rho": 0.8}, partial(Adadelta, lr=0.5, rho=0.8)),
+    "Adamax": ({"betas": [0.8, 0.9]}, partial(Adamax, lr=0.002, betas=(0.8, 0.9))),
+    "ASGD": ({"lambd": 0.01, "t0": 2}, partial(ASGD, lr=0.01, lambd=0.01, t0=2)),
+    "RAdam": (
+        {"weight_decay": 0.3, "decoupled_weight_decay": True},
+        partial(RAdam, lr=0.001, weight_decay=0.3, decoupled_weight_decay=True),
+    ),
+    "Rprop": ({"etas": [0.4, 1.1]}, partial(Rprop, lr=0.01, etas=(0.4, 1.1))),
 }
 
 
@@ -126,6 +149,13 @@ def with_json(ctx: RankContext, stage: int, name: str) -> Left:
     return advance(engine, ctx, STEPS), whole_weights(engine)
 
 
+@pytest.mark.key(
+    "optimizer.type", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps",
+    "optimizer.params.weight_decay", "optimizer.params.adam_w_mode", "optimizer.params.torch_adam",
+    "optimizer.params.amsgrad", "optimizer.params.momentum", "optimizer.params.nesterov", "optimizer.params.rho",
+    "optimizer.params.lambd", "optimizer.params.t0", "optimizer.params.decoupled_weight_decay",
+    "optimizer.params.etas",
+)  # fmt: skip
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", NAMED)
 def test_named_in_the_json(pool: WorkerPool, stage: int, name: str) -> None:
@@ -241,6 +271,7 @@ def refuse(how: str) -> None:
         engine.step()
 
 
+@pytest.mark.key("zero_allow_untested_optimizer", "optimizer.type")
 @pytest.mark.parametrize(("how", "said"), [
     ("lbfgs", "LBFGS is not elementwise"),
     ("lbfgs in the JSON", "LBFGS cannot step on sharded state"),
@@ -272,7 +303,21 @@ def own_class(ctx: RankContext, stage: int) -> Left:
     return advance(engine, ctx, STEPS), whole_weights(engine)
 
 
+@pytest.mark.key("zero_allow_untested_optimizer")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_own_class_when_it_is_allowed(pool: WorkerPool, stage: int) -> None:
     want = plain(partial(all_of, partial(SGD, lr=0.05, momentum=0.9)), lambda o: StepLR(o, 2, 0.5))
     assert_like(pool.run(own_class, 2, stage)[0], want)
+
+
+def forced(ctx: RankContext, force: bool) -> Left:
+    model = stack()
+    config = config_of(3, optimizer=None, zero_force_ds_cpu_optimizer=force)
+    engine = engine_of(config, model, optimizer=SGD(model.parameters(), lr=0.05))
+    return advance(engine, ctx, STEPS), whole_weights(engine)
+
+
+@pytest.mark.key("zero_force_ds_cpu_optimizer")
+def test_the_callers_optimizer_is_taken_whatever_deepspeed_would_force(pool: WorkerPool) -> None:
+    for force in (True, False):
+        assert_like(pool.run(forced, 2, force)[0], plain(partial(all_of, partial(SGD, lr=0.05))))

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 280.0
 
 
-def run_deepspeed(task: str, given: Any, world: int, directory: Path) -> Any:
-    """Runs `deepspeed_side` on `world` ranks and returns the JSON that it wrote.
+def run_deepspeed(task: str, given: Any, world: int, directory: Path, limit_s: float = LIMIT_S) -> Any:
+    """Runs `deepspeed_side` on `world` ranks for `limit_s` seconds at most and returns the JSON that it wrote.
 
     Raises:
         AssertionError: a rank failed; with the end of its output.
@@ -35,7 +35,7 @@ def run_deepspeed(task: str, given: Any, world: int, directory: Path) -> Any:
         for rank in range(world)
     ]
     try:
-        codes = [process.wait(LIMIT_S) for process in ranks]
+        codes = [process.wait(limit_s) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -1,7 +1,7 @@
 """What the real DeepSpeed does, in processes of its own (it patches torch): called by `conftest.py`.
 
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
-python -m tests.parity_deepspeed.deepspeed_side schedules|difficulties|loss_scales CASES.json OUT.json
+python -m tests.parity_deepspeed.deepspeed_side schedules|difficulties|loss_scales|optimizers CASES.json OUT.json
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from tests.parity_deepspeed.fields import REST, STEPS, Fields, gradients
+from tests.parity_deepspeed.fields import follow as step_fields
 from tests.parity_deepspeed.job import Job, train
 from tests.parity_deepspeed.rates import follow
 from tests.parity_deepspeed.scales import follow_scale
@@ -90,12 +92,52 @@ def loss_scales(cases: list[dict[str, Any]]) -> list[list[Any]]:
     return paths
 
 
+def optimizers(cases: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
+    """Weights after some steps of each case's `optimizer`, by DeepSpeed's engine, or by its class for CPUs alone."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon's functions are compiled, for minutes
+    from deepspeed.runtime.zero.muon import original_muon
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    original_muon.ns_compute_dtype = lambda *_: torch.float32  # as ours on CPUs
+    return [_class_steps(case) if "class" in case else _engine_steps(case) for case in cases]
+
+
+def _engine_steps(case: dict[str, Any]) -> dict[str, list[float]]:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = Fields()
+    config = {**REST, "optimizer": case["optimizer"], "zero_force_ds_cpu_optimizer": False}
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    left = step_fields(engine)
+    engine.destroy()
+    return left
+
+
+def _class_steps(case: dict[str, Any]) -> dict[str, list[float]]:
+    from deepspeed.ops import adagrad, lion
+
+    model = Fields()
+    cls = getattr(lion, case["class"], None) or getattr(adagrad, case["class"])
+    optimizer = cls(model.parameters(), **case["optimizer"]["params"])
+    for step in range(STEPS):
+        for p, g in zip(model.parameters(), gradients(step), strict=True):
+            p.grad = g
+        optimizer.step()
+    return {name: p.detach().flatten().tolist() for name, p in model.named_parameters()}
+
+
 def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
     given = json.loads(Path(source).read_text())
-    tasks = {"schedules": schedules, "difficulties": difficulties, "loss_scales": loss_scales}
-    result: Any = tasks[task](given) if task in tasks else train_all([Job(**job) for job in given])
+    tasks: dict[str, Any] = {
+        "schedules": schedules,
+        "difficulties": difficulties,
+        "loss_scales": loss_scales,
+        "optimizers": optimizers,
+    }
+    result = tasks[task](given) if task in tasks else train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":
         Path(out).write_text(json.dumps(result))
 
