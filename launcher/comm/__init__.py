@@ -5,11 +5,13 @@ from launcher.comm.collectives import (
     Pending,
     all_gather,
     all_reduce,
+    all_to_all,
     broadcast,
     record_collectives,
     reduce_scatter,
 )
 from launcher.comm.mesh import Axis, Mesh
+from launcher.comm.quantized import quantize, quantized_all_gather, quantized_reduce_scatter
 from launcher.comm.setup import init_distributed, pick_device
 
 __all__ = [
@@ -19,9 +21,13 @@ __all__ = [
     "Pending",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "broadcast",
     "init_distributed",
     "pick_device",
+    "quantize",
+    "quantized_all_gather",
+    "quantized_reduce_scatter",
     "record_collectives",
     "reduce_scatter",
 ]

@@ -13,7 +13,6 @@ order: the same number on every run.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,9 +29,8 @@ from launcher.comm.mesh import Axis
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Pairwise messages of two collectives may be in flight together; a running number keeps them apart. Gathers and
-# reductions are numbered apart, for their order relative to each other may differ from rank to rank.
-_gathers, _reductions = itertools.count(0, 4), itertools.count(1, 4)
+# Pairwise messages of two collectives of an axis may be in flight together; a running number keeps them apart. Gathers
+# and reductions are numbered apart, for their order relative to each other may differ from rank to rank.
 _MESSAGES = 1 << 20
 SMALL = 1 << 15  # bytes of a slice; smaller ones are sent: that takes one message, reading takes two
 
@@ -103,16 +101,35 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
         within: only these elements of every slice: a large buffer is gathered in several calls.
     """
     slices = [part[within] for part in full.chunk(axis.degree)]
+    if axis.levels is not None:
+        return _gather_by_levels(slices, *axis.levels, tag)
+    return _gather(slices, full if slices[0].numel() * axis.degree == full.numel() else None, axis, tag)
+
+
+def _gather_by_levels(slices: list[Tensor], across: Axis, inside: Axis, tag: str) -> Pending:
+    """First every rank gathers the slices of its place in all nodes, then each node exchanges what its ranks have."""
+    first = _gather(slices[inside.rank :: inside.degree], None, across, tag)
+
+    def rest() -> None:
+        nodes = [slices[at : at + inside.degree] for at in range(0, len(slices), inside.degree)]
+        for pending in [_gather(node, None, inside, tag) for node in nodes]:
+            pending.wait()
+
+    return Pending([first], rest)
+
+
+def _gather(slices: list[Tensor], full: Tensor | None, axis: Axis, tag: str) -> Pending:
+    """Fill every slice from its rank; `full` is where they lie end to end, if they do."""
     _note("all_gather", tag, axis, slices[0], axis.degree)
     if axis.group is None:
         return Pending([])
     with record_function(f"{tag}/all_gather"):
         mine = slices[axis.rank]
-        if full.device.type != "cpu":
-            if mine.numel() * axis.degree == full.numel():
+        if mine.device.type != "cpu":
+            if full is not None:
                 return Pending([_native_all_gather(full, mine, group=axis.group, async_op=True)])
             return Pending([dist.all_gather(slices, mine, group=axis.group, async_op=True)])
-        message = next(_gathers) % _MESSAGES
+        message = next(axis.gathers) % _MESSAGES
         if axis.memory is not None and _nbytes(mine) >= SMALL:
             return Pending(axis.memory.gather(slices, message))
         works: list[Waitable] = [axis.group.recv([slices[peer]], peer, message) for peer in axis.peers]
@@ -143,7 +160,7 @@ def reduce_scatter(
     with record_function(f"{tag}/reduce_scatter"):
         if full.device.type != "cpu":
             return _native(full, slices, out, axis, accumulate)
-        message = next(_reductions) % _MESSAGES
+        message = next(axis.reduced) % _MESSAGES
         if axis.memory is not None and _nbytes(slices[0]) >= SMALL:
             return Pending(axis.memory.reduce_scatter(slices, message, _summing(out, accumulate)))
         received = torch.empty(axis.degree - 1, out.numel(), dtype=full.dtype, device=full.device)
@@ -196,6 +213,35 @@ def _native(full: Tensor, slices: list[Tensor], out: Tensor, axis: Axis, accumul
     return Pending([work], finish)
 
 
+def all_to_all(sent: list[Tensor], received: list[Tensor], axis: Axis, tag: str) -> Pending:
+    """Give sent[r] to rank r, and fill received[r] with what rank r has for this one; all [s], of one dtype.
+
+    `sent` must live, unchanged, until the result was waited for.
+    """
+    _note("all_to_all", tag, axis, sent[0], axis.degree)
+    received[axis.rank].copy_(sent[axis.rank])
+    if axis.reductions is None:
+        return Pending([])
+    with record_function(f"{tag}/all_to_all"):
+        if sent[0].device.type != "cpu":
+            return Pending([dist.all_to_all(received, sent, group=axis.reductions, async_op=True)])
+        message = next(axis.reduced) % _MESSAGES
+        if axis.memory is not None and _nbytes(sent[0]) >= SMALL:
+            # a reduce-scatter that keeps the terms instead of their sum
+            return Pending(axis.memory.reduce_scatter(sent, message, _keeping(received)))
+        works: list[Waitable] = [axis.reductions.recv([received[peer]], peer, message) for peer in axis.peers]
+        works += [axis.reductions.send([sent[peer]], peer, message) for peer in axis.peers]
+        return Pending(works)
+
+
+def _keeping(received: list[Tensor]) -> Add:
+    def keep(blocks: dict[int, Tensor], where: slice) -> None:
+        for rank, block in blocks.items():
+            received[rank][where].copy_(block)
+
+    return keep
+
+
 def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     """Sum `buffer` over the axis, in place."""
     _note("all_reduce", tag, axis, buffer, 2)
@@ -204,7 +250,7 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     with record_function(f"{tag}/all_reduce"):
         if axis.memory is not None and buffer.is_contiguous() and _nbytes(buffer) >= SMALL * axis.degree:
             slices = list(buffer.view(-1).tensor_split(axis.degree))
-            messages = next(_reductions) % _MESSAGES, next(_reductions) % _MESSAGES
+            messages = next(axis.reduced) % _MESSAGES, next(axis.reduced) % _MESSAGES
             add = _summing(slices[axis.rank], accumulate=False)
             return Pending(axis.memory.all_reduce(slices, messages, add))
         return Pending([dist.all_reduce(buffer, group=axis.reductions, async_op=True)])

@@ -52,7 +52,6 @@ scheduler
 seq_parallel_communication_data_type | "fp32" | dtype of the reduction over a sequence-parallel group
 prescale_gradients | false | divides gradients before they are reduced
 gradient_predivide_factor | 1.0 | which part of the division comes before the reduction
-gradient_allreduce_op | "mean" | gradients are summed, not averaged
 data_types
   param_dtype | | dtype of the parameters, beside fp16 and bf16
   buffer_dtype | | dtype that buffers of the model are cast to
@@ -68,7 +67,6 @@ torch_autocast
   dtype | | dtype of autocast
   lower_precision_safe_modules | | module classes that autocast covers
 zero_optimization
-  use_multi_rank_bucket_allreduce | true | reductions of several ranks in one bucket
   offload_param
     device | "none" | parameters rest in host memory or on NVMe
     nvme_path | | directory on the NVMe
@@ -89,25 +87,6 @@ zero_optimization
     cpuadam_cores_perc | | CPU cores for that engine
   cpu_offload | false | old name of offload_optimizer
   cpu_offload_param | false | old name of offload_param
-  stage3_module_granularity_threshold | 0 | small modules are fetched together
-  stage3_use_all_reduce_for_fetch_params | false | parameters are fetched by all-reduce
-  stage3_allgather_sequential | false | parameters are gathered one by one
-  parameter_alignment | false | parameters start at multiples of 16 bytes
-  compute_grad_norm | true | without the gradient norm
-  zero_hpz_partition_size | 1 | hpZ: a second shard inside each node
-  zero_quantized_weights | false | parameters are gathered quantised
-  zero_quantized_nontrainable_weights | false | frozen parameters are stored quantised
-  zero_quantized_gradients | false | gradients are reduced quantised
-  memory_efficient_linear | true | a linear layer that lets go of its weight
-  pipeline_loading_checkpoint | false | ranks of a node load one after the other
-  override_module_apply | true | Module.apply sees gathered parameters
-  log_trace_cache_warnings | false | reports changes of the fetch order
-  enable_sanity_checks | false | checks inside ZeRO
-  save_muon_momentum_buffer_in_memory | false | Muon with NVMe: its buffer stays in memory
-  leaf_module
-    classes | [] | module classes that are fetched as one unit
-    names | [] | modules that are fetched as one unit
-    name_suffixes | [] | endings of the names of such modules
   zenflow | | offload without stalls
     topk_ratio | | share of gradient columns updated at once
     select_strategy | | when these are chosen again
@@ -428,17 +407,14 @@ amp
   enabled | false | NVIDIA Apex | use "bf16": {"enabled": true} or "fp16": {"enabled": true}
   opt_level | | level of Apex
 zero_optimization
-  elastic_checkpoint | false | checkpoints for other world sizes; every checkpoint here loads on any topology
   offload_optimizer
     buffer_size | | belongs to offload_param
   cpu_offload_params | false | offload of parameters | write "offload_param": {"device": "cpu"}
   cpu_offload_use_pin_memory | false | page-locked memory | write `pin_memory` in offload_optimizer
-  legacy_stage1 | false | the first code of stage 1
+  legacy_stage1 | false | the first code of stage 1, which DeepSpeed itself refuses
   zeropp_loco_param
-    err_beta | | error feedback of quantised gradients
-    reset_T | | error feedback of quantised gradients
-  mics_shard_size | -1 | MiCS: shard inside a smaller group
-  mics_hierarchical_params_gather | false | MiCS: gather in two levels
+    err_beta | | error feedback of quantised gradients, which DeepSpeed took back
+    reset_T | | error feedback of quantised gradients, which DeepSpeed took back
   grad_hooks | true | never was a key of the code
 nebula
   enabled | false | the checkpoint service of Azure
@@ -558,9 +534,6 @@ def known_keys() -> Known:
     tables: tuple[tuple[Status, str], ...] = (("later", LATER), ("old", OLD), ("ignored", IGNORED))
     for status, table in tables:
         _grow(root, status, table)
-    zero = root.children["zero_optimization"].children
-    # DeepSpeed takes every stage3_ key without its prefix too.
-    zero.update({key.removeprefix("stage3_"): known for key, known in list(zero.items())})
     return root
 
 

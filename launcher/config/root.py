@@ -68,6 +68,9 @@ class Config(Section):
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 never clips. Default 1.0 since DeepSpeed of June 2026, 0 before."""
 
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """What the gradients of the data-parallel ranks become: their mean, or their sum (microbatches are averaged)."""
+
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced; null: the one they have."""
 
@@ -122,12 +125,33 @@ class Config(Section):
         """
         return resolved(self, dp_degree, auto)
 
+    differs: ClassVar[dict[str, str]] = {
+        "gradient_allreduce_op": '"sum" works at every stage; DeepSpeed refuses it at stage 3',
+    }
+
     def conflicts(self) -> Iterator[Conflict]:
+        yield from self._needs_norm()
         if self.fp16.enabled is True and self.bf16.enabled is True:
             yield Conflict(
                 ("fp16.enabled", "bf16.enabled"),
                 "fp16.enabled and bf16.enabled are both true, and parameters have one dtype",
                 "set one of fp16.enabled and bf16.enabled to false",
+            )
+
+    def _needs_norm(self) -> Iterator[Conflict]:
+        if self.zero_optimization.compute_grad_norm is not False:
+            return
+        users = {
+            "gradient_clipping": self.gradient_clipping != 0,
+            "fp16.enabled": self.fp16.enabled is True,
+            "bf16.check_grad_overflow": self.bf16.enabled is True and self.bf16.check_grad_overflow is True,
+        }
+        for key in [key for key, on in users.items() if on]:
+            ways = {"gradient_clipping": "0"}
+            yield Conflict(
+                ("zero_optimization.compute_grad_norm", key),
+                f"zero_optimization.compute_grad_norm is false, and {key} needs the norm",
+                f"set {key} to {ways.get(key, 'false')}, or compute_grad_norm to true",
             )
 
     def remarks(self) -> Iterator[Remark]:

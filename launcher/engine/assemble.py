@@ -22,7 +22,7 @@ from launcher.models.units import unit_modules
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.zero import MadeOnMeta, ParamSource, ZeroPolicy
+from launcher.zero import MadeOnMeta, ParamSource, ShardAxes, ZeroPolicy
 from launcher.zero import apply as apply_zero
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -87,7 +87,7 @@ def initialize(
     checkpoint_blocks(blocks, resolved.activation_checkpointing)
     zero = apply_zero(
         model,
-        mesh.dp,
+        axes_of(resolved, mesh),
         policy_of(resolved),
         device=device,
         blocks=_units(model, blocks),
@@ -124,6 +124,24 @@ def policy_of(config: Config) -> ZeroPolicy:
         max_reuse_distance=zero.stage3_max_reuse_distance,
         persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
+        quantized_weights=zero.zero_quantized_weights,
+        quantized_gradients=zero.zero_quantized_gradients,
+        quantized_frozen=zero.zero_quantized_nontrainable_weights,
+        compute_norm=zero.compute_grad_norm,
+        apply_gathers=zero.override_module_apply,
+        warn_of_order=zero.log_trace_cache_warnings,
+        checks=zero.enable_sanity_checks,
+    )
+
+
+def axes_of(config: Config, mesh: Mesh) -> ShardAxes:
+    """The axes inside dp that the JSON's group sizes ask for. Every rank must call it."""
+    zero = config.zero_optimization
+    return ShardAxes.of(
+        mesh,
+        mics_shard_size=zero.mics_shard_size,
+        mics_hierarchical=zero.mics_hierarchical_params_gather,
+        hpz_size=zero.zero_hpz_partition_size,
     )
 
 

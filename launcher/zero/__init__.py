@@ -1,6 +1,7 @@
 """ZeRO stages 0-3: one flat-buffer mechanism, one code path."""
 
 from launcher.zero.apply import ZeroModel, apply
+from launcher.zero.axes import ShardAxes
 from launcher.zero.context import GatheredParameters, Init
 from launcher.zero.flat import ParamSlice
 from launcher.zero.policy import ZeroPolicy
@@ -14,6 +15,7 @@ __all__ = [
     "ModelValues",
     "ParamSlice",
     "ParamSource",
+    "ShardAxes",
     "ShardedParameter",
     "StoredValues",
     "ZeroModel",

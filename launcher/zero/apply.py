@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import Axis, all_reduce
+from launcher.comm import all_reduce
+from launcher.zero.axes import ShardAxes
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer, ParamSlice, Slot
 from launcher.zero.gradients import FlatGradient
@@ -37,14 +38,15 @@ class ZeroModel:
     Args:
         module: the user's model, unchanged but for where its parameters live.
         policy: what is sharded.
-        axis: the shard axis (dp).
+        axes: dp, and along which axis of it is sharded.
         units: root unit last.
     """
 
     def __init__(
-        self, module: nn.Module, policy: ZeroPolicy, axis: Axis, units: list[Unit], pool: BufferPool
+        self, module: nn.Module, policy: ZeroPolicy, axes: ShardAxes, units: list[Unit], pool: BufferPool
     ) -> None:
-        self.module, self.policy, self.axis, self.units, self.pool = module, policy, axis, units, pool
+        self.module, self.policy, self.axes, self.units, self.pool = module, policy, axes, units, pool
+        self.axis = axes.dp
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self.fetcher = Fetcher(policy)
@@ -71,6 +73,8 @@ class ZeroModel:
 
     def written_slices(self) -> list[ParamSlice]:
         """What this rank writes into a checkpoint: all ranks' pieces together cover every parameter once."""
+        if self.axes.replicate.rank > 0:  # the first shard group writes for all
+            return []
         return [piece for flat in self.flats for piece in flat.slices(span=flat.shard_span)]
 
     def publish(self) -> None:
@@ -86,10 +90,10 @@ class ZeroModel:
         One collective for both. Marks slots unused everywhere as unused, and the others as used.
         """
         slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
-        squares = sum(
-            (_sum_of_squares(gradient.share) for gradient in self.gradients),
-            torch.zeros((), dtype=torch.float64),
-        )
+        squares = torch.zeros((), dtype=torch.float64)
+        if self.policy.compute_norm:
+            for gradient in self.gradients:  # every shard group has all of it
+                squares += _sum_of_squares(gradient.share) / self.axes.replicate.degree
         used = torch.tensor([float(slot.used) for slot in slots], dtype=torch.float64)
         report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
         all_reduce(report, self.axis, "root/norm").wait()
@@ -154,7 +158,7 @@ class ZeroModel:
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds between steps: as parameters, master weights and gradients."""
-        params = sum(_nbytes(flat.full if not flat.sharded else flat.shard) for flat in self.flats)
+        params = sum(flat.held_bytes for flat in self.flats)
         masters = sum(_nbytes(flat.master) for flat in self.flats if flat.master.dtype != flat.dtype)
         return {
             "parameters": params,
@@ -172,7 +176,7 @@ class ZeroModel:
 
 def apply(
     module: nn.Module,
-    axis: Axis,
+    axes: ShardAxes,
     policy: ZeroPolicy,
     *,
     device: torch.device,
@@ -183,7 +187,7 @@ def apply(
 
     Args:
         module: any nn.Module; parameters may be on meta when `source` makes them.
-        axis: the data-parallel axis, over which is sharded.
+        axes: the data-parallel axis, and along which axis of it is sharded.
         policy: what is sharded, in which dtypes.
         device: where the flat buffers live.
         blocks: modules that are units (name, module); the rest of the model is the root unit.
@@ -202,7 +206,7 @@ def apply(
             )
             name = planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}"
             flat = FlatBuffer(
-                name, group.slots, dtype, sharded=group.sharded, policy=policy, axis=axis, pool=pool
+                name, group.slots, dtype, sharded=group.sharded, policy=policy, axes=axes, pool=pool
             )
             with source.open(group.slots) as read:
                 flat.fill(read, from_rank_zero=isinstance(source, ModelValues))
@@ -214,7 +218,7 @@ def apply(
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
-    return ZeroModel(module, policy, axis, units, pool)
+    return ZeroModel(module, policy, axes, units, pool)
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:

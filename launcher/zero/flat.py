@@ -13,6 +13,7 @@ leaf          the nn.Parameter that autograd sees; its data is a view of `full`
 handle        the ShardedParameter that stands in the module while the buffer is sharded
 master        the fp32 weights that the optimizer steps: the shard itself in fp32, a copy in 16-bit training
 owned         the range of the flat buffer whose optimizer state this rank holds: its slice, or all of it (stage 0)
+second        with hpZ: slice r of what was gathered last, r being the rank on a smaller axis that later gathers use
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import Axis, Pending, all_gather, broadcast
+from launcher.comm import Pending, all_gather, broadcast, quantize, quantized_all_gather
+from launcher.zero.axes import ShardAxes
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.sharded_parameter import ShardedParameter
 
+EXACT = "gather"  # the phase of a gather for people, checkpoints and edits: nothing is quantised
 ALIGN = 16  # elements: every slot and every shard starts on a cache line in fp32
 
 # reads elements [start, stop) of a parameter, flat: (name, start, stop) -> [stop - start]
@@ -89,7 +92,7 @@ class ParamSlice:
 
 
 class FlatBuffer:
-    """Parameters with one dtype and one `requires_grad`, as one flat buffer on one axis.
+    """Parameters with one dtype and one `requires_grad`, as one flat buffer on the shard axis.
 
     Args:
         name: for messages and profiler ranges.
@@ -106,17 +109,21 @@ class FlatBuffer:
         *,
         sharded: bool,
         policy: ZeroPolicy,
-        axis: Axis,
+        axes: ShardAxes,
         pool: BufferPool,
     ) -> None:
-        self.name, self.slots, self.dtype, self.axis, self.pool = name, slots, dtype, axis, pool
+        self.name, self.slots, self.dtype, self.pool = name, slots, dtype, pool
+        self.axes, self.axis = axes, axes.shard
         self.trainable = slots[0].leaf.requires_grad
         # With one rank the slice is the whole: there is nothing to gather and nothing to free.
-        self.sharded = sharded and axis.degree > 1
+        self.sharded = sharded and self.axis.degree > 1
         self.policy, self.shards_optim = policy, policy.shard_optim
         self.numel = self._lay_out()
         self.full: Tensor | None = None
+        self.second: Tensor | None = None
         self._gathering: tuple[Tensor, Pending] | None = None
+        self._fills_second = False  # the gather under way brings the second shard up to date
+        self._second_is_new = False  # the second shard has the parameters of this step
         self._empty = torch.empty(0, dtype=dtype, device=pool.device)
         self._allocate()
 
@@ -132,6 +139,9 @@ class FlatBuffer:
         device = self.pool.device
         if self.sharded:
             self.shard = torch.zeros(self.numel // self.axis.degree, dtype=self.dtype, device=device)
+            if self.axes.secondary is not None:
+                size = self.numel // self.axes.secondary.degree
+                self.second = torch.zeros(size, dtype=self.dtype, device=device)
         else:
             self.full = torch.zeros(self.numel, dtype=self.dtype, device=device)
             self.shard = self.full[self.shard_span]
@@ -158,6 +168,12 @@ class FlatBuffer:
     def gathered(self) -> bool:
         return self.full is not None
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of parameters that this rank holds between steps, master weights apart."""
+        held = [self.full] if not self.sharded else [self.shard, self.second]
+        return sum(t.numel() * t.element_size() for t in held if t is not None)
+
     # ---- values in and out ------------------------------------------------------------------
 
     def fill(self, read: Reader, *, from_rank_zero: bool) -> None:
@@ -167,7 +183,7 @@ class FlatBuffer:
             read: gives the values; only what this rank keeps is asked for.
             from_rank_zero: broadcast rank 0's values, for models that each rank built on its own.
         """
-        if from_rank_zero and self.axis.degree > 1:
+        if from_rank_zero and self.axes.dp.degree > 1:
             read = self._broadcast_first(read)
         keep = slice(0, self.numel) if self.full is not None else self.shard_span
         params = self.full if self.full is not None else self.shard
@@ -191,7 +207,7 @@ class FlatBuffer:
             slot.name: read(slot.name, 0, slot.numel).to(self.pool.device, copy=True) for slot in self.slots
         }
         for value in values.values():
-            broadcast(value, self.axis, f"{self.name}/init").wait()
+            broadcast(value, self.axes.dp, f"{self.name}/init").wait()
         return lambda name, start, stop: values[name][start:stop]
 
     def _make_leaf(self, slot: Slot) -> None:
@@ -237,9 +253,21 @@ class FlatBuffer:
         """Begin the all-gather into a buffer of the pool; nothing happens when gathered or under way."""
         if self.full is not None or self._gathering is not None:
             return
-        buffer = self.pool.take(self.numel, self.dtype)
+        buffer, tag = self.pool.take(self.numel, self.dtype), f"{self.name}/{phase}"
+        quantized = self.policy.quantized_weights and phase != EXACT
+        second = self.axes.secondary if self._second_is_new else None
+        # What the second shard holds may have been quantised, and then it is not what is asked for.
+        if second is not None and (quantized or not self.policy.quantized_weights):
+            assert self.second is not None
+            buffer[second.span(self.numel)].copy_(self.second)
+            self._gathering = buffer, all_gather(buffer, second, tag)
+            return
+        self._fills_second = self.axes.secondary is not None and phase != EXACT
+        if quantized:
+            self._gathering = buffer, quantized_all_gather(buffer, quantize(self.shard, 8), self.axis, tag)
+            return
         buffer[self.shard_span].copy_(self.shard)
-        self._gathering = buffer, all_gather(buffer, self.axis, f"{self.name}/{phase}")
+        self._gathering = buffer, all_gather(buffer, self.axis, tag)
 
     def gather_wait(self) -> None:
         """Finish the all-gather and show the parameters to the module."""
@@ -247,6 +275,9 @@ class FlatBuffer:
             return
         (self.full, pending), self._gathering = self._gathering, None
         pending.wait()
+        if self._fills_second and self.second is not None and self.axes.secondary is not None:
+            self.second.copy_(self.full[self.axes.secondary.span(self.numel)])
+            self._fills_second, self._second_is_new = False, True
         self.pool.occupants[self.full.untyped_storage()._cdata] = self
         self._attach()
 
@@ -275,6 +306,7 @@ class FlatBuffer:
 
     def publish(self) -> list[Pending]:
         """Bring the stepped master weights into the parameters of every rank; started, to be waited for."""
+        self._second_is_new = False
         if self.master.dtype != self.dtype:
             self._owned_params.copy_(self.master)
         if self.sharded or not self.shards_optim:
@@ -291,8 +323,8 @@ class FlatBuffer:
     def take_back(self, edited: Slot, source: int) -> None:
         """Make a gathered parameter of rank `source` everybody's: parameter, shard and master weights."""
         assert self.full is not None
-        full = self.full
-        broadcast(full[edited.span], self.axis, f"{self.name}/edit", source=source).wait()
+        full, self._second_is_new = self.full, False
+        broadcast(full[edited.span], self.axes.dp, f"{self.name}/edit", source=source).wait()
         for span, kept in ((self.shard_span, self.shard), (self.owned, self.master)):
             start, stop = max(edited.span.start, span.start), min(edited.span.stop, span.stop)
             if start < stop:

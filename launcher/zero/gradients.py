@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from launcher.comm import Pending, all_reduce, reduce_scatter
+from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
 from launcher.zero.flat import ALIGN, FlatBuffer, Slot
 from launcher.zero.policy import ZeroPolicy
 
@@ -119,7 +119,12 @@ class FlatGradient:
         if not self._scatters:
             return all_reduce(wire[chunk], flat.axis, tag)
         accumulate = self.sharded and self._filled
-        return reduce_scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
+        scatter = quantized_reduce_scatter if self.policy.quantized_gradients else reduce_scatter
+        return scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
+
+    def sum_over_groups(self) -> Pending:
+        """Start the sum over the shard groups of what each has reduced for itself (MiCS)."""
+        return all_reduce(self.owned, self.flat.axes.replicate, f"{self.flat.name}/replicate")
 
     def done(self, wire: Tensor) -> None:
         """All chunks of `wire` were reduced: take the result out of it, unless it is there, and free the buffer."""
