@@ -11,7 +11,7 @@ from launcher.comm.collectives import (
     reduce_scatter,
 )
 from launcher.comm.mesh import Axis, Mesh
-from launcher.comm.quantized import quantize, quantized_all_gather, quantized_reduce_scatter
+from launcher.comm.quantized import dequantize, quantize, quantized_all_gather, quantized_reduce_scatter
 from launcher.comm.setup import init_distributed, pick_device
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "dequantize",
     "init_distributed",
     "pick_device",
     "quantize",

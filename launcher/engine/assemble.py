@@ -22,8 +22,17 @@ from launcher.models.units import unit_modules
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.zero import MadeOnMeta, ParamSource, ShardAxes, ZeroPolicy
+from launcher.zero import (
+    MadeOnMeta,
+    ParamSource,
+    ShardAxes,
+    ZeroPolicy,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 from launcher.zero import apply as apply_zero
+from launcher.zero.leaf import mark_fine_modules
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -85,6 +94,7 @@ def initialize(
     chosen = choose(resolved, optimizer, model_parameters, model)
     blocks = unit_modules(model)
     checkpoint_blocks(blocks, resolved.activation_checkpointing)
+    _mark_leaves(model, resolved)
     zero = apply_zero(
         model,
         axes_of(resolved, mesh),
@@ -132,6 +142,19 @@ def policy_of(config: Config) -> ZeroPolicy:
         warn_of_order=zero.log_trace_cache_warnings,
         checks=zero.enable_sanity_checks,
     )
+
+
+def _mark_leaves(model: nn.Module, config: Config) -> None:
+    zero = config.zero_optimization
+    if zero.stage != 3:
+        return
+    leaf, said = zero.leaf_module, zero.leaf_module.model_fields_set
+    for kind in leaf.classes:  # one by one: each that was written must be there
+        set_z3_leaf_modules(model, [kind], raise_if_not_found="classes" in said)
+    set_z3_leaf_modules_by_name(model, leaf.names)
+    set_z3_leaf_modules_by_suffix(model, leaf.name_suffixes)
+    if zero.stage3_module_granularity_threshold > 0:
+        mark_fine_modules(model, zero.stage3_module_granularity_threshold)
 
 
 def axes_of(config: Config, mesh: Mesh) -> ShardAxes:

@@ -4,6 +4,14 @@ from launcher.zero.apply import ZeroModel, apply
 from launcher.zero.axes import ShardAxes
 from launcher.zero.context import GatheredParameters, Init
 from launcher.zero.flat import ParamSlice
+from launcher.zero.leaf import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+)
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource, StoredValues
@@ -21,4 +29,10 @@ __all__ = [
     "ZeroModel",
     "ZeroPolicy",
     "apply",
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
 ]

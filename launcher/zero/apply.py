@@ -16,6 +16,7 @@ from launcher.zero.flat import FlatBuffer, ParamSlice, Slot
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
 from launcher.zero.layout import assign_units
+from launcher.zero.leaf import with_leaves
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer
@@ -75,7 +76,7 @@ class ZeroModel:
         """What this rank writes into a checkpoint: all ranks' pieces together cover every parameter once."""
         if self.axes.replicate.rank > 0:  # the first shard group writes for all
             return []
-        return [piece for flat in self.flats for piece in flat.slices(span=flat.shard_span)]
+        return [piece for flat in self.flats for piece in flat.slices(flat.values(), flat.shard_span)]
 
     def publish(self) -> None:
         """Bring changed master weights into every rank's parameters."""
@@ -190,13 +191,13 @@ def apply(
         axes: the data-parallel axis, and along which axis of it is sharded.
         policy: what is sharded, in which dtypes.
         device: where the flat buffers live.
-        blocks: modules that are units (name, module); the rest of the model is the root unit.
+        blocks: modules that are units (name, module), but for leaves; the rest of the model is the root unit.
         source: the first values; default: what the module holds, rank 0's for all.
     """
     source = source or ModelValues()
     pool = BufferPool(device)
     units = []
-    for planned in assign_units(module, blocks, policy):
+    for planned in assign_units(module, with_leaves(module, blocks), policy):
         flats = []
         for i, group in enumerate(planned.groups):
             dtype = (

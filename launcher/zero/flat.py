@@ -13,6 +13,7 @@ leaf          the nn.Parameter that autograd sees; its data is a view of `full`
 handle        the ShardedParameter that stands in the module while the buffer is sharded
 master        the fp32 weights that the optimizer steps: the shard itself in fp32, a copy in 16-bit training
 owned         the range of the flat buffer whose optimizer state this rank holds: its slice, or all of it (stage 0)
+packed        the shard of frozen parameters in 8-bit blocks, in place of `shard` and `master`
 second        with hpZ: slice r of what was gathered last, r being the rank on a smaller axis that later gathers use
 """
 
@@ -25,13 +26,14 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import Pending, all_gather, broadcast, quantize, quantized_all_gather
+from launcher.comm import Pending, all_gather, broadcast, dequantize, quantize, quantized_all_gather
 from launcher.zero.axes import ShardAxes
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.sharded_parameter import ShardedParameter
 
 EXACT = "gather"  # the phase of a gather for people, checkpoints and edits: nothing is quantised
+BITS = 8  # of quantised parameters
 ALIGN = 16  # elements: every slot and every shard starts on a cache line in fp32
 
 # reads elements [start, stop) of a parameter, flat: (name, start, stop) -> [stop - start]
@@ -121,6 +123,7 @@ class FlatBuffer:
         self.numel = self._lay_out()
         self.full: Tensor | None = None
         self.second: Tensor | None = None
+        self.packed: Tensor | None = None
         self._gathering: tuple[Tensor, Pending] | None = None
         self._fills_second = False  # the gather under way brings the second shard up to date
         self._second_is_new = False  # the second shard has the parameters of this step
@@ -171,7 +174,7 @@ class FlatBuffer:
     @property
     def held_bytes(self) -> int:
         """Bytes of parameters that this rank holds between steps, master weights apart."""
-        held = [self.full] if not self.sharded else [self.shard, self.second]
+        held = [self.full] if not self.sharded else [self.shard, self.second, self.packed]
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
     # ---- values in and out ------------------------------------------------------------------
@@ -190,6 +193,8 @@ class FlatBuffer:
         self._copy(read, keep, params)
         if self.master is not None and self.master.dtype != self.dtype:
             self._copy(read, self.owned, self.master)
+        if self.policy.quantized_frozen and self.sharded and not self.trainable:
+            self._pack(self.shard)
         for slot in self.slots:
             self._make_leaf(slot)
         if self.full is not None:
@@ -209,6 +214,16 @@ class FlatBuffer:
         for value in values.values():
             broadcast(value, self.axes.dp, f"{self.name}/init").wait()
         return lambda name, start, stop: values[name][start:stop]
+
+    def _pack(self, values: Tensor) -> None:
+        self.packed = quantize(values, BITS)
+        self.shard = self.master = self._empty
+
+    def values(self) -> Tensor:
+        """The master weights, to be read."""
+        if self.packed is None or self.master.numel():
+            return self.master
+        return dequantize(self.packed, self._empty.new_empty(self.numel // self.axis.degree), BITS)
 
     def _make_leaf(self, slot: Slot) -> None:
         old = slot.leaf
@@ -231,10 +246,11 @@ class FlatBuffer:
         """What this rank owns of each parameter.
 
         Args:
-            of: a buffer over the owned range; default: the master weights.
+            of: a buffer over the owned range; default: the master weights, unpacked until they are published.
             span: only what lies in this range of the flat buffer; default: all that is owned.
         """
-        of = self.master if of is None else of
+        if of is None:
+            of = self.master = self.values()
         first = self.owned.start
         return [
             ParamSlice(
@@ -263,8 +279,9 @@ class FlatBuffer:
             self._gathering = buffer, all_gather(buffer, second, tag)
             return
         self._fills_second = self.axes.secondary is not None and phase != EXACT
-        if quantized:
-            self._gathering = buffer, quantized_all_gather(buffer, quantize(self.shard, 8), self.axis, tag)
+        if quantized or self.packed is not None:
+            packed = quantize(self.shard, BITS) if self.packed is None else self.packed
+            self._gathering = buffer, quantized_all_gather(buffer, packed, self.axis, tag, bits=BITS)
             return
         buffer[self.shard_span].copy_(self.shard)
         self._gathering = buffer, all_gather(buffer, self.axis, tag)
@@ -307,6 +324,9 @@ class FlatBuffer:
     def publish(self) -> list[Pending]:
         """Bring the stepped master weights into the parameters of every rank; started, to be waited for."""
         self._second_is_new = False
+        if self.packed is not None:
+            self._pack(self.values())
+            return []
         if self.master.dtype != self.dtype:
             self._owned_params.copy_(self.master)
         if self.sharded or not self.shards_optim:
@@ -325,7 +345,12 @@ class FlatBuffer:
         assert self.full is not None
         full, self._second_is_new = self.full, False
         broadcast(full[edited.span], self.axes.dp, f"{self.name}/edit", source=source).wait()
-        for span, kept in ((self.shard_span, self.shard), (self.owned, self.master)):
+        if self.packed is not None:
+            self.master = self.values()
+        parts = [(self.owned, self.master)] + [(self.shard_span, self.shard)] * (self.packed is None)
+        for span, kept in parts:
             start, stop = max(edited.span.start, span.start), min(edited.span.stop, span.stop)
             if start < stop:
                 kept[start - span.start : stop - span.start].copy_(full[start:stop])
+        if self.packed is not None:
+            self._pack(self.master)
