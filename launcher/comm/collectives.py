@@ -73,7 +73,9 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
     try:
         yield records
     finally:
-        _recorders.remove(records)
+        _recorders[:] = [
+            others for others in _recorders if others is not records
+        ]  # equal lists are not the same
 
 
 def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:

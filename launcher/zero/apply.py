@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from launcher.comm import all_reduce
 from launcher.zero.axes import ShardAxes
+from launcher.zero.checks import StepChecks
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer, ParamSlice, Slot
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
 from launcher.zero.layout import assign_units
 from launcher.zero.leaf import with_leaves
+from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer
@@ -65,6 +67,9 @@ class ZeroModel:
         self.serial: int = max((model.serial for model in _live), default=0) + 1
         _live.add(self)
         self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
+        self.checks = self.hooks.until_removed(StepChecks(self)) if policy.checks else None
+        if policy.apply_gathers and any(unit.sharded for unit in units):
+            self.hooks.until_removed(GatheringApply(self))
 
     # ---- slices -----------------------------------------------------------------------------
 
@@ -90,6 +95,8 @@ class ZeroModel:
 
         One collective for both. Marks slots unused everywhere as unused, and the others as used.
         """
+        if self.checks is not None:
+            self.checks.compare()
         slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
         squares = torch.zeros((), dtype=torch.float64)
         if self.policy.compute_norm:
@@ -122,7 +129,7 @@ class ZeroModel:
                 parameters are lost.
         """
         slots = self._slots_of(parameters)
-        units = list(dict.fromkeys(self._unit_of[slot] for slot in slots))
+        units = list(dict.fromkeys(self._unit_of[slot] for slot in slots if slot.flat.sharded))
         opened = [unit for unit in units if not unit.gathered]
         for unit in opened:
             unit.gather_start("gather")
