@@ -39,6 +39,7 @@ def test_stage3_keys_are_read_without_their_prefix(key: str) -> None:
         load({"zero_optimization": {key: value, bare: value}})
 
 
+@pytest.mark.key("zero_optimization.stage3_gather_fp16_weights_on_model_save")
 def test_old_names_are_taken_with_a_note() -> None:
     config = load({"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}, "bfloat16": {}})
     assert config.zero_optimization.stage3_gather_16bit_weights_on_model_save is True
