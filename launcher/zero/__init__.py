@@ -3,7 +3,6 @@
 from launcher.zero.apply import ZeroModel, apply
 from launcher.zero.axes import ShardAxes
 from launcher.zero.context import GatheredParameters, Init
-from launcher.zero.flat import ParamSlice
 from launcher.zero.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -14,6 +13,7 @@ from launcher.zero.leaf import (
 )
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.sharded_parameter import ShardedParameter
+from launcher.zero.slot import ParamSlice
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource, StoredValues
 
 __all__ = [

@@ -13,7 +13,7 @@ from launcher.comm import all_reduce
 from launcher.zero.axes import ShardAxes
 from launcher.zero.checks import StepChecks
 from launcher.zero.fetch import Fetcher
-from launcher.zero.flat import FlatBuffer, ParamSlice, Slot
+from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
 from launcher.zero.layout import assign_units
@@ -22,6 +22,7 @@ from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer
+from launcher.zero.slot import ParamSlice, Slot
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
 from launcher.zero.unit import Unit
 

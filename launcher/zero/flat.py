@@ -19,9 +19,7 @@ second        with hpZ: slice r of what was gathered last, r being the rank on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -31,66 +29,11 @@ from launcher.zero.axes import ShardAxes
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.sharded_parameter import ShardedParameter
+from launcher.zero.slot import ParamSlice, Reader, Slot
 
 EXACT = "gather"  # the phase of a gather for people, checkpoints and edits: nothing is quantised
 BITS = 8  # of quantised parameters
 ALIGN = 16  # elements: every slot and every shard starts on a cache line in fp32
-
-# reads elements [start, stop) of a parameter, flat: (name, start, stop) -> [stop - start]
-Reader = Callable[[str, int, int], Tensor]
-
-
-@dataclass(eq=False)
-class Slot:
-    """One parameter of a flat buffer.
-
-    Args:
-        name: the name that named_parameters() gives, the first one for tied parameters.
-        shape: logical shape.
-        leaf: what autograd differentiates.
-        owners: every (module, attribute) that shows this parameter; more than one for tied parameters.
-        offset: first element in the flat buffer.
-        used: a gradient arrived since the last step.
-    """
-
-    name: str
-    shape: torch.Size
-    leaf: nn.Parameter
-    owners: list[tuple[nn.Module, str]]
-    offset: int = 0
-    used: bool = False
-    flat: FlatBuffer = field(init=False, repr=False)
-    handle: ShardedParameter = field(init=False, repr=False)
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def span(self) -> slice:
-        return slice(self.offset, self.offset + self.numel)
-
-    def show(self, parameter: Tensor) -> None:
-        """Put `parameter` (the leaf or the handle) into every module that owns this slot."""
-        for module, attribute in self.owners:
-            module._parameters[attribute] = parameter  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class ParamSlice:
-    """The part of one parameter that this rank owns.
-
-    Args:
-        name, shape: of the logical parameter.
-        start, stop: flat element range of it.
-        data: [stop - start], fp32 master weights (the parameter's own dtype when frozen); a view, writable.
-    """
-
-    name: str
-    shape: torch.Size
-    start: int
-    stop: int
-    data: Tensor
 
 
 class FlatBuffer:

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
-from launcher.zero.flat import ALIGN, FlatBuffer, Slot
+from launcher.errors import LauncherError
+from launcher.zero.flat import ALIGN, FlatBuffer
 from launcher.zero.policy import ZeroPolicy
+from launcher.zero.slot import Slot
 
 
 class FlatGradient:
@@ -24,6 +26,7 @@ class FlatGradient:
         self._scatters = flat.shards_optim and policy.reduce_scatter
         self._full: Tensor | None = None
         self._shard: Tensor | None = None
+        self._summed = False  # over the shard groups, in this step
         self._filled = False  # holds the gradient of an earlier microbatch of this step
 
     @property
@@ -123,7 +126,15 @@ class FlatGradient:
         return scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
 
     def sum_over_groups(self) -> Pending:
-        """Start the sum over the shard groups of what each has reduced for itself (MiCS)."""
+        """Start the sum over the shard groups of what each has reduced for itself (MiCS); once a step."""
+        if self._summed:
+            raise LauncherError(
+                "there were two backwards in the last microbatch of a step, and after the first one the gradients "
+                "were summed over the shard groups",
+                where="zero_optimization.mics_shard_size",
+                fix="add the losses and call backward once, or use set_gradient_accumulation_boundary()",
+            )
+        self._summed = True
         return all_reduce(self.owned, self.flat.axes.replicate, f"{self.flat.name}/replicate")
 
     def done(self, wire: Tensor) -> None:
@@ -138,7 +149,7 @@ class FlatGradient:
 
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
-        self._filled = False
+        self._filled = self._summed = False
         for slot in self.flat.slots:
             slot.used, slot.leaf.grad = False, None
 

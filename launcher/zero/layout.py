@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from launcher.zero.flat import Slot
 from launcher.zero.policy import ZeroPolicy
+from launcher.zero.slot import Slot
 
 
 @dataclass

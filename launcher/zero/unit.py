@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from launcher.zero.flat import FlatBuffer, Slot
+from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.policy import ZeroPolicy
+from launcher.zero.slot import Slot
 
 
 class Unit:
