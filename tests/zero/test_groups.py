@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher.comm import CollectiveRecord
-from tests.engine.driving import advance, engine_of, whole_weights
+from launcher.errors import LauncherError
+from tests.engine.driving import advance, engine_of, microbatches, whole_weights
 from tests.engine.driving import config_of as stack_config
 from tests.pool import RankContext, RanksFailed, WorkerPool
 from tests.zero.test_memory_and_communication import PARAMETERS, UNITS, assert_bytes, padding
@@ -90,6 +91,23 @@ def test_the_ends_of_the_scale(pool: WorkerPool, size: int) -> None:
     assert {r.op for r in got.records if r.tag != "root/norm"} == (
         {"all_reduce"} if size == 1 else {"all_gather", "reduce_scatter"}
     )
+
+
+def two_backwards(ctx: RankContext) -> str:
+    engine = engine_of(stack_config(3, zero_optimization={"stage": 3, "mics_shard_size": 1}))
+    ((x, y),) = microbatches(ctx, 0)
+    engine.backward(engine(x, y))
+    try:
+        engine.backward(engine(x, y))
+    except LauncherError as error:
+        return str(error)
+    return ""
+
+
+def test_a_second_backward_after_the_sum_over_groups_is_refused(pool: WorkerPool) -> None:
+    """It would count the first one's gradients once for every group."""
+    for said in pool.run(two_backwards, 2):
+        assert "two backwards in the last microbatch" in said
 
 
 def on_nodes_of_two(ctx: RankContext, case: Case) -> Trained:
