@@ -14,7 +14,7 @@ from tests.engine.driving import advance, engine_of, microbatches, whole_weights
 from tests.engine.driving import config_of as stack_config
 from tests.pool import RankContext, RanksFailed, WorkerPool
 from tests.zero.test_memory_and_communication import PARAMETERS, UNITS, assert_bytes, padding
-from tests.zero.test_parity import assert_same, truth
+from tests.zero.test_parity import FP32_GRADIENTS, assert_same, truth
 from tests.zero.training import Case, Trained, train
 
 WORLD = 4
@@ -70,6 +70,35 @@ def test_hpz_gathers_the_backward_inside_groups(pool: WorkerPool) -> None:
         assert sent(after, "dp", "all_gather") == near(3 / 4)
         assert sent(after, "shard", "all_gather") == near((gathers - 1) / 2)
         assert sent(after, "dp", "reduce_scatter") == sent(before, "dp", "reduce_scatter")
+
+
+TOGETHER = {
+    "MiCS, bf16, checkpointing": Case(
+        3, 3, "bf16", tied=True, checkpointing="json", zero=MICS, config=FP32_GRADIENTS
+    ),
+    "hpZ, bf16, checkpointing": Case(
+        3, 3, "bf16", tied=True, checkpointing="json", zero=HPZ, config=FP32_GRADIENTS
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_with_everything_else(pool: WorkerPool, name: str) -> None:
+    case = TOGETHER[name]
+    for got in pool.run(train, WORLD, case):
+        assert_same(got, truth("llama", True, "bf16", WORLD * 3), "bf16")
+
+
+def test_hpz_with_quantised_weights(pool: WorkerPool) -> None:
+    """The forward's gather is quantised; the second shard keeps what it gave, and the backward sees the same."""
+    plain = pool.run(train, WORLD, Case(3, zero=ALL_SHARDED))[0]
+    both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    alone = pool.run(train, WORLD, Case(3, zero={**ALL_SHARDED, **both}))[0]
+    got = pool.run(train, WORLD, Case(3, zero={**HPZ, **both}))[0]
+    assert got.losses == alone.losses
+    assert got.losses == pytest.approx(plain.losses, rel=2e-2)
+    mics = pool.run(train, WORLD, Case(3, zero={**MICS, **both}))[0]
+    assert mics.losses == pytest.approx(plain.losses, rel=2e-2)
 
 
 @pytest.mark.key("zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size")
