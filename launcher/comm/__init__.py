@@ -13,6 +13,7 @@ from launcher.comm.collectives import (
 from launcher.comm.log import log_summary
 from launcher.comm.mesh import Axis, Mesh
 from launcher.comm.observe import Timing, observe_collectives
+from launcher.comm.quantized import dequantize, quantize, quantized_all_gather, quantized_reduce_scatter
 from launcher.comm.setup import init_distributed, pick_device
 
 __all__ = [
@@ -25,10 +26,14 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "dequantize",
     "init_distributed",
     "log_summary",
     "observe_collectives",
     "pick_device",
+    "quantize",
+    "quantized_all_gather",
+    "quantized_reduce_scatter",
     "record_collectives",
     "reduce_scatter",
 ]

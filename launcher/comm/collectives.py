@@ -13,7 +13,6 @@ order: the same number on every run.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,9 +33,8 @@ from launcher.monitor.clock import now
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Pairwise messages of two collectives may be in flight together; a running number keeps them apart. Gathers and
-# reductions are numbered apart, for their order relative to each other may differ from rank to rank.
-_gathers, _reductions, _exchanges = (itertools.count(start, 4) for start in range(3))
+# Pairwise messages of two collectives of an axis may be in flight together; a running number keeps them apart. Gathers
+# and reductions are numbered apart, for their order relative to each other may differ from rank to rank.
 _MESSAGES = 1 << 20
 SMALL = 1 << 15  # bytes of a slice; smaller ones are sent: that takes one message, reading takes two
 
@@ -88,7 +86,7 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
         yield records
     finally:
         _recorders[:] = [
-            other for other in _recorders if other is not records
+            others for others in _recorders if others is not records
         ]  # equal lists are not the same
 
 
@@ -138,16 +136,35 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
         within: only these elements of every slice: a large buffer is gathered in several calls.
     """
     slices = [part[within] for part in full.chunk(axis.degree)]
+    if axis.levels is not None:
+        return _gather_by_levels(slices, *axis.levels, tag)
+    return _gather(slices, full if slices[0].numel() * axis.degree == full.numel() else None, axis, tag)
+
+
+def _gather_by_levels(slices: list[Tensor], across: Axis, inside: Axis, tag: str) -> Pending:
+    """First every rank gathers the slices of its place in all nodes, then each node exchanges what its ranks have."""
+    first = _gather(slices[inside.rank :: inside.degree], None, across, tag)
+
+    def rest() -> None:
+        nodes = [slices[at : at + inside.degree] for at in range(0, len(slices), inside.degree)]
+        for pending in [_gather(node, None, inside, tag) for node in nodes]:
+            pending.wait()
+
+    return Pending([first], rest)
+
+
+def _gather(slices: list[Tensor], full: Tensor | None, axis: Axis, tag: str) -> Pending:
+    """Fill every slice from its rank; `full` is where they lie end to end, if they do."""
     _note("all_gather", tag, axis, slices[0], axis.degree)
     if axis.group is None:
         return Pending([])
     with record_function(f"{tag}/all_gather"):
         mine = slices[axis.rank]
-        if full.device.type != "cpu":
-            if mine.numel() * axis.degree == full.numel():
+        if mine.device.type != "cpu":
+            if full is not None:
                 return Pending([_native_all_gather(full, mine, group=axis.group, async_op=True)])
             return Pending([dist.all_gather(slices, mine, group=axis.group, async_op=True)])
-        message = next(_gathers) % _MESSAGES
+        message = next(axis.gathers) % _MESSAGES
         if axis.memory is not None and _nbytes(mine) >= SMALL:
             return Pending(axis.memory.gather(slices, message))
         works: list[Waitable] = [axis.group.recv([slices[peer]], peer, message) for peer in axis.peers]
@@ -179,7 +196,7 @@ def reduce_scatter(
     with record_function(f"{tag}/reduce_scatter"):
         if full.device.type != "cpu":
             return _native(full, slices, out, axis, accumulate)
-        message = next(_reductions) % _MESSAGES
+        message = next(axis.reduced) % _MESSAGES
         if axis.memory is not None and _nbytes(slices[0]) >= SMALL:
             return Pending(axis.memory.reduce_scatter(slices, message, _summing(out, accumulate)))
         received = torch.empty(axis.degree - 1, out.numel(), dtype=full.dtype, device=full.device)
@@ -241,7 +258,7 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     with record_function(f"{tag}/all_reduce"):
         if axis.memory is not None and buffer.is_contiguous() and _nbytes(buffer) >= SMALL * axis.degree:
             slices = list(buffer.view(-1).tensor_split(axis.degree))
-            messages = next(_reductions) % _MESSAGES, next(_reductions) % _MESSAGES
+            messages = next(axis.reduced) % _MESSAGES, next(axis.reduced) % _MESSAGES
             add = _summing(slices[axis.rank], accumulate=False)
             return Pending(axis.memory.all_reduce(slices, messages, add))
         return Pending([dist.all_reduce(buffer, group=axis.reductions, async_op=True)])
@@ -269,20 +286,20 @@ def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axi
     numel = sum(part.numel() for part in outgoing)
     nbytes = sum(_nbytes(part) for part in outgoing)
     _keep(CollectiveRecord("all_to_all", tag, axis.name, numel, sent, nbytes), axis)
-    if axis.group is None:
+    if axis.reductions is None:
         return Pending([])
     with record_function(f"{tag}/all_to_all"):
         if outgoing[axis.rank].device.type != "cpu":
             mine = outgoing[axis.rank].new_empty(0)  # NCCL would copy this rank's own entry
             out = [mine if rank == axis.rank else part for rank, part in enumerate(outgoing)]
             into = [mine if rank == axis.rank else part for rank, part in enumerate(incoming)]
-            return Pending([dist.all_to_all(into, out, group=axis.group, async_op=True)])
-        message = next(_exchanges) % _MESSAGES
+            return Pending([dist.all_to_all(into, out, group=axis.reductions, async_op=True)])
+        message = next(axis.exchanged) % _MESSAGES
         works: list[Waitable] = []
         for peer in axis.peers:
             if incoming[peer].numel():
-                works.append(axis.group.recv([incoming[peer]], peer, message))
+                works.append(axis.reductions.recv([incoming[peer]], peer, message))
         for peer in axis.peers:
             if outgoing[peer].numel():
-                works.append(axis.group.send([outgoing[peer]], peer, message))
+                works.append(axis.reductions.send([outgoing[peer]], peer, message))
         return Pending(works)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,9 @@ class Axis:
             order, and under ZeRO-3 a gather on demand may come before a reduction here and after it there.
         memory: of the other ranks, where they run on CPUs of this machine and it can be read.
         transport: how bytes go along the axis, for people.
+        levels: (across nodes, inside a node): gathers along this axis go in these two hops; None: in one.
+        gathers, reduced, exchanged: numbers of the messages of each kind. All ranks of an axis start the same
+            ones in the same order, but not so on two axes.
     """
 
     name: str
@@ -38,6 +43,10 @@ class Axis:
     reductions: dist.ProcessGroup | None = None
     memory: PeerMemory | None = None
     transport: str = ""
+    levels: tuple[Axis, Axis] | None = None
+    gathers: Iterator[int] = field(default_factory=lambda: itertools.count(0, 4), compare=False, repr=False)
+    reduced: Iterator[int] = field(default_factory=lambda: itertools.count(1, 4), compare=False, repr=False)
+    exchanged: Iterator[int] = field(default_factory=lambda: itertools.count(2, 4), compare=False, repr=False)
 
     @property
     def peers(self) -> list[int]:
@@ -90,6 +99,33 @@ class Mesh:
     def dp(self) -> Axis:
         return self.axes["dp"]
 
+    def split_dp(self, size: int) -> tuple[Axis, Axis]:
+        """Two axes inside dp: `shard`, groups of `size` neighbours, and `replicate`, across these groups.
+
+        Every rank must call it; `size` must divide the degree of dp.
+        """
+        if size == self.dp.degree:
+            return self.dp, Axis("replicate")
+        if size == 1:
+            return Axis("shard"), replace(self.dp, name="replicate")
+        replicate, shard = self._inside_dp(replicate=self.dp.degree // size, shard=size)
+        return shard, replicate
+
+    def with_levels(self, shard: Axis, node: int) -> Axis:
+        """The axis `shard`, which lies innermost in dp, with gathers in two hops: across nodes of `node` ranks of dp,
+        then inside each. Every rank must call it; `node` must divide its degree."""
+        sizes = {"": self.dp.degree // shard.degree, "across": shard.degree // node, "inside": node}
+        across, inside = self._inside_dp(**sizes)
+        return replace(shard, levels=(across, inside))
+
+    def _inside_dp(self, **sizes: int) -> list[Axis]:
+        """An axis for each size; together they are dp, outermost first. One without a name is left out."""
+        degrees = [self.axes[name].degree for name in AXES]
+        place = AXES.index("dp")
+        shape = (*degrees[:place], *sizes.values(), *degrees[place + 1 :])
+        ranks = torch.arange(self.world_size).view(shape)
+        return [_line(name, self.device, ranks, place + i) for i, name in enumerate(sizes) if name]
+
     @property
     def degrees(self) -> dict[str, int]:
         return {name: axis.degree for name, axis in self.axes.items()}
@@ -108,6 +144,18 @@ def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str,
         memory, transport = (None, "") if device.type == "cuda" else _memory(group)
         axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, reductions, memory, transport)
     return axes
+
+
+def _line(name: str, device: torch.device, ranks: torch.Tensor, dim: int) -> Axis:
+    """This rank's line along dimension `dim` of the mesh, with process groups of its own."""
+    degree = ranks.shape[dim]
+    if degree == 1:
+        return Axis(name)
+    group = _twin(ranks, dim)
+    assert group is not None
+    reductions = _twin(ranks, dim) if device.type == "cuda" else group
+    memory, transport = (None, "") if device.type == "cuda" else _memory(group)
+    return Axis(name, degree, group.rank(), group, reductions, memory, transport)
 
 
 def _memory(group: dist.ProcessGroup) -> tuple[PeerMemory | None, str]:

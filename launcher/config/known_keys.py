@@ -22,28 +22,7 @@ optimizer
 scheduler
   params
     scale_fn | | CyclicLR: a function, which JSON cannot hold | use `mode`, or pass initialize(lr_scheduler=...)
-gradient_allreduce_op | "mean" | gradients are summed, not averaged
 zero_optimization
-  use_multi_rank_bucket_allreduce | true | reductions of several ranks in one bucket
-  stage3_module_granularity_threshold | 0 | small modules are fetched together
-  stage3_use_all_reduce_for_fetch_params | false | parameters are fetched by all-reduce
-  stage3_allgather_sequential | false | parameters are gathered one by one
-  parameter_alignment | false | parameters start at multiples of 16 bytes
-  compute_grad_norm | true | without the gradient norm
-  zero_hpz_partition_size | 1 | hpZ: a second shard inside each node
-  zero_quantized_weights | false | parameters are gathered quantised
-  zero_quantized_nontrainable_weights | false | frozen parameters are stored quantised
-  zero_quantized_gradients | false | gradients are reduced quantised
-  memory_efficient_linear | true | a linear layer that lets go of its weight
-  pipeline_loading_checkpoint | false | ranks of a node load one after the other
-  override_module_apply | true | Module.apply sees gathered parameters
-  log_trace_cache_warnings | false | reports changes of the fetch order
-  enable_sanity_checks | false | checks inside ZeRO
-  save_muon_momentum_buffer_in_memory | false | Muon with NVMe: its buffer stays in memory
-  leaf_module
-    classes | [] | module classes that are fetched as one unit
-    names | [] | modules that are fetched as one unit
-    name_suffixes | [] | endings of the names of such modules
   zenflow | | offload without stalls
     topk_ratio | | share of gradient columns updated at once
     select_strategy | | when these are chosen again
@@ -260,10 +239,8 @@ amp
   opt_level | | level of Apex
 zero_optimization
   zeropp_loco_param
-    err_beta | | error feedback of quantised gradients
-    reset_T | | error feedback of quantised gradients
-  mics_shard_size | -1 | MiCS: shard inside a smaller group
-  mics_hierarchical_params_gather | false | MiCS: gather in two levels
+    err_beta | | error feedback of quantised gradients, which DeepSpeed took back
+    reset_T | | error feedback of quantised gradients, which DeepSpeed took back
 nebula
   enabled | false | the checkpoint service of Azure | write "checkpoint": {"writer": {"decoupled": true}}
   persistent_storage_path | | path
@@ -376,9 +353,6 @@ def known_keys() -> Known:
     tables: tuple[tuple[Status, str], ...] = (("later", LATER), ("old", OLD), ("ignored", IGNORED))
     for status, table in tables:
         _grow(root, status, table)
-    zero = root.children["zero_optimization"].children
-    # DeepSpeed takes every stage3_ key without its prefix too.
-    zero.update({key.removeprefix("stage3_"): known for key, known in list(zero.items())})
     return root
 
 

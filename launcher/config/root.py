@@ -48,6 +48,7 @@ class Config(Section):
     differs: ClassVar[dict[str, str]] = {
         "gradient_predivide_factor": "at every stage, with reduce_scatter too",
         "prescale_gradients": "at every stage, with reduce_scatter too",
+        "gradient_allreduce_op": '"sum" works at every stage; DeepSpeed refuses it at stage 3',
     }
 
     train_batch_size: Count | None = None
@@ -94,6 +95,9 @@ class Config(Section):
 
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 never clips. Default 1.0 since DeepSpeed of June 2026, 0 before."""
+
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """What the gradients of the data-parallel ranks become: their mean, or their sum (microbatches are averaged)."""
 
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced; null: the one they have."""
@@ -216,7 +220,7 @@ class Config(Section):
     def conflicts(self) -> Iterator[Conflict]:
         yield from combinations.conflicts(self)
         yield from cycled_without_momentum(self.scheduler, self.optimizer)
-
+        yield from self._needs_norm()
         if self.torch_autocast.enabled is True and self.dtype != "fp32":
             other = f"{self.dtype}.enabled"
             yield Conflict(
@@ -232,6 +236,22 @@ class Config(Section):
                 f"data_types.param_dtype is {wanted!r}, but {switch} is {str(wanted == 'fp32').lower()}: "
                 f"the parameters are {self.dtype}",
                 f"leave param_dtype out, or set {switch} to {str(wanted != 'fp32').lower()}",
+            )
+
+    def _needs_norm(self) -> Iterator[Conflict]:
+        if self.zero_optimization.compute_grad_norm is not False:
+            return
+        users = {
+            "gradient_clipping": self.gradient_clipping != 0,
+            "fp16.enabled": self.fp16.enabled is True,
+            "bf16.check_grad_overflow": self.bf16.enabled is True and self.bf16.check_grad_overflow is True,
+        }
+        for key in [key for key, on in users.items() if on]:
+            ways = {"gradient_clipping": "0"}
+            yield Conflict(
+                ("zero_optimization.compute_grad_norm", key),
+                f"zero_optimization.compute_grad_norm is false, and {key} needs the norm",
+                f"set {key} to {ways.get(key, 'false')}, or compute_grad_norm to true",
             )
 
     def remarks(self) -> Iterator[Remark]:

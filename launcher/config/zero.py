@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 from launcher.config.problems import show
-from launcher.config.section import Count, Section, Whole, complaint, whole
+from launcher.config.section import AUTO, Conflict, Count, Section, Whole, complaint, whole
 
 STAGE3_PREFIX = "stage3_"
 
@@ -24,6 +25,46 @@ def _no_switch(value: Any) -> Any:
     return whole(value)
 
 
+def _group_size(value: Any) -> Any:
+    value = whole(value)
+    if isinstance(value, int) and (value < -1 or value == 0):
+        raise complaint(f"must be -1 (off) or a number of ranks, not {show(value)}", "write a divisor of dp")
+    return value
+
+
+def _texts(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    return tuple(dict.fromkeys(texts)) if isinstance(texts, list | tuple) else texts
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+"""A text, or a list of texts."""
+
+MOE_BLOCKS = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
+class LeafModuleConfig(Section):
+    """Modules that are gathered, freed and reduced as one unit with everything inside them.
+
+    Units are transformer blocks already. A module inside a block changes nothing; one around several blocks makes them
+    one unit; one beside the blocks leaves the root unit and becomes a unit of its own. An entry that you write and that
+    no module matches is an error.
+    """
+
+    classes: Texts = MOE_BLOCKS
+    """Class names, bare or with their Python module. The default, three MoE blocks, may match nothing."""
+
+    names: Texts = ()
+    """Names as `named_modules()` gives them."""
+
+    name_suffixes: Texts = ()
+    """Endings of such names; every module that has one is taken."""
+
+
 class ZeroConfig(Section):
     """ZeRO. Sizes count elements, not bytes.
 
@@ -34,6 +75,9 @@ class ZeroConfig(Section):
         "prefetch_bucket_size": "stage3_prefetch_bucket_size",
         "param_persistence_threshold": "stage3_param_persistence_threshold",
         "model_persistence_threshold": "stage3_model_persistence_threshold",
+        "module_granularity_threshold": "stage3_module_granularity_threshold",
+        "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
+        "allgather_sequential": "stage3_allgather_sequential",
         "max_live_parameters": "stage3_max_live_parameters",
         "max_reuse_distance": "stage3_max_reuse_distance",
         "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
@@ -42,9 +86,31 @@ class ZeroConfig(Section):
         "round_robin_gradients": "gradients are never copied per rank",
         "contiguous_gradients": "gradients always share a flat buffer",
         "load_from_fp32_weights": "checkpoints keep float32 weights",
+        "use_multi_rank_bucket_allreduce": "one reduce-scatter brings every rank its part",
+        "elastic_checkpoint": "every checkpoint loads on any number of ranks",
+        "parameter_alignment": "parameters always start at multiples of 16 elements of their flat buffer",
+        "stage3_use_all_reduce_for_fetch_params": "parameters come by all-gather, half the bytes of an all-reduce",
+        "stage3_allgather_sequential": "a unit is gathered straight into the buffer it is used from, without a copy",
+        "memory_efficient_linear": "no saved weight outlives its use, in linear layers as everywhere else",
+        "pipeline_loading_checkpoint": "a rank reads its own slices of a checkpoint, never the whole",
+        "save_muon_momentum_buffer_in_memory": "Muon's momentum rests where the other optimizer state does",
     }
     differs: ClassVar[dict[str, str]] = {
         "stage3_gather_16bit_weights_on_model_save": "whole weights are always written, one unit in memory at a time",
+        "ignore_unused_parameters": "false is an error at every stage; DeepSpeed: at stage 2 only",
+        "mics_shard_size": "works at stages 1 to 3; DeepSpeed before 0.19: at stage 3, since then refused",
+        "mics_hierarchical_params_gather": "nodes are LOCAL_WORLD_SIZE ranks; inside one node a gather is one hop",
+        "zero_hpz_partition_size": "the second gather in a step stays in the group, that of another microbatch's "
+        "forward too",
+        "zero_quantized_weights": "blocks of 256 values, 8 bits and a float32 scale each; gathers for checkpoints, "
+        "exports and GatheredParameters are exact, and so are those inside an hpZ group",
+        "zero_quantized_gradients": "at stages 1 to 3, in one hop of 4-bit blocks over all ranks of the shard axis; "
+        "a rank's own term is exact",
+        "zero_quantized_nontrainable_weights": "checkpoints hold the quantised values, unpacked",
+        "leaf_module": "only modules around or beside transformer blocks change the units",
+        "stage3_module_granularity_threshold": "only modules around or beside transformer blocks change the units",
+        "compute_grad_norm": "at every stage; a flag for each parameter, who got a gradient, still travels",
+        "enable_sanity_checks": "what is checked: the order of collectives, equal copies, finite gradients",
     }
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"stage"})
 
@@ -102,5 +168,109 @@ class ZeroConfig(Section):
     ignore_unused_parameters: bool = True
     """A parameter without a gradient is fine; false makes it an error."""
 
+    compute_grad_norm: bool = True
+    """The norm of the gradient is computed at each step. False saves that, and needs `gradient_clipping` 0."""
+
+    use_multi_rank_bucket_allreduce: bool = True
+    """DeepSpeed merges reductions to several ranks; here one collective reduces to all ranks."""
+
+    parameter_alignment: bool = False
+    """DeepSpeed can pad parameters to 16 bytes; here they always start at multiples of 16 elements."""
+
+    mics_shard_size: Annotated[int, BeforeValidator(_group_size)] = -1
+    """MiCS (arXiv:2205.00119): what the stage shards is sharded inside groups of so many neighbouring ranks, and
+    gradients are summed over the groups once a step. A divisor of the data-parallel ranks; -1: one group of all."""
+
+    mics_hierarchical_params_gather: bool = False
+    """Where a MiCS group spans nodes: gather across the nodes first, then inside each, so that fewer bytes leave a
+    node."""
+
+    zero_hpz_partition_size: Count = 1
+    """hpZ of ZeRO++ (arXiv:2306.10209), stage 3: gathered parameters are kept in a second shard inside groups of so
+    many neighbouring ranks (those of a node), and the backward gathers from there. 1: off."""
+
+    zero_quantized_weights: bool = False
+    """qwZ of ZeRO++, stage 3: parameters are gathered as 8-bit integers, a quarter of the bytes of float32. What a
+    module computes with is off by at most 1/254 of the largest magnitude in a block of 256 values."""
+
+    zero_quantized_nontrainable_weights: bool = False
+    """Stage 3: shards of frozen parameters rest as 8-bit integers, and are gathered so."""
+
+    zero_quantized_gradients: bool = False
+    """qgZ of ZeRO++: gradients are reduce-scattered as 4-bit integers, an eighth of the bytes of float32. A term is off
+    by at most 1/14 of the largest magnitude in a block of 256 values."""
+
+    leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
+    """Stage 3: modules that are fetched as one."""
+
+    stage3_module_granularity_threshold: Whole = 0
+    """Modules whose parameters divided by one more than the number of modules inside that have any is at most this
+    are fetched as one; 0: none."""
+
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    """DeepSpeed can fetch by all-reduce; here parameters always come by all-gather."""
+
+    stage3_allgather_sequential: bool = False
+    """DeepSpeed can gather parameters one by one to save a copy; here there is no such copy."""
+
+    memory_efficient_linear: bool = True
+    """DeepSpeed replaces torch's linear function so that it lets go of its weight; here none is kept."""
+
+    override_module_apply: bool = True
+    """Stage 3: `Module.apply(fn)` calls fn with whole parameters, and rank 0's changes are kept. False: fn meets
+    sharded parameters."""
+
+    log_trace_cache_warnings: bool = False
+    """Stage 3: warn when modules are used in another order than before, which stops prefetching for an iteration."""
+
+    enable_sanity_checks: bool = False
+    """At every step the ranks compare the collectives they started and the parameters that they all hold, and in fp32
+    and bf16 every gradient must be finite. The first difference is an error that names it. Costs time."""
+
+    pipeline_loading_checkpoint: bool = False
+    """DeepSpeed can load a checkpoint one local rank after the other; here a rank reads its own slices only."""
+
+    save_muon_momentum_buffer_in_memory: bool = False
+    """DeepSpeed can keep Muon's momentum in memory while other state is on NVMe."""
+
+    elastic_checkpoint: bool = False
+    """DeepSpeed's old layout for other numbers of ranks; here every checkpoint is for any."""
+
     round_robin_gradients: bool = False
     """DeepSpeed spreads the copies of gradients over ranks; here every rank reduces all units alike."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.stage == AUTO:
+            return
+        mics, stage = self.mics_shard_size > 0, f"stage {self.stage}"
+        wants_stage3 = {
+            "zero_hpz_partition_size": self.zero_hpz_partition_size > 1,
+            "zero_quantized_weights": self.zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
+        }
+        for key in [key for key, on in wants_stage3.items() if on and self.stage != 3]:
+            what = f"{key} needs sharded parameters, and at {stage} they are not"
+            yield Conflict((key, "stage"), what, 'write "stage": 3, or delete the key')
+        wants_shards = {"mics_shard_size": mics, "zero_quantized_gradients": self.zero_quantized_gradients}
+        for key in [key for key, on in wants_shards.items() if on and self.stage == 0]:
+            yield Conflict(
+                (key, "stage"), f"{key} is about shards, and at stage 0 there are none", "delete it"
+            )
+        if self.zero_quantized_gradients and self.reduce_scatter is False:
+            yield Conflict(
+                ("zero_quantized_gradients", "reduce_scatter"),
+                "zero_quantized_gradients quantises a reduce-scatter, and reduce_scatter is false",
+                "delete one of them",
+            )
+        if mics and self.zero_hpz_partition_size > 1:
+            yield Conflict(
+                ("mics_shard_size", "zero_hpz_partition_size"),
+                "mics_shard_size and zero_hpz_partition_size both say in which groups parameters are gathered",
+                "keep one: MiCS where a group has room for all state, hpZ where it has room for parameters",
+            )
+        if self.mics_hierarchical_params_gather and not mics:
+            yield Conflict(
+                ("mics_hierarchical_params_gather", "mics_shard_size"),
+                "mics_hierarchical_params_gather is about the groups of mics_shard_size, and there are none",
+                "delete it, or write mics_shard_size",
+            )

@@ -35,7 +35,7 @@ class Answers:
         return self._applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the mean gradient of the last step before clipping; the same number at every stage."""
+        """Norm of the last gradient before clipping, the same at every stage; None with `compute_grad_norm` false."""
         return self._norm
 
     def get_lr(self) -> list[float]:

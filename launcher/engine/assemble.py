@@ -25,8 +25,17 @@ from launcher.models.units import unit_modules
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.zero import MadeOnMeta, ParamSource, ZeroPolicy
+from launcher.zero import (
+    MadeOnMeta,
+    ParamSource,
+    ShardAxes,
+    ZeroPolicy,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 from launcher.zero import apply as apply_zero
+from launcher.zero.leaf import mark_fine_modules
 
 
 def initialize(
@@ -87,9 +96,10 @@ def initialize(
     chosen = choose(resolved, optimizer, model_parameters, model)
     blocks = unit_modules(model)
     checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
+    _mark_leaves(model, resolved)
     zero = apply_zero(
         model,
-        mesh.dp,
+        axes_of(resolved, mesh),
         replace(policy_of(resolved), special_dtypes=special_dtypes(resolved, model)),
         device=device,
         blocks=_units(model, blocks),
@@ -143,6 +153,37 @@ def policy_of(config: Config) -> ZeroPolicy:
         max_reuse_distance=zero.stage3_max_reuse_distance,
         persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
+        quantized_weights=zero.zero_quantized_weights,
+        quantized_gradients=zero.zero_quantized_gradients,
+        quantized_frozen=zero.zero_quantized_nontrainable_weights,
+        compute_norm=zero.compute_grad_norm,
+        apply_gathers=zero.override_module_apply,
+        warn_of_order=zero.log_trace_cache_warnings,
+        checks=zero.enable_sanity_checks,
+    )
+
+
+def _mark_leaves(model: nn.Module, config: Config) -> None:
+    zero = config.zero_optimization
+    if zero.stage != 3:
+        return
+    leaf, said = zero.leaf_module, zero.leaf_module.model_fields_set
+    for kind in leaf.classes:  # one by one: each that was written must be there
+        set_z3_leaf_modules(model, [kind], raise_if_not_found="classes" in said)
+    set_z3_leaf_modules_by_name(model, leaf.names)
+    set_z3_leaf_modules_by_suffix(model, leaf.name_suffixes)
+    if zero.stage3_module_granularity_threshold > 0:
+        mark_fine_modules(model, zero.stage3_module_granularity_threshold)
+
+
+def axes_of(config: Config, mesh: Mesh) -> ShardAxes:
+    """The axes inside dp that the JSON's group sizes ask for. Every rank must call it."""
+    zero = config.zero_optimization
+    return ShardAxes.of(
+        mesh,
+        mics_shard_size=zero.mics_shard_size,
+        mics_hierarchical=zero.mics_hierarchical_params_gather,
+        hpz_size=zero.zero_hpz_partition_size,
     )
 
 

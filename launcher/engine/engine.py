@@ -173,12 +173,13 @@ class Engine(Answers, nn.Module):
             )
         squares, used = self.zero.norm_and_use()
         self._check_unused(used)
-        scale = self.zero.mean_divisor * (
-            self.loss_scaler.scale if self._scaled else self.gradient_accumulation_steps()
+        ranks = (
+            self.zero.mean_divisor if self._config.gradient_allreduce_op == "mean" else self.zero.sum_divisor
         )
+        scale = ranks * (self.loss_scaler.scale if self._scaled else self.gradient_accumulation_steps())
         norm = math.sqrt(float(squares)) / scale if math.isfinite(float(squares)) else float(squares)
         overflow = not math.isfinite(norm) and self._checks_overflow()
-        self._norm = norm
+        self._norm = norm if self.zero.policy.compute_norm else None
         if overflow:
             self._overflowed()
         else:

@@ -17,7 +17,7 @@ from launcher.models.names import persistent_buffers
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
-    from launcher.zero.flat import Slot
+    from launcher.zero.slot import Slot
     from launcher.zero.unit import Unit
 
 

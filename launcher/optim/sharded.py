@@ -50,10 +50,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.zero, self.sub_group_size, self._state_dtype = zero, sub_group_size, state_dtype
         self.slices: dict[str, ParamSlice] = {}
         self.tensors: dict[str, nn.Parameter] = {}
-        for piece in zero.slices():
-            if zero.slots[piece.name].leaf.requires_grad:
-                self.slices[piece.name] = piece
-                self.tensors[piece.name] = nn.Parameter(piece.data)
+        for piece in [piece for gradient in zero.gradients for piece in gradient.flat.slices()]:
+            self.slices[piece.name] = piece
+            self.tensors[piece.name] = nn.Parameter(piece.data)
         groups = list(groups)
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])

@@ -1,10 +1,19 @@
 """ZeRO stages 0-3: one flat-buffer mechanism, one code path."""
 
 from launcher.zero.apply import ZeroModel, apply
+from launcher.zero.axes import ShardAxes
 from launcher.zero.context import GatheredParameters, Init
-from launcher.zero.flat import ParamSlice
+from launcher.zero.leaf import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+)
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.sharded_parameter import ShardedParameter
+from launcher.zero.slot import ParamSlice
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource, StoredValues
 
 __all__ = [
@@ -14,9 +23,16 @@ __all__ = [
     "ModelValues",
     "ParamSlice",
     "ParamSource",
+    "ShardAxes",
     "ShardedParameter",
     "StoredValues",
     "ZeroModel",
     "ZeroPolicy",
     "apply",
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
 ]

@@ -9,15 +9,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import Axis, all_reduce
+from launcher.comm import all_reduce
+from launcher.zero.axes import ShardAxes
+from launcher.zero.checks import StepChecks
 from launcher.zero.fetch import Fetcher
-from launcher.zero.flat import FlatBuffer, ParamSlice, Slot
+from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
 from launcher.zero.layout import assign_units
+from launcher.zero.leaf import with_leaves
+from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer
+from launcher.zero.slot import ParamSlice, Slot
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
 from launcher.zero.unit import Unit
 
@@ -37,14 +42,15 @@ class ZeroModel:
     Args:
         module: the user's model, unchanged but for where its parameters live.
         policy: what is sharded.
-        axis: the shard axis (dp).
+        axes: dp, and along which axis of it is sharded.
         units: root unit last.
     """
 
     def __init__(
-        self, module: nn.Module, policy: ZeroPolicy, axis: Axis, units: list[Unit], pool: BufferPool
+        self, module: nn.Module, policy: ZeroPolicy, axes: ShardAxes, units: list[Unit], pool: BufferPool
     ) -> None:
-        self.module, self.policy, self.axis, self.units, self.pool = module, policy, axis, units, pool
+        self.module, self.policy, self.axes, self.units, self.pool = module, policy, axes, units, pool
+        self.axis = axes.dp
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self.fetcher = Fetcher(policy)
@@ -62,6 +68,9 @@ class ZeroModel:
         self.serial: int = max((model.serial for model in _live), default=0) + 1
         _live.add(self)
         self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
+        self.checks = self.hooks.until_removed(StepChecks(self)) if policy.checks else None
+        if policy.apply_gathers and any(unit.sharded for unit in units):
+            self.hooks.until_removed(GatheringApply(self))
 
     # ---- slices -----------------------------------------------------------------------------
 
@@ -71,7 +80,9 @@ class ZeroModel:
 
     def written_slices(self) -> list[ParamSlice]:
         """What this rank writes into a checkpoint: all ranks' pieces together cover every parameter once."""
-        return [piece for flat in self.flats for piece in flat.slices(span=flat.shard_span)]
+        if self.axes.replicate.rank > 0:  # the first shard group writes for all
+            return []
+        return [piece for flat in self.flats for piece in flat.slices(flat.values(), flat.shard_span)]
 
     def publish(self) -> None:
         """Bring changed master weights into every rank's parameters."""
@@ -85,11 +96,13 @@ class ZeroModel:
 
         One collective for both. Marks slots unused everywhere as unused, and the others as used.
         """
+        if self.checks is not None:
+            self.checks.compare()
         slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
-        squares = sum(
-            (_sum_of_squares(gradient.share) for gradient in self.gradients),
-            torch.zeros((), dtype=torch.float64),
-        )
+        squares = torch.zeros((), dtype=torch.float64)
+        if self.policy.compute_norm:
+            for gradient in self.gradients:  # every shard group has all of it
+                squares += _sum_of_squares(gradient.share) / self.axes.replicate.degree
         used = torch.tensor([float(slot.used) for slot in slots], dtype=torch.float64)
         report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
         all_reduce(report, self.axis, "root/norm").wait()
@@ -103,6 +116,11 @@ class ZeroModel:
         """Reduced gradients divided by this are the mean over ranks."""
         divided = self.policy.predivide
         return 1.0 if divided is None else self.axis.degree / divided
+
+    @property
+    def sum_divisor(self) -> float:
+        """Reduced gradients divided by this are the sum over ranks."""
+        return self.mean_divisor / self.axis.degree
 
     def zero_grad(self) -> None:
         self.hooks.abandon()
@@ -123,7 +141,7 @@ class ZeroModel:
                 parameters are lost.
         """
         slots = self._slots_of(parameters)
-        units = list(dict.fromkeys(self._unit_of[slot] for slot in slots))
+        units = list(dict.fromkeys(self._unit_of[slot] for slot in slots if slot.flat.sharded))
         opened = [unit for unit in units if not unit.gathered]
         for unit in opened:
             unit.gather_start("gather")
@@ -160,7 +178,7 @@ class ZeroModel:
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds between steps: as parameters, master weights and gradients."""
-        params = sum(_nbytes(flat.full if not flat.sharded else flat.shard) for flat in self.flats)
+        params = sum(flat.held_bytes for flat in self.flats)
         masters = sum(_nbytes(flat.master) for flat in self.flats if flat.master.dtype != flat.dtype)
         return {
             "parameters": params,
@@ -178,7 +196,7 @@ class ZeroModel:
 
 def apply(
     module: nn.Module,
-    axis: Axis,
+    axes: ShardAxes,
     policy: ZeroPolicy,
     *,
     device: torch.device,
@@ -189,21 +207,21 @@ def apply(
 
     Args:
         module: any nn.Module; parameters may be on meta when `source` makes them.
-        axis: the data-parallel axis, over which is sharded.
+        axes: the data-parallel axis, and along which axis of it is sharded.
         policy: what is sharded, in which dtypes.
         device: where the flat buffers live.
-        blocks: modules that are units (name, module); the rest of the model is the root unit.
+        blocks: modules that are units (name, module), but for leaves; the rest of the model is the root unit.
         source: the first values; default: what the module holds, rank 0's for all.
     """
     source = source or ModelValues()
     pool = BufferPool(device)
     units = []
-    for planned in assign_units(module, blocks, policy):
+    for planned in assign_units(module, with_leaves(module, blocks), policy):
         flats = []
         for i, group in enumerate(planned.groups):
             name = planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}"
             flat = FlatBuffer(
-                name, group.slots, group.dtype, sharded=group.sharded, policy=policy, axis=axis, pool=pool
+                name, group.slots, group.dtype, sharded=group.sharded, policy=policy, axes=axes, pool=pool
             )
             with source.open(group.slots) as read:
                 flat.fill(read, from_rank_zero=isinstance(source, ModelValues))
@@ -215,7 +233,7 @@ def apply(
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
-    return ZeroModel(module, policy, axis, units, pool)
+    return ZeroModel(module, policy, axes, units, pool)
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:

@@ -7,10 +7,13 @@ order is gathered when it is met, and the order is recorded again. Nothing depen
 
 from __future__ import annotations
 
+import logging
 from enum import Enum
 
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.unit import Unit
+
+logger = logging.getLogger(__name__)
 
 
 class Following(Enum):
@@ -91,8 +94,20 @@ class Fetcher:
             if self._next < len(self._order) and self._order[self._next] is unit:
                 self._next += 1
                 return
+            if self.policy.warn_of_order:
+                self._say_departure(unit)
             self._mode, self._order = Following.RECORDING, self._order[: self._next]
         self._order.append(unit)
+
+    def _say_departure(self, unit: Unit) -> None:
+        expected = self._order[self._next].name if self._next < len(self._order) else "the end"
+        logger.warning(
+            "the order of use changed: unit %s came where %s came before, as number %d of an iteration; "
+            "nothing is gathered ahead until the next one (zero_optimization.log_trace_cache_warnings)",
+            unit.name,
+            expected,
+            self._next + 1,
+        )
 
     def _prefetch(self, phase: str) -> None:
         if self._mode is not Following.FOLLOWING or not self._active or not self.policy.overlap_comm:

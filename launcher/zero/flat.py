@@ -14,84 +14,31 @@ handle        the ShardedParameter that stands in the module while the buffer is
 master        the weights that the optimizer steps: the shard itself in fp32, an fp32 copy in 16-bit training (the
               shard itself where `fp32_master` is false)
 owned         the range of the flat buffer whose optimizer state this rank holds: its slice, or all of it (stage 0)
+packed        the shard of frozen parameters in 8-bit blocks, in place of `shard` and `master`
+second        with hpZ: slice r of what was gathered last, r being the rank on a smaller axis that later gathers use
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import Axis, Pending, all_gather, broadcast
+from launcher.comm import Pending, all_gather, broadcast, dequantize, quantize, quantized_all_gather
+from launcher.zero.axes import ShardAxes
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.sharded_parameter import ShardedParameter
+from launcher.zero.slot import ParamSlice, Reader, Slot
 
+EXACT = "gather"  # the phase of a gather for people, checkpoints and edits: nothing is quantised
+BITS = 8  # of quantised parameters
 ALIGN = 16  # elements: every slot and every shard starts on a cache line in fp32
-
-# reads elements [start, stop) of a parameter, flat: (name, start, stop) -> [stop - start]
-Reader = Callable[[str, int, int], Tensor]
-
-
-@dataclass(eq=False)
-class Slot:
-    """One parameter of a flat buffer.
-
-    Args:
-        name: the name that named_parameters() gives, the first one for tied parameters.
-        shape: logical shape.
-        leaf: what autograd differentiates.
-        owners: every (module, attribute) that shows this parameter; more than one for tied parameters.
-        offset: first element in the flat buffer.
-        used: a gradient arrived since the last step.
-    """
-
-    name: str
-    shape: torch.Size
-    leaf: nn.Parameter
-    owners: list[tuple[nn.Module, str]]
-    offset: int = 0
-    used: bool = False
-    flat: FlatBuffer = field(init=False, repr=False)
-    handle: ShardedParameter = field(init=False, repr=False)
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def span(self) -> slice:
-        return slice(self.offset, self.offset + self.numel)
-
-    def show(self, parameter: Tensor) -> None:
-        """Put `parameter` (the leaf or the handle) into every module that owns this slot."""
-        for module, attribute in self.owners:
-            module._parameters[attribute] = parameter  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class ParamSlice:
-    """The part of one parameter that this rank owns.
-
-    Args:
-        name, shape: of the logical parameter.
-        start, stop: flat element range of it.
-        data: [stop - start], master weights: fp32 (the parameter's own dtype when frozen, or without fp32_master); a
-            view, writable.
-    """
-
-    name: str
-    shape: torch.Size
-    start: int
-    stop: int
-    data: Tensor
 
 
 class FlatBuffer:
-    """Parameters with one dtype and one `requires_grad`, as one flat buffer on one axis.
+    """Parameters with one dtype and one `requires_grad`, as one flat buffer on the shard axis.
 
     Args:
         name: for messages and profiler ranges.
@@ -108,17 +55,22 @@ class FlatBuffer:
         *,
         sharded: bool,
         policy: ZeroPolicy,
-        axis: Axis,
+        axes: ShardAxes,
         pool: BufferPool,
     ) -> None:
-        self.name, self.slots, self.dtype, self.axis, self.pool = name, slots, dtype, axis, pool
+        self.name, self.slots, self.dtype, self.pool = name, slots, dtype, pool
+        self.axes, self.axis = axes, axes.shard
         self.trainable = slots[0].leaf.requires_grad
         # With one rank the slice is the whole: there is nothing to gather and nothing to free.
-        self.sharded = sharded and axis.degree > 1
+        self.sharded = sharded and self.axis.degree > 1
         self.policy, self.shards_optim = policy, policy.shard_optim
         self.numel = self._lay_out()
         self.full: Tensor | None = None
+        self.second: Tensor | None = None
+        self.packed: Tensor | None = None
         self._gathering: tuple[Tensor, Pending] | None = None
+        self._fills_second = False  # the gather under way brings the second shard up to date
+        self._second_is_new = False  # the second shard has the parameters of this step
         self._empty = torch.empty(0, dtype=dtype, device=pool.device)
         self._allocate()
 
@@ -134,6 +86,9 @@ class FlatBuffer:
         device = self.pool.device
         if self.sharded:
             self.shard = torch.zeros(self.numel // self.axis.degree, dtype=self.dtype, device=device)
+            if self.axes.secondary is not None:
+                size = self.numel // self.axes.secondary.degree
+                self.second = torch.zeros(size, dtype=self.dtype, device=device)
         else:
             self.full = torch.zeros(self.numel, dtype=self.dtype, device=device)
             self.shard = self.full[self.shard_span]
@@ -160,6 +115,12 @@ class FlatBuffer:
     def gathered(self) -> bool:
         return self.full is not None
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of parameters that this rank holds between steps, master weights apart."""
+        held = [self.full] if not self.sharded else [self.shard, self.second, self.packed]
+        return sum(t.numel() * t.element_size() for t in held if t is not None)
+
     # ---- values in and out ------------------------------------------------------------------
 
     def fill(self, read: Reader, *, from_rank_zero: bool) -> None:
@@ -169,13 +130,15 @@ class FlatBuffer:
             read: gives the values; only what this rank keeps is asked for.
             from_rank_zero: broadcast rank 0's values, for models that each rank built on its own.
         """
-        if from_rank_zero and self.axis.degree > 1:
+        if from_rank_zero and self.axes.dp.degree > 1:
             read = self._broadcast_first(read)
         keep = slice(0, self.numel) if self.full is not None else self.shard_span
         params = self.full if self.full is not None else self.shard
         self._copy(read, keep, params)
         if self.master is not None and self.master.dtype != self.dtype:
             self._copy(read, self.owned, self.master)
+        if self.policy.quantized_frozen and self.sharded and not self.trainable:
+            self._pack(self.shard)
         for slot in self.slots:
             self._make_leaf(slot)
         if self.full is not None:
@@ -193,8 +156,18 @@ class FlatBuffer:
             slot.name: read(slot.name, 0, slot.numel).to(self.pool.device, copy=True) for slot in self.slots
         }
         for value in values.values():
-            broadcast(value, self.axis, f"{self.name}/init").wait()
+            broadcast(value, self.axes.dp, f"{self.name}/init").wait()
         return lambda name, start, stop: values[name][start:stop]
+
+    def _pack(self, values: Tensor) -> None:
+        self.packed = quantize(values, BITS)
+        self.shard = self.master = self._empty
+
+    def values(self) -> Tensor:
+        """The master weights, to be read."""
+        if self.packed is None or self.master.numel():
+            return self.master
+        return dequantize(self.packed, self._empty.new_empty(self.numel // self.axis.degree), BITS)
 
     def _make_leaf(self, slot: Slot) -> None:
         old = slot.leaf
@@ -217,10 +190,11 @@ class FlatBuffer:
         """What this rank owns of each parameter.
 
         Args:
-            of: a buffer over the owned range; default: the master weights.
+            of: a buffer over the owned range; default: the master weights, unpacked until they are published.
             span: only what lies in this range of the flat buffer; default: all that is owned.
         """
-        of = self.master if of is None else of
+        if of is None:
+            of = self.master = self.values()
         first = self.owned.start
         return [
             ParamSlice(
@@ -239,9 +213,22 @@ class FlatBuffer:
         """Begin the all-gather into a buffer of the pool; nothing happens when gathered or under way."""
         if self.full is not None or self._gathering is not None:
             return
-        buffer = self.pool.take(self.numel, self.dtype)
+        buffer, tag = self.pool.take(self.numel, self.dtype), f"{self.name}/{phase}"
+        quantized = self.policy.quantized_weights and phase != EXACT
+        second = self.axes.secondary if self._second_is_new else None
+        # What the second shard holds may have been quantised, and then it is not what is asked for.
+        if second is not None and (quantized or not self.policy.quantized_weights):
+            assert self.second is not None
+            buffer[second.span(self.numel)].copy_(self.second)
+            self._gathering = buffer, all_gather(buffer, second, tag)
+            return
+        self._fills_second = self.axes.secondary is not None and phase != EXACT
+        if quantized or self.packed is not None:
+            packed = quantize(self.shard, BITS) if self.packed is None else self.packed
+            self._gathering = buffer, quantized_all_gather(buffer, packed, self.axis, tag, bits=BITS)
+            return
         buffer[self.shard_span].copy_(self.shard)
-        self._gathering = buffer, all_gather(buffer, self.axis, f"{self.name}/{phase}")
+        self._gathering = buffer, all_gather(buffer, self.axis, tag)
 
     def gather_wait(self) -> None:
         """Finish the all-gather and show the parameters to the module."""
@@ -249,6 +236,9 @@ class FlatBuffer:
             return
         (self.full, pending), self._gathering = self._gathering, None
         pending.wait()
+        if self._fills_second and self.second is not None and self.axes.secondary is not None:
+            self.second.copy_(self.full[self.axes.secondary.span(self.numel)])
+            self._fills_second, self._second_is_new = False, True
         self.pool.occupants[self.full.untyped_storage()._cdata] = self
         self._attach()
 
@@ -277,6 +267,10 @@ class FlatBuffer:
 
     def publish(self) -> list[Pending]:
         """Bring the stepped master weights into the parameters of every rank; started, to be waited for."""
+        self._second_is_new = False
+        if self.packed is not None:
+            self._pack(self.values())
+            return []
         if self.master.dtype != self.dtype:
             self._owned_params.copy_(self.master)
         if self.sharded or not self.shards_optim:
@@ -293,9 +287,14 @@ class FlatBuffer:
     def take_back(self, edited: Slot, source: int) -> None:
         """Make a gathered parameter of rank `source` everybody's: parameter, shard and master weights."""
         assert self.full is not None
-        full = self.full
-        broadcast(full[edited.span], self.axis, f"{self.name}/edit", source=source).wait()
-        for span, kept in ((self.shard_span, self.shard), (self.owned, self.master)):
+        full, self._second_is_new = self.full, False
+        broadcast(full[edited.span], self.axes.dp, f"{self.name}/edit", source=source).wait()
+        if self.packed is not None:
+            self.master = self.values()
+        parts = [(self.owned, self.master)] + [(self.shard_span, self.shard)] * (self.packed is None)
+        for span, kept in parts:
             start, stop = max(edited.span.start, span.start), min(edited.span.stop, span.stop)
             if start < stop:
                 kept[start - span.start : stop - span.start].copy_(full[start:stop])
+        if self.packed is not None:
+            self._pack(self.master)

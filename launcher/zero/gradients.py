@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from launcher.comm import Pending, all_reduce, reduce_scatter
-from launcher.zero.flat import ALIGN, FlatBuffer, Slot
+from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
+from launcher.errors import LauncherError
+from launcher.zero.flat import ALIGN, FlatBuffer
 from launcher.zero.policy import ZeroPolicy
+from launcher.zero.slot import Slot
 
 
 class FlatGradient:
@@ -25,11 +27,12 @@ class FlatGradient:
         special = flat.dtype != policy.param_dtype
         self._dtype = torch.float32 if special else policy.grad_dtype
         self._wire_dtype = policy.comm_dtype or (flat.dtype if special else None)
-        self._predivide = policy.predivide or flat.axis.degree
+        self._predivide = policy.predivide or flat.axes.dp.degree
         self.watched = False  # note in `suspects` what is not finite before it is reduced
         self.suspects: set[Slot] = set()
         self._full: Tensor | None = None
         self._shard: Tensor | None = None
+        self._summed = False  # over the shard groups, in this step
         self._filled = False  # holds the gradient of an earlier microbatch of this step
 
     @property
@@ -128,7 +131,20 @@ class FlatGradient:
         if not self._scatters:
             return all_reduce(wire[chunk], flat.axis, tag)
         accumulate = self.sharded and self._filled
-        return reduce_scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
+        scatter = quantized_reduce_scatter if self.policy.quantized_gradients else reduce_scatter
+        return scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
+
+    def sum_over_groups(self) -> Pending:
+        """Start the sum over the shard groups of what each has reduced for itself (MiCS); once a step."""
+        if self._summed:
+            raise LauncherError(
+                "there were two backwards in the last microbatch of a step, and after the first one the gradients "
+                "were summed over the shard groups",
+                where="zero_optimization.mics_shard_size",
+                fix="add the losses and call backward once, or use set_gradient_accumulation_boundary()",
+            )
+        self._summed = True
+        return all_reduce(self.owned, self.flat.axes.replicate, f"{self.flat.name}/replicate")
 
     def done(self, wire: Tensor) -> None:
         """All chunks of `wire` were reduced: take the result out of it, unless it is there, and free the buffer."""
@@ -142,7 +158,7 @@ class FlatGradient:
 
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
-        self._filled = False
+        self._filled = self._summed = False
         self.suspects.clear()
         for slot in self.flat.slots:
             slot.used, slot.leaf.grad = False, None

@@ -13,7 +13,7 @@ that is a view of a gathered buffer is packed as (flat buffer, geometry) and unp
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ from launcher.zero.unit import Unit
 Packed = tuple[FlatBuffer, torch.Size, tuple[int, ...], int | torch.SymInt]
 
 
+class Removable(Protocol):
+    """What stays until a model is plain again."""
+
+    def remove(self) -> None: ...
+
+
+R = TypeVar("R", bound=Removable)
+
+
 class Hooks:
     """Connects units to their modules, and to autograd.
 
@@ -42,7 +51,7 @@ class Hooks:
         self._owner: dict[FlatBuffer, Unit] = {flat: unit for unit in units for flat in unit.flats}
         self._packing: list[saved_tensors_hooks] = []
         self._in_backward = False
-        self._handles: list[Any] = []
+        self._handles: list[Removable] = []
         self._register()
 
     def _register(self) -> None:
@@ -54,6 +63,11 @@ class Hooks:
                 self._handles.append(unit.module.register_forward_hook(after, always_call=True))
             for slot in unit.trainable_slots():
                 self._handles.append(slot.leaf.register_post_accumulate_grad_hook(self._arrival(unit)))
+
+    def until_removed(self, thing: R) -> R:
+        """Have `remove` take this away, too."""
+        self._handles.append(thing)
+        return thing
 
     def remove(self) -> None:
         """Take every hook off: the modules are plain modules again."""

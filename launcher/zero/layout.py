@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from launcher.zero.flat import Slot
 from launcher.zero.policy import ZeroPolicy
+from launcher.zero.slot import Slot
 
 
 @dataclass

@@ -40,6 +40,13 @@ class ZeroPolicy:
         max_reuse_distance: a unit stays gathered when it is used again within so many elements.
         persistence_threshold: parameters smaller than this are never sharded.
         model_persistence_threshold: most elements that persist in total.
+        quantized_weights: parameters are gathered in blocks of 8-bit integers (`zero_quantized_weights`).
+        quantized_gradients: gradients are reduce-scattered in blocks of 4-bit integers (`zero_quantized_gradients`).
+        quantized_frozen: shards of frozen parameters rest in blocks of 8-bit integers.
+        compute_norm: the norm of the gradient is computed at each step.
+        apply_gathers: `Module.apply` sees and changes whole parameters (`override_module_apply`).
+        warn_of_order: a change of the order of use is reported (`log_trace_cache_warnings`).
+        checks: ranks compare what they did at each step (`enable_sanity_checks`).
     """
 
     shard_params: bool = False
@@ -61,6 +68,13 @@ class ZeroPolicy:
     max_reuse_distance: int = 1_000_000_000
     persistence_threshold: int = 100_000
     model_persistence_threshold: int = 2**63 - 1
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+    quantized_frozen: bool = False
+    compute_norm: bool = True
+    apply_gathers: bool = True
+    warn_of_order: bool = False
+    checks: bool = False
 
     @classmethod
     def of_stage(cls, stage: int, **sizes: object) -> ZeroPolicy:

@@ -40,6 +40,9 @@ class Reducer:
         self._ready: set[Unit] = set()
         self._in_flight: deque[tuple[int, int, Callable[[], None]]] = deque()  # turn, elements, completion
         self._elements = 0
+        self._over_groups: list[
+            Pending
+        ] = []  # the second hop of gradients, where there are several shard groups
 
     def ready(self, unit: Unit) -> None:
         """All gradients of `unit` have come in this backward."""
@@ -71,6 +74,8 @@ class Reducer:
         """Wait for what is under way, launch no more, and be ready for the next backward."""
         while self._in_flight:
             self._wait_oldest()
+        while self._over_groups:
+            self._over_groups.pop(0).wait()
         self._turn = 0
         self._ready.clear()
 
@@ -97,7 +102,7 @@ class Reducer:
             pending = gradient.reduce(full, chunk)
             last = chunk is chunks[-1]
             self._elements += elements
-            done = partial(_complete, pending, gradient, full if last else None)
+            done = partial(self._complete, pending, gradient, full if last else None, self.boundary)
             self._in_flight.append((self._turn, elements, done))
             if not self.policy.overlap_comm:
                 self._wait_oldest()
@@ -107,9 +112,13 @@ class Reducer:
         complete()
         self._elements -= elements
 
-
-def _complete(pending: Pending, gradient: FlatGradient, full: Tensor | None) -> None:
-    """Wait for one chunk; with the last one comes the buffer that it was the end of."""
-    pending.wait()
-    if full is not None:
+    def _complete(
+        self, pending: Pending, gradient: FlatGradient, full: Tensor | None, boundary: bool
+    ) -> None:
+        """Wait for one chunk; with the last one comes the buffer that it was the end of."""
+        pending.wait()
+        if full is None:
+            return
         gradient.done(full)
+        if boundary and gradient.flat.axes.replicate.degree > 1:
+            self._over_groups.append(gradient.sum_over_groups())

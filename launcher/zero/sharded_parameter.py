@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from launcher.errors import ShardedParameterError
 
 if TYPE_CHECKING:
-    from launcher.zero.flat import Slot
+    from launcher.zero.slot import Slot
 
 _METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from launcher.zero.flat import Reader, Slot
+from launcher.zero.slot import Reader, Slot
 
 
 class ParamSource(Protocol):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
-from launcher.zero.flat import FlatBuffer, Slot
+from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.policy import ZeroPolicy
+from launcher.zero.slot import Slot
 
 
 class Unit:
@@ -48,6 +51,12 @@ class Unit:
     def free(self) -> None:
         for flat in self.flats:
             flat.free()
+
+    def owners(self) -> Iterator[nn.Module]:
+        """The modules that show its sharded parameters."""
+        return (
+            owner for flat in self.flats if flat.sharded for slot in flat.slots for owner, _ in slot.owners
+        )
 
     def trainable_slots(self) -> list[Slot]:
         return [slot for gradient in self.gradients for slot in gradient.flat.slots]

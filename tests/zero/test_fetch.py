@@ -113,3 +113,15 @@ def test_forwards_without_gradients_have_an_order_of_their_own() -> None:
         fetch.end()
     assert iterate(fetch, units)[0] == ["a", "b"]
     assert not fetch.gathered
+
+
+@pytest.mark.key("zero_optimization.log_trace_cache_warnings")
+@pytest.mark.parametrize("warn", [True, False])
+def test_a_change_of_order_is_reported_when_asked_for(warn: bool, caplog: pytest.LogCaptureFixture) -> None:
+    a, b, c = units = [FakeUnit(name) for name in "abc"]
+    fetch = fetcher(prefetch_bucket_size=1, warn_of_order=warn)
+    for order in (units, units, [a, c, b], [a, c, b]):
+        iterate(fetch, order)
+    said = ["unit c came where b came before, as number 2 of an iteration"]
+    assert len(caplog.messages) == len(said) * warn
+    assert not warn or said[0] in caplog.messages[0]

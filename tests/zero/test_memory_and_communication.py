@@ -30,6 +30,7 @@ def assert_bytes(held: int, elements: float, world: int, bytes_each: int = 4) ->
     assert abs(held - elements * bytes_each) <= padding(world) * bytes_each
 
 
+@pytest.mark.key("zero_optimization.stage")
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(("stage", "sharded"), [(0, ""), (1, "o"), (2, "og"), (3, "ogp")])
 def test_bytes_held(pool: WorkerPool, stage: int, sharded: str, world: int) -> None:
@@ -93,6 +94,7 @@ def test_gradients_are_reduced_once_a_step_unless_they_are_sharded(
     assert len(phase) == reductions * UNITS
 
 
+@pytest.mark.key("zero_optimization.stage3_param_persistence_threshold")
 def test_small_parameters_persist_as_one_collective(pool: WorkerPool) -> None:
     """The norm weights of 32 elements are gathered together once a step, not before every use."""
     case = Case(3, steps=3, zero={"stage3_param_persistence_threshold": 33, "stage3_max_reuse_distance": 0})
@@ -103,12 +105,14 @@ def test_small_parameters_persist_as_one_collective(pool: WorkerPool) -> None:
     ]
 
 
+@pytest.mark.key("zero_optimization.stage3_model_persistence_threshold")
 def test_persistence_is_capped(pool: WorkerPool) -> None:
     zero = {"stage3_param_persistence_threshold": 33, "stage3_model_persistence_threshold": 100}
     records = pool.run(train, 2, Case(3, steps=2, zero=zero))[0].records
     assert [r.numel for r in records if r.tag.endswith("/publish")] == [3 * 32]
 
 
+@pytest.mark.key("zero_optimization.reduce_bucket_size")
 def test_reduce_bucket_size_bounds_each_collective(pool: WorkerPool) -> None:
     for stage in (0, 1, 2, 3):
         records = pool.run(train, 2, Case(stage, steps=2, zero={"reduce_bucket_size": 2000}))[0].records
@@ -117,24 +121,28 @@ def test_reduce_bucket_size_bounds_each_collective(pool: WorkerPool) -> None:
         assert sum(sizes) >= PARAMETERS
 
 
+@pytest.mark.key("zero_optimization.allgather_bucket_size")
 def test_allgather_bucket_size_bounds_each_collective(pool: WorkerPool) -> None:
     records = pool.run(train, 2, Case(2, steps=2, zero={"allgather_bucket_size": 2000}))[0].records
     sizes = [r.numel for r in records if r.tag.endswith("/publish")]
     assert max(sizes) <= 2000 and sum(sizes) >= PARAMETERS
 
 
+@pytest.mark.key("zero_optimization.allgather_partitions")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_allgather_partitions_false_broadcasts(pool: WorkerPool, stage: int) -> None:
     records = pool.run(train, 2, Case(stage, steps=2, zero={"allgather_partitions": False}))[0].records
     assert {r.op for r in records if r.tag.endswith("/publish")} == {"broadcast"}
 
 
+@pytest.mark.key("zero_optimization.reduce_scatter")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reduce_scatter_false_all_reduces(pool: WorkerPool, stage: int) -> None:
     records = pool.run(train, 2, Case(stage, steps=2, zero={"reduce_scatter": False}))[0].records
     assert {r.op for r in records if r.tag.endswith("/backward") and r.op != "all_gather"} == {"all_reduce"}
 
 
+@pytest.mark.key("zero_optimization.stage3_max_reuse_distance")
 def test_max_reuse_distance_keeps_units_for_the_backward(pool: WorkerPool) -> None:
     """Once the order is known, a unit that is used again within the distance is not gathered a second time."""
     zero = {"stage3_param_persistence_threshold": 0}
@@ -145,6 +153,7 @@ def test_max_reuse_distance_keeps_units_for_the_backward(pool: WorkerPool) -> No
     assert gathers[1] >= 2 * UNITS - 3
 
 
+@pytest.mark.key("communication_data_type")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_communication_data_type_is_what_gradients_travel_in(pool: WorkerPool, stage: int) -> None:
     """Half the bytes, and numbers that are off by the 8 significant bits of bf16."""

@@ -99,10 +99,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_like_one_process(pool: WorkerPool, case: str, world: int, stage: int) -> None:
-    """An unused parameter is not even decayed, as in plain PyTorch: it has no gradient."""
+    """An unused parameter is not decayed, as in plain PyTorch. With 4 ranks some slices are empty."""
     options, spare_steps = CASES[case]
     assert_like(
         pool.run(run, world, stage, 1, options, spare_steps, False)[0], truth(world, options, spare_steps)

@@ -1,0 +1,129 @@
+"""What `enable_sanity_checks` compares at each step: mistakes that would otherwise only show in the losses.
+
+- the order of collectives: ranks that gather different units at one time get each other's bytes without an error;
+- copies: parameters that several ranks hold must be the same to the bit;
+- gradients: in fp32 and bf16 nothing else looks whether they are finite.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.comm import CollectiveRecord, record_collectives
+from launcher.errors import LauncherError
+
+if TYPE_CHECKING:
+    from launcher.zero.apply import ZeroModel
+
+Streams = dict[str, list[str]]  # collectives of one axis that must have one order on all its ranks
+KEY = "zero_optimization.enable_sanity_checks"
+
+
+class StepChecks:
+    """Records what this rank does, and compares it with the others at each step.
+
+    Args:
+        zero: the model.
+    """
+
+    def __init__(self, zero: ZeroModel) -> None:
+        self.zero = zero
+        self._recording = record_collectives()
+        self._records = self._recording.__enter__()
+
+    def remove(self) -> None:
+        """Record no more."""
+        self._recording.__exit__(None, None, None)
+
+    def compare(self) -> None:
+        """Collective, after a backward and before the optimizer steps.
+
+        Raises:
+            LauncherError: on every rank: what differs first, and on which.
+        """
+        streams = _streams(self._records)
+        self._records.clear()
+        digest = {name: zlib.crc32("\n".join(lines).encode()) for name, lines in streams.items()}
+        every = self._gather((digest, self._copies(), self._not_finite()))
+        if any(digests != every[0][0] for digests, _, _ in every):
+            _raise_order(self._gather(streams))
+        for rank, (_, copies, _) in enumerate(every):
+            wrong = [name for name, value in copies.items() if _first(name, every) != value]
+            if wrong:
+                raise LauncherError(
+                    f"rank {rank} has other parameters than the ranks before it: {', '.join(wrong[:5])}",
+                    where=KEY,
+                    fix="change parameters inside launcher.zero.GatheredParameters(..., modifier_rank=0)",
+                )
+        bad = [f"{name} (rank {rank})" for rank, (_, _, names) in enumerate(every) for name in names]
+        if bad:
+            raise LauncherError(
+                f"{len(bad)} gradients are not finite: {', '.join(bad[:5])}",
+                where=KEY,
+                fix="look at the loss and the data of this step, or lower the learning rate",
+            )
+
+    def _gather(self, mine: Any) -> list[Any]:
+        every: list[Any] = [mine] * self.zero.axes.dp.degree
+        if self.zero.axes.dp.group is not None:
+            dist.all_gather_object(every, mine, group=self.zero.axes.dp.group)
+        return every
+
+    def _copies(self) -> dict[str, int]:
+        """Checksums of what other ranks hold, too."""
+        copies, shard = {}, self.zero.axes.shard
+        for flat in self.zero.flats:
+            if not flat.sharded and flat.full is not None:
+                copies[f"unit {flat.name}"] = _checksum(flat.full)
+            elif self.zero.axes.replicate.degree > 1:
+                copies[f"shard {shard.rank} of unit {flat.name}"] = _checksum(flat.values())
+        return copies
+
+    def _not_finite(self) -> list[str]:
+        if self.zero.policy.param_dtype == torch.float16:  # there, overflow is part of the loss scale's work
+            return []
+        names = []
+        for gradient in self.zero.gradients:
+            if gradient.share.isfinite().all():
+                continue
+            pieces = gradient.flat.slices(gradient.owned, gradient.flat.shard_span)
+            names += [piece.name for piece in pieces if not piece.data.isfinite().all()]
+        return names
+
+
+def _streams(records: list[CollectiveRecord]) -> Streams:
+    streams: Streams = defaultdict(list)
+    for r in records:
+        kind = "gathers" if r.op in ("all_gather", "broadcast") else "reductions"
+        streams[f"{kind} along {r.axis}"].append(f"{r.op} {r.tag} of {r.numel} elements")
+    return dict(streams)
+
+
+def _raise_order(every: list[Streams]) -> None:
+    for name in sorted({name for streams in every for name in streams}):
+        lines = [streams.get(name, []) for streams in every]
+        for place, at in enumerate(zip_longest(*lines, fillvalue="nothing")):
+            other = next((rank for rank, line in enumerate(at) if line != at[0]), None)
+            if other is not None:
+                raise LauncherError(
+                    f"the {name} differ: number {place + 1} since the last step is {at[0]} on rank 0, "
+                    f"and {at[other]} on rank {other}",
+                    where=KEY,
+                    fix="have every rank run the same modules in the same order, as often",
+                )
+
+
+def _first(name: str, every: list[tuple[Any, dict[str, int], Any]]) -> int:
+    return next(copies[name] for _, copies, _ in every if name in copies)
+
+
+def _checksum(values: Tensor) -> int:
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return int(values.detach().view(whole).sum(dtype=torch.int64))

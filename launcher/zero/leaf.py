@@ -1,0 +1,168 @@
+"""Leaf modules: modules that are one unit with everything inside them. DeepSpeed's functions, and what they do here.
+
+Units are transformer blocks, the embedding and the head. A leaf inside one of them changes nothing; a leaf around some
+takes their place; a leaf beside them leaves the root unit and becomes a unit of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import eq
+
+from torch import nn
+
+from launcher.errors import ConfigError
+
+FLAG = "_z3_leaf"  # DeepSpeed's name: a module that its functions have marked is a leaf here, too
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+STRUCTURE = (*CONTAINERS, nn.Sequential)  # what may be gone through without being called
+LARGEST = 10**9  # elements of a leaf that the granularity makes
+
+Blocks = list[tuple[str, nn.Module]]
+
+
+# ---- marking --------------------------------------------------------------------------------------
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Make `model` itself a leaf, or not."""
+    setattr(model, FLAG, flag)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` that are marked."""
+    return [module for module in model.modules() if getattr(module, FLAG, False)]
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark every module of these classes; returns them. Before `launcher.initialize`.
+
+    Args:
+        leaf_module_classes: classes, or names of classes, bare or with their Python module.
+        raise_if_not_found: none found is an error.
+
+    Raises:
+        ConfigError: no module is of these classes, or one is a container without a forward.
+    """
+    return _mark_classes(model, list(leaf_module_classes), True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the mark off every module of these classes; returns them."""
+    return _mark_classes(model, list(leaf_module_classes), False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their names in `named_modules()`; returns (modules, names that no module has)."""
+    return _mark_names(model, module_names, flag, raise_if_not_found, eq)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark every module whose name ends so; returns (modules, endings that no name has)."""
+    return _mark_names(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
+
+
+def _mark_classes(
+    model: nn.Module, classes: list[type | str], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    found = [module for module in model.modules() if any(_is_of(module, kind) for kind in classes)]
+    if not found and raise_if_not_found:
+        names = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in classes)
+        raise ConfigError(f"no module is of the class {names}", fix="name a class that the model is made of")
+    return _mark(found, flag)
+
+
+def _is_of(module: nn.Module, kind: type | str) -> bool:
+    if isinstance(kind, type):
+        return isinstance(module, kind)
+    own = type(module)
+    return kind in (own.__name__, f"{own.__module__}.{own.__qualname__}")
+
+
+def _mark_names(
+    model: nn.Module,
+    wanted: Iterable[str],
+    flag: bool,
+    raise_if_not_found: bool,
+    fits: Callable[[str, str], bool],
+) -> tuple[list[nn.Module], list[str]]:
+    found: dict[nn.Module, None] = {}
+    missing = []
+    for text in wanted:
+        fitting = [module for name, module in model.named_modules() if fits(name, text)]
+        found |= dict.fromkeys(fitting)
+        missing += [] if fitting else [text]
+    if missing and raise_if_not_found:
+        raise ConfigError(
+            f"no module is named, or ends in, {', '.join(missing)}", fix="write names of named_modules()"
+        )
+    return _mark(list(found), flag), missing
+
+
+def _mark(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
+    for module in modules:
+        if flag and isinstance(module, CONTAINERS):
+            raise ConfigError(
+                f"a {type(module).__name__} cannot be a leaf: it has no forward that would ask for its parameters",
+                fix="name the module around it, or those inside",
+            )
+        set_z3_leaf_module(module, flag)
+    return modules
+
+
+def mark_fine_modules(model: nn.Module, threshold: int) -> list[nn.Module]:
+    """Mark the outermost modules with at most `threshold` elements for each module with parameters that is inside, and
+    one; containers, modules without children and those of more than 1e9 elements are not marked."""
+    found: list[nn.Module] = []
+    _mark_fine(model, threshold, found)
+    return _mark(found, True)
+
+
+def _mark_fine(module: nn.Module, threshold: int, found: list[nn.Module]) -> None:
+    numel = sum(p.numel() for p in module.parameters())
+    if numel == 0:
+        return
+    calls = [
+        m for m in module.modules() if not isinstance(m, STRUCTURE) and any(True for _ in m.parameters())
+    ]
+    nests = any(True for _ in module.children()) and not isinstance(module, STRUCTURE)
+    if nests and numel <= min(LARGEST, (threshold + 1) * len(calls) - 1):
+        found.append(module)
+        return
+    for child in module.children():
+        _mark_fine(child, threshold, found)
+
+
+# ---- units ----------------------------------------------------------------------------------------
+
+
+def with_leaves(model: nn.Module, blocks: Blocks) -> Blocks:
+    """The modules that are units: `blocks`, and the outermost leaves that are not inside one. In the model's order."""
+    leaves = list(_outermost_leaves(model))
+    if not leaves:
+        return blocks
+    if leaves[0][1] is model:
+        return []
+    inside_leaf = {inner for _, leaf in leaves for inner in leaf.modules()}
+    inside_block = {inner for _, block in blocks for inner in block.modules() if inner is not block}
+    units = [(name, block) for name, block in blocks if block not in inside_leaf]
+    units += [(name, leaf) for name, leaf in leaves if leaf not in inside_block]
+    place = {module: i for i, module in enumerate(model.modules())}
+    return sorted(units, key=lambda unit: place[unit[1]])
+
+
+def _outermost_leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if getattr(module, FLAG, False) and module not in inside:
+            inside.update(module.modules())
+            if any(True for _ in module.parameters()):
+                yield name, module

@@ -1,0 +1,210 @@
+"""Keys of `zero_optimization`, from the JSON to what they change: what is gathered and what travels at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from launcher.config import ConfigProblems, ZeroConfig, load
+from launcher.zero.unit import Unit
+from tests.engine.driving import STAGES, advance, config_of, engine_of
+from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import tiny_llama
+from tests.zero.models import stack
+from tests.zero.training import Case, train
+
+KEY = "zero_optimization."
+BLOCK = 288  # elements of a block of the Stack, slots at multiples of 16
+ALONE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
+# ---- stage 3: what is gathered at a time ----------------------------------------------------------
+
+
+def gathered(ctx: RankContext, zero: dict[str, Any]) -> tuple[int, int, int]:
+    """In the third step: (most elements gathered at a time, most units gathered ahead of use, gathers)."""
+    engine = engine_of(config_of(3, zero_optimization={"stage": 3, **zero}), stack(depth=6))
+    fetcher = engine.zero.fetcher
+    advance(engine, ctx, range(2))
+    live, ahead, starts = [0], [0], 0
+    use, start = fetcher.use, fetcher._start
+
+    def watched_start(unit: Unit, phase: str) -> None:
+        nonlocal starts
+        starts += unit not in fetcher.gathered
+        start(unit, phase)
+        live.append(fetcher.live)
+
+    def watched_use(unit: Unit, phase: str) -> None:
+        before = starts + (unit not in fetcher.gathered)
+        use(unit, phase)
+        ahead.append(starts - before)
+
+    fetcher._start, fetcher.use = watched_start, watched_use
+    advance(engine, ctx, [2])
+    return max(live), max(ahead), starts
+
+
+@pytest.mark.key(KEY + "stage3_prefetch_bucket_size", KEY + "overlap_comm")
+def test_units_gathered_ahead(pool: WorkerPool) -> None:
+    sizes = {0: 0, BLOCK: 1, 3 * BLOCK: 3}
+    for size, units in sizes.items():
+        zero = {"stage3_prefetch_bucket_size": size, **ALONE}
+        assert pool.run(gathered, 2, zero)[0][1] == units
+        assert pool.run(gathered, 2, {**zero, "overlap_comm": False})[0][1] == 0
+
+
+@pytest.mark.key(KEY + "stage3_max_live_parameters", KEY + "stage3_max_reuse_distance")
+def test_units_kept(pool: WorkerPool) -> None:
+    """Within the distance a block is gathered once a step; the limit on live elements goes before it."""
+    everything = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+    kept = pool.run(gathered, 2, {**everything, "stage3_max_reuse_distance": 10**9})[0]
+    near = pool.run(gathered, 2, {**everything, "stage3_max_reuse_distance": 2 * BLOCK})[0]
+    freed = pool.run(gathered, 2, {**everything, "stage3_max_reuse_distance": 0})[0]
+    bounded = pool.run(gathered, 2, {**everything, "stage3_max_live_parameters": 2 * BLOCK})[0]
+    assert kept[2] < near[2] < freed[2]
+    assert kept[0] > bounded[0] >= freed[0]
+    assert bounded[0] <= 4 * BLOCK  # the limit, the block in use, and the root
+
+
+# ---- the step, and reductions ---------------------------------------------------------------------
+
+
+def tiles(ctx: RankContext, stage: int, size: int) -> list[int]:
+    """Elements that each call of the inner optimizer steps."""
+    engine = engine_of(config_of(stage, zero_optimization={"stage": stage, "sub_group_size": size}))
+    seen: list[int] = []
+    inner, step = engine.optimizer.inner, engine.optimizer.inner.step
+
+    def watched() -> None:
+        seen.append(sum(p.numel() for g in inner.param_groups for p in g["params"] if p.grad is not None))
+        step()
+
+    inner.step = watched
+    advance(engine, ctx, [0])
+    return seen
+
+
+@pytest.mark.key(KEY + "sub_group_size")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_elements_stepped_at_a_time(pool: WorkerPool, stage: int) -> None:
+    whole, small = pool.run(tiles, 2, stage, 10**9)[0], pool.run(tiles, 2, stage, 130)[0]
+    assert sum(whole) == sum(small)
+    assert max(small) <= 136 < max(whole)  # a slice is never cut: the largest has 128 and some
+
+
+def in_flight(ctx: RankContext, stage: int, overlap: bool) -> int:
+    """Most gradient elements under way when a unit has been handed over."""
+    engine = engine_of(config_of(stage, zero_optimization={"stage": stage, "overlap_comm": overlap}))
+    seen: list[int] = []
+    launch = engine.zero.reducer._launch
+
+    def watched(unit: Unit) -> None:
+        launch(unit)
+        seen.append(engine.zero.reducer.in_flight)
+
+    engine.zero.reducer._launch = watched
+    advance(engine, ctx, [0])
+    return max(seen)
+
+
+@pytest.mark.key(KEY + "overlap_comm")
+@pytest.mark.parametrize("stage", STAGES)
+def test_reductions_run_on_or_are_waited_for(pool: WorkerPool, stage: int) -> None:
+    assert pool.run(in_flight, 2, stage, True)[0] >= BLOCK
+    assert pool.run(in_flight, 2, stage, False)[0] == 0
+
+
+# ---- keys that change nothing here ----------------------------------------------------------------
+
+
+def other_values(stage: int) -> dict[str, bool]:
+    fields = ZeroConfig.model_fields
+    return {key: not fields[key].get_default() for key in ZeroConfig.without_effect}
+
+
+@pytest.mark.key(*(KEY + key for key in ZeroConfig.without_effect))
+@pytest.mark.parametrize("stage", STAGES)
+def test_keys_without_effect_warn_and_have_none(pool: WorkerPool, stage: int) -> None:
+    """The same collectives, bytes and numbers to the bit, with all of them at their other value."""
+    keys = other_values(stage)
+    notes = [str(note) for note in load({"zero_optimization": {"stage": stage, **keys}}).notes]
+    for key in keys:
+        assert any(f"zero_optimization.{key}: has no effect here" in note for note in notes), key
+    plain = pool.run(train, 2, Case(stage, steps=3))[0]
+    with_keys = pool.run(train, 2, Case(stage, steps=3, zero=keys))[0]
+    assert with_keys.losses == plain.losses and with_keys.held == plain.held
+    assert with_keys.records == plain.records
+
+
+def saved(ctx: RankContext, directory: Path, gather: bool) -> bool:
+    config = config_of(3, zero_optimization={"stage": 3, "stage3_gather_16bit_weights_on_model_save": gather})
+    return bool(engine_of(config, tiny_llama(layers=1)).save_16bit_model(directory))
+
+
+@pytest.mark.key(KEY + "stage3_gather_16bit_weights_on_model_save")
+def test_whole_weights_are_written_either_way(pool: WorkerPool, tmp_path: Path) -> None:
+    """DeepSpeed writes nothing of use without the key; here `save_16bit_model` is asked and does it."""
+    for gather in (True, False):
+        assert pool.run(saved, 2, tmp_path / str(gather), gather) == [True, True]
+    files = [load_file(tmp_path / str(gather) / "model.safetensors") for gather in (True, False)]
+    assert files[0].keys() == files[1].keys() == dict(tiny_llama(layers=1).named_parameters()).keys()
+    assert all((files[1][name] == p).all() for name, p in tiny_llama(layers=1).named_parameters())
+
+
+# ---- keys that are refused ------------------------------------------------------------------------
+
+
+@pytest.mark.key(
+    KEY + "legacy_stage1",
+    KEY + "zeropp_loco_param",
+    KEY + "zeropp_loco_param.err_beta",
+    KEY + "zeropp_loco_param.reset_T",
+    KEY + "grad_hooks",
+)
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [
+        ({"legacy_stage1": True}, "legacy_stage1: is an old key .* which DeepSpeed itself refuses"),
+        ({"zeropp_loco_param": {"err_beta": 0.8}}, "zeropp_loco_param.* which DeepSpeed took back"),
+        ({"zeropp_loco_param": {"reset_T": 1024}}, "zeropp_loco_param.* which DeepSpeed took back"),
+        ({"grad_hooks": False}, "grad_hooks: is an old key .*never was a key of the code"),
+    ],
+)
+def test_old_keys_are_refused(zero: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigProblems, match=said):
+        load({"zero_optimization": zero})
+
+
+@pytest.mark.key(
+    *(KEY + key for key in (
+        "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients", "mics_shard_size", "mics_hierarchical_params_gather",
+    ))
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [
+        ({"stage": 2, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size needs sharded parameters"),
+        ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights needs sharded parameters"),
+        ({"stage": 1, "zero_quantized_nontrainable_weights": True}, "and at stage 1 they are not"),
+        ({"stage": 0, "zero_quantized_gradients": True}, "zero_quantized_gradients is about shards"),
+        ({"stage": 0, "mics_shard_size": 2}, "mics_shard_size is about shards"),
+        ({"stage": 3, "mics_shard_size": 0}, "must be -1 .* or a number of ranks, not 0"),
+        ({"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}, "both say in which groups"),
+        (
+            {"stage": 3, "mics_hierarchical_params_gather": True},
+            "groups of mics_shard_size, and there are none",
+        ),
+        (
+            {"stage": 2, "zero_quantized_gradients": True, "reduce_scatter": False},
+            "quantises a reduce-scatter",
+        ),
+    ],
+)
+def test_what_cannot_stand_together_is_refused(zero: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigProblems, match=said):
+        load({"zero_optimization": zero})
