@@ -127,7 +127,7 @@ class Training:
             "tokens_per_s": seen / seconds,
             "step_time_s": seconds,
         }
-        if engine.fp16_enabled():
+        if engine.fp16_enabled() or engine.loss_scaler.dynamic:  # also float16 under torch_autocast
             record |= {"loss_scale": engine.loss_scale(), "skipped_steps": engine.skipped_steps}
         if engine.timers.enabled:
             record["phases_ms"] = engine.timers.mean_ms(1)
