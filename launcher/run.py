@@ -104,13 +104,14 @@ class Run:
     def describe(self, engine: Engine, model: str, data: str) -> None:
         """Say what will run, and what every "auto" and surprising default became."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        through = engine.mesh.dp.transport
+        through, autocast = engine.mesh.dp.transport, engine.resolved.torch_autocast
         parameters = sum(slot.numel for slot in engine.zero.slots.values())
         self.say(f"model   {model}: {parameters:,} parameters")
         self.say(f"data    {data}")
         self.say(
             f"ranks   {engine.world_size} on {self.device.type} ({backend}{', ' + through if through else ''}), "
             f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
+            + (f" under autocast to {autocast.dtype or 'bf16'}" if autocast.enabled else "")
         )
         self.say(
             f"batch   {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} a microbatch x "

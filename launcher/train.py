@@ -149,7 +149,7 @@ class Training:
         }
         if seqlen is not None:
             record["seqlen"] = seqlen
-        if engine.fp16_enabled():
+        if engine.fp16_enabled() or engine.loss_scaler.dynamic:  # also float16 under torch_autocast
             record |= {"loss_scale": engine.loss_scale(), "skipped_steps": engine.skipped_steps}
         if engine.timers.enabled:
             record["phases_ms"] = engine.get_wall_clock_timers()

@@ -49,8 +49,9 @@ def large_step(
 
 
 @pytest.mark.key("prescale_gradients", "gradient_predivide_factor")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("reduce_scatter", [True, False])
+@pytest.mark.parametrize(
+    ("stage", "reduce_scatter"), [*((stage, True) for stage in STAGES), (1, False), (3, False)]
+)
 def test_division_before_the_sum_keeps_float16_finite(
     pool: WorkerPool, stage: int, reduce_scatter: bool
 ) -> None:
