@@ -14,7 +14,7 @@ import psutil
 from tests.cluster.zygote import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 def environment() -> dict[str, str]:
@@ -25,7 +25,10 @@ def environment() -> dict[str, str]:
 def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `launch` to its end."""
     process = Forked("launcher.cli.main", list(arguments), cwd, environment())
-    out, errors = process.communicate(timeout=LIMIT_S)
+    try:
+        out, errors = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()  # does nothing once it has ended
     return subprocess.CompletedProcess(arguments, process.wait(), out, errors)
 
 
