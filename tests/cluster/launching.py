@@ -1,10 +1,9 @@
-"""Starts `launch` as a user does, on tiny scripts without torch, and looks at what is left of it."""
+"""Starts `launch` on tiny scripts without torch, and looks at what is left of it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +11,10 @@ from pathlib import Path
 
 import psutil
 
+from tests.cluster.zygote import Forked
+
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 def environment() -> dict[str, str]:
@@ -23,29 +24,18 @@ def environment() -> dict[str, str]:
 
 def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `launch` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "launcher.cli.main", *arguments],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        stdin=subprocess.DEVNULL,
-    )
+    process = Forked("launcher.cli.main", list(arguments), cwd, environment())
+    try:
+        out, errors = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()  # does nothing once it has ended
+    return subprocess.CompletedProcess(arguments, process.wait(), out, errors)
 
 
 @contextmanager
-def launching(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+def launching(*arguments: str, cwd: Path) -> Iterator[Forked]:
     """`launch` in the background; whatever is left of it is killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launcher.cli.main", *arguments],
-        cwd=cwd,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    process = Forked("launcher.cli.main", list(arguments), cwd, environment())
     try:
         yield process
     finally:
