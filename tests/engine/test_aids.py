@@ -108,7 +108,7 @@ def test_log_level_silences_the_step_lines(pool: WorkerPool) -> None:
     assert said[1] == ""
 
 
-@pytest.mark.key("timers.throughput.enabled", "timers.throughput.synchronized")
+@pytest.mark.key("timers", "timers.throughput", "timers.throughput.enabled", "timers.throughput.synchronized")
 def test_samples_per_second_are_printed(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     on = pool.run(printed, 1, {"steps_per_print": 2})[0]
     assert (
