@@ -75,6 +75,8 @@ class Run:
         values: dict[str, Any] = {
             "optimizer.params.lr": lr,
             "scheduler.params.total_num_steps": total_steps,
+            "scheduler.params.total_steps": total_steps,
+            "scheduler.params.T_max": total_steps,
             "scheduler.params.warmup_num_steps": max(2, total_steps // 20),
             "scheduler.params.warmup_max_lr": lr,
         }

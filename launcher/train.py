@@ -63,6 +63,18 @@ class Training:
             dp_degree=engine.mesh.dp.degree,
             seed=self.run.args.seed,
         )
+        self._check_length()
+
+    def _check_length(self) -> None:
+        """Before anything is trained: what would end the run early."""
+        engine = self.engine
+        last = getattr(engine.lr_scheduler, "total_steps", None)
+        if isinstance(last, int) and self.total_steps > last:
+            raise ConfigError(
+                f"the schedule ends after {last} optimizer steps, and the run has {self.total_steps}",
+                where="scheduler.params.total_steps",
+                fix=f'write {self.total_steps}, or "auto"',
+            )
         sampling = engine.resolved.data_efficiency.sampling
         if sampling and self.total_steps > sampling.num_epochs * self.loader.steps_per_epoch:
             passes = self.total_steps / self.loader.steps_per_epoch

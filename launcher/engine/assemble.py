@@ -14,7 +14,7 @@ from torch import nn
 
 from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
-from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes
+from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes, state_dtype
 from launcher.engine.engine import Engine
 from launcher.engine.watch import open_monitor
 from launcher.errors import ConfigError, LauncherError
@@ -114,9 +114,7 @@ def initialize(
             chosen[1],
             chosen[0],
             int(resolved.zero_optimization.sub_group_size),
-            torch.bfloat16
-            if resolved.bf16.enabled and resolved.bf16.bf16_optimizer_states
-            else torch.float32,
+            state_dtype(resolved),
         )
     )
     scheduler = _scheduler(resolved, lr_scheduler, stepper)

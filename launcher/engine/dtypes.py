@@ -22,6 +22,18 @@ def autocast_dtype(config: Config) -> torch.dtype | None:
     return DTYPES[str(section.dtype or "bf16")] if section.enabled is True else None
 
 
+def state_dtype(config: Config) -> torch.dtype:
+    """The least precise dtype of optimizer states: 16 bits where the JSON asks for that and master weights have them."""
+    narrow = config.optimizer is not None and not config.optimizer.params.fp32_optimizer_states
+    if config.bf16.enabled and (
+        config.bf16.bf16_optimizer_states or (narrow and config.bf16.bf16_master_weights_and_grads)
+    ):
+        return torch.bfloat16
+    if config.fp16.enabled and narrow and config.fp16.fp16_master_weights_and_grads:
+        return torch.float16
+    return torch.float32
+
+
 def special_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
     """Parameter name -> its dtype, for those that do not have the dtype of the model.
 

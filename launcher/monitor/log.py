@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 logger = logging.getLogger("launcher")
 
@@ -13,10 +12,15 @@ def set_level(name: str | None) -> None:
     if name is None:
         return
     if not logger.hasHandlers():
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_Printer())
     logger.setLevel(name.upper())
+
+
+class _Printer(logging.Handler):
+    """Prints to what is stdout at that time, which a caller may have redirected."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.name}: {record.getMessage()}", flush=True)
 
 
 def say(text: str) -> None:

@@ -1,3 +1,4 @@
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,6 +17,11 @@ SEQLEN: dict[str, Any] = {
 PREFIX = "data_efficiency.data_sampling"
 LEARNING = f"{PREFIX}.curriculum_learning"
 METRIC = f"{LEARNING}.curriculum_metrics.seqlen"
+
+
+def both_names(keys: Iterable[str]) -> list[str]:
+    """Paths of keys of the metric, as they are here and as DeepSpeed documents them, for any metric."""
+    return [f"{LEARNING}.curriculum_metrics.{name}.{key}" for key in keys for name in ("seqlen", "*")]
 
 
 def sections(
@@ -63,7 +69,11 @@ def test_each_switch_turns_everything_inside_off(switch: str) -> None:
     assert ("is off, because data_efficiency" in notes(config)) == (switch != "inner")
 
 
-@pytest.mark.key("data_efficiency.data_routing.enabled", f"{PREFIX}.dynamic_batching.enabled")
+@pytest.mark.key(
+    "data_efficiency.data_routing.enabled",
+    "data_efficiency.data_routing.random_ltd.enabled",
+    f"{PREFIX}.dynamic_batching.enabled",
+)
 def test_routing_and_batches_by_tokens_are_refused_when_on() -> None:
     routing = {"enabled": True, "random_ltd": {"enabled": True, "total_layer_num": 12}}
     said = problems({"data_efficiency": {"enabled": True, "data_routing": routing}})
@@ -125,10 +135,14 @@ def test_refusals_name_the_key(change: dict[str, Any], key: str, words: str) -> 
     assert f"{METRIC}.{key}:" in said and words in said
 
 
-@pytest.mark.key(*(f"{METRIC}.{key}" for key in ("index_to_sample_path", "index_to_metric_path")))
+CHOOSING = ("index_to_sample_path", "index_to_metric_path", "difficulty_type", "clustering_type")
+
+
+@pytest.mark.key(*both_names(CHOOSING))
 def test_what_chooses_sequences_is_refused_with_a_reason() -> None:
-    said = problems(sections(SEQLEN | {"index_to_sample_path": "a", "index_to_metric_path": "b"}))
-    assert said.count("here sequences are cut to the length, not chosen by it") == 2
+    values = ("samples", "metrics", "percentile", "schedule_based")
+    said = problems(sections(SEQLEN | dict(zip(CHOOSING, values, strict=True))))
+    assert said.count("here sequences are cut to the length, not chosen by it") == 4
 
 
 @pytest.mark.key(f"{LEARNING}.curriculum_metrics")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from launcher.run import Run
 from launcher.train import Training
-from tests.config.test_data_efficiency import LEARNING, METRIC, SEQLEN, sections
+from tests.config.test_data_efficiency import LEARNING, METRIC, SEQLEN, both_names, sections
 from tests.engine.driving import ADAMW, CPU
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, share, tiny_llama
@@ -70,7 +70,11 @@ def plain(lengths: list[int]) -> list[float]:
 
 
 @pytest.mark.key(
-    "data_efficiency.enabled", "data_efficiency.data_sampling.enabled", f"{LEARNING}.enabled", METRIC
+    "data_efficiency",
+    "data_efficiency.enabled",
+    "data_efficiency.data_sampling.enabled",
+    f"{LEARNING}.enabled",
+    METRIC,
 )
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_is_that_on_sequences_cut_by_hand(pool: WorkerPool, stage: int) -> None:
@@ -106,7 +110,7 @@ def many_trained(ctx: RankContext, configs: list[dict[str, Any]]) -> list[Traine
     return [trained(ctx, 0, sections(config)) for config in configs]
 
 
-@pytest.mark.key(*(f"{METRIC}.{key}" for key, _, _ in CHANGES))
+@pytest.mark.key(*both_names(key for key, _, _ in CHANGES))
 def test_every_key_of_the_pace_changes_lengths_and_losses(pool: WorkerPool) -> None:
     configs = []
     for _, base, change in CHANGES:
@@ -185,6 +189,13 @@ def test_the_recipes_cut_and_count_what_is_left(pool: WorkerPool, tmp_path: Path
     assert all(2 < record["loss"] < 6 for record in managed[1:])
     for one, other in zip(managed, by_caller, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+@pytest.mark.key("scheduler.params.total_steps")
+def test_the_recipes_refuse_a_schedule_that_ends_before_they_do(pool: WorkerPool, tmp_path: Path) -> None:
+    schedule = {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 4}}
+    with pytest.raises(Exception, match=r"the schedule ends after 4 optimizer steps, and the run has 5"):
+        pool.run(by_recipe, 1, str(tmp_path), {"scheduler": schedule})
 
 
 @pytest.mark.key("data_efficiency.data_sampling.num_epochs")

@@ -24,9 +24,17 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     },
 }
+ADAMW = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1, "fp32_optimizer_states": False}}
+SECTIONS["narrow"] = {**SECTIONS["bf16-master"], "optimizer": ADAMW}  # another way to say bf16-states
+SECTIONS["narrow-alone"] = {
+    **SECTIONS["bf16"],
+    "optimizer": ADAMW,
+}  # says nothing: master weights are float32
 # bytes of each owned element: master weights beside the parameter, Adam's two moments
 MASTER = {"fp16": 4, "fp16-master": 0, "bf16": 4, "bf16-master": 0, "bf16-states": 0}
+MASTER |= {"narrow": 0, "narrow-alone": 4}
 MOMENTS = {"fp16": 8, "fp16-master": 8, "bf16": 8, "bf16-master": 8, "bf16-states": 4}
+MOMENTS |= {"narrow": 4, "narrow-alone": 8}
 
 
 def held(ctx: RankContext, stage: int, name: str) -> dict[str, int]:
@@ -39,7 +47,10 @@ def held(ctx: RankContext, stage: int, name: str) -> dict[str, int]:
 
 
 @pytest.mark.key(
-    "fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
+    "fp16.fp16_master_weights_and_grads",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "optimizer.params.fp32_optimizer_states",
 )
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.parametrize("stage", STAGES)
@@ -88,7 +99,10 @@ def plain(name: str, world: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.key(
-    "fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
+    "fp16.fp16_master_weights_and_grads",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "optimizer.params.fp32_optimizer_states",
 )
 @pytest.mark.parametrize("name", ["fp16-master", "bf16-master", "bf16-states"])
 @pytest.mark.parametrize("stage", STAGES)
@@ -100,7 +114,10 @@ def test_the_numbers_are_those_of_plain_pytorch(pool: WorkerPool, stage: int, na
 
 
 @pytest.mark.key(
-    "fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
+    "fp16.fp16_master_weights_and_grads",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "optimizer.params.fp32_optimizer_states",
 )
 def test_each_key_changes_the_losses(pool: WorkerPool) -> None:
     losses = [tuple(pool.run(run, 2, 2, name)[0][0]) for name in SECTIONS]

@@ -122,7 +122,7 @@ def marked(case: tuple[str, Params, str, Any]) -> Any:
     )
 
 
-@pytest.mark.key("scheduler.type", "scheduler.params")
+@pytest.mark.key("scheduler", "scheduler.type", "scheduler.params")
 @pytest.mark.parametrize(("kind", "params", "key", "other"), [marked(case) for case in CASES])
 def test_every_key_changes_the_training(kind: str, params: Params, key: str, other: Any) -> None:
     before, after = weights(kind, params), weights(kind, params | {key: other})

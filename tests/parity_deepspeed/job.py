@@ -26,14 +26,14 @@ class Job:
     tied: bool = False
     scheduler: str = "WarmupLR"
     csv: str = ""  # directory of csv_monitor, for the engine's own numbers
+    managed: bool = True  # the engine counts microbatches
 
     @property
     def name(self) -> str:
         """Key of the results."""
         tied = "tied" if self.tied else "untied"
-        return (
-            f"stage{self.stage}-{self.dtype}-acc{self.accumulation}-clip{self.clip:g}-{tied}-{self.scheduler}"
-        )
+        by = "" if self.managed else "-by_caller"
+        return f"stage{self.stage}-{self.dtype}-acc{self.accumulation}-clip{self.clip:g}-{tied}-{self.scheduler}{by}"
 
     def config(self) -> dict[str, Any]:
         """The JSON that both engines read."""
@@ -50,6 +50,9 @@ class Job:
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
             "steps_per_print": 1_000_000,
         }
+        if not self.managed:  # DeepSpeed takes it with overlap_comm at stage 2 only
+            config["managed_gradient_accumulation"] = False
+            config["zero_optimization"]["overlap_comm"] = False
         if self.dtype == "bf16":
             config["bf16"] = {"enabled": True}
         if self.csv:
@@ -84,10 +87,12 @@ def train(engine: Any, job: Job) -> dict[str, list[Any]]:
     for step in range(STEPS):
         total = torch.zeros((), dtype=torch.float64)
         rates.append(float(engine.get_lr()[0]))
-        for ids in share(batch(step, 2 * world * job.accumulation), rank, world, job.accumulation):
+        parts = share(batch(step, 2 * world * job.accumulation), rank, world, job.accumulation)
+        for index, ids in enumerate(parts, start=1):
             loss = engine(input_ids=ids, labels=ids).loss
             engine.backward(loss)
-            engine.step()
+            if job.managed or index == len(parts):
+                engine.step()
             total += loss.detach().double() / (world * job.accumulation)
         dist.all_reduce(total)
         losses.append(total.item())

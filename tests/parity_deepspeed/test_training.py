@@ -16,6 +16,8 @@ FP32 = [
     Job(0, accumulation=1, clip=0.0, tied=True, scheduler="WarmupCosineLR"),
     Job(2, accumulation=3, clip=0.0, tied=True, scheduler="WarmupDecayLR"),
     Job(3, accumulation=1, clip=0.0, tied=True, scheduler="WarmupCosineLR"),
+    Job(1, managed=False),
+    Job(2, managed=False),
 ]
 BF16 = [Job(stage, "bf16") for stage in range(4)]
 
