@@ -18,10 +18,11 @@ _HOMES = {
     "Engine": "launcher.engine",
     "init_distributed": "launcher.comm",
     "add_config_arguments": "launcher.arguments",
+    "checkpointing": "launcher.checkpointing",
     "zero": "launcher.zero",
 }
 
-__all__ = ["Engine", "add_config_arguments", "init_distributed", "initialize", "zero"]
+__all__ = ["Engine", "add_config_arguments", "checkpointing", "init_distributed", "initialize", "zero"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,6 +31,6 @@ def __getattr__(name: str) -> Any:
             f"module 'launcher' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}"
         )
     module = import_module(_HOMES[name])
-    value = module if name == "zero" else getattr(module, name)
+    value = module if name in ("checkpointing", "zero") else getattr(module, name)
     globals()[name] = value
     return value

@@ -11,17 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.comm import all_reduce
+from launcher.comm import all_reduce, log_summary
 from launcher.data.loader import GlobalBatchLoader
 from launcher.engine import Engine
 from launcher.engine.batches import to_device
+from launcher.errors import ConfigError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
 from launcher.monitor.plot import plot_loss
 from launcher.monitor.progress import ProgressLine
 from launcher.monitor.summary import RankMemory, print_summary, write_summary
+from launcher.monitor.trace import Trace
+from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.run import Run
 
+EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
 IGNORED = -100  # label of a token that is not learned
 
 
@@ -59,6 +63,14 @@ class Training:
             dp_degree=engine.mesh.dp.degree,
             seed=self.run.args.seed,
         )
+        sampling = engine.resolved.data_efficiency.sampling
+        if sampling and self.total_steps > sampling.num_epochs * self.loader.steps_per_epoch:
+            passes = self.total_steps / self.loader.steps_per_epoch
+            raise ConfigError(
+                f"{self.total_steps} steps are {passes:.1f} passes over the data, not {sampling.num_epochs}",
+                where="data_efficiency.data_sampling.num_epochs",
+                fix="raise it, or train fewer steps: --max-steps, --epochs",
+            )
 
     def fit(self) -> None:
         """Train to the last step, evaluate and save on the way, and write everything at the end."""
@@ -77,9 +89,17 @@ class Training:
             else None
         )
         steps = self.loader.steps()
-        with progress:
+        self.engine.watch.say = progress.message
+        with progress, self._trace() as trace:
             while self.engine.global_steps < self.total_steps:
-                record = self._step(next(steps))
+                place = self.loader.state_dict()
+                try:
+                    with trace.step(self.engine.global_steps + 1):
+                        record = self._step(next(steps))
+                except LossScaleExhausted as error:
+                    self.loader.load_state_dict(place)
+                    self._save_last(error)
+                    raise
                 if self._due(self.run.args.eval_every) and self.eval_set is not None:
                     record["eval_loss"] = self.evaluate()
                 if metrics is not None:
@@ -91,21 +111,29 @@ class Training:
             metrics.close()
         self._finish()
 
+    def _trace(self) -> Trace:
+        args, device = self.run.args, self.engine.device
+        return Trace(args.profile, rank=self.run.rank, steps=args.profile_steps, cuda=device.type == "cuda")
+
     # ---- one step ---------------------------------------------------------------------------
 
     def _step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
         engine, began = self.engine, time.perf_counter()
-        lr = engine.lr
+        lr, seqlen = engine.lr, engine.curriculum_seqlen()
+        # Before tokens are counted: the loss is a mean over those that are left.
+        microbatches = [engine.curriculum.cut(batch, engine.global_steps) for batch in microbatches]
         counts = [learned_tokens(batch) for batch in microbatches]
-        total = self._sum(sum(counts))
+        total = max(1.0, self._sum(sum(counts)))
         loss_sum = torch.zeros((), dtype=torch.float64)
         engine.train()
-        for batch, count in zip(microbatches, counts, strict=True):
+        for index, (batch, count) in enumerate(zip(microbatches, counts, strict=True), start=1):
             loss = engine(**to_device(batch, engine.device)).loss
             # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
             engine.backward(loss * (count * engine.dp_world_size / total), scale_wrt_gas=False)
-            loss_sum += loss.detach().double().cpu() * count
-            engine.step()
+            if count:  # a curriculum may leave nothing but a prompt, whose mean loss is no number
+                loss_sum += loss.detach().double().cpu() * count
+            if engine.managed_gradient_accumulation() or index == len(counts):
+                engine.step()
         mean_loss = self._sum(float(loss_sum)) / total
         seen = engine.train_batch_size() * microbatches[0]["input_ids"].shape[1]
         self.tokens += seen
@@ -119,16 +147,23 @@ class Training:
             "tokens_per_s": seen / seconds,
             "step_time_s": seconds,
         }
+        if seqlen is not None:
+            record["seqlen"] = seqlen
         if engine.fp16_enabled():
             record |= {"loss_scale": engine.loss_scale(), "skipped_steps": engine.skipped_steps}
         if engine.timers.enabled:
-            record["phases_ms"] = engine.timers.mean_ms(1)
+            record["phases_ms"] = engine.get_wall_clock_timers()
         return record
 
     def _sum(self, value: float) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.engine.device)
         all_reduce(tensor, self.engine.mesh.dp, "root/metrics").wait()
         return float(tensor)
+
+    def _collect_garbage(self) -> None:
+        """Between steps, where it costs no step time, when the collector is off."""
+        if self.engine.resolved.disable_python_gc:
+            self.engine.collect_python_gc()
 
     def _due(self, every: int | None) -> bool:
         return every is not None and every > 0 and self.engine.global_steps % every == 0
@@ -137,6 +172,7 @@ class Training:
     def evaluate(self, most_batches: int = 32) -> float:
         """Token-weighted mean loss over the first sequences of the eval set, the same ones on every topology."""
         engine = self.engine
+        self._collect_garbage()
         engine.eval()
         micro, axis = engine.train_micro_batch_size_per_gpu(), engine.mesh.dp
         rows = min(len(self.eval_set), most_batches * micro)
@@ -155,10 +191,19 @@ class Training:
 
     # ---- saving -----------------------------------------------------------------------------
 
-    def save(self) -> None:
+    def save(self, tag: str | None = None) -> None:
         """Write a checkpoint of everything that the run needs to go on."""
+        self._collect_garbage()
         client = {"data": self.loader.state_dict(), "tokens": self.tokens, "total_steps": self.total_steps}
-        self.engine.save_checkpoint(self.run.checkpoints, client_state=client)
+        self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=client)
+
+    def _save_last(self, error: LossScaleExhausted) -> None:
+        """A checkpoint of the state before the step that cannot be done."""
+        tag = f"global_step{self.engine.global_steps}_{EXHAUSTED}"
+        self.save(tag)
+        error.fix = (
+            f"{error.fix}; go on from the state before this step: --resume {self.run.checkpoints / tag}"
+        )
 
     def _resume(self) -> None:
         found = self.run.resume_from()
@@ -174,11 +219,15 @@ class Training:
         if self.engine.global_steps and not self._due(self.run.args.save_every):
             self.save()
         self.engine.save_16bit_model(output / "model")
+        self.engine.saver.wait()
         ranks = self._memory()
         if self.run.rank == 0:
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(output / "model")
             self._write_summary(ranks)
+        if self.engine.resolved.comms_logger.enabled:
+            log_summary()
+        self.engine.watch.close()
         dist.barrier()
 
     def _memory(self) -> list[RankMemory]:

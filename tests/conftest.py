@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.pool import WorkerPool
 
@@ -14,6 +15,10 @@ from tests.pool import WorkerPool
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A busy machine is no bug.
+settings.register_profile("launcher", deadline=None)
+settings.load_profile("launcher")
 
 # The comparison with DeepSpeed takes minutes and needs the package: it runs when asked for.
 _PARITY = os.environ.get("LAUNCHER_TEST_PARITY") == "1" and importlib.util.find_spec("deepspeed") is not None

@@ -92,6 +92,27 @@ def incomplete(metadata: Metadata) -> list[str]:
     ]
 
 
+def covers(metadata: Metadata, name: str, wanted: torch.Tensor) -> bool:
+    """Whether the stored chunks of a tensor have every element of `wanted`: a whole tensor or a flat slice."""
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    if math.prod(entry.size) == sum(math.prod(chunk.sizes) for chunk in entry.chunks):
+        return True  # chunks do not overlap: these are all elements
+    whole = [(torch.Size([0] * wanted.dim()), wanted.shape)]
+    pieces = getattr(wanted, "__create_chunk_list__", None)
+    boxes = whole if pieces is None else [(piece.offsets, piece.sizes) for piece in pieces()]
+    return all(
+        sum(_common(offsets, sizes, chunk.offsets, chunk.sizes) for chunk in entry.chunks) == math.prod(sizes)
+        for offsets, sizes in boxes
+    )
+
+
+def _common(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> int:
+    """Elements that two boxes share."""
+    spans = zip(start, size, other, other_size, strict=True)
+    return math.prod(max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in spans)
+
+
 def _validate(metadata: Any) -> None:
     if not isinstance(metadata, Metadata):
         raise ValueError("it is not the metadata of a checkpoint")

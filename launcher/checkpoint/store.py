@@ -16,19 +16,28 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from launcher.checkpoint import tags
-from launcher.checkpoint.reader import SafeReader, TensorLoadPlanner, incomplete, read_metadata, shapes_of
+from launcher.checkpoint.ranks import Disagreement, Ranks, root_cause
+from launcher.checkpoint.reader import (
+    SafeReader,
+    TensorLoadPlanner,
+    covers,
+    incomplete,
+    read_metadata,
+    shapes_of,
+)
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import latest_tag, list_tags, prune
 from launcher.errors import CheckpointError
 
-__all__ = ["latest_tag", "list_tags", "load", "load_meta", "prune", "save"]
+__all__ = ["find", "latest_tag", "list_tags", "load", "load_meta", "prune", "save"]
 
 Tensors = Mapping[str, torch.Tensor | FlatSlice]
 T = TypeVar("T")
@@ -41,7 +50,10 @@ def save(
     meta: Mapping[str, Any],
     group: dist.ProcessGroup | None = None,
     latest: bool = True,
-) -> None:
+    *,
+    node: dist.ProcessGroup | None = None,
+    on_other_tags: Disagreement = "Fail",
+) -> int:
     """Write a checkpoint DIRECTORY/TAG and make it the latest one. Collective over `group`.
 
     Everything goes to DIRECTORY/.tmp-TAG and is synced; then rank 0 renames that and moves `latest`. A save
@@ -55,6 +67,12 @@ def save(
         meta: what JSON can hold: steps, learning rates, positions. Rank 0's counts.
         group: the ranks that save together; None is all of them. Without a process group: this process alone.
         latest: false leaves `latest` where it is.
+        node: the ranks of this node, when `directory` is another one on each node. Each then has what its ranks
+            pass, which need not be all of a tensor.
+        on_other_tags: what happens when ranks name different tags; rank 0's counts unless it is "Fail".
+
+    Returns:
+        Bytes of the files in this rank's directory, on the first of the ranks that share it; 0 on the others.
 
     Raises:
         CheckpointError: on every rank, if any of them fails (disk full, no permission, slices that do not
@@ -62,21 +80,39 @@ def save(
             the tensor, ...).
     """
     path = Path(directory)
-    ranks = _Ranks(group)
+    ranks = Ranks(group, node)
     text = ranks.together(lambda: _check_arguments(tag, meta))
-    ranks.same("tag", tag)
+    tag = ranks.agreed("tag", tag, on_other_tags)
     try:
         ranks.on_first(lambda: tags.start(path, tag))
         temporary = tags.temporary_path(path, tag)
         ranks.together(lambda: _check_visible(temporary))
+        if node is not None:
+            _check_separate(temporary, ranks)
         metadata = ranks.together(lambda: _write(temporary, tensors, ranks))
-        ranks.together(lambda: _check_complete(metadata))
-        ranks.on_first(lambda: _write_meta(temporary, text))
+        if node is None:
+            ranks.together(lambda: _check_complete(metadata))
+        written = ranks.on_first(lambda: _write_meta(temporary, text))
         ranks.on_first(lambda: tags.finish(path, tag, latest))
     except CheckpointError:
-        if ranks.rank == 0:
+        if ranks.first:
             tags.discard(path, tag)
         raise
+    return written or 0
+
+
+def find(
+    directory: str | Path,
+    tag: str | None = None,
+    *,
+    missing_ok: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[str, dict[str, Any]] | None:
+    """`load_meta` on all ranks together: they find the same, or all raise. Collective over `group`."""
+    ranks = Ranks(group)
+    found = ranks.together(lambda: load_meta(directory, tag, missing_ok=missing_ok))
+    ranks.agreed("checkpoint to load", "none" if found is None else found[0])
+    return found
 
 
 @overload
@@ -103,6 +139,7 @@ def load_meta(
     path = Path(directory)
     chosen = tag if tag is not None else latest_tag(path)
     if chosen is None:
+        tags.refuse_foreign(path)
         if missing_ok:
             return None
         known = list_tags(path)
@@ -123,6 +160,8 @@ def load(
     tensors: Tensors,
     group: dist.ProcessGroup | None = None,
     strict: bool = True,
+    *,
+    node: dist.ProcessGroup | None = None,
 ) -> None:
     """Read the checkpoint DIRECTORY/TAG into `tensors`, in place. Collective over `group`.
 
@@ -131,12 +170,13 @@ def load(
 
     Args:
         strict: False leaves tensors that the checkpoint does not have as they are.
+        node: the ranks of this node, when `directory` is another one on each node.
 
     Raises:
         CheckpointError: on every rank: names are missing, shapes differ, or a file is corrupted.
     """
     path = Path(directory)
-    ranks = _Ranks(group)
+    ranks = Ranks(group, node)
 
     def prepare() -> tuple[Path, Metadata]:
         where = tags.tag_path(path, tag)
@@ -152,11 +192,20 @@ def load(
                 dict(tensors),
                 storage_reader=SafeReader(where, metadata),
                 planner=TensorLoadPlanner(flatten_state_dict=False, allow_partial_load=not strict),
-                process_group=group,
+                process_group=ranks.sharing,
                 no_dist=ranks.alone,
             )
         )
     )
+
+
+class _PartialPlanner(dcp.DefaultSavePlanner):
+    """torch's planner for ranks that together have a part of the tensors."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans = dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
+        self.global_plan, self.metadata = create_default_global_save_plan(plans)
+        return self.global_plan, self.metadata
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -174,70 +223,10 @@ class _Writer(dcp.FileSystemWriter):
             return super().write_data(plan, planner)
         except Exception as error:
             raise CheckpointError(
-                f"The checkpoint could not be written{self._who}: {_root_cause(error)}",
+                f"The checkpoint could not be written{self._who}: {root_cause(error)}",
                 where=str(self.path),
                 fix="make room or save elsewhere; the checkpoints saved before are intact",
             ) from error
-
-
-class _Ranks:
-    """The ranks of a group, which fail together or not at all."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if self.alone else dist.get_rank(group)
-
-    def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; if it fails on one, raise on all."""
-        failure: str | None = None
-        cause: BaseException | None = None
-        try:
-            result = work()
-        except (Exception, CheckpointException) as error:
-            cause, failure = error, _describe(error, None if self.alone else self.rank)
-        failures = self._gather(failure)
-        if not any(failures):
-            return result
-        if isinstance(cause, CheckpointError):
-            raise cause
-        raise CheckpointError(next(text for text in failures if text)) from cause
-
-    def on_first(self, work: Callable[[], Any]) -> None:
-        """Run `work` on rank 0 while the others wait; if it fails, raise on all."""
-        self.together(lambda: work() if self.rank == 0 else None)
-
-    def same(self, what: str, value: str) -> None:
-        values = self._gather(value)
-        if len(set(values)) > 1:
-            raise CheckpointError(f"The ranks disagree about the {what}: {sorted(set(map(str, values)))}.")
-
-    def _gather(self, value: str | None) -> list[str | None]:
-        if self.alone:
-            return [value]
-        values: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """The operating system's error behind it, if there is one: torch.save reports what follows from it."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause or error
-
-
-def _describe(error: BaseException, rank: int | None) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        failed, (inner, _) = next(iter(error.failures.items()))
-        return _describe(inner, None if rank is None else failed)
-    if isinstance(error, CheckpointError):
-        return str(error)
-    on = "" if rank is None else f" on rank {rank}"
-    if isinstance(error, OSError):
-        return f"The checkpoint could not be written or read{on}: {error}"
-    return f"The checkpoint failed{on}: {type(error).__name__}: {error}"
 
 
 def _quietly(work: Callable[[], T]) -> T:
@@ -264,15 +253,33 @@ def _check_visible(temporary: Path) -> None:
         )
 
 
-def _write(temporary: Path, tensors: Tensors, ranks: _Ranks) -> Metadata:
+def _check_separate(temporary: Path, ranks: Ranks) -> None:
+    """Each node leaves a mark; in a directory that nodes share there is another one, or none."""
+    mark = temporary / f".node-of-rank-{ranks.rank}"
+    ranks.on_first(mark.touch)
+
+    def look() -> None:
+        if len(list(temporary.glob(".node-of-rank-*"))) != 1 or not mark.exists():
+            raise CheckpointError(
+                f"{temporary.parent} is one directory for several nodes.",
+                where="checkpoint.use_node_local_storage",
+                fix="save to a directory on each node's own disk, or write false: all nodes then save together",
+            )
+
+    ranks.on_first(look)
+    ranks.on_first(mark.unlink)
+
+
+def _write(temporary: Path, tensors: Tensors, ranks: Ranks) -> Metadata:
     writer = _Writer(temporary, "" if ranks.alone else f" on rank {ranks.rank}")
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    kind = dcp.DefaultSavePlanner if ranks.node is None else _PartialPlanner
+    planner = kind(flatten_state_dict=False)
     return _quietly(
         lambda: dcp.save(
             dict(tensors),
             storage_writer=writer,
             planner=planner,
-            process_group=ranks.group,
+            process_group=ranks.sharing,
             no_dist=ranks.alone,
         )
     )
@@ -286,7 +293,8 @@ def _check_complete(metadata: Metadata) -> None:
         )
 
 
-def _write_meta(temporary: Path, meta: str) -> None:
+def _write_meta(temporary: Path, meta: str) -> int:
+    """Write meta.json; returns the bytes of the other files."""
     files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
     content = {
         "format": tags.FORMAT,
@@ -296,6 +304,7 @@ def _write_meta(temporary: Path, meta: str) -> None:
         "meta": json.loads(meta),
     }
     tags.write_durably(temporary / tags.META_FILE, json.dumps(content, indent=1))
+    return sum(files.values())
 
 
 def _check_sizes(where: Path, files: Mapping[str, int]) -> None:
@@ -317,7 +326,7 @@ def _check_fit(where: Path, metadata: Metadata, tensors: Tensors, strict: bool) 
         for name, tensor in tensors.items()
         if name in stored and tuple(tensor.shape) != stored[name]
     ]
-    ragged = [name for name in incomplete(metadata) if name in tensors]
+    ragged = [name for name in tensors if name in stored and not covers(metadata, name, tensors[name])]
     problems = [
         f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
         for what, names in (("missing", missing), ("of another shape", wrong), ("incomplete", ragged))
@@ -327,5 +336,6 @@ def _check_fit(where: Path, metadata: Metadata, tensors: Tensors, strict: bool) 
         raise CheckpointError(
             f"The checkpoint does not fit the model: {'; '.join(problems)}.",
             where=str(where),
-            fix="load it with the model that it was saved from",
+            fix="load it with the model that it was saved from, and one that was saved to node-local storage on the "
+            "same ranks of the same nodes",
         )

@@ -50,12 +50,29 @@ def tag_path(directory: Path, tag: str) -> Path:
     for path in (directory / check_tag(tag), directory / f"{_OLD}{tag}"):
         if (path / META_FILE).is_file():
             return path
+    refuse_foreign(directory / tag)
     tags = list_tags(directory)
     raise CheckpointError(
         f"{directory} has no checkpoint with the tag {tag!r}.",
         where=str(directory),
         fix=f"load one of: {', '.join(tags[-5:])}" if tags else "it has none at all; check the directory",
     )
+
+
+def refuse_foreign(path: Path) -> None:
+    """Say it clearly where a directory is a checkpoint of DeepSpeed's.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    universal = (path / "latest_universal").exists() or (path / "zero" / "optimizer_state.pt").exists()
+    if universal or next(path.glob("*model_states.pt"), None) is not None:
+        kind = "in DeepSpeed's universal layout" if universal else "of DeepSpeed's"
+        raise CheckpointError(
+            f"{path} has a checkpoint {kind}, which is not read here.",
+            where=str(path),
+            fix="write its weights with DeepSpeed's zero_to_fp32.py --safe_serialization, and start from those",
+        )
 
 
 def list_tags(directory: str | Path) -> list[str]:

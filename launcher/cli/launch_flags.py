@@ -33,6 +33,7 @@ examples:
   launch --config ds_configs/zero2.json
   launch --config ds_configs/zero3.json --num_gpus 2 pretrain --max-steps 30 --output-dir runs/first
   launch --config ds_config.json finetune --model ./my-model --dataset chat.jsonl
+  launch check ds_config.json                               (what becomes of every key)
   launch --num_gpus 4 my_script.py --any --flags
   launch --config ds_configs/zero2.json pretrain --help     (the recipe's flags)
 
@@ -45,13 +46,19 @@ def launch_parser() -> FlagParser:
     """The parser of everything that stands before the recipe's name."""
     parser = FlagParser(
         prog="launch",
-        usage="launch [flags] --config DS.json [pretrain | finetune | RECIPE.py | SCRIPT.py] [its flags]",
+        usage="launch [flags] --config DS.json [pretrain | finetune | RECIPE.py | SCRIPT.py] [its flags]\n"
+        "       launch check DS.json [--num-gpus N] [--explain] [--migrate OUT.json]",
         description="Trains a Hugging Face model from a DeepSpeed-style JSON.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run = parser.add_argument_group("the run")
-    run.add_argument("--config", "--deepspeed_config", metavar="DS.json", help="the DeepSpeed-style JSON")
+    run.add_argument(
+        "--config",
+        "--deepspeed_config",
+        metavar="DS.json",
+        help="the DeepSpeed-style JSON: a file, or its text in base64",
+    )
     run.add_argument(
         "--num_gpus",
         "--num_accelerators",

@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None takes those of the process.
 
     Returns:
-        0; 2 for a mistake in flags or configuration; else how the run ended (128 + n for signal n).
+        0; 2 for a mistake in flags or configuration (`launch check`: 1 when it refuses the JSON); else how the run
+        ended (128 + n for signal n).
     """
     try:
         return _launch(list(sys.argv[1:] if argv is None else argv))
@@ -58,6 +59,10 @@ def print_error(text: str) -> None:
 
 
 def _launch(argv: list[str]) -> int:
+    if argv[:1] == ["check"]:
+        from launcher.cli.check import check
+
+        return check(argv[1:])
     parser = launch_parser()
     own, recipe = split_argv(parser, argv)
     flags = parser.parse_args(own)
@@ -100,8 +105,8 @@ class _Request:
         return self.kind == "script" and bool({"-h", "--help"} & set(self.arguments))
 
 
-def _checked_config(path: str | None, *, needed: bool) -> Path | None:
-    """The absolute path of a configuration that has been read and found right."""
+def _checked_config(path: str | None, *, needed: bool) -> str | None:
+    """The absolute path of a configuration that has been read and found right, or its text in base64."""
     if path is None:
         if needed:
             raise ConfigError(
@@ -110,13 +115,19 @@ def _checked_config(path: str | None, *, needed: bool) -> Path | None:
                 fix="launch --config DS.json ...; examples are in " + str(shared_directory("ds_configs")),
             )
         return None
-    from launcher.config import load
+    from launcher.config.load import LONGEST_NAME, load
 
-    load(path)
-    return Path(path).resolve()
+    config = load(path)
+    if needed and config.zero_optimization.stage == "auto":
+        raise ConfigError(
+            'zero_optimization.stage is "auto", and no recipe says which stage that is',
+            where=config.where("zero_optimization.stage"),
+            fix='write "stage": 0, 1, 2 or 3',
+        )
+    return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 
-def _plan(run: _Request, flags: argparse.Namespace, config: Path | None) -> LocalRun:
+def _plan(run: _Request, flags: argparse.Namespace, config: str | None) -> LocalRun:
     from launcher.cluster import cores, local
 
     wanted = (run.is_ours and value_of(run.arguments, "--device")) or flags.device
@@ -132,7 +143,7 @@ def _plan(run: _Request, flags: argparse.Namespace, config: Path | None) -> Loca
         "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
     }
     if config is not None:
-        environment["LAUNCHER_CONFIG"] = str(config)
+        environment["LAUNCHER_CONFIG"] = config
     threads = len(shares[0]) if shares else max(1, len(cores.usable_cores()) // ranks)
     if "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(threads)

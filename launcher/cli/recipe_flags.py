@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+
 from launcher.cli.flags import FlagParser
+from launcher.monitor.trace import steps_of
 
 
 def training_parser(recipe: str, description: str) -> FlagParser:
     """The parser a recipe starts from; it may add flags of its own.
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
-    epochs, output_dir, save_every, eval_every, resume, seed, device. None means "not said".
+    epochs, output_dir, save_every, eval_every, resume, profile, profile_steps, seed, device. None means "not said".
 
     Args:
         recipe: its name, shown by `--help`.
@@ -36,7 +39,28 @@ def training_parser(recipe: str, description: str) -> FlagParser:
     output.add_argument(
         "--resume", nargs="?", const="latest", metavar="latest|DIR", help="go on from a checkpoint"
     )
+    looking = parser.add_argument_group("profiling")
+    looking.add_argument(
+        "--profile",
+        metavar="DIR",
+        help="write a trace of some steps for each rank, for https://ui.perfetto.dev; collectives are named "
+        "unit/phase/operation, such as model.layers.0/backward/reduce_scatter",
+    )
+    looking.add_argument(
+        "--profile-steps",
+        type=_steps,
+        default=(3, 4),
+        metavar="A-B",
+        help="first and last step to trace (default: 3-4; the first steps are slower than the rest)",
+    )
     other = parser.add_argument_group("other")
     other.add_argument("--seed", type=int, default=1234, metavar="N", help="default: 1234")
     other.add_argument("--device", choices=("auto", "cuda", "cpu"), help="default: the launcher's")
     return parser
+
+
+def _steps(text: str) -> tuple[int, int]:
+    try:
+        return steps_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -10,7 +10,9 @@ from launcher.comm.collectives import (
     record_collectives,
     reduce_scatter,
 )
+from launcher.comm.log import log_summary
 from launcher.comm.mesh import Axis, Mesh
+from launcher.comm.observe import Timing, observe_collectives
 from launcher.comm.setup import init_distributed, pick_device
 
 __all__ = [
@@ -18,11 +20,14 @@ __all__ = [
     "CollectiveRecord",
     "Mesh",
     "Pending",
+    "Timing",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
     "init_distributed",
+    "log_summary",
+    "observe_collectives",
     "pick_device",
     "record_collectives",
     "reduce_scatter",

@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from torch.profiler import record_function
 
 from launcher.comm.memory import Add, Waitable
 from launcher.comm.mesh import Axis
+from launcher.comm.observe import Timing, observers
+from launcher.monitor.clock import now
 
 # torch 2.13 renamed these two; older versions know only the second name.
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,13 +43,15 @@ SMALL = 1 << 15  # bytes of a slice; smaller ones are sent: that takes one messa
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective as this rank saw it. `sent` is in bytes, by the theory of the ring or pairwise algorithm."""
+    """One collective as this rank saw it. `sent` is in bytes, by the theory of the ring or pairwise algorithm;
+    `nbytes` are those of the whole buffer."""
 
     op: str
     tag: str
     axis: str
     numel: int
     sent: int
+    nbytes: int
 
 
 class Pending:
@@ -53,15 +59,21 @@ class Pending:
 
     def __init__(self, works: Sequence[Waitable], finish: Callable[[], None] | None = None) -> None:
         self._works, self._finish = list(works), finish
+        self.timing: Timing | None = None
 
     def wait(self) -> None:
         """Block until the result is in place (on CUDA: make the current stream wait for it). Safe to call again."""
         works, self._works = self._works, []
+        timing, self.timing = self.timing, None
+        if timing is not None:
+            timing.begin_wait()
         for work in works:
             work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+        if timing is not None:
+            timing.end_wait()
 
 
 _recorders: list[list[CollectiveRecord]] = []
@@ -75,13 +87,15 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
     try:
         yield records
     finally:
-        _recorders.remove(records)
+        _recorders[:] = [
+            other for other in _recorders if other is not records
+        ]  # equal lists are not the same
 
 
 def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:
     sent = _nbytes(buffer) * times * (axis.degree - 1) // axis.degree
     numel = buffer.numel() * (axis.degree if "_" in op and op != "all_reduce" else 1)
-    _keep(CollectiveRecord(op, tag, axis.name, numel, sent), axis)
+    _keep(CollectiveRecord(op, tag, axis.name, numel, sent, numel * buffer.element_size()), axis)
 
 
 def _keep(record: CollectiveRecord, axis: Axis) -> None:
@@ -90,10 +104,33 @@ def _keep(record: CollectiveRecord, axis: Axis) -> None:
             records.append(record)
 
 
+P = ParamSpec("P")
+B = TypeVar("B", Tensor, Sequence[Tensor])
+
+
+def _timed(start: Callable[Concatenate[B, P], Pending]) -> Callable[Concatenate[B, P], Pending]:
+    """The collective `start`, timed while somebody observes (`observe.py`)."""
+
+    @wraps(start)
+    def begin(buffer: B, *args: P.args, **kwargs: P.kwargs) -> Pending:
+        if not observers:
+            return start(buffer, *args, **kwargs)
+        device = buffer.device if isinstance(buffer, Tensor) else buffer[0].device
+        started = now(device)
+        with record_collectives() as records:
+            pending = start(buffer, *args, **kwargs)
+        if records:
+            pending.timing = Timing(records[0], device, started)
+        return pending
+
+    return begin
+
+
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+@_timed
 def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None)) -> Pending:
     """Fill `full` [N * s] from the slices of all ranks; slice r already holds this rank's part.
 
@@ -118,6 +155,7 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
         return Pending(works)
 
 
+@_timed
 def reduce_scatter(
     full: Tensor, out: Tensor, axis: Axis, tag: str, *, within: slice = slice(None), accumulate: bool = False
 ) -> Pending:
@@ -194,6 +232,7 @@ def _native(full: Tensor, slices: list[Tensor], out: Tensor, axis: Axis, accumul
     return Pending([work], finish)
 
 
+@_timed
 def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     """Sum `buffer` over the axis, in place."""
     _note("all_reduce", tag, axis, buffer, 2)
@@ -208,6 +247,7 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
         return Pending([dist.all_reduce(buffer, group=axis.reductions, async_op=True)])
 
 
+@_timed
 def broadcast(buffer: Tensor, axis: Axis, tag: str, *, source: int = 0) -> Pending:
     """Copy the buffer of coordinate `source` of the axis to all its ranks, in place."""
     _note("broadcast", tag, axis, buffer, 1)
@@ -217,6 +257,7 @@ def broadcast(buffer: Tensor, axis: Axis, tag: str, *, source: int = 0) -> Pendi
         return Pending([dist.broadcast(buffer, group=axis.group, group_src=source, async_op=True)])
 
 
+@_timed
 def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis, tag: str) -> Pending:
     """Send a flat tensor of its own to every rank, and receive one from each.
 
@@ -226,7 +267,8 @@ def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axi
     """
     sent = sum(_nbytes(outgoing[peer]) for peer in axis.peers)
     numel = sum(part.numel() for part in outgoing)
-    _keep(CollectiveRecord("all_to_all", tag, axis.name, numel, sent), axis)
+    nbytes = sum(_nbytes(part) for part in outgoing)
+    _keep(CollectiveRecord("all_to_all", tag, axis.name, numel, sent, nbytes), axis)
     if axis.group is None:
         return Pending([])
     with record_function(f"{tag}/all_to_all"):

@@ -4,31 +4,50 @@ from __future__ import annotations
 
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.batch import BatchTriple
+from launcher.config.checkpoint import CheckpointConfig
+from launcher.config.compile import CompileConfig
+from launcher.config.data_efficiency import DataEfficiencyConfig, DataSamplingConfig, SeqlenConfig
 from launcher.config.data_types import DataTypesConfig
-from launcher.config.load import load
-from launcher.config.optimizer import OptimizerConfig, OptimizerParams
-from launcher.config.precision import Bf16Config, Fp16Config
-from launcher.config.problems import ConfigProblems, Problem
-from launcher.config.resolve import ResolvedAuto, autos_of_hidden_size
-from launcher.config.root import Config
-from launcher.config.scheduler import (
-    SchedulerConfig,
-    SchedulerParams,
+from launcher.config.deepspeed_schedules import (
+    DeepSpeedParams,
+    LRRangeTestParams,
+    OneCycleParams,
     WarmupCosineLRParams,
     WarmupDecayLRParams,
     WarmupLRParams,
+    WarmupParams,
 )
+from launcher.config.load import load
+from launcher.config.optimizer import OptimizerConfig, OptimizerParams
+from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
+from launcher.config.problems import ConfigProblems, Problem
+from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
+from launcher.config.resolve import ResolvedAuto, autos_of_hidden_size
+from launcher.config.root import Config
+from launcher.config.schedule_params import SchedulerParams
+from launcher.config.scheduler import SchedulerConfig
 from launcher.config.section import Section, field_docs
+from launcher.config.timers import ThroughputConfig, TimersConfig
+from launcher.config.torch_schedules import TorchParams
 from launcher.config.zero import ZeroConfig
 
 __all__ = [
     "ActivationCheckpointingConfig",
     "BatchTriple",
     "Bf16Config",
+    "CheckpointConfig",
+    "CommsLoggerConfig",
+    "CompileConfig",
     "Config",
     "ConfigProblems",
+    "DataEfficiencyConfig",
+    "DataSamplingConfig",
     "DataTypesConfig",
+    "DeepSpeedParams",
+    "FlopsProfilerConfig",
     "Fp16Config",
+    "LRRangeTestParams",
+    "OneCycleParams",
     "OptimizerConfig",
     "OptimizerParams",
     "Problem",
@@ -36,9 +55,15 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerParams",
     "Section",
+    "SeqlenConfig",
+    "ThroughputConfig",
+    "TimersConfig",
+    "TorchAutocastConfig",
+    "TorchParams",
     "WarmupCosineLRParams",
     "WarmupDecayLRParams",
     "WarmupLRParams",
+    "WarmupParams",
     "ZeroConfig",
     "autos_of_hidden_size",
     "field_docs",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.problems import ConfigProblems, Note, Path, Problem, dotted, show
+from launcher.config.problems import ConfigProblems, Note, Path, Problem, dotted, is_comment, show
 from launcher.config.reader import Document
 from launcher.config.schema import not_written, unknown_key
 from launcher.config.section import AUTO, Section
+from launcher.config.suggest import nearest
 from launcher.config.wording import in_words
 
 S = TypeVar("S", bound=Section)
@@ -24,20 +26,24 @@ class Checker:
         self.root, self.document = root, document
         self.problems = list(document.problems)
         self.notes: list[Note] = []
+        self.off = False  # inside a section whose `enabled` is false, which asks for nothing
 
     def build(self, cls: type[S], known: Known | None, written: dict[str, Any], path: Path) -> S | None:
         """The section at `path`, None when it cannot be built; wrong keys are reported and left out."""
+        around, self.off = self.off, self.off or _is_off(cls, written)
         values = self.own_keys(cls, known, written, path)
         for key in cls.model_fields:
             self.build_member(cls, key, known, values, path)
+        self.off = around
         section = self.validate(cls, values, path)
         if section is None:
             return None
         wrong = {dotted(problem.path) for problem in self.problems}
-        wrong |= {problem.suggestion for problem in self.problems if problem.suggestion}
+        meant = {problem.suggestion for problem in self.problems if problem.suggestion}
+        wrong |= {key for key in meant if not self.document.holds(tuple(key.split(".")))}
         for conflict in section.conflicts():
             paths = [(*path, *key.split(".")) for key in conflict.keys]
-            if wrong.isdisjoint(map(dotted, paths)):
+            if not any(_is_inside(inner, dotted(around)) for inner in wrong for around in paths):
                 self.problems.append(Problem(paths[0], conflict.what, conflict.fix))
         self.notes += self.noted(section, path)
         return section
@@ -56,15 +62,18 @@ class Checker:
         spelled: dict[str, str] = {}
         for key, value in written.items():
             here, name = (*path, key), cls.spelling(key)
+            if is_comment(key, value) and name not in cls.model_fields:
+                self.notes.append(Note(here, "comment", "is taken as a comment"))
+                continue
             child = known.child(key) if known else None
             if name in values:
                 both = f"`{key}` and `{spelled[name]}` are two names of one key"
                 self.problems.append(Problem(here, both, f"keep `{name}`"))
             elif name in cls.model_fields:
                 values[name], spelled[name] = value, key
-                if key in cls.old_names:
-                    self.notes.append(Note(here, "converted", f"is the old name of {dotted((*path, name))}"))
-            elif child is not None:
+            elif (
+                known and child is not None and (key in known.children or not nearest(key, cls.model_fields))
+            ):
                 self.problems += self.unimplemented(child, value, here)
             else:
                 self.problems.append(unknown_key(self.root, cls, known, here))
@@ -110,10 +119,12 @@ class Checker:
             wrong = set()
             for detail in error.errors(include_url=False):
                 wrong.add(detail["loc"][0])
-                if detail["type"] == "missing" and self.excused((*path, *detail["loc"])):
+                here = (*path, *detail["loc"])
+                told = any(problem.path == here for problem in self.problems)
+                if told or (detail["type"] == "missing" and self.excused(here)):
                     continue
                 what, fix = in_words(detail)
-                self.problems.append(Problem((*path, *detail["loc"]), what, fix))
+                self.problems.append(Problem(here, what, fix))
         try:
             return cls.model_validate({key: value for key, value in values.items() if key not in wrong})
         except ValidationError:
@@ -129,7 +140,7 @@ class Checker:
     def unimplemented(self, known: Known, value: Any, path: Path) -> list[Problem]:
         """Problems of a key that only DeepSpeed has: none if it asks for nothing and has no typo inside."""
         typos = self.typos(known, value, path)
-        return typos + list(self.demands(known, value, path))
+        return typos if self.off else typos + list(self.demands(known, value, path))
 
     def typos(self, known: Known, value: Any, path: Path) -> list[Problem]:
         if known.free or not isinstance(value, dict | list):
@@ -138,6 +149,8 @@ class Checker:
         found = []
         for index, (key, member) in enumerate(members):
             here = (*path, key if isinstance(value, dict) else index)
+            if is_comment(key, member):
+                continue
             child = known.child(key)
             if child is None:
                 found.append(unknown_key(self.root, None, known, here))
@@ -182,11 +195,42 @@ def _is_neutral(known: Known, value: Any) -> bool:
     return any(value == plain and boolean == isinstance(plain, bool) for plain in known.neutral)
 
 
-def checked(root: type[S], document: Document) -> tuple[S, tuple[Note, ...]]:
-    """The whole configuration and its notes. Raises ConfigProblems with everything that is wrong."""
+def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
+    """Whether the section has a switch and it is off, be it by default."""
+    switch = cls.model_fields.get("enabled")
+    return switch is not None and written.get("enabled", switch.get_default()) in (False, None)
+
+
+def _is_inside(path: str, around: str) -> bool:
+    return f"{path}.".startswith(f"{around}.")
+
+
+@dataclass(frozen=True)
+class Examined(Generic[S]):
+    """What the checks say of a document.
+
+    Attributes:
+        config: None when there are problems.
+        problems: in the order of the file.
+        notes: what was converted, differs or has no effect.
+    """
+
+    document: Document
+    config: S | None
+    problems: tuple[Problem, ...]
+    notes: tuple[Note, ...]
+
+    def required(self) -> S:
+        """The configuration. Raises ConfigProblems with everything that is wrong."""
+        if self.config is None:
+            raise ConfigProblems(self.document.name, self.problems, self.document.described)
+        return self.config
+
+
+def examine(root: type[S], document: Document) -> Examined[S]:
+    """Builds the whole configuration, whatever is wrong with it."""
     checker = Checker(root, document)
     config = checker.build(root, known_keys(), document.tree, ())
-    if checker.problems or config is None:
-        problems = sorted(checker.problems, key=lambda problem: document.place(problem.path))
-        raise ConfigProblems(document.name, problems, document.where)
-    return config, tuple(checker.notes)
+    problems = sorted(checker.problems, key=lambda problem: document.place(problem.path))
+    notes = (*document.conversions, *checker.notes)
+    return Examined(document, None if problems else config, tuple(problems), notes)

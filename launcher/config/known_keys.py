@@ -16,72 +16,15 @@ from typing import Any, Literal
 Status = Literal["later", "old", "ignored"]
 
 LATER = """
-managed_gradient_accumulation | true | the caller decides when an optimizer step is due
-memory_breakdown | false | prints memory at each phase
-dump_state | false | prints the state of the engine once
-log_level | | level of the logger
-disable_python_gc | false | Python's cyclic garbage collector off while training
 optimizer
   params
     per_head_muon | false | Muon: each attention head is orthogonalised by itself
 scheduler
   params
-    lr_range_test_min_lr | | LRRangeTest: first rate
-    lr_range_test_step_size | | LRRangeTest: steps between two rates
-    lr_range_test_step_rate | | LRRangeTest: growth of the rate
-    lr_range_test_staircase | | LRRangeTest: in stairs
-    cycle_min_lr | | OneCycle: lowest rate
-    cycle_max_lr | | OneCycle: highest rate
-    decay_lr_rate | | OneCycle: decay after the cycle
-    cycle_first_step_size | | OneCycle: steps up
-    cycle_second_step_size | | OneCycle: steps down
-    cycle_first_stair_count | | OneCycle: stairs on the way up
-    cycle_second_stair_count | | OneCycle: stairs on the way down
-    decay_step_size | | OneCycle: steps between two decays
-    cycle_momentum | | OneCycle: momentum moves as well
-    cycle_min_mom | | OneCycle: lowest momentum
-    cycle_max_mom | | OneCycle: highest momentum
-    decay_mom_rate | | OneCycle: decay of momentum
-seq_parallel_communication_data_type | "fp32" | dtype of the reduction over a sequence-parallel group
-prescale_gradients | false | divides gradients before they are reduced
-gradient_predivide_factor | 1.0 | which part of the division comes before the reduction
+    scale_fn | | CyclicLR: a function, which JSON cannot hold | use `mode`, or pass initialize(lr_scheduler=...)
 gradient_allreduce_op | "mean" | gradients are summed, not averaged
-data_types
-  param_dtype | | dtype of the parameters, beside fp16 and bf16
-  buffer_dtype | | dtype that buffers of the model are cast to
-  keep_in_fp32_modules | "auto" | modules that stay in float32
-fp16
-  fp16_master_weights_and_grads | false | master weights in float16
-bf16
-  immediate_grad_update | false | gradients are added to the float32 buffer as they come
-  bf16_master_weights_and_grads | false | master weights in bfloat16
-  bf16_optimizer_states | false | moments in bfloat16
-torch_autocast
-  enabled | false | torch's autocast instead of a cast model
-  dtype | | dtype of autocast
-  lower_precision_safe_modules | | module classes that autocast covers
 zero_optimization
   use_multi_rank_bucket_allreduce | true | reductions of several ranks in one bucket
-  offload_param
-    device | "none" | parameters rest in host memory or on NVMe
-    nvme_path | | directory on the NVMe
-    buffer_count | | buffers that swap
-    buffer_size | | elements of one buffer
-    max_in_cpu | | elements kept in host memory
-    pin_memory | | page-locked host memory
-  offload_optimizer
-    device | "none" | optimizer state rests in host memory or on NVMe
-    nvme_path | | directory on the NVMe
-    buffer_count | | buffers that swap
-    pin_memory | | page-locked host memory
-    pipeline_read | | the next tile is read meanwhile
-    pipeline_write | | the last tile is written meanwhile
-    fast_init | | quicker start with NVMe
-    ratio | | share of the update that runs on the CPU
-    super_offload | | the engine for CPU and GPU on one chip
-    cpuadam_cores_perc | | CPU cores for that engine
-  cpu_offload | false | old name of offload_optimizer
-  cpu_offload_param | false | old name of offload_param
   stage3_module_granularity_threshold | 0 | small modules are fetched together
   stage3_use_all_reduce_for_fetch_params | false | parameters are fetched by all-reduce
   stage3_allgather_sequential | false | parameters are gathered one by one
@@ -117,12 +60,12 @@ tensor_parallel
   dtype | | dtype of the sharded layers
   tp_overlap_comm | false | row-parallel reductions overlap
   tensor_parallel
-    tp_size | 1 | degree of tensor parallelism, other place
+    tp_size | 1 | DeepSpeed splits nothing without autotp_size | write tensor_parallel.autotp_size
     tp_grain_size | 1 | shards are multiples of this
     mpu | | model-parallel unit of a Python caller
     tp_group | | process group of a Python caller
   tp
-    tp_size | 1 | degree of tensor parallelism, other place
+    tp_size | 1 | DeepSpeed splits nothing without autotp_size | write tensor_parallel.autotp_size
     tp_grain_size | 1 | shards are multiples of this
     mpu | | model-parallel unit of a Python caller
     tp_group | | process group of a Python caller
@@ -196,97 +139,29 @@ expert_parallel
   has_shared_experts | | there are shared experts
   shared_experts_pattern | | name of the shared experts
   shared_experts_gate_pattern | | name of their gate
-activation_checkpointing
-  partition_activations | false | saved activations are split over tensor-parallel ranks
-  contiguous_memory_optimization | false | saved activations share one buffer
-  synchronize_checkpoint_boundary | false | the device is waited for at each checkpoint
-  profile | false | times each checkpoint
-checkpoint
-  tag_validation | "Warn" | what happens when ranks name different tags
-  load_universal | false | DeepSpeed's universal layout; every checkpoint here loads on any topology
-  use_node_local_storage | false | each node has its own directory
-  parallel_write
-    pipeline_stage | false | layers of a pipeline stage are written by several ranks
-  checkpoint_serialization | true | torch's zip format
-  writer
-    type | | kind of writer
-    io_buffer_size | | bytes of its buffer
-    io_buffer_double | | two buffers
-    io_multiplier | | files of a writer
-    show_statistics | | prints figures
-    data_parallel | | ranks that write
-    decoupled | | writes in another process
-datastates_ckpt
-  host_cache_size | | host memory of that engine
-tensorboard
-  enabled | false | TensorBoard files
-  output_path | | directory
-  job_name | | subdirectory
-wandb
-  enabled | false | Weights & Biases
-  group | | group of the run
-  team | | team of the run
-  project | | project of the run
-csv_monitor
-  enabled | false | one CSV file a metric
-  output_path | | directory
-  job_name | | subdirectory
-comet
-  enabled | false | Comet
-  samples_log_interval | | samples between two entries
-  project | | project of the run
-  workspace | | workspace
-  api_key | | key of the account
-  experiment_name | | name of the run
-  experiment_key | | key of the run
-  online | | online or not
-  mode | | new or existing run
-flops_profiler
-  enabled | false | report of floating-point operations
-  recompute_fwd_factor | | share of recomputed forward
-  profile_step | | step that is measured
-  module_depth | | depth of the report
-  top_modules | | modules a depth
-  detailed | | every module
-  output_file | | file of the report
-comms_logger
-  enabled | false | log of collectives
-  verbose | | prints each
-  prof_all | | all operations
-  debug | | names the caller
-  prof_ops | | chosen operations
-timers
-  throughput
-    enabled | true | samples per second
-    synchronized | true | waits for the device
-aio | | file requests of NVMe offload
-  block_size | | bytes of a request
-  queue_depth | | requests at a time
-  intra_op_parallelism | | threads of a request
-  single_submit | | requests are handed over one by one
-  overlap_events | | does not wait for earlier requests
-  use_gds | | straight from the GPU to storage
+datastates_ckpt | | a package that saves in the background | write "checkpoint": {"writer": {"decoupled": true}}
+  host_cache_size | | host memory of that engine | write "checkpoint": {"writer": {"decoupled": true}}
 compile
-  deepcompile | false | DeepSpeed's compiler passes
-  autoep_non_moe | false | compiles what is not experts
-  free_activation | false | large activations are freed early
-  free_activation_threshold | | bytes of a large activation
-  offload_activation | false | saved activations wait in host memory
-  offload_activation_pin_memory | true | page-locked
-  offload_opt_states | false | moves optimizer state during forward and backward
-  offload_parameters | false | moves parameters
-  double_buffer | true | two buffers
-  symmetric_memory | false | symmetric memory
-  debug_log | false | writes the graphs
-  sync_before_reduce | false | waits
-  sync_after_reduce | false | waits
-  sync_before_allgather | false | waits
-  sync_after_allgather | false | waits
-  keep_int_input_tensors | true | keeps whole-number inputs
-  keep_all_input_tensors | false | keeps all inputs
-  passes | | list of passes
+  deepcompile | false | DeepSpeed's compiler passes | write "enabled": true: torch.compile compiles each block
+  autoep_non_moe | false | DeepCompile: compiles what is not experts | delete it; `"enabled": true` compiles each block
+  free_activation | false | DeepCompile: frees large activations early | write `activation_checkpointing`
+  free_activation_threshold | 10485760 | DeepCompile: bytes of a large activation | delete it
+  offload_activation | false | DeepCompile: activations on the host | write activation_checkpointing.cpu_checkpointing
+  offload_activation_pin_memory | true | DeepCompile: page-locks them | delete it; cpu_checkpointing always does
+  offload_opt_states | false | DeepCompile: moves optimizer state | shard it: zero_optimization.stage 1, 2 or 3
+  offload_parameters | false | DeepCompile: moves parameters | shard them: zero_optimization.stage 3
+  double_buffer | true | DeepCompile: two buffers | delete it; it acts with DeepCompile only
+  symmetric_memory | false | DeepCompile: symmetric memory | delete it; it acts with DeepCompile only
+  debug_log | false | DeepCompile: writes the graphs | set TORCH_LOGS=graph_code in the environment
+  sync_before_reduce | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  sync_after_reduce | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  sync_before_allgather | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  sync_after_allgather | false | DeepCompile: waits | delete it; it acts with DeepCompile only
+  keep_int_input_tensors | true | DeepCompile: keeps whole-number inputs | delete it; it acts with DeepCompile only
+  keep_all_input_tensors | false | DeepCompile: keeps all inputs | delete it; it acts with DeepCompile only
+  passes | | DeepCompile: list of passes | delete it; ZeRO's stage comes from zero_optimization.stage
 hybrid_engine
-  enabled | false | one engine that trains and generates
+  enabled | false | one engine that trains and generates | call engine.module.generate(), on all ranks alike
   max_out_tokens | | tokens to generate
   inference_tp_size | | tensor parallelism in generation
   release_inference_cache | | frees the cache
@@ -294,25 +169,17 @@ hybrid_engine
   tp_gather_partition_size | | group that gathers
   enable_cuda_graph | | CUDA graphs
 weight_quantization
-  enabled | | weights are stored quantised from the start
+  enabled | | weights are stored quantised | delete it; bf16 halves them, and zero_optimization.stage 3 shards them
   num_bits | | bits
   q_type | | symmetric or not
   q_groups | | groups
   quantized_initialization | | options while the model is built
   post_init_quant | | options by module name
 data_efficiency
-  enabled | false | data sampling and routing
-  seed | | seed
   data_sampling
-    enabled | false | the sampler
-    num_epochs | | passes over the data
-    num_workers | | workers of the loader
-    pin_memory | | page-locked batches
     curriculum_learning
-      enabled | false | easy samples first
-      data_cluster_path | | working directory
       curriculum_metrics
-        *
+        * | | other metrics than seqlen need DeepSpeed's index files of the data | use the metric `seqlen`
           index_to_sample_path | | index file
           index_to_metric_path | | index file
           difficulty_type | | scale
@@ -327,7 +194,7 @@ data_efficiency
             difficulty | | levels
             max_step | | steps of the levels
     dynamic_batching
-      enabled | false | batches of equal tokens
+      enabled | false | batches of equal tokens, by DeepSpeed's file of lengths, which is made before the run
       metrics_path | | file of lengths
       lr_scaling_method | | rule for the learning rate
       min_batch_size | | fewest
@@ -336,7 +203,7 @@ data_efficiency
       sequence_picking_order | | order
       verbose | | prints
   data_routing
-    enabled | false | routing of tokens
+    enabled | false | random-LTD: layers that leave tokens out, which needs another forward of every block
     random_ltd
       enabled | false | layers drop tokens at random
       total_layer_num | | layers
@@ -360,7 +227,7 @@ data_efficiency
         warmup_type | | warm-up
         warmup_layer_tokens | | length of the warm-up
 autotuning
-  enabled | false | search for fast settings
+  enabled | false | search for fast settings | compare tokens_per_s in metrics.jsonl of short runs with each value
   fast | | only micro batch sizes
   results_dir | | directory of results
   exps_dir | | directory of experiments
@@ -388,52 +255,17 @@ autotuning
 """
 
 OLD = """
-vocabulary_size | | only warned about odd sizes
-optimizer
-  params
-    max_grad_norm | | no keyword of an optimizer | write `gradient_clipping` at the top
-    freeze_step | | 1-bit optimizers
-    cuda_aware | | 1-bit optimizers
-    comm_backend_name | | 1-bit optimizers
-    var_freeze_step | | 0/1 Adam
-    var_update_scaler | | 0/1 Adam
-    local_step_scaler | | 0/1 Adam
-    local_step_clipper | | 0/1 Adam
-    coeff_beta | | 1-bit Lamb
-    factor_max | | 1-bit Lamb
-    factor_min | | 1-bit Lamb
-    factor_threshold | | 1-bit Lamb
-disable_allgather | false | had no effect
-sparse_gradients | false | sparse reduction of embeddings
-fp32_allreduce | false | gradients are reduced in float32 | write "communication_data_type": "fp32"
-allgather_size | | elements of one all-gather | write zero_optimization.allgather_bucket_size
-fp16
-  opt_level | | an option of Apex
-  fp16_backend | | an option of an old trainer
-bf16
-  loss_scale | | bfloat16 needs no loss scale, only fp16 has one
-  initial_scale_power | | bfloat16 needs no loss scale, only fp16 has one
-  loss_scale_window | | bfloat16 needs no loss scale, only fp16 has one
-  hysteresis | | bfloat16 needs no loss scale, only fp16 has one
-  min_loss_scale | | bfloat16 needs no loss scale, only fp16 has one
 amp
   enabled | false | NVIDIA Apex | use "bf16": {"enabled": true} or "fp16": {"enabled": true}
   opt_level | | level of Apex
 zero_optimization
-  elastic_checkpoint | false | checkpoints for other world sizes; every checkpoint here loads on any topology
-  offload_optimizer
-    buffer_size | | belongs to offload_param
-  cpu_offload_params | false | offload of parameters | write "offload_param": {"device": "cpu"}
-  cpu_offload_use_pin_memory | false | page-locked memory | write `pin_memory` in offload_optimizer
-  legacy_stage1 | false | the first code of stage 1
   zeropp_loco_param
     err_beta | | error feedback of quantised gradients
     reset_T | | error feedback of quantised gradients
   mics_shard_size | -1 | MiCS: shard inside a smaller group
   mics_hierarchical_params_gather | false | MiCS: gather in two levels
-  grad_hooks | true | never was a key of the code
 nebula
-  enabled | false | the checkpoint service of Azure
+  enabled | false | the checkpoint service of Azure | write "checkpoint": {"writer": {"decoupled": true}}
   persistent_storage_path | | path
   persistent_time_interval | | seconds between two checkpoints
   num_of_version_in_retention | | versions kept
@@ -447,7 +279,7 @@ curriculum_learning
   schedule_type | | pace
   schedule_config | | options of the pace
 progressive_layer_drop
-  enabled | false | layers are dropped at random
+  enabled | false | layers are dropped at random | delete it; every layer runs in every step, as in DeepSpeed today
   theta | | least share of layers
   gamma | | pace
 elasticity
@@ -462,10 +294,10 @@ elasticity
   version | | version of the rule
   num_gpus_per_node | | GPUs of a node
   model_parallel_size | | model-parallel degree
-quantize_training | | weights get fewer bits while training
-eigenvalue | | eigenvalues of blocks
-graph_harvesting | false | CUDA graph of the bf16 step
-sparse_attention | | attention on blocks
+quantize_training | false | fewer bits while training | delete it; quantise what save_16bit_model() exports
+eigenvalue | false | eigenvalues of blocks, which only paced quantize_training | delete it
+graph_harvesting | false | CUDA graph of the bf16 step | write "compile": {"enabled": true}: fewer kernels to launch
+sparse_attention | | attention on blocks | take a model whose own attention is local (sliding_window of Mistral)
   mode | | family of layouts
   block | | size of a block
   different_layout_per_head | | a layout for each head
@@ -479,7 +311,7 @@ sparse_attention | | attention on blocks
   global_block_indices | | global blocks
   global_block_end_indices | | ends of global blocks
   num_sliding_window_blocks | | sliding window
-compression_training | | the compression library
+compression_training | | the compression library | delete it; prune or quantise what save_16bit_model() exports
   layer_reduction | | fewer layers
   weight_quantization
     shared_parameters | | options of quantised weights
@@ -508,13 +340,7 @@ compression_training | | the compression library
 """
 
 IGNORED = """
-seed | | not a key of the config | use the flag --seed
 monitor_config | | from examples of old documentation | write `tensorboard`, `wandb` or `csv_monitor`
-aio | | file requests of NVMe offload
-  thread_count | | the old name | write `intra_op_parallelism`
-autotuning
-  start_step | | the old name | write `start_profile_step`
-  end_step | | the old name | write `end_profile_step`
 """
 
 

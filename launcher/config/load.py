@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.config.check import checked
+from launcher.config.check import Examined, examine
+from launcher.config.conversions import convert
 from launcher.config.reader import Document, read_file, read_text
 from launcher.config.root import Config
 from launcher.errors import ConfigError
+
+LONGEST_NAME = 255  # of a file; a longer text is no path
 
 
 def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) -> Config:
     """Reads and checks a configuration.
 
     Args:
-        source: path of a JSON file, the JSON text itself (it starts with `{`), or a mapping.
+        source: path of a JSON file, the JSON text itself (it starts with `{`) or that text in base64, or a mapping.
             `//`, `#` and `/* */` comments and trailing commas are fine.
         where: what to call it in messages instead of the path.
 
@@ -24,22 +28,44 @@ def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) ->
         ConfigError: the file is missing or not JSON. ConfigProblems, a ConfigError, lists every unknown
             key, wrong value and contradiction at once, each with file:line:column and path.
     """
-    document = _document(source, where)
-    config, notes = checked(Config, document)
-    config._document, config._notes = document, notes
+    examined = inspect(source, where=where)
+    config = examined.required()
+    config._document, config._notes = examined.document, examined.notes
     return config
 
 
-def _document(source: str | Path | Mapping[str, Any], where: str | None) -> Document:
+def inspect(source: str | Path | Mapping[str, Any], *, where: str | None = None) -> Examined[Config]:
+    """What `load` would say of a configuration, for `launch check`. Raises ConfigError when it is not JSON."""
+    return examine(Config, convert(read(source, where)))
+
+
+def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Document:
+    """The document as it was written, see `load`."""
     if isinstance(source, Mapping):
         return Document(where or "config", _plain_dict(source))
     if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith(("{", "//", "/*", "#")):
         return read_text(source, where or "config")
+    if isinstance(source, str) and not Path(source[:LONGEST_NAME]).exists():
+        text = _decoded(source)
+        if text is not None:
+            return read_text(text, where or "the base64 config")
     if isinstance(source, str | Path):
         return read_file(Path(source), where)
     raise ConfigError(
         f"a config is a path or a dict, not a {type(source).__name__}", fix="give the path of the JSON file"
     )
+
+
+def _decoded(source: str) -> str | None:
+    """The JSON in a base64 text, as DeepSpeed's launcher takes it in place of a path; None when it is no such text."""
+    try:
+        text = base64.b64decode(
+            source.strip(), altchars=b"-_" if {"-", "_"} & set(source) else None, validate=True
+        )
+        decoded = text.decode("utf-8")
+    except ValueError:
+        return None
+    return decoded if decoded.lstrip("\ufeff \t\r\n").startswith("{") else None
 
 
 def _plain_dict(source: Mapping[Any, Any]) -> dict[str, Any]:

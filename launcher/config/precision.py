@@ -1,19 +1,28 @@
-"""`fp16` and `bf16`: mixed precision with fp32 master weights."""
+"""`fp16`, `bf16` and `torch_autocast`: mixed precision."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from launcher.config.section import Count, Section, Whole
+from launcher.config.data_types import Names, short_name
+from launcher.config.section import Conflict, Count, Remark, Section, Whole
 
 
 class Fp16Config(Section):
     """Train in float16 with loss scaling (Micikevicius et al. 2018, arXiv:1710.03740)."""
 
+    differs: ClassVar[dict[str, str]] = {
+        "min_loss_scale": "an overflow at the floor names the parameters, and recipes save a checkpoint first",
+        "hysteresis": "the same rule at every stage; DeepSpeed's stage 0 halves the scale at the first overflow",
+        "fp16_master_weights_and_grads": "at every stage, on every device and with every optimizer; "
+        "moments stay float32",
+    }
+
     enabled: bool = False
-    """Parameters and gradients are float16. Not together with bf16.enabled."""
+    """Parameters and gradients are float16. Not together with bf16.enabled or torch_autocast.enabled."""
 
     auto_cast: bool = False
     """Floating-point inputs of the model are cast to float16."""
@@ -25,7 +34,7 @@ class Fp16Config(Section):
     """A dynamic scale starts at 2 to this power."""
 
     loss_scale_window: Count = 1000
-    """Steps without overflow before a dynamic scale doubles."""
+    """Steps without overflow before a dynamic scale doubles; the step that doubles it comes after them."""
 
     hysteresis: Count = 2
     """Overflows before a dynamic scale halves: the first hysteresis - 1 only skip their step."""
@@ -34,14 +43,85 @@ class Fp16Config(Section):
     """A step without overflow refills the count of `hysteresis`."""
 
     min_loss_scale: Whole = 1
-    """Floor of a dynamic scale; an overflow at the floor ends the run."""
+    """Floor of a dynamic scale, from 1; an overflow at the floor ends the run."""
+
+    fp16_master_weights_and_grads: bool = False
+    """The optimizer steps the float16 weights themselves, and there is no float32 copy of them: 4 bytes a parameter
+    less, and steps smaller than 1/2048 of a weight are lost. Moments are float32."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.enabled is True and self.loss_scale == 0 and self.min_loss_scale == 0:
+            yield Conflict(
+                ("min_loss_scale", "loss_scale"),
+                "fp16.min_loss_scale is 0 and fp16.loss_scale is 0 (dynamic): the scale would fall to nothing",
+                "write a min_loss_scale from 1, or a fixed loss_scale",
+            )
 
 
 class Bf16Config(Section):
-    """Train in bfloat16 with float32 master weights."""
+    """Train in bfloat16, with float32 master weights unless the keys below say otherwise."""
+
+    without_effect: ClassVar[dict[str, str]] = {
+        "immediate_grad_update": "gradients always go into their buffer as soon as the backward of their unit ends, "
+        "so there are never more 16-bit gradients than those of a unit",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "check_grad_overflow": "a step that is skipped names the parameters",
+        "bf16_master_weights_and_grads": "at every stage, on every device and with every optimizer",
+        "bf16_optimizer_states": "with every optimizer",
+    }
 
     enabled: bool = False
-    """Parameters and gradients are bfloat16. Not together with fp16.enabled."""
+    """Parameters and gradients are bfloat16. Not together with fp16.enabled or torch_autocast.enabled."""
 
     check_grad_overflow: bool = True
     """Skip the step when a gradient is infinite or not a number (DeepSpeed's default since June 2026)."""
+
+    immediate_grad_update: bool = False
+    """DeepSpeed can add each gradient to its float32 buffer at once, not at the end of the backward; here that is
+    always so, for every `data_types.grad_accum_dtype`."""
+
+    bf16_master_weights_and_grads: bool = False
+    """The optimizer steps the bfloat16 weights themselves, and there is no float32 copy of them: 4 bytes a parameter
+    less, and steps smaller than 1/256 of a weight are lost. Moments are float32 unless `bf16_optimizer_states`."""
+
+    bf16_optimizer_states: bool = False
+    """The optimizer's moments are bfloat16 too: with Adam 4 bytes a parameter less. Needs
+    `bf16_master_weights_and_grads`."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.bf16_optimizer_states is True and self.bf16_master_weights_and_grads is False:
+            yield Conflict(
+                ("bf16_optimizer_states", "bf16_master_weights_and_grads"),
+                "bf16.bf16_optimizer_states is true and bf16.bf16_master_weights_and_grads is false: moments have the "
+                "dtype of the weights that the optimizer steps",
+                "set bf16_master_weights_and_grads to true, or bf16_optimizer_states to false",
+            )
+
+
+class TorchAutocastConfig(Section):
+    """Keep the model in float32 and run its forward under torch.autocast, which chooses a dtype for each operation."""
+
+    differs: ClassVar[dict[str, str]] = {
+        "dtype": "float16 is scaled by the rule and the numbers of the `fp16` section, not by torch's GradScaler",
+        "lower_precision_safe_modules": "null: nothing is held or sent in 16 bits; DeepSpeed: torch's Linear and Conv. "
+        "A list: these weights are also held in the lower dtype, beside float32 master weights",
+    }
+
+    enabled: bool = False
+    """Run the forward under torch.autocast. Not together with fp16.enabled or bf16.enabled."""
+
+    dtype: Annotated[Literal["fp16", "bf16"] | None, BeforeValidator(short_name)] = None
+    """Dtype of the operations that autocast covers: "bfloat16" or "float16"; null is bfloat16. float16 has a loss
+    scale, by the numbers of the `fp16` section, whose `enabled` stays false."""
+
+    lower_precision_safe_modules: Names | None = None
+    """Full names of module classes ("torch.nn.Linear") whose parameters are held, gathered and reduced in the lower
+    dtype, with float32 master weights. At stage 3 that halves the gathers, and nothing but the shards is kept from
+    forward to backward. Null or []: none; autocast casts the float32 weights at each use."""
+
+    def remarks(self) -> Iterator[Remark]:
+        if self.enabled is True and self.dtype is None:
+            yield Remark(
+                "dtype", "is left out: bfloat16. DeepSpeed takes torch's default, on GPUs float16 unscaled"
+            )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from launcher.errors import ConfigError
 
-NoteKind: TypeAlias = Literal["converted", "differs", "no effect"]
+NoteKind: TypeAlias = Literal["converted", "differs", "no effect", "comment"]
 
 Path: TypeAlias = tuple[str | int, ...]
 """Way from the root of the JSON to a value: keys, and indices of list items."""
@@ -37,7 +38,8 @@ class Note:
 
     Attributes:
         path: the key it is about.
-        kind: "converted" for an obsolete spelling, "no effect" for a key that does nothing here, else "differs".
+        kind: "converted" for an obsolete spelling, "no effect" for a key that does nothing here, "comment" for a text
+            that is no key, else "differs".
         what: in plain words, without the key's name.
     """
 
@@ -46,18 +48,22 @@ class Note:
     what: str
 
     def __str__(self) -> str:
-        return f"{dotted(self.path)}: {self.what}"
+        link = " is obsolete: " if self.kind == "converted" else ": "
+        return f"{dotted(self.path)}{link}{self.what}"
 
 
 class ConfigProblems(ConfigError):
-    """Every problem of one configuration; `problems` holds them one by one."""
+    """Every problem of one configuration; `problems` holds them one by one.
 
-    def __init__(self, name: str, problems: Iterable[Problem], where: Callable[[Path], str]) -> None:
+    `described` gives place and name of a key, as they were written.
+    """
+
+    def __init__(self, name: str, problems: Iterable[Problem], described: Callable[[Path], str]) -> None:
         self.problems = tuple(problems)
         count = len(self.problems)
         lines = [f"{name} has {count} problem{'s' if count > 1 else ''}:"]
         for problem in self.problems:
-            lines.append(f"  {where(problem.path)} {dotted(problem.path)}: {problem.what}")
+            lines.append(f"  {described(problem.path)}: {problem.what}")
             if problem.fix:
                 lines.append(f"      to mend it: {problem.fix}")
         super().__init__("\n".join(lines))
@@ -69,6 +75,15 @@ def dotted(path: Path) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else "." * bool(text) + (part or '""')
     return text or "(the whole config)"
+
+
+_COMMENT = re.compile(r"(//|#).*|[_/#]*(comments?|notes?|description|readme)_?\d*", re.IGNORECASE | re.DOTALL)
+
+
+def is_comment(key: str, value: Any) -> bool:
+    """JSON has no comments, so people write a text under `_comment`, `//` and the like."""
+    texts = value if isinstance(value, list) else [value]
+    return bool(_COMMENT.fullmatch(key)) and all(isinstance(text, str) for text in texts)
 
 
 def show(value: Any) -> str:

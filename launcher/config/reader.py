@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher.config.problems import Note, Problem, dotted
 from launcher.config.problems import Path as KeyPath
-from launcher.config.problems import Problem, dotted
 from launcher.errors import ConfigError
 
 _BLANK = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
@@ -27,6 +27,7 @@ _WORDS: dict[str, Any] = {
     "inf": float("inf"),
     "-Infinity": float("-inf"),
 }
+_NO_VALUE = object()
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true", "FALSE": "false"}
 
@@ -39,13 +40,17 @@ class Document:
         name: what to call it in messages: the file's name, or "config" for a dict.
         tree: nested dicts and lists of plain values.
         places: (line, column) of each key and list item, both from 1; empty for a dict.
-        problems: what the reader itself found wrong (a key written twice).
+        problems: what the reader itself found wrong (a key written twice, a value that is no JSON).
+        conversions: obsolete keys that were rewritten.
+        origins: path of a rewritten key -> the path that was written.
     """
 
     name: str
     tree: dict[str, Any]
     places: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    conversions: list[Note] = field(default_factory=list)
+    origins: dict[KeyPath, KeyPath] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> tuple[int, int]:
         """Line and column of a key, or of the nearest section around it that is written; (0, 0) for none."""
@@ -56,6 +61,28 @@ class Document:
         """`file:line:column` of a key, the name alone when it has no place."""
         line, column = self.place(path)
         return f"{self.name}:{line}:{column}" if line else self.name
+
+    def holds(self, path: KeyPath) -> bool:
+        """Whether a key is in the tree."""
+        tree: Any = self.tree
+        for part in path:
+            if not isinstance(tree, dict) or part not in tree:
+                return False
+            tree = tree[part]
+        return True
+
+    def written(self, path: KeyPath) -> KeyPath:
+        """The path that the user wrote for one of today's."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.origins:
+                return self.origins[path[:end]]
+        return path
+
+    def described(self, path: KeyPath) -> str:
+        """`file:line:column key`, and what the key is read as where it is an obsolete one."""
+        written = self.written(path)
+        read = f" (now {dotted(path)})" if written != path else ""
+        return f"{self.where(path)} {dotted(written)}{read}"
 
 
 def read_file(path: Path, name: str | None = None) -> Document:
@@ -131,7 +158,7 @@ class _Parser:
             return self.array(path)
         if character == '"':
             return self.string()
-        return self.number_or_word()
+        return self.number_or_word(path)
 
     def object(self, path: KeyPath) -> dict[str, Any]:
         members: dict[str, Any] = {}
@@ -151,7 +178,9 @@ class _Parser:
             if key in members and first:
                 again = f"the key is written twice, first at line {first[0]}"
                 self.found.problems.append(Problem(here, again, f"keep one `{dotted(here)}`"))
-            members[key] = self.value(here)
+            value = self.value(here)
+            if value is not _NO_VALUE:
+                members[key] = value
             self.comma("}")
         self.at += 1
         return members
@@ -163,7 +192,8 @@ class _Parser:
             self.more("]", opened)
             here = (*path, len(items))
             self.found.places[here] = self.place(self.at)
-            items.append(self.value(here))
+            value = self.value(here)
+            items.append(None if value is _NO_VALUE else value)
             self.comma("]")
         self.at += 1
         return items
@@ -217,7 +247,7 @@ class _Parser:
             return chr(first)
         raise self.error(f"`\\{code}` means nothing in JSON", "write `\\\\` for a backslash", at=self.at - 2)
 
-    def number_or_word(self) -> Any:
+    def number_or_word(self, path: KeyPath) -> Any:
         number = _NUMBER.match(self.text, self.at)
         if number:
             self.at = number.end()
@@ -230,8 +260,10 @@ class _Parser:
         if word.group() in _WORDS:
             self.at = word.end()
             return _WORDS[word.group()]
+        # Reading goes on, so that all placeholders of a template are told at once.
+        self.at = word.end()
+        what, fix = f"`{word.group()}` is not a value", f'write the value meant, or text: `"{word.group()}"`'
         if word.group() in _PYTHON_WORDS:
-            meant = _PYTHON_WORDS[word.group()]
-            raise self.error(f"`{word.group()}` is Python, not JSON", f"write `{meant}`")
-        quoted = f'write the value meant, or text in double quotes: `"{word.group()}"`'
-        raise self.error(f"`{word.group()}` is not a value", quoted)
+            what, fix = f"`{word.group()}` is Python, not JSON", f"write `{_PYTHON_WORDS[word.group()]}`"
+        self.found.problems.append(Problem(path, what, fix))
+        return _NO_VALUE

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher.config.batch import ACCUMULATION, BATCH_KEYS, BatchError, solve
-from launcher.config.check import checked
+from launcher.config.check import examine
 from launcher.config.problems import ConfigProblems, Path, Problem, dotted
 from launcher.config.schema import implemented_paths
 from launcher.config.section import AUTO, Section
@@ -57,9 +57,10 @@ def resolved(config: Config, dp_degree: int, auto: Mapping[str, Any]) -> Config:
     except BatchError as error:
         problems.append(error.problem)
     if problems:
-        raise ConfigProblems(document.name, problems, document.where)
-    copy, notes = checked(type(config), replace(document, tree=tree, problems=[]))
-    copy._document, copy._notes = document, tuple(dict.fromkeys((*config.notes, *notes)))
+        raise ConfigProblems(document.name, problems, document.described)
+    found_now = examine(type(config), replace(document, tree=tree, problems=[], conversions=[]))
+    copy = found_now.required()
+    copy._document, copy._notes = document, tuple(dict.fromkeys((*config.notes, *found_now.notes)))
     copy._resolved_autos = tuple(found)
     return copy
 
@@ -90,11 +91,11 @@ def _answer(
         return ResolvedAuto(name, tree["optimizer"]["params"]["lr"], "the optimizer's learning rate")
     if key in section.auto_needs_value or type(section).model_fields[key].is_required():
         return Problem(path, '"auto" has no value: nothing in this run says it', "write the value")
-    default = _defaults(config, path).get(key, type(section).model_fields[key].get_default())
+    default = defaults_at(config, path).get(key, type(section).model_fields[key].get_default())
     return ResolvedAuto(name, default, "the key's default")
 
 
-def _defaults(config: Config, path: Path) -> Mapping[str, Any]:
+def defaults_at(config: Config, path: Path) -> Mapping[str, Any]:
     """Defaults that depend on the section around (an optimizer's type)."""
     if len(path) < 2:
         return {}

@@ -9,15 +9,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from launcher.config import combinations
 from launcher.config.activation import ActivationCheckpointingConfig
+from launcher.config.checkpoint import CheckpointConfig
+from launcher.config.compile import CompileConfig
+from launcher.config.data_efficiency import DataEfficiencyConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
+from launcher.config.monitor import CometConfig, CsvMonitorConfig, TensorboardConfig, WandbConfig
+from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
-from launcher.config.precision import Bf16Config, Fp16Config
+from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
+from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
 from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
-from launcher.config.scheduler import SchedulerConfig
-from launcher.config.section import Conflict, Count, Remark, Section
+from launcher.config.scheduler import SchedulerConfig, cycled_without_momentum, remarks_on_momentum
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section
+from launcher.config.timers import TimersConfig
 from launcher.config.zero import ZeroConfig
 
 
@@ -32,8 +40,15 @@ class Config(Section):
     `Config.notes` what a person should know though nothing is wrong.
     """
 
-    aliases: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
-    old_names: ClassVar[frozenset[str]] = frozenset({"bfloat16"})
+    without_effect: ClassVar[dict[str, str]] = {
+        "vocabulary_size": "the model says how many tokens it knows; DeepSpeed only warns about odd numbers",
+        "seq_parallel_communication_data_type": "it is for gradients over ranks that share a sequence, and a "
+        "sequence_parallel_size above 1 is refused",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "gradient_predivide_factor": "at every stage, with reduce_scatter too",
+        "prescale_gradients": "at every stage, with reduce_scatter too",
+    }
 
     train_batch_size: Count | None = None
     """Sequences per optimizer step over all ranks; null is found from the other two."""
@@ -54,13 +69,25 @@ class Config(Section):
     """float16 training."""
 
     bf16: Bf16Config = Field(default_factory=Bf16Config)
-    """bfloat16 training. `bfloat16` is its old name."""
+    """bfloat16 training."""
+
+    torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig)
+    """float32 model, forward under torch.autocast."""
 
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     """ZeRO stage and sizes."""
 
+    aio: AioConfig = Field(default_factory=AioConfig)
+    """File requests of NVMe offload; nothing acts on it while nothing is offloaded to NVMe."""
+
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     """Present: transformer blocks are checkpointed."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """How checkpoints are written."""
+
+    compile: CompileConfig = Field(default_factory=CompileConfig)
+    """torch.compile of the blocks."""
 
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     """Dtypes beside fp16 and bf16."""
@@ -71,14 +98,74 @@ class Config(Section):
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced; null: the one they have."""
 
+    seq_parallel_communication_data_type: Dtype | None = "fp32"
+    """Dtype in which gradients are reduced over ranks that share a sequence."""
+
+    prescale_gradients: bool = False
+    """Divide gradients by the number of ranks before they are summed, not after: the sum of 16-bit gradients cannot
+    overflow then, and small ones may vanish."""
+
+    gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
+    """The part of that division that comes before the sum; the rest comes after it. Not used with
+    `prescale_gradients`."""
+
     steps_per_print: Annotated[Count | None, BeforeValidator(_infinite_is_never)] = None
     """Optimizer steps between two printed lines; null or Infinity: DeepSpeed's line is not printed."""
 
     wall_clock_breakdown: bool = False
-    """Time forward, backward and step apart; reductions run inside the backward."""
+    """Time the forward, the backward, the waiting for reductions inside the backward, and the step. Milliseconds per
+    optimizer step are printed every `steps_per_print` steps (10 when that is null); recipes also write them to
+    metrics.jsonl. On GPUs every phase then waits for the device."""
+
+    memory_breakdown: bool = False
+    """Print the memory of rank 0 after each phase, every `steps_per_print` steps (10 when that is null): on GPUs
+    allocated and peak, on CPUs the resident set; and what ZeRO holds of it."""
+
+    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
+    """TensorBoard files."""
+
+    csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig)
+    """CSV files."""
+
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Weights & Biases."""
+
+    comet: CometConfig = Field(default_factory=CometConfig)
+    """Comet."""
+
+    flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig)
+    """Report of floating-point operations and time of one step."""
+
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
+    """Log of collectives."""
 
     dataloader_drop_last: bool = False
     """Drop the last global batch of an epoch when it is short."""
+
+    data_efficiency: DataEfficiencyConfig = Field(default_factory=DataEfficiencyConfig)
+    """Curriculum learning by the length of sequences."""
+
+    managed_gradient_accumulation: bool = True
+    """The engine counts microbatches, and steps at every gradient_accumulation_steps-th. False: every engine.step() is
+    an optimizer step, after as many backwards as the caller likes; each loss is still divided by
+    gradient_accumulation_steps, unless backward(scale_wrt_gas=False)."""
+
+    timers: TimersConfig = Field(default_factory=TimersConfig)
+    """The line about samples per second."""
+
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    """What the engine says: its lines of steps_per_print are "info". Null: as the program has set the logger
+    "launcher"."""
+
+    dump_state: bool = False
+    """Print what the engine is made of, once, on rank 0."""
+
+    disable_python_gc: bool = False
+    """Python's cyclic garbage collector is off from initialize() to engine.destroy(). The recipes collect before
+    evaluations and checkpoints; a loop of your own calls engine.collect_python_gc()."""
+
+    vocabulary_size: Count | None = None
+    """DeepSpeed warns about a size that is no multiple of 8."""
 
     zero_allow_untested_optimizer: bool = False
     """Take a caller's optimizer that is not of torch.optim; it must work element by element."""
@@ -98,6 +185,10 @@ class Config(Section):
     def notes(self) -> tuple[Note, ...]:
         """Remarks on the values: old names, keys without effect here, surprising defaults."""
         return self._notes
+
+    def where(self, path: str) -> str:
+        """`file:line:column` of a dotted key."""
+        return self._document.where(tuple(path.split(".")))
 
     @property
     def resolved_autos(self) -> tuple[ResolvedAuto, ...]:
@@ -123,14 +214,36 @@ class Config(Section):
         return resolved(self, dp_degree, auto)
 
     def conflicts(self) -> Iterator[Conflict]:
-        if self.fp16.enabled is True and self.bf16.enabled is True:
+        yield from combinations.conflicts(self)
+        yield from cycled_without_momentum(self.scheduler, self.optimizer)
+
+        if self.torch_autocast.enabled is True and self.dtype != "fp32":
+            other = f"{self.dtype}.enabled"
             yield Conflict(
-                ("fp16.enabled", "bf16.enabled"),
-                "fp16.enabled and bf16.enabled are both true, and parameters have one dtype",
-                "set one of fp16.enabled and bf16.enabled to false",
+                ("torch_autocast.enabled", other),
+                f"torch_autocast.enabled and {other} are both true: autocast is for a float32 model",
+                f"set {other} to false to keep float32 weights, or torch_autocast.enabled to false",
+            )
+        wanted, switches = self.data_types.param_dtype, (self.fp16.enabled, self.bf16.enabled)
+        if wanted not in (None, AUTO, self.dtype) and AUTO not in switches:
+            switch = f"{wanted if wanted != 'fp32' else self.dtype}.enabled"
+            yield Conflict(
+                ("data_types.param_dtype", switch),
+                f"data_types.param_dtype is {wanted!r}, but {switch} is {str(wanted == 'fp32').lower()}: "
+                f"the parameters are {self.dtype}",
+                f"leave param_dtype out, or set {switch} to {str(wanted != 'fp32').lower()}",
             )
 
     def remarks(self) -> Iterator[Remark]:
         if "gradient_clipping" not in self.model_fields_set:
             what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
             yield Remark("gradient_clipping", what)
+        if self.zero_optimization.stage == "auto":
+            what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
+            yield Remark("zero_optimization.stage", what)
+        yield from remarks_on_momentum(self.scheduler, self.optimizer)
+        if self.prescale_gradients is True and self.gradient_predivide_factor not in (1.0, AUTO):
+            what = "is not used: prescale_gradients divides by the number of ranks"
+            yield Remark("gradient_predivide_factor", what)
+        if self.flops_profiler.enabled is True and self.wall_clock_breakdown is not True:
+            yield Remark("wall_clock_breakdown", "is on, because flops_profiler.enabled needs its times")

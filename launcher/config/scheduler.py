@@ -3,107 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Any, TypeAlias
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import field_validator
 
+from launcher.config.deepspeed_schedules import (
+    LRRangeTestParams,
+    OneCycleParams,
+    WarmupCosineLRParams,
+    WarmupDecayLRParams,
+    WarmupLRParams,
+)
+from launcher.config.optimizer import TYPES, OptimizerConfig
 from launcher.config.problems import show
-from launcher.config.section import Count, Remark, Section, complaint, whole
+from launcher.config.schedule_params import SchedulerParams
+from launcher.config.section import Conflict, Remark, Section, complaint
 from launcher.config.suggest import nearest
-
-Rate = Annotated[float, Field(ge=0)]
-
-
-class SchedulerParams(Section):
-    """Keys that every warm-up schedule has."""
-
-    warmup_num_steps: Count = 1000
-    """Optimizer steps of warm-up; DeepSpeed takes at least 2."""
-
-    warmup_type: Literal["log", "linear"] = "log"
-    """Shape of the warm-up. Log is DeepSpeed's default: steep at first."""
-
-    last_batch_iteration: Annotated[int, BeforeValidator(whole), Field(ge=-1)] = -1
-    """Optimizer step to go on from; -1 is the start."""
-
-
-class WarmupLRParams(SchedulerParams):
-    """WarmupLR: from min to max, then constant."""
-
-    warmup_min_lr: Rate = 0.0
-    """Learning rate at the start."""
-
-    warmup_max_lr: Rate | None = None
-    """Learning rate after the warm-up; null: the optimizer's."""
-
-
-class WarmupDecayLRParams(SchedulerParams):
-    """WarmupDecayLR: from min to max, then linearly to 0."""
-
-    auto_needs_value: ClassVar[frozenset[str]] = frozenset({"total_num_steps"})
-
-    total_num_steps: Count
-    """Optimizer step at which the learning rate is 0."""
-
-    warmup_min_lr: Rate = 0.0
-    """Learning rate at the start."""
-
-    warmup_max_lr: Rate = 1e-3
-    """Learning rate after the warm-up."""
-
-
-class WarmupCosineLRParams(SchedulerParams):
-    """WarmupCosineLR: ratios of the optimizer's learning rate; up, then down along half a cosine."""
-
-    auto_needs_value: ClassVar[frozenset[str]] = frozenset({"total_num_steps"})
-
-    total_num_steps: Count
-    """Optimizer step at which the cosine ends."""
-
-    warmup_min_ratio: Rate = 0.0
-    """Ratio at the start."""
-
-    cos_min_ratio: Rate = 1e-4
-    """Ratio at the end."""
-
+from launcher.config.torch_schedules import NEED_PYTHON, TORCH
 
 PARAMS: dict[str, type[SchedulerParams]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
+    "LRRangeTest": LRRangeTestParams,
+    "OneCycle": OneCycleParams,
+    **TORCH,
 }
 """Type -> its params."""
-
-NOT_YET: tuple[str, ...] = (
-    "LRRangeTest",
-    "OneCycle",
-    "LambdaLR",
-    "MultiplicativeLR",
-    "StepLR",
-    "MultiStepLR",
-    "ConstantLR",
-    "LinearLR",
-    "ExponentialLR",
-    "SequentialLR",
-    "CosineAnnealingLR",
-    "ChainedScheduler",
-    "ReduceLROnPlateau",
-    "CyclicLR",
-    "CosineAnnealingWarmRestarts",
-    "OneCycleLR",
-    "PolynomialLR",
-)
-"""DeepSpeed's other types and the classes of torch.optim.lr_scheduler."""
-
 
 ParamsClass: TypeAlias = type[SchedulerParams]
 
 
 class SchedulerConfig(Section):
-    """Which schedule, and its keywords."""
+    """Which schedule, and its keywords. It is stepped inside engine.step(), after each optimizer step."""
 
     type: str
-    """WarmupLR, WarmupDecayLR or WarmupCosineLR."""
+    """DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest or OneCycle, or a class of
+    torch.optim.lr_scheduler whose keywords JSON can hold."""
 
     params: SchedulerParams
     """Keywords of the schedule; the class follows from `type`."""
@@ -113,8 +49,11 @@ class SchedulerConfig(Section):
     def _known_type(cls, name: str) -> str:
         if name in PARAMS:
             return name
-        if name in NOT_YET:
-            raise complaint(f"the schedule {name} is not implemented here yet", f"use {' or '.join(PARAMS)}")
+        if name in NEED_PYTHON:
+            use = "use another type"
+            raise complaint(
+                f"{name} {NEED_PYTHON[name]}", f"{use}, or build it and pass initialize(lr_scheduler=...)"
+            )
         near = nearest(name, PARAMS)
         meant = f'did you mean "{near}"?' if near else f"use one of {', '.join(PARAMS)}"
         raise complaint(f"there is no schedule {show(name)}", meant)
@@ -127,9 +66,30 @@ class SchedulerConfig(Section):
     def sections_of(cls, key: str) -> tuple[ParamsClass, ...]:
         return tuple(PARAMS.values()) if key == "params" else ()
 
-    def remarks(self) -> Iterator[Remark]:
-        total = getattr(self.params, "total_num_steps", None)
-        warmup = self.params.warmup_num_steps
-        if isinstance(total, int) and isinstance(warmup, int) and total <= warmup:
-            what = f"the warm-up of {warmup} steps is not over at total_num_steps {total}"
-            yield Remark("params.warmup_num_steps", what)
+
+def cycled_without_momentum(
+    scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None
+) -> Iterator[Conflict]:
+    """torch's classes refuse to cycle the momentum of an optimizer that has none."""
+    if scheduler is None or optimizer is None or scheduler.type not in TORCH:
+        return
+    takes = TYPES[optimizer.type].keywords
+    if getattr(scheduler.params, "cycle_momentum", False) and not {"betas", "momentum"} & set(takes):
+        keys = ("scheduler.params.cycle_momentum", "optimizer.type")
+        what = f"is true unless it is written, and the optimizer {optimizer.type} has no momentum"
+        yield Conflict(keys, what, 'write "cycle_momentum": false, or use an optimizer with momentum')
+
+
+def remarks_on_momentum(
+    scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None
+) -> Iterator[Remark]:
+    """What OneCycle does to momentum, which people do not expect."""
+    if scheduler is None or optimizer is None or not isinstance(scheduler.params, OneCycleParams):
+        return
+    key = "scheduler.params.cycle_momentum"
+    if scheduler.params.cycle_momentum and "betas" not in TYPES[optimizer.type].keywords:
+        yield Remark(key, f"{optimizer.type} has no betas: its momentum stays, as in DeepSpeed")
+    elif scheduler.params.cycle_momentum:
+        yield Remark(
+            key, "betas become [the cycle's momentum, 0.99], as in DeepSpeed; false keeps the optimizer's"
+        )

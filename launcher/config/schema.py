@@ -29,6 +29,19 @@ def _paths(cls: type[Section], prefix: str) -> Iterator[str]:
 
 
 @cache
+def without_effect_paths(root: type[Section]) -> tuple[str, ...]:
+    """Dotted path of every key that is taken and does nothing."""
+    return tuple(dict.fromkeys(_without_effect(root, "")))
+
+
+def _without_effect(cls: type[Section], prefix: str) -> Iterator[str]:
+    yield from (prefix + key for key in cls.without_effect)
+    for key in cls.model_fields:
+        for member in cls.sections_of(key):
+            yield from _without_effect(member, f"{prefix}{key}.")
+
+
+@cache
 def known_paths() -> tuple[str, ...]:
     """Dotted path of every DeepSpeed key that is not implemented."""
     return tuple(_known(known_keys(), ""))
@@ -50,6 +63,36 @@ def _places(root: type[Section]) -> dict[str, list[str]]:
         if path not in where:
             where.append(path)
     return places
+
+
+def differs_at(root: type[Section], tree: Any, path: Path) -> str | None:
+    """How the key at `path` of `tree` differs from DeepSpeed; None if it does not, or is no implemented key."""
+    cls: type[Section] | None = root
+    for part in path[:-1]:
+        if cls is None or not isinstance(tree, dict):
+            return None
+        cls, tree = cls.section_of(cls.spelling(str(part)), tree), tree.get(str(part))
+    return None if cls is None else cls.differs.get(cls.spelling(str(path[-1])))
+
+
+def keys_written(cls: type[Section], tree: Any, path: Path = ()) -> set[Path]:
+    """Paths of the keys of `tree` in the schema's own spelling, sections included."""
+    found: set[Path] = set()
+    for key, value in tree.items():
+        name = cls.spelling(key)
+        member = cls.section_of(name, tree)
+        found.add((*path, name))
+        if member is not None and isinstance(value, dict):
+            found |= keys_written(member, value, (*path, name))
+    return found
+
+
+def known_at(path: Path) -> Known | None:
+    """The key of DeepSpeed's at `path` that is not implemented."""
+    known: Known | None = known_keys()
+    for part in path:
+        known = known.child("[]" if isinstance(part, int) else str(part)) if known else None
+    return known
 
 
 def unknown_key(root: type[Section], cls: type[Section] | None, known: Known | None, path: Path) -> Problem:

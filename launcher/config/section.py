@@ -65,9 +65,6 @@ class Section(BaseModel):
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other accepted names of a key -> its name here."""
 
-    old_names: ClassVar[frozenset[str]] = frozenset()
-    """The aliases that DeepSpeed calls deprecated: taken, with a note."""
-
     auto_needs_value: ClassVar[frozenset[str]] = frozenset()
     """Keys whose default is not a safe answer to "auto": somebody has to give the value."""
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 from launcher.config.problems import show
 from launcher.config.section import Count, Section, Whole, complaint, whole
 
@@ -36,19 +37,13 @@ class ZeroConfig(Section):
         "max_live_parameters": "stage3_max_live_parameters",
         "max_reuse_distance": "stage3_max_reuse_distance",
         "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-        "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     }
-    old_names: ClassVar[frozenset[str]] = frozenset(
-        {"stage3_gather_fp16_weights_on_model_save", "gather_fp16_weights_on_model_save"}
-    )
     without_effect: ClassVar[dict[str, str]] = {
         "round_robin_gradients": "gradients are never copied per rank",
         "contiguous_gradients": "gradients always share a flat buffer",
         "load_from_fp32_weights": "checkpoints keep float32 weights",
     }
     differs: ClassVar[dict[str, str]] = {
-        "overlap_comm": "true at every stage when it is left out; DeepSpeed: only at stage 3",
         "stage3_gather_16bit_weights_on_model_save": "whole weights are always written, one unit in memory at a time",
     }
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"stage"})
@@ -77,8 +72,14 @@ class ZeroConfig(Section):
     load_from_fp32_weights: bool = True
     """DeepSpeed can start master weights from 16-bit values; here a checkpoint's float32 values are always used."""
 
-    sub_group_size: Count = 1_000_000_000
-    """Most elements that the optimizer updates at a time."""
+    offload_param: OffloadParamConfig | None = None
+    """Parameters rest in host memory or on NVMe."""
+
+    offload_optimizer: OffloadOptimizerConfig | None = None
+    """Optimizer state rests in host memory or on NVMe."""
+
+    sub_group_size: Whole = 1_000_000_000
+    """Most elements that the optimizer updates at a time; 0: one parameter at a time."""
 
     stage3_prefetch_bucket_size: Whole = 50_000_000
     """Most elements gathered ahead of the module that runs; 0 gathers nothing ahead."""

@@ -9,6 +9,8 @@ import torch
 
 from launcher.comm import Mesh
 from launcher.config import Config
+from launcher.engine.curriculum import Curriculum
+from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
@@ -21,6 +23,9 @@ class Answers:
     mesh: Mesh
     optimizer: ShardedOptimizer | None
     loss_scaler: LossScale
+    curriculum: Curriculum
+    global_steps: int
+    timers: Timers
     _config: Config
     _norm: float | None
     _applied: bool
@@ -61,8 +66,26 @@ class Answers:
         every = self._config.steps_per_print
         return None if every is None else _whole(every)
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts microbatches; False: every step() is an optimizer step."""
+        return bool(self._config.managed_gradient_accumulation)
+
+    def curriculum_seqlen(self) -> int | None:
+        """Tokens that the next optimizer step sees of a sequence; None without a curriculum."""
+        return self.curriculum.seqlen(self.global_steps)
+
     def wall_clock_breakdown(self) -> bool:
-        return bool(self._config.wall_clock_breakdown)
+        return bool(self._config.wall_clock_breakdown or self._config.flops_profiler.enabled)
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of each phase of the last step, by our names (forward, backward, reduce, step); {} when off."""
+        return dict(self.timers.last_step)
+
+    def memory_breakdown(self) -> bool:
+        return bool(self._config.memory_breakdown)
+
+    def flops_profiler_enabled(self) -> bool:
+        return bool(self._config.flops_profiler.enabled)
 
     def zero_optimization_stage(self) -> int:
         return int(self._config.zero_optimization.stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch import nn
 
 from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
+from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes
 from launcher.engine.engine import Engine
+from launcher.engine.watch import open_monitor
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.initialize import initializer
@@ -24,8 +27,6 @@ from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import MadeOnMeta, ParamSource, ZeroPolicy
 from launcher.zero import apply as apply_zero
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def initialize(
@@ -82,25 +83,37 @@ def initialize(
     init_distributed(device)
     mesh = Mesh.build(device)
     resolved = _resolved(args, config if config is not None else config_params, mesh, model, auto or {})
+    monitor = open_monitor(resolved, mesh)
     chosen = choose(resolved, optimizer, model_parameters, model)
     blocks = unit_modules(model)
-    checkpoint_blocks(blocks, resolved.activation_checkpointing)
+    checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
     zero = apply_zero(
         model,
         mesh.dp,
-        policy_of(resolved),
+        replace(policy_of(resolved), special_dtypes=special_dtypes(resolved, model)),
         device=device,
         blocks=_units(model, blocks),
         source=source or _source(model, seed),
     )
+    cast_buffers(resolved, model)
     stepper = (
         None
         if chosen is None
-        else ShardedOptimizer(zero, chosen[1], chosen[0], int(resolved.zero_optimization.sub_group_size))
+        else ShardedOptimizer(
+            zero,
+            chosen[1],
+            chosen[0],
+            int(resolved.zero_optimization.sub_group_size),
+            torch.bfloat16
+            if resolved.bf16.enabled and resolved.bf16.bf16_optimizer_states
+            else torch.float32,
+        )
     )
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
     loader = _dataloader(training_data, resolved, mesh, collate_fn, seed)
-    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader)
+    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader, checkpointer, monitor)
+    if resolved.compile.on:
+        engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
     return engine, stepper, loader, scheduler
 
 
@@ -109,11 +122,17 @@ def policy_of(config: Config) -> ZeroPolicy:
     zero, dtype = config.zero_optimization, DTYPES[config.dtype]
     grad_dtype = DTYPES[config.data_types.grad_accum_dtype] if config.data_types.grad_accum_dtype else dtype
     comm_dtype = DTYPES[config.communication_data_type] if config.communication_data_type else None
+    low_master = {
+        "fp16": config.fp16.fp16_master_weights_and_grads,
+        "bf16": config.bf16.bf16_master_weights_and_grads,
+    }
     return ZeroPolicy.of_stage(
         int(zero.stage),
         param_dtype=dtype,
         grad_dtype=grad_dtype,
         comm_dtype=comm_dtype,
+        fp32_master=not low_master.get(config.dtype),
+        predivide=None if config.prescale_gradients else config.gradient_predivide_factor,
         reduce_bucket_size=zero.reduce_bucket_size,
         reduce_scatter=zero.reduce_scatter,
         allgather_bucket_size=zero.allgather_bucket_size,
@@ -181,8 +200,12 @@ def _dataloader(
 ) -> Any:
     if data is None:
         return None
+    sampling = config.data_efficiency.sampling
+    seed = config.data_efficiency.seed if sampling else seed
     sampler: Any = torch.utils.data.DistributedSampler(
         data, mesh.dp.degree, mesh.dp.rank, seed=seed, drop_last=config.dataloader_drop_last
     )
     make = partial(torch.utils.data.DataLoader, data, sampler=sampler, collate_fn=collate_fn)
+    if sampling:
+        make = partial(make, num_workers=sampling.num_workers, pin_memory=sampling.pin_memory)
     return make(batch_size=config.train_micro_batch_size_per_gpu, drop_last=config.dataloader_drop_last)

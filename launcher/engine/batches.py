@@ -12,13 +12,19 @@ from torch import Tensor
 from launcher.errors import ConfigError
 
 
-def forever(loader: Any) -> Iterator[Any]:
+def forever(loader: Any, epochs: int | None = None) -> Iterator[Any]:
     """The loader's batches, epoch after epoch, each in another order.
 
     Raises:
-        ConfigError: the loader has no batch.
+        ConfigError: the loader has no batch, or `epochs` of them are over.
     """
     for epoch in count():
+        if epoch == epochs:
+            raise ConfigError(
+                f"all {epochs} passes over training_data are over",
+                where="data_efficiency.data_sampling.num_epochs",
+                fix="raise it, or end the loop before",
+            )
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)

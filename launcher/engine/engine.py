@@ -3,28 +3,40 @@ where ours differs, the docstring says so."""
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from launcher.checkpoint.saver import Saver
 from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.engine.answers import Answers
 from launcher.engine.batches import call, cast, forever, loss_in, to_device
+from launcher.engine.curriculum import Curriculum
+from launcher.engine.dtypes import autocast_dtype
+from launcher.engine.dump import state_lines
+from launcher.engine.python_gc import hold
 from launcher.engine.state import load_state, save_state
+from launcher.engine.watch import Watch
 from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError, LauncherError
+from launcher.models.activation import Checkpointer
+from launcher.models.compiled import compile_blocks
 from launcher.models.load import SINGLE_FILE
-from launcher.models.units import unit_modules
-from launcher.monitor.timers import Timers
-from launcher.optim.loss_scale import LossScale
+from launcher.monitor.log import say, set_level
+from launcher.monitor.throughput import Throughput
+from launcher.monitor.writers import Monitor
+from launcher.optim.loss_scale import LossScale, LossScaleExhausted
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
+from launcher.zero.overflow import find_overflows, in_words, watch_gradients
 
 
 class Engine(Answers, nn.Module):
@@ -35,6 +47,7 @@ class Engine(Answers, nn.Module):
 
     Attributes:
         module: the user's model.
+        monitor: its `write_events([(name, value, samples), ...])` reaches the monitors of the JSON.
         optimizer: steps this rank's slices; its `param_groups` are live. None when there is none.
         lr_scheduler: stepped after each optimizer step. None when there is none.
         global_steps, global_samples, micro_steps, skipped_steps: counters.
@@ -48,6 +61,8 @@ class Engine(Answers, nn.Module):
         optimizer: ShardedOptimizer | None,
         lr_scheduler: Any,
         training_dataloader: Any = None,
+        checkpointer: Checkpointer | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         super().__init__()
         self.module = zero.module
@@ -57,25 +72,51 @@ class Engine(Answers, nn.Module):
             lr_scheduler,
             training_dataloader,
         )
-        self.loss_scaler = LossScale.of(config.fp16)
-        self.timers = Timers(enabled=config.wall_clock_breakdown, device=mesh.device)
+        self.checkpointer = checkpointer
+        if checkpointer is not None and mesh.rank == 0:
+            weakref.finalize(self, checkpointer.print_profile)  # what no step has printed, at the end
+        self._autocast = autocast_dtype(config)
+        self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
+        self.saver = Saver(config.checkpoint, mesh.rank)
+        self.watch = Watch(config, mesh, monitor or Monitor())
+        self.monitor, self.timers = self.watch.monitor, self.watch.timers
+        speed = config.timers.throughput
+        self.throughput = Throughput(
+            enabled=speed.enabled and config.steps_per_print is not None,
+            synchronized=speed.synchronized,
+            device=mesh.device,
+        )
+        self.curriculum = Curriculum.of(config.data_efficiency)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.is_compiled = False
         self.quiet = False  # a training loop with a progress line of its own sets this
         self._boundary: bool | None = None
         self._microbatches = 0  # of this step; micro_steps are no measure once the batch size has changed
+        self._backwards = 0  # of this step
         self._norm: float | None = None
         self._applied = False
         self._scaled = False  # gradients of this step came through backward(), which scales the loss
         self._data: Iterator[Any] | None = None
+        self._gc = hold(self) if config.disable_python_gc else None
+        set_level(config.log_level)
+        if config.dump_state and mesh.rank == 0:
+            print(*state_lines(self), sep="\n", flush=True)
 
     # ---- one microbatch ---------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._announce_boundary()
+        if self.module.training and not self.quiet:
+            self.throughput.start()
+        if self.module.training:
+            args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
-        with self.timers("forward"):
+        with self.watch.phase("forward", self), self._autocasting():
             return self.module(*args, **kwargs)
+
+    def _autocasting(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of one microbatch.
@@ -90,29 +131,38 @@ class Engine(Answers, nn.Module):
         """
         self._announce_boundary()
         self._scaled = True
+        self._backwards += 1
         scaled = loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             scaled = scaled / self.gradient_accumulation_steps()
-        with self.timers("backward"):
+        self.watch.loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
+        with self.watch.phase("backward", self):
             scaled.backward(retain_graph=retain_graph)
         return loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only counts."""
-        boundary = self.is_gradient_accumulation_boundary()
+        """At the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only counts.
+
+        With `managed_gradient_accumulation: false` every call is a boundary.
+        """
+        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         if boundary and not self.zero.reducer.sync:
             raise LauncherError(
                 "engine.step() inside no_sync() at an accumulation boundary", fix="leave no_sync() before it"
             )
         self._applied = False
         if boundary:
-            with self.timers("step"):
+            with self.watch.phase("step", self):
+                if not self.managed_gradient_accumulation():
+                    self.zero.reducer.settle()
                 self._optimizer_step(lr_kwargs or {})
+            self.watch.after_step(self)
         self._microbatches = 0 if boundary else self._microbatches + 1
         self.micro_steps += 1
 
     def _announce_boundary(self) -> None:
         self.zero.reducer.boundary = self.is_gradient_accumulation_boundary()
+        watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
         if self.optimizer is None:
@@ -123,13 +173,15 @@ class Engine(Answers, nn.Module):
             )
         squares, used = self.zero.norm_and_use()
         self._check_unused(used)
-        scale = self.zero.axis.degree * (
+        scale = self.zero.mean_divisor * (
             self.loss_scaler.scale if self._scaled else self.gradient_accumulation_steps()
         )
         norm = math.sqrt(float(squares)) / scale if math.isfinite(float(squares)) else float(squares)
         overflow = not math.isfinite(norm) and self._checks_overflow()
         self._norm = norm
-        if not overflow:
+        if overflow:
+            self._overflowed()
+        else:
             self.optimizer.step(self._clip_factor(norm) / scale)
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
@@ -137,6 +189,26 @@ class Engine(Answers, nn.Module):
         self._scaled = False
         self.loss_scaler.update(overflow)
         self._count(overflow)
+        self.saver.raise_failure()
+
+    def _overflowed(self) -> None:
+        """Say which parameters overflowed: when that ends the run, and now and then in bf16, where it is no routine.
+
+        Raises:
+            LossScaleExhausted: on every rank; the engine is as it was before this step.
+        """
+        if self.loss_scaler.exhausted:
+            which = in_words(find_overflows(self.zero), watched=True)
+            self.abandon_step()
+            raise LossScaleExhausted(self.loss_scaler.scale, which)
+        skipped = self.skipped_steps + 1
+        if self._config.bf16.enabled and skipped & (skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            which = in_words(find_overflows(self.zero))
+            if self.mesh.rank == 0:
+                what = (
+                    f"step {self.global_steps + 1} is skipped ({skipped} so far): the gradient is not finite"
+                )
+                print(f"{what} of {which} (bf16.check_grad_overflow is true)", flush=True)
 
     def _clip_factor(self, norm: float) -> float:
         limit = float(self._config.gradient_clipping)
@@ -144,7 +216,9 @@ class Engine(Answers, nn.Module):
 
     def _checks_overflow(self) -> bool:
         return bool(
-            self._config.fp16.enabled or (self._config.bf16.enabled and self._config.bf16.check_grad_overflow)
+            self._config.fp16.enabled
+            or self._autocast is torch.float16
+            or (self._config.bf16.enabled and self._config.bf16.check_grad_overflow)
         )
 
     def _check_unused(self, used: list[bool]) -> None:
@@ -162,26 +236,47 @@ class Engine(Answers, nn.Module):
         self._applied = not overflow
         self.skipped_steps += overflow
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._samples()
+        self.throughput.stop(self._samples())
+        self._backwards = 0
         every = self.steps_per_print()
+        if self.checkpointer is not None:
+            self.checkpointer.steps += 1
+            if every and self.global_steps % every == 0 and self.mesh.rank == 0:
+                self.checkpointer.print_profile()
         if every and self.global_steps % every == 0 and self.mesh.rank == 0 and not self.quiet:
-            print(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}",
-                flush=True,
+            say(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
             )
-            if self.timers.enabled:
-                print(self.timers.line(every), flush=True)
+            if self.throughput.line():
+                say(self.throughput.line())
+
+    def _samples(self) -> int:
+        """Sequences of the present step over all ranks."""
+        if self.managed_gradient_accumulation():
+            return self.train_batch_size()
+        return self.train_micro_batch_size_per_gpu() * self.dp_world_size * self._backwards
 
     # ---- accumulation -----------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present microbatch is the last of a step."""
+        """Whether the present microbatch is the last of a step; with `managed_gradient_accumulation: false` only the
+        caller knows, and the answer is False."""
         if self._boundary is not None:
             return self._boundary
-        return self._microbatches + 1 >= self.gradient_accumulation_steps()
+        return (
+            self.managed_gradient_accumulation()
+            and self._microbatches + 1 >= self.gradient_accumulation_steps()
+        )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say it explicitly, from now on; counting is off."""
+        if not self.managed_gradient_accumulation():
+            raise ConfigError(
+                "set_gradient_accumulation_boundary() has nothing to say: every step() is a boundary",
+                where="managed_gradient_accumulation is false",
+                fix="call step() where an optimizer step is due, or set the key to true",
+            )
         self._boundary = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -213,7 +308,9 @@ class Engine(Answers, nn.Module):
     def abandon_step(self) -> None:
         """Forget the microbatches since the last optimizer step."""
         self.zero.zero_grad()
-        self._microbatches = 0
+        self.watch.forget()
+        self._microbatches = self._backwards = 0
+        self._scaled = False
 
     # ---- whole batches ----------------------------------------------------------------------
 
@@ -222,11 +319,12 @@ class Engine(Answers, nn.Module):
         self.train()
         data = data_iter if data_iter is not None else self._own_data()
         total = torch.zeros((), device=self.device)
-        for _ in range(self.gradient_accumulation_steps()):
+        for left in reversed(range(self.gradient_accumulation_steps())):
             loss = self._loss_of(next(data))
             self.backward(loss)
             total += loss.detach().float()
-            self.step()
+            if left == 0 or self.managed_gradient_accumulation():
+                self.step()
         return self._mean(total / self.gradient_accumulation_steps())
 
     @torch.no_grad()
@@ -247,7 +345,8 @@ class Engine(Answers, nn.Module):
                 "train_batch() has no data", fix="pass an iterator, or initialize(training_data=...)"
             )
         if self._data is None:
-            self._data = forever(self.training_dataloader)
+            sampling = self._config.data_efficiency.sampling
+            self._data = forever(self.training_dataloader, sampling.num_epochs if sampling else None)
         return self._data
 
     def _loss_of(self, batch: Any) -> Tensor:
@@ -270,7 +369,7 @@ class Engine(Answers, nn.Module):
         """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it.
 
         Args:
-            save_dir: the directory of checkpoints, seen by all ranks.
+            save_dir: the directory of checkpoints, seen by all ranks (checkpoint.use_node_local_storage: of the node).
             tag: name of this one; default: global_step<N>.
             client_state: of the caller; what JSON can hold. Rank 0's counts.
             save_latest: make it the one that is loaded when no tag is named.
@@ -355,19 +454,45 @@ class Engine(Answers, nn.Module):
     # ---- the rest ---------------------------------------------------------------------------
 
     def compile(
-        self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, schedule: Any = None
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
     ) -> None:
-        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs."""
-        options = compile_kwargs or {}
-        for _, block in unit_modules(self.module):
-            block.forward = torch.compile(block.forward, backend=backend, **options)  # type: ignore[method-assign]
+        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs.
+
+        DeepSpeed compiles the whole module. A second call does nothing.
+
+        Args:
+            backend, compile_kwargs: of torch.compile.
+            schedule: of DeepCompile's passes; refused.
+        """
+        if schedule is not None:
+            raise ConfigError(
+                "schedule= is a list of DeepCompile's passes, and there are none here",
+                where="Engine.compile()",
+                fix="leave it out: the blocks are compiled with torch.compile",
+            )
+        if not self.is_compiled:
+            compile_blocks(self.module, backend, compile_kwargs or {})
+            self.is_compiled = True
+
+    def collect_python_gc(self) -> int:
+        """Collect cyclic garbage now, whether the collector is off or not; returns how many objects went."""
+        return gc.collect()
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters and idle buffers."""
         self.zero.free_gathered()
 
     def destroy(self) -> None:
-        """Take the hooks off and free buffers."""
+        """Wait for a save in the background, close monitors, take hooks off, free buffers, undo `disable_python_gc`."""
+        self.saver.wait()
+        if self.checkpointer is not None and self.mesh.rank == 0:
+            self.checkpointer.print_profile()
+        if self._gc is not None:
+            self._gc()
+        self.watch.close()
         self.zero.hooks.remove()
         self.zero.free_gathered()
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from launcher.checkpoint import store
 from launcher.checkpoint.reader import read_metadata
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
@@ -17,6 +16,7 @@ from launcher.checkpoint.values import decode, encode
 from launcher.engine.random_state import random_states, restore_random_states
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
+from launcher.zero import ParamSlice
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -38,13 +38,13 @@ def save_state(
 ) -> None:
     """Write the checkpoint DIRECTORY/TAG: each rank writes its slice of everything. Collective."""
     tensors: Tensors = {}
-    for piece in engine.zero.written_slices():
+    for piece in _written(engine):
         if not (exclude_frozen and not engine.zero.slots[piece.name].leaf.requires_grad):
             tensors[f"model/{piece.name}"] = FlatSlice(piece.data, piece.shape, piece.start, piece.stop)
     tensors |= _buffers(engine)
     tensors |= _optimizer_state(engine)
     tensors |= random_states(engine.global_rank, engine.device)
-    store.save(directory, tag, tensors, _meta(engine, client_state), latest=latest)
+    engine.saver.save(directory, tag, tensors, _meta(engine, client_state), latest)
 
 
 def load_state(
@@ -58,7 +58,7 @@ def load_state(
     counters: bool,
 ) -> tuple[str | None, dict[str, Any]]:
     """Load the checkpoint DIRECTORY/TAG (default: the latest). Collective. See Engine.load_checkpoint."""
-    found = store.load_meta(directory, tag, missing_ok=tag is None)
+    found = engine.saver.find(directory, tag, missing_ok=tag is None)
     if found is None:
         return None, {}
     tag, meta = found[0], decode(found[1])
@@ -77,7 +77,7 @@ def load_state(
         tensors |= _empty_optimizer_state(engine, stored)
         stepper.load_state_dict(meta["optimizer"])
     rng = _rng_to_load(engine, stored) if counters else {}
-    store.load(directory, tag, {**tensors, **rng}, strict=strict)
+    engine.saver.load(directory, tag, {**tensors, **rng}, strict)
     if stepper is not None:
         _take_numbers(engine, tensors)
     engine.zero.publish()
@@ -115,6 +115,11 @@ def _check_fit(
             where=str(path),
             fix="use the optimizer that it was saved with, or pass load_optimizer_states=False",
         )
+
+
+def _written(engine: Engine) -> list[ParamSlice]:
+    """This rank's part of the parameters. A node with storage of its own needs all that its ranks own."""
+    return engine.zero.slices() if engine.saver.node_local else engine.zero.written_slices()
 
 
 def _meta(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +167,7 @@ def _buffers(engine: Engine) -> Tensors:
 def _optimizer_state(engine: Engine) -> Tensors:
     if engine.optimizer is None:
         return {}
-    written = {piece.name: piece for piece in engine.zero.written_slices()}
+    written = {piece.name: piece for piece in _written(engine)}
     tensors: Tensors = {}
     for name, state in engine.optimizer.state_slices().items():
         owned, piece = engine.optimizer.slices[name], written.get(name)
@@ -205,6 +210,8 @@ def _empty_optimizer_state(engine: Engine, stored: Stored) -> Tensors:
             continue
         piece, tensor = slices[name], engine.optimizer.tensors[name]
         if kind == "optimizer":
+            if dtype.is_floating_point:  # saved with another precision of the optimizer's state
+                dtype = engine.optimizer.dtype_of(name)
             value = torch.zeros_like(piece.data, dtype=dtype)
             tensors[full_name] = FlatSlice(value, piece.shape, piece.start, piece.stop)
         else:

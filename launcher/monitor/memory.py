@@ -50,3 +50,35 @@ def _status_bytes(key: str) -> int | None:
         if name == key:
             return int(value.split()[0]) * 1024
     return None
+
+
+class MemoryBreakdown:
+    """Memory after each phase of a step (`memory_breakdown`), as lines for people.
+
+    Args:
+        device: CUDA: bytes that tensors take, and the most they took so far. CPU: the resident set and its peak.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._after: dict[str, int] = {}
+
+    def mark(self, phase: str) -> None:
+        """`phase` has ended; of several microbatches the last counts."""
+        self._after[phase] = current_memory_bytes(self._device)
+
+    def lines(self, held: dict[str, int]) -> list[str]:
+        """What was marked, and what is held between steps.
+
+        Args:
+            held: what (parameters, gradients, ...) -> bytes.
+        """
+        kind = "allocated" if str(self._device).startswith("cuda") else "resident"
+        marks = [f"after {phase} {_mib(count)}" for phase, count in self._after.items()]
+        marks.append(f"peak {_mib(peak_memory_bytes(self._device))}")
+        parts = [f"{what} {_mib(count)}" for what, count in held.items()]
+        return [f"memory {kind}: " + " | ".join(marks), "memory held by ZeRO: " + " | ".join(parts)]
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-PHASES = ("forward", "backward", "step")
+PHASES = ("forward", "backward", "reduce", "step")
 _OFF = nullcontext()
 
 
@@ -25,12 +25,17 @@ class Timers:
         enabled: False makes every call do nothing.
         device: on CUDA its queued work is waited for at both ends of a phase, else only the launch of
             kernels would be measured. That slows the run, and happens only while enabled.
+
+    Attributes:
+        last_step: milliseconds of each phase in the step that `end_step` ended.
     """
 
     def __init__(self, *, enabled: bool, device: torch.device | str = "cpu") -> None:
         self.enabled = enabled
         self._device = device if enabled and str(device).startswith("cuda") else None
         self._seconds: dict[str, float] = defaultdict(float)
+        self._before_step: dict[str, float] = {}
+        self.last_step: dict[str, float] = {}
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """The context in which phase `name` runs."""
@@ -48,17 +53,27 @@ class Timers:
         """Count `seconds` to phase `name`."""
         self._seconds[name] += seconds
 
+    def end_step(self) -> None:
+        """An optimizer step is over: `last_step` is what came since the step before."""
+        new = {name: 1000 * (all_ - self._before_step.get(name, 0.0)) for name, all_ in self._seconds.items()}
+        self.last_step, self._before_step = _in_order(new), dict(self._seconds)
+
     def mean_ms(self, steps: int, *, reset: bool = True) -> dict[str, float]:
         """Milliseconds per optimizer step of each phase, averaged over the `steps` since the last reset."""
         means = {name: 1000 * seconds / max(steps, 1) for name, seconds in self._seconds.items()}
         if reset:
             self._seconds.clear()
-        order = {name: i for i, name in enumerate(PHASES)}
-        return dict(sorted(means.items(), key=lambda item: order.get(item[0], len(order))))
+            self._before_step.clear()
+        return _in_order(means)
 
     def line(self, steps: int) -> str:
         """One line for people, `forward 12.3 ms | backward ...`; resets. Empty when nothing was timed."""
         return " | ".join(f"{name} {ms:.1f} ms" for name, ms in self.mean_ms(steps).items())
+
+
+def _in_order(times: dict[str, float]) -> dict[str, float]:
+    order = {name: i for i, name in enumerate(PHASES)}
+    return dict(sorted(times.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 class _Phase(AbstractContextManager[None]):

@@ -1,4 +1,4 @@
-"""Loss scale of fp16 training (DeepSpeed's `fp16` section)."""
+"""Loss scale of fp16 training (DeepSpeed's `fp16` section; its rule is DynamicLossScaler's)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,26 @@ from launcher.errors import LauncherError
 
 
 class LossScaleExhausted(LauncherError):
-    """The scale is at its floor and gradients still overflow."""
+    """The scale is at its floor and gradients still overflow. Raised on every rank; the engine is as it was before the
+    step, so it can be saved.
+
+    Args:
+        scale: the floor.
+        which: the parameters, in words; "" when nobody looked.
+    """
+
+    def __init__(self, scale: float, which: str = "") -> None:
+        super().__init__(
+            f"gradients overflow in fp16 although the loss scale is at its floor of {scale:g}"
+            + (f": {which}" if which else ""),
+            where="fp16.min_loss_scale",
+            fix='train in bf16 ("bf16": {"enabled": true}), lower the learning rate, or clip gradients'
+            + (
+                '; "prescale_gradients": true keeps sums over ranks small'
+                if "sum over ranks" in which
+                else ""
+            ),
+        )
 
 
 @dataclass
@@ -19,7 +38,7 @@ class LossScale:
     Args:
         scale: the factor now.
         dynamic: false for bf16 and fp32 (scale 1) and for a static `loss_scale`.
-        window: good steps before it doubles (`loss_scale_window`).
+        window: good steps before the one that doubles it (`loss_scale_window`).
         minimum: floor (`min_loss_scale`).
         hysteresis: overflows tolerated before it halves.
         consecutive: refill the tolerance after every good step (`consecutive_hysteresis`).
@@ -36,9 +55,13 @@ class LossScale:
     last_overflow: int = -1
 
     @classmethod
-    def of(cls, fp16: Fp16Config) -> LossScale:
-        """The scale that the section asks for; 1 when fp16 is off."""
-        if not fp16.enabled:
+    def of(cls, fp16: Fp16Config, *, autocast: bool = False) -> LossScale:
+        """The scale that the section asks for; 1 when fp16 is off.
+
+        Args:
+            autocast: float16 under torch_autocast, which is scaled by the numbers of the section though it is off.
+        """
+        if not (fp16.enabled or autocast):
             return cls()
         if fp16.loss_scale > 0:
             return cls(scale=float(fp16.loss_scale))
@@ -51,6 +74,16 @@ class LossScale:
             consecutive=fp16.consecutive_hysteresis,
             tolerance=fp16.hysteresis,
         )
+
+    @property
+    def at_floor(self) -> bool:
+        """It cannot fall any more."""
+        return self.dynamic and self.scale == self.minimum
+
+    @property
+    def exhausted(self) -> bool:
+        """One more overflow ends the run."""
+        return self.at_floor and 1 in (self.hysteresis, self.tolerance)
 
     def update(self, overflow: bool) -> None:
         """Call once a step.
@@ -67,13 +100,9 @@ class LossScale:
         self.step += 1
 
     def _overflowed(self) -> None:
-        if self.hysteresis == 1 or self.tolerance == 1:
-            if self.scale <= self.minimum:
-                raise LossScaleExhausted(
-                    f"gradients overflow in fp16 although the loss scale is at its floor of {self.minimum:g}",
-                    where="fp16.min_loss_scale",
-                    fix='train in bf16 ("bf16": {"enabled": true}), lower the learning rate, or clip gradients',
-                )
+        if self.exhausted:
+            raise LossScaleExhausted(self.scale)
+        if 1 in (self.hysteresis, self.tolerance):
             self.scale = max(self.scale / 2, self.minimum)
         else:
             self.tolerance -= 1
@@ -82,13 +111,15 @@ class LossScale:
     def _good(self) -> None:
         if self.consecutive:
             self.tolerance = self.hysteresis
-        if (self.step - self.last_overflow) % self.window == 0:
+        good = self.step - self.last_overflow - 1  # before this one
+        if good > 0 and good % self.window == 0:
             if not self.consecutive:
                 self.tolerance = self.hysteresis
             self.scale *= 2
 
     def state_dict(self) -> dict[str, float | int]:
         return {
+            "dynamic": self.dynamic,
             "scale": self.scale,
             "tolerance": self.tolerance,
             "step": self.step,
@@ -96,5 +127,8 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Go on from there; not between runs with a dynamic scale and those with a fixed one or none."""
+        if not (self.dynamic and state.get("dynamic", True)):
+            return
         self.scale, self.tolerance = float(state["scale"]), int(state["tolerance"])
         self.step, self.last_overflow = int(state["step"]), int(state["last_overflow"])

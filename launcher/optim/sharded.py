@@ -33,6 +33,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: param groups: dicts with "names" (parameter names) and any options of the inner optimizer.
         factory: makes the inner torch optimizer from param groups of slices.
         sub_group_size: at most so many elements are stepped at a time (one slice at least).
+        state_dtype: least precise dtype of the optimizer's state and arithmetic: 16-bit master weights are widened to
+            fp32 for their step unless it is theirs (`bf16_optimizer_states`).
 
     `param_groups`, `state` and `defaults` are the inner optimizer's own, live.
     """
@@ -43,8 +45,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: Iterable[dict[str, Any]],
         factory: OptimizerFactory,
         sub_group_size: int = 2**63,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.zero, self.sub_group_size = zero, sub_group_size
+        self.zero, self.sub_group_size, self._state_dtype = zero, sub_group_size, state_dtype
         self.slices: dict[str, ParamSlice] = {}
         self.tensors: dict[str, nn.Parameter] = {}
         for piece in zero.slices():
@@ -54,6 +57,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = list(groups)
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
+        self._widen_first_state()
         self._inherit()
 
     def _inherit(self) -> None:
@@ -72,6 +76,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # A rank may own nothing of a group: torch wants a parameter in each, so a group of none gets an empty one.
         owned = [self.tensors[name] for name in group["names"] if name in self.tensors]
         return {**options, "params": owned or [nn.Parameter(torch.empty(0, device=self.zero.pool.device))]}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Dtype of the state and the arithmetic of an owned parameter."""
+        return self._widened(self.slices[name].data.dtype)
+
+    def _widened(self, master: torch.dtype) -> torch.dtype:
+        return master if master == self._state_dtype else torch.float32
+
+    def _widen_first_state(self) -> None:
+        """Some optimizers make their state at once, in the dtype of the weights."""
+        for name, tensor in self.tensors.items():
+            for key, value in self.inner.state[tensor].items() if tensor in self.inner.state else ():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point():
+                    self.inner.state[tensor][key] = value.to(self.dtype_of(name))
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:  # type: ignore[override]
@@ -132,18 +150,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
             del inner.grad_scale
 
     def _step_buffer(self, gradient: FlatGradient, scale: float) -> None:
-        owned = gradient.owned
-        if owned.dtype != torch.float32:
-            owned = owned.float()
+        owned, dtype = gradient.owned, self._widened(gradient.flat.master.dtype)
+        owned = owned.to(torch.promote_types(owned.dtype, dtype))
         if scale != 1.0:
             owned.mul_(scale)
+        owned = owned.to(dtype)
         used = [piece for piece in gradient.flat.slices(owned) if self.zero.slots[piece.name].used]
         for tile in _tiles(used, self.sub_group_size):
             for piece in tile:
-                self.tensors[piece.name].grad = piece.data
+                self._widen(piece)
             self.inner.step()
             for piece in tile:
-                self.tensors[piece.name].grad = None
+                self._narrow(piece)
+
+    def _widen(self, gradient: ParamSlice) -> None:
+        """Hand a gradient to the inner optimizer, with the weights in the dtype of their step."""
+        tensor, master = self.tensors[gradient.name], self.slices[gradient.name].data
+        if master.dtype != gradient.data.dtype:
+            tensor.data = master.to(gradient.data.dtype)
+        tensor.grad = gradient.data
+
+    def _narrow(self, gradient: ParamSlice) -> None:
+        tensor, master = self.tensors[gradient.name], self.slices[gradient.name].data
+        tensor.grad = None
+        if master.dtype != tensor.dtype:
+            master.copy_(tensor.data)
+            tensor.data = master
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zero.zero_grad()

@@ -98,6 +98,12 @@ class ZeroModel:
             slot.used = flag
         return report[0], flags
 
+    @property
+    def mean_divisor(self) -> float:
+        """Reduced gradients divided by this are the mean over ranks."""
+        divided = self.policy.predivide
+        return 1.0 if divided is None else self.axis.degree / divided
+
     def zero_grad(self) -> None:
         self.hooks.abandon()
         for gradient in self.gradients:
@@ -195,14 +201,9 @@ def apply(
     for planned in assign_units(module, blocks, policy):
         flats = []
         for i, group in enumerate(planned.groups):
-            dtype = (
-                policy.param_dtype
-                if group.slots[0].leaf.dtype.is_floating_point
-                else group.slots[0].leaf.dtype
-            )
             name = planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}"
             flat = FlatBuffer(
-                name, group.slots, dtype, sharded=group.sharded, policy=policy, axis=axis, pool=pool
+                name, group.slots, group.dtype, sharded=group.sharded, policy=policy, axis=axis, pool=pool
             )
             with source.open(group.slots) as read:
                 flat.fill(read, from_rank_zero=isinstance(source, ModelValues))

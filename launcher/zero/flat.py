@@ -11,7 +11,8 @@ shard         slice r of a flat buffer, held by rank r of the axis
 full          the whole flat buffer: always there when parameters are not sharded, else only while gathered
 leaf          the nn.Parameter that autograd sees; its data is a view of `full`
 handle        the ShardedParameter that stands in the module while the buffer is sharded
-master        the fp32 weights that the optimizer steps: the shard itself in fp32, a copy in 16-bit training
+master        the weights that the optimizer steps: the shard itself in fp32, an fp32 copy in 16-bit training (the
+              shard itself where `fp32_master` is false)
 owned         the range of the flat buffer whose optimizer state this rank holds: its slice, or all of it (stage 0)
 """
 
@@ -78,7 +79,8 @@ class ParamSlice:
     Args:
         name, shape: of the logical parameter.
         start, stop: flat element range of it.
-        data: [stop - start], fp32 master weights (the parameter's own dtype when frozen); a view, writable.
+        data: [stop - start], master weights: fp32 (the parameter's own dtype when frozen, or without fp32_master); a
+            view, writable.
     """
 
     name: str
@@ -136,7 +138,7 @@ class FlatBuffer:
             self.full = torch.zeros(self.numel, dtype=self.dtype, device=device)
             self.shard = self.full[self.shard_span]
         self.master = self._owned_params
-        if self.trainable and self.dtype != torch.float32:
+        if self.trainable and self.dtype != torch.float32 and self.policy.fp32_master:
             self.master = torch.zeros(self.owned.stop - self.owned.start, device=device)
 
     @property

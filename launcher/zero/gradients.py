@@ -22,6 +22,12 @@ class FlatGradient:
         self.flat, self.policy = flat, policy
         self.sharded = policy.shard_grads and flat.axis.degree > 1
         self._scatters = flat.shards_optim and policy.reduce_scatter
+        special = flat.dtype != policy.param_dtype
+        self._dtype = torch.float32 if special else policy.grad_dtype
+        self._wire_dtype = policy.comm_dtype or (flat.dtype if special else None)
+        self._predivide = policy.predivide or flat.axis.degree
+        self.watched = False  # note in `suspects` what is not finite before it is reduced
+        self.suspects: set[Slot] = set()
         self._full: Tensor | None = None
         self._shard: Tensor | None = None
         self._filled = False  # holds the gradient of an earlier microbatch of this step
@@ -46,15 +52,13 @@ class FlatGradient:
         if self._shard is None:
             owned = self.flat.owned
             self._shard = torch.zeros(
-                owned.stop - owned.start, dtype=self.policy.grad_dtype, device=self.flat.pool.device
+                owned.stop - owned.start, dtype=self._dtype, device=self.flat.pool.device
             )
         return self._shard
 
     def _full_buffer(self) -> Tensor:
         if self._full is None:
-            self._full = torch.zeros(
-                self.flat.numel, dtype=self.policy.grad_dtype, device=self.flat.pool.device
-            )
+            self._full = torch.zeros(self.flat.numel, dtype=self._dtype, device=self.flat.pool.device)
         return self._full
 
     # ---- one microbatch ---------------------------------------------------------------------
@@ -62,7 +66,7 @@ class FlatGradient:
     def collect(self) -> Tensor:
         """Move the leaves' gradients into a full buffer [numel]: a fresh one when sharded, else the persistent one."""
         if self.sharded:
-            full = self.flat.pool.take(self.flat.numel, self.policy.comm_dtype or self.flat.dtype)
+            full = self.flat.pool.take(self.flat.numel, self._wire_dtype or self.flat.dtype)
             self._move(full, accumulate=False)
             for slot in self.flat.slots:
                 slot.leaf.grad = None
@@ -98,13 +102,18 @@ class FlatGradient:
         else:
             torch._foreach_copy_(into, grads)
 
+    def _suspect(self, full: Tensor) -> None:
+        self.suspects |= {slot for slot in self.flat.slots if not full[slot.span].isfinite().all()}
+
     def to_wire(self, full: Tensor) -> Tensor:
-        """The collected gradient in the dtype in which it travels: itself, or a copy that `done` takes back."""
-        dtype = self.policy.comm_dtype or full.dtype
+        """The collected gradient predivided, in the dtype in which it travels: itself, or a copy for `done`."""
+        if self.watched:
+            self._suspect(full)
+        dtype = self._wire_dtype or full.dtype
         if full.dtype == dtype or self.flat.axis.degree == 1:
-            return full
+            return full if self._predivide == 1 else full.div_(self._predivide)
         wire = self.flat.pool.take(full.numel(), dtype)
-        return wire.copy_(full)
+        return wire.copy_(full) if self._predivide == 1 else torch.div(full, self._predivide, out=wire)
 
     def chunks(self) -> list[slice]:
         """Element ranges of the shard (all-reduced: of the whole buffer), one collective each."""
@@ -134,6 +143,7 @@ class FlatGradient:
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
         self._filled = False
+        self.suspects.clear()
         for slot in self.flat.slots:
             slot.used, slot.leaf.grad = False, None
 

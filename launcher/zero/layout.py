@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from launcher.zero.flat import Slot
@@ -15,6 +16,7 @@ class PlannedBuffer:
     """Slots that share a flat buffer."""
 
     sharded: bool
+    dtype: torch.dtype
     slots: list[Slot] = field(default_factory=list)
 
 
@@ -51,10 +53,12 @@ def assign_units(
             persisted += slot.numel
             if persisted <= policy.model_persistence_threshold:
                 sharded, home = False, root
-        dtype = slot.leaf.dtype if not slot.leaf.dtype.is_floating_point else policy.param_dtype
+        dtype = slot.leaf.dtype
+        if dtype.is_floating_point:
+            dtype = policy.special_dtypes.get(slot.name, policy.param_dtype)
         key = (home.name, dtype, slot.leaf.requires_grad, sharded)
         if key not in buffers:
-            buffers[key] = PlannedBuffer(sharded)
+            buffers[key] = PlannedBuffer(sharded, dtype)
             home.groups.append(buffers[key])
         buffers[key].slots.append(slot)
     return [unit for unit in units if unit.groups] + [root]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,10 +21,14 @@ class ZeroPolicy:
         shard_params: parameters are gathered before use and freed after it.
         shard_grads: gradients are reduce-scattered as a unit's backward ends, at every microbatch.
         shard_optim: each rank steps only its slice.
-        param_dtype: dtype that the module computes in; the optimizer's master weights are always fp32.
+        param_dtype: dtype that the module computes in.
+        special_dtypes: parameter name -> another dtype for it. Their gradients are accumulated in fp32.
+        fp32_master: 16-bit parameters have fp32 master weights; false: the optimizer steps the parameters themselves.
         grad_dtype: dtype in which gradients are kept between microbatches (`data_types.grad_accum_dtype`).
         comm_dtype: dtype of gradients on the wire (`communication_data_type`); None: that of the parameters, or that in
             which they were accumulated locally.
+        predivide: gradients are divided by this before they are reduced (`gradient_predivide_factor`); None: by the
+            number of ranks (`prescale_gradients`). The step does the rest of the division.
         reduce_bucket_size: at most so many gradient elements are being reduced at once, and no collective
             carries more.
         reduce_scatter: false: sharded gradients are all-reduced and the slice is kept.
@@ -41,8 +46,11 @@ class ZeroPolicy:
     shard_grads: bool = False
     shard_optim: bool = False
     param_dtype: torch.dtype = torch.float32
+    special_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    fp32_master: bool = True
     grad_dtype: torch.dtype = torch.float32
     comm_dtype: torch.dtype | None = None
+    predivide: float | None = 1.0
     reduce_bucket_size: int = 500_000_000
     reduce_scatter: bool = True
     allgather_bucket_size: int = 500_000_000

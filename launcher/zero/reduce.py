@@ -35,6 +35,7 @@ class Reducer:
         self.order, self.policy = order, policy
         self.sync = True  # false inside no_sync: gradients stay on the leaves
         self.boundary = True  # the last microbatch of a step
+        self._unsent = False  # the leaves hold gradients of a backward inside no_sync
         self._turn = 0
         self._ready: set[Unit] = set()
         self._in_flight: deque[tuple[int, int, Callable[[], None]]] = deque()  # turn, elements, completion
@@ -55,6 +56,16 @@ class Reducer:
         for unit in self.order[self._turn :]:
             self._launch(unit)
         self.abandon()
+        self._unsent = not self.sync
+
+    def settle(self) -> None:
+        """Reduce what was accumulated without communication: the step comes after backwards that did not know it."""
+        for unit in self.order:
+            for gradient in unit.gradients:
+                if self._unsent or not gradient.sharded:
+                    self._reduce(gradient, gradient.collect())
+        self.abandon()
+        self._unsent = False
 
     def abandon(self) -> None:
         """Wait for what is under way, launch no more, and be ready for the next backward."""

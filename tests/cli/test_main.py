@@ -55,6 +55,12 @@ def test_help_is_light_and_complete(tmp_path: Path) -> None:
     assert "finetune" in shown
 
 
+def test_a_stage_that_nobody_says_is_refused_before_any_rank(tmp_path: Path) -> None:
+    path = config(tmp_path, zero_optimization={"stage": "auto"})
+    code, _, _, errors = answer("--config", path, "pretrain", "--output-dir", "out", cwd=tmp_path)
+    assert code == 2 and 'zero_optimization.stage is "auto"' in errors and f"{path}:1:" in errors
+
+
 def test_typo_in_the_configuration(tmp_path: Path) -> None:
     path = config(tmp_path, zero_optimization={"stagge": 2})
     code, seconds, _, errors = answer("--config", path, "pretrain", "--output-dir", "out", cwd=tmp_path)

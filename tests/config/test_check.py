@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import Config, ConfigProblems, load
@@ -35,7 +35,7 @@ def test_all_problems_of_a_file_at_once_in_its_order() -> None:
     with pytest.raises(ConfigProblems) as caught:
         load(text, where="x.json")
     assert str(caught.value) == (
-        """x.json has 8 problems:
+        """x.json has 7 problems:
   x.json:2:3 train_batch_sze: unknown key
       to mend it: did you mean `train_batch_size`?
   x.json:3:12 fp16.enabled: fp16.enabled and bf16.enabled are both true, and parameters have one dtype
@@ -43,9 +43,6 @@ def test_all_problems_of_a_file_at_once_in_its_order() -> None:
   x.json:3:29 fp16.hysteresys: unknown key
       to mend it: did you mean `fp16.hysteresis`?
   x.json:5:25 zero_optimization.stage: must be one of 0, 1, 2 or 3, not 4
-  x.json:5:59 zero_optimization.offload_optimizer.device: the text "cpu" is not implemented here yet """
-        """(optimizer state rests in host memory or on NVMe)
-      to mend it: delete it, or write "none"
   x.json:6:45 optimizer.params.lr: must be a number, not the text "1e-3"
       to mend it: write 1e-3 without quotes
   x.json:6:59 optimizer.params.betas: must be a list of two numbers, not the list [0.9]
@@ -75,12 +72,12 @@ def test_all_problems_of_a_file_at_once_in_its_order() -> None:
         ("zero_optimization.stage", [0, 1], "not the list [0, 1]"),
         ("zero_optimization.reduce_bucket_size", 5e8 + 0.5, "must be a whole number"),
         ("zero_optimization.overlap_comm", "yes", "must be true or false"),
-        ("zero_optimization", True, 'must be an object, not true | write "zero_optimization": {"stage": 1}'),
+        ("zero_optimization", 2, 'must be an object, not 2 | write "zero_optimization": {"stage": 1}'),
         ("fp16", 3, "must be an object, not 3"),
         ("fp16.loss_scale", -1, "must be at least 0"),
         ("fp16.loss_scale", True, "must be a number, not true"),
         ("fp16.loss_scale_window", 0, "must be at least 1"),
-        ("data_types.grad_accum_dtype", "float32", 'must be one of "fp32", "fp16" or "bf16"'),
+        ("data_types.grad_accum_dtype", "float23", 'must be one of "fp32", "fp16" or "bf16"'),
         ("activation_checkpointing.number_checkpoints", 0, "must be at least 1"),
         ("steps_per_print", 0, "must be at least 1"),
     ],
@@ -109,8 +106,14 @@ def test_a_misplaced_key_is_told_where_it_belongs() -> None:
     assert "it belongs at `gradient_clipping`" in found["zero_optimization.gradient_clipping"]
 
 
-def test_comments_as_keys_are_pointed_to_real_comments() -> None:
-    assert "write comments as `// text`" in refused({"_comment": "hello"})["_comment"]
+@pytest.mark.parametrize("key", ["_comment", "comment", "//", "# why", "__note2", "description", "_README"])
+def test_a_text_under_a_name_for_comments_is_one(key: str) -> None:
+    config = load(
+        {key: "hello", "zero_optimization": {key: ["two", "lines"]}, "amp": {"enabled": False, key: "x"}}
+    )
+    assert config == load({})
+    assert f"{key}: is taken as a comment" in map(str, config.notes)
+    assert refused({key: {"stage": 3}}) and refused({"_stage": "2"})
 
 
 def test_a_typo_in_a_required_key_is_one_problem() -> None:
@@ -180,7 +183,6 @@ anything = st.recursive(
 
 
 @given(st.dictionaries(keys, anything, max_size=5), st.integers(1, 4))
-@settings(deadline=None)
 def test_any_tree_of_known_words_is_a_config_or_problems(tree: dict[str, Any], ranks: int) -> None:
     try:
         config = load(tree)

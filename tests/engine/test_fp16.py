@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor
 from launcher.optim.loss_scale import LossScaleExhausted
 from tests.engine.driving import STAGES, advance_one, config_of, engine_of, microbatches, whole_state
 from tests.pool import RankContext, WorkerPool
+from tests.zero.models import stack
 
 WARMUP = {
     "type": "WarmupLR",
@@ -82,13 +86,22 @@ def scales(ctx: RankContext, stage: int, steps: list[bool], keys: dict[str, Any]
 B, G = BAD, GOOD
 
 
+@pytest.mark.key(
+    "fp16.loss_scale",
+    "fp16.initial_scale_power",
+    "fp16.loss_scale_window",
+    "fp16.hysteresis",
+    "fp16.consecutive_hysteresis",
+    "fp16.min_loss_scale",
+)
 @pytest.mark.parametrize(("keys", "steps", "expected"), [
-    # two overflows halve it, a window of two good steps after the last one doubles it and refills the patience
-    ({"hysteresis": 2}, [B, B, G, G, B, B], [256, 128, 128, 256, 256, 128]),
-    ({"hysteresis": 1}, [B, B, G, G], [128, 64, 64, 128]),
+    # two overflows halve it; the step after a window of two good ones doubles it and refills the patience
+    ({"hysteresis": 2}, [B, B, G, G, G, B, B], [256, 128, 128, 128, 256, 256, 128]),
+    ({"hysteresis": 1}, [B, B, G, G, G], [128, 64, 64, 64, 128]),
     ({"hysteresis": 2}, [G, B, G, B], [256, 256, 256, 128]),
     ({"hysteresis": 2, "consecutive_hysteresis": True}, [G, B, G, B], [256, 256, 256, 256]),
-    ({"loss_scale_window": 3, "hysteresis": 1}, [G, G, G, B, G, G, G], [256, 256, 512, 256, 256, 256, 512]),
+    ({"loss_scale_window": 3, "hysteresis": 1}, [G, G, G, G, B, G], [256, 256, 256, 512, 256, 256]),
+    ({"initial_scale_power": 4, "loss_scale_window": 1}, [G, G, G], [16, 32, 64]),
     ({"loss_scale": 32}, [G, G, B, B, G], [32] * 5),
     ({"min_loss_scale": 200, "hysteresis": 1}, [B, G], [200, 200]),
 ], ids=str)  # fmt: skip
@@ -99,31 +112,103 @@ def test_the_scale_follows_deepspeeds_rule(
 
 
 def test_the_scale_is_the_same_at_every_stage(pool: WorkerPool) -> None:
-    steps = [G, B, B, G, G, G]
+    steps = [G, B, B, G, G, G, G]
     found = [pool.run(scales, 2, stage, steps, {})[0] for stage in STAGES]
-    assert found == [[256, 256, 128, 128, 256, 256]] * 4
+    assert found == [[256, 256, 128, 128, 128, 256, 256]] * 4
 
 
-def exhaust(ctx: RankContext, stage: int) -> str:
-    engine = engine_of(config_of(stage, **fp16(min_loss_scale=256, hysteresis=1)))
-    try:
-        step(engine, ctx, 0, BAD)
-    except LossScaleExhausted as error:
-        return str(error)
-    return ""
+Exhausted = tuple[str, bool, int]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_overflow_at_the_floor_ends_the_run_on_every_rank(pool: WorkerPool, stage: int) -> None:
-    for message in pool.run(exhaust, 2, stage):
-        assert "floor of 256" in message and "fp16.min_loss_scale" in message
+def exhaust(ctx: RankContext, stage: int) -> Exhausted:
+    """The error of an overflow at the floor; whether the state stayed; the steps that count."""
+    engine = engine_of(config_of(stage, 2, **fp16(min_loss_scale=256, hysteresis=1)))
+    step(engine, ctx, 0, GOOD)
+    before = whole_state(engine)
+    with pytest.raises(LossScaleExhausted) as caught:
+        step(engine, ctx, 1, BAD)
+    kept = same(whole_state(engine), before)
+    step(engine, ctx, 1, GOOD)  # nothing of the failed step is left in the way
+    return str(caught.value), kept, engine.global_steps
 
 
-def diverge(ctx: RankContext) -> bool:
-    engine = engine_of(config_of(3, bf16={"enabled": True, "check_grad_overflow": False}))
-    step(engine, ctx, 0, BAD)
-    return engine.was_step_applied()
+@pytest.mark.key("fp16.min_loss_scale")
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_overflow_at_the_floor_ends_the_run_and_names_the_parameters(pool: WorkerPool, stage: int) -> None:
+    """On every rank the same words: the last layers first, the rank whose input was infinite, and a way out."""
+    found = pool.run(exhaust, 2, stage)
+    assert found[0] == found[1]
+    message, kept, steps = found[0]
+    assert "floor of 256" in message and "fp16.min_loss_scale" in message and '"bf16"' in message
+    names = [name for name, _ in stack().named_parameters()]
+    assert f"{names[-1]} (rank 1)" in message and f"and {len(names) - 5} more" in message
+    assert "rank 0" not in message and "ranks" not in message
+    assert kept and steps == 2
 
 
+def diverge(ctx: RankContext, check: bool) -> tuple[bool, bool, str]:
+    """One bad step in bf16: whether it was applied, whether the weights are finite, what was printed."""
+    engine = engine_of(config_of(3, bf16={"enabled": True, "check_grad_overflow": check}))
+    out = io.StringIO()
+    with redirect_stdout(out):
+        for number in range(3):
+            step(engine, ctx, number, BAD)
+    finite = all(value.isfinite().all() for value in whole_state(engine).values())
+    return engine.was_step_applied(), bool(finite), out.getvalue()
+
+
+@pytest.mark.key("bf16.check_grad_overflow")
 def test_bf16_steps_on_without_the_check(pool: WorkerPool) -> None:
-    assert pool.run(diverge, 2) == [True, True]
+    assert pool.run(diverge, 2, False) == [(True, False, "")] * 2
+
+
+@pytest.mark.key("bf16.check_grad_overflow")
+def test_a_skipped_step_in_bf16_names_the_parameters_now_and_then(pool: WorkerPool) -> None:
+    """The first and the second are told, the third is not; by rank 0."""
+    (applied, finite, printed), (*_, silent) = pool.run(diverge, 2, True)
+    assert not applied and finite and silent == ""
+    first, second = printed.splitlines()
+    last = [name for name, _ in stack().named_parameters()][-1]
+    assert first.startswith("step 1 is skipped (1 so far)") and f"of {last}, " in first
+    assert second.startswith("step 2 is skipped (2 so far)") and "bf16.check_grad_overflow" in second
+
+
+def cast_input(ctx: RankContext, auto_cast: bool) -> bool:
+    """Whether a float16 model takes a float32 input."""
+    engine = engine_of(config_of(1, fp16={"enabled": True, "auto_cast": auto_cast}))
+    try:
+        step(engine, ctx, 0, GOOD)
+    except RuntimeError as error:
+        assert "dtype" in str(error)
+        return False
+    return {p.dtype for p in engine.module.parameters()} == {torch.float16}
+
+
+@pytest.mark.key("fp16.enabled", "fp16.auto_cast")
+def test_auto_cast_gives_a_float16_model_float16_inputs(pool: WorkerPool) -> None:
+    assert pool.run(cast_input, 1, True) == [True]
+    assert pool.run(cast_input, 1, False) == [False]
+
+
+def hand_over(ctx: RankContext, directory: str) -> list[float]:
+    """Loss scales after loading a checkpoint of a dynamic scale: dynamic, fixed, bf16; and of bf16: dynamic."""
+    sections: list[dict[str, Any]] = [
+        fp16(hysteresis=1),
+        fp16(hysteresis=1, initial_scale_power=3),
+        fp16(loss_scale=32),
+        {"bf16": {"enabled": True}},
+    ]
+    engines = [engine_of(config_of(1, **section)) for section in sections]
+    step(engines[0], ctx, 0, BAD)
+    step(engines[3], ctx, 0, GOOD)
+    engines[0].save_checkpoint(directory, "fp16")
+    engines[3].save_checkpoint(directory, "bf16")
+    found = []
+    for engine, tag in ((1, "fp16"), (2, "fp16"), (3, "fp16"), (0, "bf16")):
+        engines[engine].load_checkpoint(directory, tag)
+        found.append(engines[engine].loss_scale())
+    return found
+
+
+def test_a_checkpoint_hands_a_dynamic_scale_to_a_dynamic_scale_only(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(hand_over, 2, str(tmp_path)) == [[128, 32, 1, 128]] * 2

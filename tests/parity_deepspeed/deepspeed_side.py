@@ -1,8 +1,7 @@
 """What the real DeepSpeed does, in processes of its own (it patches torch): called by `conftest.py`.
 
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
-python -m tests.parity_deepspeed.deepspeed_side schedules CASES.json OUT.json
-python -m tests.parity_deepspeed.deepspeed_side optimizers CASES.json OUT.json
+python -m tests.parity_deepspeed.deepspeed_side schedules|difficulties|loss_scales|optimizers CASES.json OUT.json
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tests.parity_deepspeed.fields import REST, STEPS, Fields, gradients
 from tests.parity_deepspeed.fields import follow as step_fields
 from tests.parity_deepspeed.job import Job, train
 from tests.parity_deepspeed.rates import follow
+from tests.parity_deepspeed.scales import follow_scale
 
 
 def train_all(jobs: list[Job]) -> dict[str, dict[str, list[Any]]]:
@@ -50,14 +52,44 @@ def _forget_dummy_step(engine: Any) -> None:
         state["step"].zero_()
 
 
-def schedules(cases: list[dict[str, Any]]) -> list[list[float]]:
-    """Learning rates of DeepSpeed's classes, case by case."""
+def schedules(cases: list[dict[str, Any]]) -> list[list[list[float]]]:
+    """Learning rates and betas of DeepSpeed's classes, case by case."""
     from deepspeed.runtime import lr_schedules
 
+    def make(case: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+        return getattr(lr_schedules, case["type"])(optimizer, **case["params"])
+
+    return [follow(partial(make, case), case.get("groups", 1)) for case in cases]
+
+
+def difficulties(cases: list[dict[str, Any]]) -> list[list[int]]:
+    """Sequence lengths of DeepSpeed's curriculum at steps 1 .. `steps`, case by case."""
+    from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+
+    schedulers = [CurriculumScheduler(case["config"]) for case in cases]
     return [
-        follow(lambda optimizer, c=case: getattr(lr_schedules, c["type"])(optimizer, **c["params"]))  # type: ignore[misc]
-        for case in cases
+        [scheduler.update_difficulty(step) for step in range(1, case["steps"] + 1)]
+        for case, scheduler in zip(cases, schedulers, strict=True)
     ]
+
+
+def loss_scales(cases: list[dict[str, Any]]) -> list[list[Any]]:
+    """The paths of DeepSpeed's DynamicLossScaler: scale after each step, and "exhausted" where it gives up."""
+    from deepspeed.runtime.fp16 import loss_scaler
+
+    loss_scaler.dist = SimpleNamespace(get_rank=lambda: 1)  # it asks only whether to write a line
+    paths = []
+    for case in cases:
+        keys = dict(case["keys"])
+        scaler = loss_scaler.DynamicLossScaler(
+            init_scale=2 ** keys["initial_scale_power"],
+            scale_window=keys["loss_scale_window"],
+            min_scale=keys["min_loss_scale"],
+            delayed_shift=keys["hysteresis"],
+            consecutive_hysteresis=keys["consecutive_hysteresis"],
+        )
+        paths.append(follow_scale(scaler.update_scale, lambda s=scaler: s.cur_scale, case["overflows"]))  # type: ignore[misc]
+    return paths
 
 
 def optimizers(cases: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
@@ -99,8 +131,13 @@ def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
     given = json.loads(Path(source).read_text())
-    does: dict[str, Any] = {"schedules": schedules, "optimizers": optimizers}
-    result = does[task](given) if task in does else train_all([Job(**job) for job in given])
+    tasks: dict[str, Any] = {
+        "schedules": schedules,
+        "difficulties": difficulties,
+        "loss_scales": loss_scales,
+        "optimizers": optimizers,
+    }
+    result = tasks[task](given) if task in tasks else train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":
         Path(out).write_text(json.dumps(result))
 

@@ -25,6 +25,7 @@ class Job:
     clip: float = 1.0
     tied: bool = False
     scheduler: str = "WarmupLR"
+    csv: str = ""  # directory of csv_monitor, for the engine's own numbers
 
     @property
     def name(self) -> str:
@@ -51,6 +52,11 @@ class Job:
         }
         if self.dtype == "bf16":
             config["bf16"] = {"enabled": True}
+        if self.csv:
+            config |= {
+                "csv_monitor": {"enabled": True, "output_path": self.csv, "job_name": "job"},
+                "wall_clock_breakdown": True,
+            }
         return config
 
     def _schedule(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The learning rates that a schedule gives an optimizer: at construction and after each of its steps."""
+"""The learning rates and betas that a schedule gives an optimizer: at construction and after each of its steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,29 @@ BASE_LR = 0.02
 STEPS = 30
 
 
-def follow(make: Callable[[torch.optim.Optimizer], Any], base_lr: float = BASE_LR) -> list[float]:
-    """Makes the schedule over an SGD and steps it `STEPS` times: STEPS + 1 learning rates."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base_lr)
+def follow(
+    make: Callable[[torch.optim.Optimizer], Any], groups: int = 1, base_lr: float = BASE_LR
+) -> list[list[float]]:
+    """Makes the schedule over an Adam and steps it `STEPS` times.
+
+    Args:
+        make: optimizer -> schedule.
+        groups: param groups; group i has i + 1 times the rate.
+
+    Returns:
+        STEPS + 1 rows: rates of the groups, then their betas.
+    """
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)]
+    optimizer = torch.optim.Adam([{"params": [p], "lr": (i + 1) * base_lr} for i, p in enumerate(parameters)])
     schedule = make(optimizer)
-    rates = [float(optimizer.param_groups[0]["lr"])]
+    rows = [_row(optimizer)]
     for _ in range(STEPS):
         optimizer.step()
         schedule.step()
-        rates.append(float(optimizer.param_groups[0]["lr"]))
-    return rates
+        rows.append(_row(optimizer))
+    return rows
+
+
+def _row(optimizer: torch.optim.Optimizer) -> list[float]:
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return rates + [float(beta) for group in optimizer.param_groups for beta in group["betas"]]

@@ -1,0 +1,118 @@
+"""The ranks that save or load together: they fail together or not at all, and each node may have a directory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Literal, TypeAlias, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from launcher.errors import CheckpointError
+
+Disagreement: TypeAlias = Literal["Ignore", "Warn", "Fail"]
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a group, which fail together or not at all.
+
+    Args:
+        group: None is all ranks, or this process alone.
+        node: the ranks of this node, when each node has a directory of its own; None: all share one.
+
+    Attributes:
+        rank: of this process in the group.
+        first: this rank makes the directory, and writes what is not a rank's own.
+        sharing: the ranks that share this rank's directory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, node: dist.ProcessGroup | None = None) -> None:
+        self.group, self.node = group, node
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.sharing = group if node is None else node
+        self.first = (self.rank if node is None else dist.get_rank(node)) == 0
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; if it fails on one, raise on all."""
+        failure: str | None = None
+        cause: BaseException | None = None
+        try:
+            result = work()
+        except (Exception, CheckpointException) as error:
+            cause, failure = error, _describe(error, None if self.alone else self.rank)
+        failures = self._gather(failure)
+        if not any(failures):
+            return result
+        if isinstance(cause, CheckpointError):
+            raise cause
+        raise CheckpointError(next(text for text in failures if text)) from cause
+
+    def on_first(self, work: Callable[[], T]) -> T | None:
+        """Run `work` on the first rank of each directory while the others wait; if it fails, raise on all."""
+        return self.together(lambda: work() if self.first else None)
+
+    def agreed(self, what: str, value: str, otherwise: Disagreement = "Fail") -> str:
+        """The value of rank 0.
+
+        Raises:
+            CheckpointError: another rank has another value, and `otherwise` is "Fail".
+        """
+        values = self._gather(value)
+        if len(set(values)) > 1 and otherwise != "Ignore":
+            said = f"The ranks disagree about the {what}: {sorted(set(map(str, values)))}."
+            if otherwise == "Fail":
+                raise CheckpointError(said, fix="give all ranks the same one")
+            if self.rank == 0:
+                warnings.warn(f"{said} That of rank 0 counts for all: {values[0]}.", stacklevel=4)
+        return str(values[0])
+
+    def _gather(self, value: str | None) -> list[str | None]:
+        if self.alone:
+            return [value]
+        values: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """A group of all ranks, and one of the ranks of this node, both apart from those that training uses.
+
+    Ranks with the same GROUP_RANK (torchrun's number of the node) share a node; where it is not set, those with the
+    same host name. Collective over all ranks. Without a process group: (None, None).
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None, None
+    mine = os.environ.get("GROUP_RANK") or socket.gethostname()
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, mine)
+    members: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        members.setdefault(name, []).append(rank)
+    everyone = dist.new_group(backend="gloo")
+    groups = {name: dist.new_group(ranks, backend="gloo") for name, ranks in members.items()}
+    return everyone, groups[mine]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The operating system's error behind it, if there is one: torch.save reports what follows from it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
+
+
+def _describe(error: BaseException, rank: int | None) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        failed, (inner, _) = next(iter(error.failures.items()))
+        return _describe(inner, None if rank is None else failed)
+    if isinstance(error, CheckpointError):
+        return str(error)
+    on = "" if rank is None else f" on rank {rank}"
+    if isinstance(error, OSError):
+        return f"The checkpoint could not be written or read{on}: {error}"
+    return f"The checkpoint failed{on}: {type(error).__name__}: {error}"

@@ -1,0 +1,117 @@
+"""`Saver`: the JSON's `checkpoint` section at work: where, by whom and when a checkpoint is written."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launcher.checkpoint import store
+from launcher.checkpoint.ranks import node_groups
+from launcher.checkpoint.slices import FlatSlice
+from launcher.config import CheckpointConfig
+
+Tensors = Mapping[str, torch.Tensor | FlatSlice]
+
+
+class Saver:
+    """Saves and loads for one engine. Every method but `raise_failure` is collective.
+
+    Args:
+        config: `tag_validation`, `use_node_local_storage` and `writer`.
+        rank: 0 prints statistics.
+    """
+
+    def __init__(self, config: CheckpointConfig, rank: int = 0) -> None:
+        self.config, self.rank = config, rank
+        self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []  # at most one
+        weakref.finalize(self, _say_unread, self._pending)
+
+    @property
+    def node_local(self) -> bool:
+        """Each node has what its own ranks need."""
+        return self.config.use_node_local_storage
+
+    def save(
+        self, directory: Path, tag: str, tensors: Tensors, meta: Mapping[str, Any], latest: bool
+    ) -> None:
+        """`store.save` as the section says: now, or of a copy in the background."""
+        self.wait()
+        if not self.config.writer.decoupled:
+            self._save(directory, tag, tensors, meta, latest)
+            return
+        copies = {name: _on_host(tensor) for name, tensor in tensors.items()}
+        frozen = copy.deepcopy(dict(meta))
+        self._groups_of_ranks()  # made here: a collective of the main thread
+        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
+        self._pending.append(self._thread.submit(self._save, directory, tag, copies, frozen, latest))
+
+    def load(self, directory: Path, tag: str, tensors: Tensors, strict: bool) -> None:
+        """`store.load`, after what is being written."""
+        self.wait()
+        group, node = self._groups_of_ranks()
+        store.load(directory, tag, tensors, group, strict, node=node)
+
+    def find(self, directory: Path, tag: str | None, missing_ok: bool) -> tuple[str, dict[str, Any]] | None:
+        """`store.find`, after what is being written."""
+        self.wait()
+        return store.find(directory, tag, missing_ok=missing_ok)
+
+    def wait(self) -> None:
+        """Until the save in the background has ended. Raises its CheckpointError, on all ranks alike."""
+        while self._pending:
+            self._pending.pop().result()
+
+    def raise_failure(self) -> None:
+        """Raise the error of a background save that has failed; do not wait for one that goes on."""
+        if self._pending and self._pending[0].done():
+            self.wait()
+
+    def _save(
+        self, directory: Path, tag: str, tensors: Tensors, meta: Mapping[str, Any], latest: bool
+    ) -> None:
+        group, node = self._groups_of_ranks()
+        began = time.perf_counter()
+        written = store.save(
+            directory, tag, tensors, meta, group, latest, node=node, on_other_tags=self.config.tag_validation
+        )
+        if self.config.writer.show_statistics and self.rank == 0:
+            seconds = time.perf_counter() - began
+            megabytes = written / 1e6
+            print(
+                f"checkpoint {tag}: {megabytes:.1f} MB in {seconds:.2f} s, {megabytes / seconds:.0f} MB/s",
+                flush=True,
+            )
+
+    def _groups_of_ranks(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """(the ranks that save together, those of this node where each has its directory)."""
+        if self._groups is None:
+            apart = self.node_local or self.config.writer.decoupled
+            group, node = node_groups() if apart else (None, None)
+            self._groups = group, node if self.node_local else None
+        return self._groups
+
+
+def _on_host(tensor: torch.Tensor | FlatSlice) -> torch.Tensor | FlatSlice:
+    """A copy that training does not change."""
+    if isinstance(tensor, FlatSlice):
+        copied = tensor.data_1d.to("cpu", copy=True)
+        return FlatSlice(copied, tensor.shape, tensor.start, tensor.stop)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _say_unread(pending: list[Future[None]]) -> None:
+    """At the end of the run: an error that nobody has asked for."""
+    for future in pending:
+        if future.done() and (error := future.exception()) is not None:
+            print(f"The last checkpoint was not saved: {error}", file=sys.stderr, flush=True)

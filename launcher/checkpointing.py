@@ -1,0 +1,108 @@
+"""`launcher.checkpointing`: activation checkpointing for models that ask for it themselves.
+
+DeepSpeed's module `deepspeed.checkpointing`, by its names; it runs what `activation_checkpointing` runs for blocks.
+
+    launcher.checkpointing.configure(mpu_=None, deepspeed_config="ds_config.json")
+    hidden = launcher.checkpointing.checkpoint(block, hidden)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.comm import Axis
+from launcher.config import ActivationCheckpointingConfig, Config, load
+from launcher.errors import ConfigError
+from launcher.models.activation import Checkpointer
+
+_checkpointer: Checkpointer | None = None
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: str | Path | Mapping[str, Any] | Config | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Say how `checkpoint` keeps inputs. Arguments that are given beat the JSON.
+
+    Args:
+        mpu_: has get_model_parallel_group, _rank and _world_size; needed to split inputs over ranks.
+        deepspeed_config: its section `activation_checkpointing` is read.
+        partition_activations, checkpoint_in_cpu, synchronize, profile: the keys of the section.
+        contiguous_checkpointing: the key contiguous_memory_optimization; needs num_checkpoints.
+        num_checkpoints: calls of `checkpoint` in one forward.
+
+    Raises:
+        ConfigError: contiguous_checkpointing without num_checkpoints, or partition_activations without mpu_.
+    """
+    global _checkpointer
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    values = {key: value for key, value in given.items() if value is not None}
+    section = _section(deepspeed_config).model_copy(update=values)
+    if section.contiguous_memory_optimization and section.number_checkpoints is None:
+        raise ConfigError(
+            "one buffer for the saved inputs needs to know their number",
+            where="checkpointing.configure()",
+            fix="pass num_checkpoints=N: the calls of checkpoint() in one forward",
+        )
+    if section.partition_activations and mpu_ is None:
+        raise ConfigError(
+            "partition_activations splits inputs over model-parallel ranks, and there is no mpu_ to name them",
+            where="checkpointing.configure()",
+            fix="pass mpu_=..., or leave partition_activations out",
+        )
+    _checkpointer = Checkpointer.of(section, _axis(mpu_), section.number_checkpoints or 0)
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _checkpointer is not None
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args); only `args` are kept, and it runs again in backward, with the same random numbers.
+
+    Inside a block that the JSON's section checkpoints, it only calls the function.
+    """
+    if _checkpointer is None:
+        configure()
+    assert _checkpointer is not None
+    return _checkpointer.run(getattr(function, "__qualname__", type(function).__name__), function, *args)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def reset() -> None:
+    """Make a new buffer for the saved inputs at the next forward, for example when their size has changed."""
+    if _checkpointer is not None:
+        _checkpointer.saved.reset()
+
+
+def _section(config: Any) -> ActivationCheckpointingConfig:
+    if config is None:
+        return ActivationCheckpointingConfig()
+    loaded = config if isinstance(config, Config) else load(config)
+    return loaded.activation_checkpointing or ActivationCheckpointingConfig()
+
+
+def _axis(mpu: Any) -> Axis:
+    degree = 1 if mpu is None else int(mpu.get_model_parallel_world_size())
+    if degree == 1:
+        return Axis("tp")
+    group = mpu.get_model_parallel_group()
+    return Axis("tp", degree, int(mpu.get_model_parallel_rank()), group, group)

@@ -1,0 +1,159 @@
+"""`launch check`: what becomes of every key of a JSON, without GPUs and without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.cli.flags import FlagParser
+from launcher.errors import ConfigError, LauncherError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from launcher.config.check import Examined
+    from launcher.config.root import Config
+    from launcher.config.verdicts import KeyVerdict
+
+EXIT_REFUSED = 1
+COLOURS = {"refused": "bold red", "obsolete": "yellow", "used differently": "cyan", "no effect": "yellow"}
+COLOURS |= {"comment": "dim", "left out": "cyan", "used": "green"}
+
+DESCRIPTION = """\
+Says what becomes of every key of a DeepSpeed-style JSON: used, used differently (how), obsolete (what replaced it),
+without effect (why), or refused (why, and what to write). All problems are told at once. Needs no GPU."""
+EPILOG = """\
+examples:
+  launch check ds_config.json
+  launch check ds_config.json --num-gpus 8 --explain       (what every "auto" and every default becomes)
+  launch check old.json --migrate new.json                 (the same configuration in today's keys)
+
+Ends with 0 when the file can be used as it is, else with 1. docs/config.md describes every key.
+"""
+
+
+def check_parser() -> FlagParser:
+    """The parser of `launch check`."""
+    parser = FlagParser(
+        prog="launch check",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="DS.json", help="the file, or its text in base64")
+    parser.add_argument("--num-gpus", type=_count, metavar="N", help="solve the batch equation for N ranks")
+    parser.add_argument("--explain", action="store_true", help='what every "auto" and every default becomes')
+    parser.add_argument("--migrate", metavar="OUT.json", help="write the configuration in today's keys")
+    return parser
+
+
+def check(argv: Sequence[str]) -> int:
+    """Run `launch check`; returns 0, or 1 when something is refused."""
+    flags = check_parser().parse_args(argv)
+    from rich.console import Console
+
+    from launcher.config.load import inspect, read
+    from launcher.config.verdicts import verdicts
+
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        written = read(flags.config)
+    except LauncherError as error:
+        console.print(str(error), markup=False)
+        return EXIT_REFUSED
+    examined = inspect(flags.config)
+    rows = verdicts(written, examined)
+    batch = _batch_problem(examined, flags.num_gpus)
+    refused = bool(examined.problems) or batch is not None
+    _show(console, written.name, rows)
+    if batch is not None:
+        console.print(batch, markup=False)
+    if flags.explain:
+        _explain(console, examined, flags.num_gpus)
+    if flags.migrate is not None:
+        _migrate(console, Path(flags.migrate), examined)
+    return EXIT_REFUSED if refused else 0
+
+
+def _batch_problem(examined: Examined[Config], ranks: int | None) -> str | None:
+    """Why the batch equation does not hold on so many ranks; None when it does, or when the run has a say in it."""
+    from launcher.config.batch import BATCH_KEYS
+    from launcher.config.problems import ConfigProblems
+
+    config = examined.config
+    if config is None or ranks is None or any(getattr(config, key) == "auto" for key in BATCH_KEYS):
+        return None
+    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+        return None
+    try:
+        config.model_copy(update={"optimizer": None, "scheduler": None}).resolve(dp_degree=ranks)
+    except ConfigProblems as error:
+        return str(error)
+    return None
+
+
+def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
+    from launcher.config.problems import dotted
+    from launcher.config.verdicts import count
+
+    counts = count(rows)
+    told = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+    console.print(f"{name}: {sum(counts.values())} keys: {told or 'none written'}", markup=False)
+    width = max((len(f"{row.line}:{row.column}") for row in rows), default=0)
+    for row in rows:
+        place = f"{row.line}:{row.column}" if row.line else ""
+        console.print(f"  {row.verdict:<16}", style=COLOURS[row.verdict], end="")
+        words = f": {row.words}" if row.words else ""
+        console.print(f"  {place:>{width}}  {dotted(row.path)}{words}", markup=False)
+
+
+def _explain(console: Console, examined: Examined[Config], ranks: int | None) -> None:
+    from launcher.config.explain import explain
+
+    if examined.config is None:
+        console.print("\n--explain: nothing is decided while keys are refused")
+        return
+    entries = explain(examined.config, examined.document.tree, ranks)
+    for auto, title in ((True, '"auto" becomes'), (False, "left out, and so")):
+        chosen = [entry for entry in entries if entry.auto is auto]
+        if chosen:
+            console.print(f"\n{title}:", markup=False)
+        width = max((len(entry.path) for entry in chosen), default=0)
+        for entry in chosen:
+            why = f"  ({entry.why})" if entry.why != "the default" else ""
+            console.print(f"  {entry.path:<{width}}  {entry.value}{why}", markup=False)
+
+
+def _migrate(console: Console, out: Path, examined: Examined[Config]) -> None:
+    """Writes the converted JSON; never over a file that is there."""
+    text = json.dumps(_whole_numbers(examined.document.tree), indent=2, ensure_ascii=False) + "\n"
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{out} is already there", where="--migrate", fix="name a new file") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}", where="--migrate") from None
+    left = f"; {len(examined.problems)} problems are left to mend" if examined.problems else ""
+    changes = len(examined.document.conversions)
+    console.print(f"\nwritten: {out}, {changes} change{'s' if changes != 1 else ''}{left}", markup=False)
+
+
+def _whole_numbers(value: Any) -> Any:
+    """5e8 as 500000000, which every reader takes where a whole number is asked for; infinity as null."""
+    if isinstance(value, dict):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole_numbers(item) for item in value]
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return None
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 1000 else value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, not {text!r}")
+    return int(text)

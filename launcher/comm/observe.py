@@ -1,0 +1,64 @@
+"""How long collectives take: from their start, by the wait for them, to its end. Off, nothing is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from launcher.monitor.clock import Moment, now, seconds_between
+
+if TYPE_CHECKING:
+    from launcher.comm.collectives import CollectiveRecord
+
+
+class Timing:
+    """The times of one collective on this rank.
+
+    Args:
+        record: what it was.
+        device: whose clock counts.
+        started: before it was started.
+    """
+
+    def __init__(self, record: CollectiveRecord, device: torch.device, started: Moment) -> None:
+        self.record, self._device, self._started = record, device, started
+        self._waited = self._ended = started
+
+    def begin_wait(self) -> None:
+        self._waited = now(self._device)
+
+    def end_wait(self) -> None:
+        """It is done: everybody who observes is told."""
+        self._ended = now(self._device)
+        for observer in observers:
+            observer(self)
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of the wait; compute that overlapped is in it."""
+        return seconds_between(self._started, self._ended)
+
+    @property
+    def blocked(self) -> float:
+        """The wait: what the collective cost this rank."""
+        return seconds_between(self._waited, self._ended)
+
+
+Observer = Callable[[Timing], None]
+observers: list[Observer] = []
+
+
+@contextmanager
+def observe_collectives(observer: Observer) -> Iterator[None]:
+    """Call `observer` with the timing of every collective that is waited for inside the `with`."""
+    observers.append(observer)
+    try:
+        yield
+    finally:
+        observers.remove(observer)
+
+
+__all__ = ["Observer", "Timing", "observe_collectives", "observers"]

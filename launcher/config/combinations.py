@@ -1,0 +1,92 @@
+"""The capability table: what can't stand together, decided before anything starts.
+
+A rule of one section stands in that section's `conflicts`; here are those over several sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from launcher.config.section import Conflict
+
+if TYPE_CHECKING:
+    from launcher.config.root import Config
+
+
+class Combination(NamedTuple):
+    """One entry.
+
+    Attributes:
+        keys: dotted paths; the first is where it is reported.
+        stands: whether the configuration has it.
+        what: the mistake, naming the keys.
+        fix: what to write instead.
+    """
+
+    keys: tuple[str, ...]
+    stands: Callable[[Config], bool]
+    what: str
+    fix: str
+
+
+ZERO = "zero_optimization"
+
+
+def _device(config: Config, section: str) -> str:
+    offload = getattr(config.zero_optimization, section)
+    return "none" if offload is None or offload.device == "auto" else str(offload.device)
+
+
+def _stage(config: Config) -> int:
+    """0 where the stage is not known yet."""
+    stage = config.zero_optimization.stage
+    return stage if isinstance(stage, int) else 0
+
+
+COMBINATIONS: tuple[Combination, ...] = (
+    Combination(
+        ("fp16.enabled", "bf16.enabled"),
+        lambda config: config.fp16.enabled is True and config.bf16.enabled is True,
+        "fp16.enabled and bf16.enabled are both true, and parameters have one dtype",
+        "set one of fp16.enabled and bf16.enabled to false",
+    ),
+    Combination(
+        (f"{ZERO}.offload_param.device", f"{ZERO}.stage"),
+        lambda config: _device(config, "offload_param") != "none" and _stage(config) < 3,
+        f"{ZERO}.offload_param asks for parameters elsewhere, but only {ZERO}.stage 3 shards parameters",
+        f'write "stage": 3, or delete {ZERO}.offload_param (optimizer state alone: offload_optimizer)',
+    ),
+    Combination(
+        (f"{ZERO}.offload_optimizer.device", f"{ZERO}.stage"),
+        lambda config: _device(config, "offload_optimizer") != "none" and _stage(config) < 1,
+        f"{ZERO}.offload_optimizer asks for optimizer state elsewhere, but {ZERO}.stage 0 does not shard it",
+        f'write "stage": 1, 2 or 3, or delete {ZERO}.offload_optimizer',
+    ),
+)
+"""Each as written here, in docs/config.md too."""
+
+NOT_YET: tuple[Combination, ...] = (
+    Combination(
+        (f"{ZERO}.offload_param.device",),
+        lambda config: _device(config, "offload_param") != "none",
+        "is not implemented here yet: parameters rest on the device",
+        'write "device": "none"; stage 3 shards parameters over the ranks',
+    ),
+    Combination(
+        (f"{ZERO}.offload_optimizer.device",),
+        lambda config: _device(config, "offload_optimizer") != "none",
+        "is not implemented here yet: optimizer state rests on the device",
+        'write "device": "none"; stages 1 to 3 shard optimizer state over the ranks',
+    ),
+)
+"""What the schema knows and no code does yet."""
+
+
+def conflicts(config: Config) -> Iterator[Conflict]:
+    """The entries that `config` has; what stands in a contradiction needs no second complaint."""
+    wrong: set[str] = set()
+    for entry in (*COMBINATIONS, *NOT_YET):
+        if entry.keys[0] not in wrong and entry.stands(config):
+            wrong.add(entry.keys[0])
+            yield Conflict(entry.keys, entry.what, entry.fix)

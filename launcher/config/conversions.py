@@ -1,0 +1,319 @@
+"""What old JSON says, written the way of today: `convert` rewrites a document and tells every change.
+
+Simple cases are lines of the two tables; the others are functions of `RULES`, in the order in which they run.
+A rule fires only where it knows what was meant: anything else is left for the checks to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from launcher.config.problems import Path
+from launcher.config.reader import Document
+from launcher.config.rewriter import Rewriter
+
+RENAMED = {
+    "bfloat16": "bf16",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zero_optimization.gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zero_optimization.aio": "aio",
+    "aio.thread_count": "aio.intra_op_parallelism",
+    "autotuning.start_step": "autotuning.start_profile_step",
+    "autotuning.end_step": "autotuning.end_profile_step",
+    "optimizer.params.max_grad_norm": "gradient_clipping",
+}
+"""Old path -> path of today; the value stays."""
+
+NO_LOSS_SCALE = "bfloat16 has the range of float32 and needs no loss scale; only fp16 has one"
+ONE_BIT = "belongs to the 1-bit optimizers, which DeepSpeed removed"
+DROPPED = {
+    **{
+        f"bf16.{key}": NO_LOSS_SCALE
+        for key in (
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        )
+    },
+    "bf16.auto_cast": "floating-point inputs follow the model",
+    "bf16.opt_level": "an option of Apex",
+    "fp16.opt_level": "an option of Apex; fp16 here is what Apex called O2",
+    "fp16.fp16_opt_level": "an option of Apex; fp16 here is what Apex called O2",
+    "fp16.fp16_backend": "an option of an old trainer",
+    "fp16.backend": "an option of an old trainer",
+    **{
+        f"optimizer.params.{key}": ONE_BIT
+        for key in (
+            "freeze_step",
+            "cuda_aware",
+            "comm_backend_name",
+            "var_freeze_step",
+            "var_update_scaler",
+            "local_step_scaler",
+            "local_step_clipper",
+            "coeff_beta",
+            "factor_max",
+            "factor_min",
+            "factor_threshold",
+        )
+    },
+    "disable_allgather": "had no effect in DeepSpeed either",
+    "sparse_gradients": "gradients of embeddings travel dense; the numbers are the same",
+    "seed": "DeepSpeed never read it; the flag --seed of the recipes sets the seed",
+    "zero_optimization.legacy_stage1": "there is one stage 1",
+    "zero_optimization.elastic_checkpoint": "every checkpoint loads on any number of ranks",
+    "zero_optimization.grad_hooks": "never was a key of DeepSpeed's code",
+    "zero_optimization.offload_optimizer.buffer_size": "never acted here; it is a key of offload_param",
+}
+"""Path -> why it can be left out without changing what is trained."""
+
+APEX = {
+    "enabled",
+    "opt_level",
+    "loss_scale",
+    "min_loss_scale",
+    "max_loss_scale",
+    "cast_model_type",
+    "verbosity",
+}
+APEX |= {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs", "num_losses"}
+CURRICULUM = {
+    "enabled",
+    "curriculum_type",
+    "min_difficulty",
+    "max_difficulty",
+    "schedule_type",
+    "schedule_config",
+}
+COMPRESSION = {"layer_reduction", "weight_quantization", "activation_quantization", "sparse_pruning"}
+COMPRESSION |= {"row_pruning", "head_pruning", "channel_pruning"}
+"""Members of sections that are converted whole: with any other one, a typo, the section is left to the checks."""
+
+
+def convert(document: Document) -> Document:
+    """A copy in today's keys; `conversions` tells each change, `origins` where a moved key was written."""
+    work = Rewriter(document)
+    for rule in RULES:
+        rule(work)
+    return work.document
+
+
+def _renamed(work: Rewriter) -> None:
+    for old, new in RENAMED.items():
+        if work.has(old):
+            work.move(old, new, f"write `{new}`")
+
+
+def _dropped(work: Rewriter) -> None:
+    for path, why in DROPPED.items():
+        if work.has(path):
+            work.drop(path, f"left out: {why}")
+
+
+def _boolean_zero(work: Rewriter) -> None:
+    """`"zero_optimization": true` meant stage 1, with `allgather_size` beside it."""
+    written = work.get("zero_optimization")
+    size = work.get("allgather_size")
+    if isinstance(written, bool):
+        tree: dict[str, Any] = {"stage": int(written)}
+        if written and size is not None:
+            tree["allgather_bucket_size"] = size
+        work.put("zero_optimization", tree, f'write {{"stage": {int(written)}}}')
+    if work.has("allgather_size"):
+        moved = written is True
+        why = (
+            "write `zero_optimization.allgather_bucket_size`" if moved else "it only went with the old switch"
+        )
+        work.drop("allgather_size", f"{why}" if moved else f"left out: {why}")
+
+
+def _cpu_offload(work: Rewriter) -> None:
+    """The switches that were there before the offload sections."""
+    pin = work.take("zero_optimization.cpu_offload_use_pin_memory", "write `pin_memory` in the section")
+    for old, section in (
+        ("cpu_offload", "offload_optimizer"),
+        ("cpu_offload_param", "offload_param"),
+        ("cpu_offload_params", "offload_param"),
+    ):
+        path, new = f"zero_optimization.{old}", f"zero_optimization.{section}"
+        if not isinstance(work.get(path), bool):
+            continue
+        if work.get(path) is False:
+            work.drop(path, f"left out: without `{section}` nothing is offloaded")
+        elif work.get(new) is not None:
+            work.problem(path, f"stands beside `{new}`, which replaced it", f"delete `{old}`")
+        else:
+            tree = {"device": "cpu"} | ({"pin_memory": pin} if isinstance(pin, bool) else {})
+            work.replace(path, new, tree, f'write `{new}`: {{"device": "cpu"}}')
+
+
+def _zero_sizes(work: Rewriter) -> None:
+    """Sizes of 0 stood in old files, when DeepSpeed still took them."""
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        path = f"zero_optimization.{key}"
+        if work.get(path) == 0 and not isinstance(work.get(path), bool):
+            work.drop(path, "left out: no bucket holds 0 elements; it has its default")
+
+
+def _fp16_switch(work: Rewriter) -> None:
+    """Megatron's files say `"fp16": {"fp16": true}`."""
+    if isinstance(work.get("fp16.fp16"), bool):
+        if work.has("fp16.enabled"):
+            work.drop("fp16.fp16", "left out: `fp16.enabled` says it")
+        else:
+            work.move("fp16.fp16", "fp16.enabled", "write `fp16.enabled`")
+    if work.get("fp16.type") == "fp16":
+        work.drop("fp16.type", "left out: the section's name says it")
+
+
+def _fp32_allreduce(work: Rewriter) -> None:
+    value = work.get("fp32_allreduce")
+    if value is True and not work.has("communication_data_type"):
+        new = "communication_data_type"
+        work.replace("fp32_allreduce", new, "fp32", f'write `{new}`: "fp32"')
+    elif isinstance(value, bool):
+        work.drop("fp32_allreduce", "left out: `communication_data_type` says it")
+
+
+def _amp(work: Rewriter) -> None:
+    """Apex: O1 was autocast in float16, O2 and O3 a float16 model."""
+    amp = work.get("amp")
+    if not isinstance(amp, dict) or not amp.keys() <= APEX:
+        return
+    level = amp.get("opt_level", "O1")
+    if amp.get("enabled", False) in (False, None, "auto") or level == "O0":
+        work.drop("amp", "left out: Apex is off")
+    elif amp["enabled"] is True and level in ("O1", "auto") and not work.has("torch_autocast"):
+        tree = {"enabled": True, "dtype": "float16"}
+        work.replace("amp", "torch_autocast", tree, "Apex O1 is `torch_autocast` in float16")
+    elif amp["enabled"] is True and level in ("O2", "O3") and not work.has("fp16"):
+        work.replace("amp", "fp16", {"enabled": True}, f"Apex {level} is `fp16`")
+
+
+def _one_bit(work: Rewriter) -> None:
+    plain = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
+    name = work.get("optimizer.type")
+    new = plain.get(name.lower()) if isinstance(name, str) else None
+    if new is not None:
+        what = f'"{name}" "{new}", the same steps with gradients that are not compressed'
+        work.put("optimizer.type", new, what)
+
+
+def _curriculum(work: Rewriter) -> None:
+    """The section of curriculum learning by sequence length, before data_efficiency."""
+    old, new = "curriculum_learning", "data_efficiency"
+    section = work.get(old)
+    if not isinstance(section, dict) or not section.keys() <= CURRICULUM:
+        return
+    if section.get("enabled", False) is False:
+        work.drop(old, "left out: it is off")
+        return
+    if section.get("curriculum_type", "seqlen") != "seqlen" or work.has(new):
+        return
+    metric = {key: value for key, value in section.items() if key not in ("enabled", "curriculum_type")}
+    metric = {"difficulty_type": "value", "clustering_type": "single_cluster", **metric}
+    learning = {"enabled": section["enabled"], "curriculum_metrics": {"seqlen": metric}}
+    tree = {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": learning}}
+    where = f"{new}.data_sampling.curriculum_learning"
+    work.replace(old, new, tree, f"write `{where}` with the metric `seqlen`")
+    inside: Path = (new, "data_sampling", "curriculum_learning", "curriculum_metrics", "seqlen")
+    work.same_place((old,), inside)
+
+
+def _monitor_config(work: Rewriter) -> None:
+    """From examples of old documentation; DeepSpeed never read it."""
+    section = work.get("monitor_config")
+    if not isinstance(section, dict):
+        return
+    for key in list(section):
+        if key in ("tensorboard", "wandb", "csv_monitor", "comet") and not work.has(key):
+            work.move(f"monitor_config.{key}", key, f"write `{key}` at the top")
+    if not work.get("monitor_config") or work.get("monitor_config") == {"enabled": False}:
+        work.drop("monitor_config", None)
+
+
+def _compression(work: Rewriter) -> None:
+    """Templates list every technique and switch it off."""
+    section = work.get("compression_training")
+    if not isinstance(section, dict) or not section.keys() <= COMPRESSION:
+        return
+    if section and all(list(_switches(technique)) == [False] for technique in section.values()):
+        work.drop("compression_training", "left out: no technique of it is on")
+
+
+def _switches(technique: Any) -> Iterator[Any]:
+    """What stands under `enabled` in a technique of compression."""
+    if isinstance(technique, dict):
+        for key, value in technique.items():
+            if key == "enabled":
+                yield value
+            elif key != "different_groups":
+                yield from _switches(value)
+
+
+def _comm_names(work: Rewriter) -> None:
+    """torch's names of dtypes, where the JSON has short ones."""
+    names = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+    for path in (
+        "communication_data_type",
+        "seq_parallel_communication_data_type",
+        "data_types.grad_accum_dtype",
+        "data_types.param_dtype",
+        "data_types.buffer_dtype",
+    ):
+        value = work.get(path)
+        short = names.get(value.removeprefix("torch.").lower()) if isinstance(value, str) else None
+        if short:
+            work.put(path, short, f'"{value}" is torch\'s name: write "{short}"')
+
+
+RULES: tuple[Callable[[Rewriter], None], ...] = (
+    _monitor_config,
+    _renamed,
+    _boolean_zero,
+    _cpu_offload,
+    _zero_sizes,
+    _fp16_switch,
+    _fp32_allreduce,
+    _amp,
+    _one_bit,
+    _curriculum,
+    _compression,
+    _comm_names,
+    _dropped,
+)
+"""In this order: keys are where they belong before their values are looked at."""
+
+
+def converted_paths() -> Iterator[tuple[str, str]]:
+    """(old path, what becomes of it), for the documentation."""
+    yield from ((old, f"`{new}`") for old, new in RENAMED.items())
+    yield from ((path, f"left out: {why}") for path, why in DROPPED.items())
+    yield from OTHERS.items()
+
+
+OTHERS = {
+    "zero_optimization: true": '`zero_optimization`: {"stage": 1}',
+    "allgather_size": "`zero_optimization.allgather_bucket_size`, with the switch above; else left out",
+    "zero_optimization.cpu_offload": '`zero_optimization.offload_optimizer`: {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": '`zero_optimization.offload_param`: {"device": "cpu"}',
+    "zero_optimization.cpu_offload_params": '`zero_optimization.offload_param`: {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": "`pin_memory` of the offload section",
+    "zero_optimization.reduce_bucket_size: 0": "left out: it has its default",
+    "fp16.fp16": "`fp16.enabled`",
+    "fp32_allreduce": '`communication_data_type`: "fp32"',
+    "amp": "`torch_autocast` in float16 for O1, `fp16` for O2 and O3",
+    "optimizer.type: OneBitAdam, ZeroOneAdam, OneBitLamb": "Adam, Adam, Lamb, without compression",
+    "curriculum_learning": "`data_efficiency.data_sampling.curriculum_learning` with the metric `seqlen`",
+    "monitor_config": "its members at the top",
+    "compression_training": "left out, when no technique of it is on",
+}
+"""What the functions of RULES do, in words."""

@@ -1,0 +1,150 @@
+"""docs/config.md, made from the schema: `python -m launcher.config.markdown > docs/config.md`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from launcher.config.combinations import COMBINATIONS
+from launcher.config.conversions import converted_paths
+from launcher.config.known_keys import Known, known_keys
+from launcher.config.optimizer import TYPES
+from launcher.config.root import Config
+from launcher.config.section import Section, field_docs
+
+INTRODUCTION = """\
+# The configuration
+
+<!-- Made by `python -m launcher.config.markdown > docs/config.md`; edit the docstrings in launcher/config/ instead. -->
+
+Every key of a DeepSpeed JSON, as DeepSpeed 0.19.8 reads it, and what becomes of it here. `launch check DS.json` says
+the same of one file, key by key; `launch check --explain` shows what every `"auto"` and every default became.
+
+- Comments (`//`, `#`, `/* */`), trailing commas and `Infinity` are fine; 5e8 is a whole number. A text under a name for
+  comments (`_comment`, `//`, `note`, ...) is a comment.
+- Any value may be `"auto"`: the run gives it, or it has its default. `null` has the default.
+- An unknown key is an error that names the nearest one. So is a value that cannot be, and a combination that cannot
+  mean what it says ([the table](#combinations)). All mistakes of a file are told at once, each with line and column.
+- Obsolete keys are [converted](#obsolete-keys), each with a line that says so; `launch check --migrate` writes the new
+  file.
+- What is [not implemented](#keys-that-are-refused) is refused when it is asked for, and fine while it is off.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION, *_sections(Config, ""), _combinations(), _obsolete(), _refused()]
+    return "\n".join(parts)
+
+
+def _sections(cls: type[Section], path: str) -> Iterator[str]:
+    """A table of the plain keys of a section, then its member sections."""
+    title = f"`{path}`" if path else "Top level"
+    yield f"## {title}\n\n{_paragraphs(cls)}\n"
+    docs = field_docs(cls)
+    plain = [key for key in cls.model_fields if not cls.sections_of(key)]
+    if plain:
+        yield "| key | type | default | meaning | otherwise than in DeepSpeed |\n|---|---|---|---|---|"
+        for key in plain:
+            yield _row(cls, key, docs[key])
+        yield ""
+    for key in cls.model_fields:
+        members = cls.sections_of(key)
+        for member in members:
+            inner = f"{path}.{key}" if path else key
+            variant = member.__name__.removesuffix("Params") if len(members) > 1 else ""
+            yield from _sections(member, f"{inner} ({variant})" if variant else inner)
+    if path == "optimizer":
+        yield _optimizers()
+
+
+def _paragraphs(cls: type[Section]) -> str:
+    text = " ".join((cls.__doc__ or "").split())
+    return "Keys of the file itself; the sections follow." if cls is Config else text
+
+
+def _row(cls: type[Section], key: str, doc: str) -> str:
+    info = cls.model_fields[key]
+    other = [old for old, new in cls.aliases.items() if new == key]
+    name = f"`{key}`" + "".join(f", `{old}`" for old in other)
+    default = "required" if info.is_required() else f"`{_json(info.get_default(call_default_factory=True))}`"
+    differs = cls.differs.get(key, "")
+    if key in cls.without_effect:
+        differs = f"no effect: {cls.without_effect[key]}"
+    cells = [name, _type(info.annotation), default, " ".join(doc.split()), differs]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _type(kind: Any) -> str:
+    """A Python annotation in the words of JSON."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type(inside[0])
+    if origin is Literal:
+        return " or ".join(f"`{json.dumps(value)}`" for value in inside)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(part) for part in inside if part is not type(None))
+    if origin in (tuple, list):
+        parts = [part for part in inside if part is not Ellipsis]
+        return f"list of {len(parts)} numbers" if len(parts) > 1 else f"list of {_type(parts[0])}s"
+    if origin is dict or kind is dict:
+        return "object"
+    return {int: "whole number", float: "number", bool: "true/false", str: "text"}.get(kind, "any")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple | frozenset) else value)
+
+
+def _optimizers() -> str:
+    rows = [
+        f"| `{name}` | {kind.lr:g} | {', '.join(f'`{key}`' for key in kind.keywords)} |"
+        for name, kind in TYPES.items()
+    ]
+    head = "| type | default `lr` | keywords of `params` |\n|---|---|---|"
+    return "\n".join(["### Optimizer types\n", head, *rows, ""])
+
+
+def _combinations() -> str:
+    lines = [
+        "## Combinations\n",
+        "Refused before anything starts.\n",
+        "| keys | what | instead |",
+        "|---|---|---|",
+    ]
+    for entry in COMBINATIONS:
+        keys = ", ".join(f"`{key}`" for key in entry.keys)
+        lines.append(f"| {keys} | {entry.what} | {entry.fix} |")
+    return "\n".join([*lines, ""])
+
+
+def _obsolete() -> str:
+    lines = ["## Obsolete keys\n", "Read as what replaced them, with a line that says so.\n"]
+    lines += ["| written | read as |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{old}` | {new} |" for old, new in converted_paths()), ""])
+
+
+def _refused() -> str:
+    lines = ["## Keys that are refused\n", "Known, and an error when they ask for something.\n"]
+    lines += ["| key | what it is for | asks for nothing | status |", "|---|---|---|---|"]
+    status = {"later": "not implemented", "old": "DeepSpeed dropped it", "ignored": "DeepSpeed ignores it"}
+    for path, known in _leaves(known_keys(), ""):
+        neutral = ", ".join(f"`{_json(value)}`" for value in known.neutral)
+        fix = f"; {known.fix}" if known.fix else ""
+        lines.append(f"| `{path}` | {known.words}{fix} | {neutral} | {status[known.status]} |")
+    return "\n".join([*lines, ""])
+
+
+def _leaves(known: Known, prefix: str) -> Iterator[tuple[str, Known]]:
+    for key, child in known.children.items():
+        path = f"{prefix}{key}"
+        if child.words:
+            yield path, child
+        yield from _leaves(child, f"{path}.")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,120 @@
+"""Changes to a document that keep count: what was changed, and where a moved key was written."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from launcher.config.problems import Note, Path, Problem
+from launcher.config.reader import Document
+
+
+class Rewriter:
+    """Edits a copy of a document. Paths are dotted; each change is told under the path that was written."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = replace(
+            document,
+            tree=copy.deepcopy(document.tree),
+            places=dict(document.places),
+            problems=list(document.problems),
+            conversions=[],
+            origins={},
+        )
+
+    def _parent(self, path: Path) -> dict[str, Any] | None:
+        node: Any = self.document.tree
+        for key in path[:-1]:
+            node = node.get(key) if isinstance(node, dict) else None
+        return node if isinstance(node, dict) else None
+
+    def has(self, path: str) -> bool:
+        """Whether the key is written."""
+        keys = _keys(path)
+        parent = self._parent(keys)
+        return parent is not None and keys[-1] in parent
+
+    def get(self, path: str) -> Any:
+        """The value written there; None when there is none."""
+        keys = _keys(path)
+        parent = self._parent(keys)
+        return None if parent is None else parent.get(str(keys[-1]))
+
+    def put(self, path: str, value: Any, what: str) -> None:
+        """Another value for a key that is written."""
+        keys = _keys(path)
+        parent = self._parent(keys)
+        assert parent is not None
+        parent[str(keys[-1])] = value
+        self._tell(keys, what)
+
+    def drop(self, path: str, what: str | None) -> None:
+        """Delete a key; None tells nothing, where its members were told one by one."""
+        self._delete(_keys(path))
+        self._tell(_keys(path), what)
+
+    def take(self, path: str, what: str) -> Any:
+        """Delete a key and return its value; None when it is not written."""
+        value = self.get(path)
+        if self.has(path):
+            self.drop(path, what)
+        return value
+
+    def move(self, old: str, new: str, what: str) -> None:
+        """Give a key its new path; both written with different values are a problem."""
+        value = self.get(old)
+        if self.get(new) is not None and self.get(new) != value:
+            self.problem(old, f"is an old name of `{new}`, and both are written", f"keep `{new}`")
+            self._delete(_keys(old))
+        else:
+            self.replace(old, new, value, what)
+
+    def replace(self, old: str, new: str, value: Any, what: str) -> None:
+        """Write `value` at `new` in the place of `old`."""
+        before, after = _keys(old), _keys(new)
+        source = self._parent(before)
+        target: dict[str, Any] = self.document.tree
+        for key in after[:-1]:
+            inner = target.get(str(key))
+            if not isinstance(inner, dict):
+                inner = target[str(key)] = {}
+            target = inner
+        if target is source:  # a file that is migrated keeps its order
+            pairs = [
+                (after[-1] if key == before[-1] else key, item)
+                for key, item in source.items()
+                if key != after[-1]
+            ]
+            source.clear()
+            source.update({str(key): item for key, item in pairs})
+        else:
+            self._delete(before)
+        target[str(after[-1])] = value
+        self.same_place(before, after)
+        self._tell(before, what)
+
+    def same_place(self, old: Path, new: Path) -> None:
+        """What is wrong inside `new` is reported where `old` was written."""
+        self.document.origins[new] = old
+        for path, place in list(self.document.places.items()):
+            if path[: len(old)] == old:
+                now = (*new, *path[len(old) :])
+                self.document.places[now], self.document.origins[now] = place, path
+
+    def problem(self, path: str, what: str, fix: str) -> None:
+        """A mistake that no rewriting can mend."""
+        self.document.problems.append(Problem(_keys(path), what, fix))
+
+    def _delete(self, path: Path) -> None:
+        parent = self._parent(path)
+        if parent is not None:
+            parent.pop(str(path[-1]), None)
+
+    def _tell(self, path: Path, what: str | None) -> None:
+        if what:
+            self.document.conversions.append(Note(self.document.written(path), "converted", what))
+
+
+def _keys(path: str) -> Path:
+    return tuple(path.split("."))

@@ -1,0 +1,124 @@
+"""Which parameters and buffers of a model depart from its dtype, by `data_types` and `torch_autocast`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from launcher.config import Config
+from launcher.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SAFE_MODULES = "torch_autocast.lower_precision_safe_modules"
+
+
+def autocast_dtype(config: Config) -> torch.dtype | None:
+    """The dtype of `torch_autocast`; None when it is off."""
+    section = config.torch_autocast
+    return DTYPES[str(section.dtype or "bf16")] if section.enabled is True else None
+
+
+def special_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
+    """Parameter name -> its dtype, for those that do not have the dtype of the model.
+
+    In a 16-bit model: those that `data_types.keep_in_fp32_modules` names. Under torch_autocast: the floating-point
+    parameters of the modules that `lower_precision_safe_modules` names.
+
+    Raises:
+        ConfigError: a name of the JSON fits nothing.
+    """
+    lower = autocast_dtype(config)
+    if lower is not None:
+        classes = tuple(
+            _module_class(name) for name in _listed(config.torch_autocast.lower_precision_safe_modules)
+        )
+        chosen = {
+            id(p)
+            for module in model.modules()
+            if type(module) in classes
+            for p in module.parameters(recurse=False)
+        }
+        return {
+            name: lower for name, p in model.named_parameters() if id(p) in chosen and p.is_floating_point()
+        }
+    kept = kept_in_fp32(config, model)
+    if kept is None:
+        return {}
+    return {
+        name: torch.float32
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and kept.search(name)
+    }
+
+
+def kept_in_fp32(config: Config, model: nn.Module) -> re.Pattern[str] | None:
+    """What matches the names of the parameters and buffers that stay float32; None where nothing departs.
+
+    A pattern matches anywhere in a name, as in Hugging Face's from_pretrained.
+
+    Raises:
+        ConfigError: a pattern of the JSON fits no parameter and no buffer.
+    """
+    listed = config.data_types.keep_in_fp32_modules
+    if config.dtype == "fp32":
+        return None
+    if listed is None:
+        patterns = list(_own_lists(model, fp16=config.dtype == "fp16"))
+    else:
+        patterns = [re.escape(name).replace(r"\*", ".*") for name in _listed(listed)]
+        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        for name, pattern in zip(listed, patterns, strict=True):
+            if not any(re.search(pattern, known) for known in names):
+                raise ConfigError(
+                    f"{name!r} fits no parameter and no buffer of the model",
+                    where="data_types.keep_in_fp32_modules",
+                    fix=f"write a part of a name such as {names[0]!r}, or take it out",
+                )
+    return re.compile("|".join(patterns)) if patterns else None
+
+
+def cast_buffers(config: Config, model: nn.Module) -> None:
+    """Give floating-point buffers the dtype of `data_types.buffer_dtype`; those kept in float32 are made that."""
+    wanted = config.data_types.buffer_dtype
+    kept = kept_in_fp32(config, model)
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            if kept is not None and kept.search(f"{prefix}.{key}" if prefix else key):
+                module._buffers[key] = buffer.float()
+            elif wanted is not None:
+                module._buffers[key] = buffer.to(DTYPES[str(wanted)])
+
+
+def _own_lists(model: nn.Module, *, fp16: bool) -> Iterator[str]:
+    attributes = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if fp16 else [])]
+    for prefix, module in model.named_modules():
+        for attribute in attributes:
+            names = getattr(module, attribute, None)
+            for name in sorted(names) if isinstance(names, list | tuple | set | frozenset) else []:
+                part = re.escape(name).replace(r"\*", ".*")
+                yield rf"^{re.escape(prefix)}\..*{part}" if prefix else part
+
+
+def _listed(names: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    return names if isinstance(names, tuple) else ()
+
+
+def _module_class(name: str) -> type[nn.Module]:
+    package, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(package), attribute)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(
+            f"{name!r} is no module class that can be imported",
+            where=SAFE_MODULES,
+            fix='write the full name, such as "torch.nn.Linear"',
+        )
+    return found

@@ -1,0 +1,87 @@
+"""`flops_profiler`: in which step operations are counted, in which modules are timed, and where the report goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from launcher.config import FlopsProfilerConfig
+from launcher.monitor.flops import ModuleMeter
+from launcher.monitor.flops_report import StepFacts, report
+from launcher.monitor.peaks import peak_flops
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+
+class FlopsProfiler:
+    """Counts in the step before `profile_step`, times in that one, and reports. At other steps it does nothing.
+
+    Where there is no step before (profile_step 0, or the run began there), both are done in one.
+    """
+
+    def __init__(self, config: FlopsProfilerConfig) -> None:
+        self._config = config
+        self._meter: ModuleMeter | None = None
+        self._counted_in: int | None = None
+
+    @contextmanager
+    def phase(self, name: str, engine: Engine) -> Iterator[None]:
+        """Around the forward and the backward of each microbatch."""
+        step, wanted = engine.global_steps, int(self._config.profile_step)
+        if name == "step" or not wanted - 1 <= step <= wanted:
+            yield
+            return
+        if self._meter is None:
+            self._meter, self._counted_in = ModuleMeter(engine.module, engine.device), step
+        with (
+            self._meter.counting(backward=name == "backward") if step == self._counted_in else _nothing(),
+            self._meter.timing() if step == wanted and name == "forward" else _nothing(),
+        ):
+            yield
+
+    def after_step(self, engine: Engine, phases_ms: Mapping[str, float], say: Callable[[str], None]) -> None:
+        """Report when the profiled step is over."""
+        step = engine.global_steps - 1
+        if step != self._config.profile_step or self._meter is None or self._counted_in is None:
+            return
+        device = engine.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        facts = StepFacts(
+            step=step,
+            counted_in=self._counted_in,
+            ranks=engine.world_size,
+            microbatch=engine.train_micro_batch_size_per_gpu(),
+            accumulation=engine.gradient_accumulation_steps(),
+            phases_ms=phases_ms,
+            device=name,
+            peak=peak_flops(name),
+        )
+        text = report(
+            self._meter.counts,
+            {name: slot.numel for name, slot in engine.zero.slots.items()},
+            {name: type(module).__name__ for name, module in engine.module.named_modules()},
+            facts,
+            module_depth=self._config.module_depth,
+            top_modules=int(self._config.top_modules),
+            detailed=self._config.detailed,
+        )
+        self._meter = None
+        self._write(text, say)
+
+    def _write(self, text: str, say: Callable[[str], None]) -> None:
+        if not self._config.output_file:
+            say(text)
+            return
+        path = Path(self._config.output_file).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

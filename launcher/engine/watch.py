@@ -1,0 +1,180 @@
+"""What the JSON asks to have watched while an engine trains: times, memory, FLOPs, collectives, and the monitors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.comm import Mesh, Timing, all_reduce, observe_collectives
+from launcher.comm.log import read_log, start_log, stop_log
+from launcher.config import Config
+from launcher.engine.flops import FlopsProfiler
+from launcher.errors import ConfigError
+from launcher.monitor.memory import MemoryBreakdown
+from launcher.monitor.timers import Timers
+from launcher.monitor.writers import OPENERS, Event, Monitor, open_writers
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+REPORT_EVERY = 10  # steps between two lines where steps_per_print is null: what was asked for is shown
+_OFF = nullcontext()
+
+
+class Watch:
+    """Everything that only looks: it changes no number, and what is off costs nothing.
+
+    Args:
+        config: the resolved JSON.
+        monitor: from `open_monitor`.
+
+    Attributes:
+        timers: of the phases forward, backward, reduce and step.
+        say: prints a line or more; called on rank 0.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, monitor: Monitor) -> None:
+        first, flops, comms = mesh.rank == 0, config.flops_profiler, config.comms_logger
+        self.monitor, self._mesh = monitor, mesh
+        self.say: Callable[[str], None] = _print
+        self.timers = Timers(enabled=config.wall_clock_breakdown or flops.enabled, device=mesh.device)
+        self.memory = MemoryBreakdown(mesh.device) if config.memory_breakdown and first else None
+        self.profiler = FlopsProfiler(flops) if flops.enabled and first else None
+        self._loss: Tensor | None = None
+        self._steps = 0  # since the last line
+        self._logs = bool(comms.enabled)
+        if self._logs:
+            start_log(operations=comms.operations, by_unit=comms.debug, verbose=comms.verbose)
+
+    def phase(self, name: str, engine: Engine) -> AbstractContextManager[None]:
+        """The context of a phase of a step: "forward" or "backward" of a microbatch, or "step"."""
+        if name == "forward" and not torch.is_grad_enabled():
+            return _OFF  # of an evaluation
+        if self.timers.enabled or self.memory is not None or self.profiler is not None:
+            return self._phase(name, engine)
+        return _OFF
+
+    @contextmanager
+    def _phase(self, name: str, engine: Engine) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.profiler is not None:
+                stack.enter_context(self.profiler.phase(name, engine))
+            if self.timers.enabled and name == "backward":
+                stack.enter_context(observe_collectives(self._waited))
+            stack.enter_context(self.timers(name))
+            yield
+        if self.memory is not None and self._due(engine.global_steps + (name != "step"), engine):
+            self.memory.mark(name)
+
+    def _waited(self, timing: Timing) -> None:
+        if timing.record.op in ("reduce_scatter", "all_reduce"):
+            self.timers.add("reduce", timing.blocked)
+
+    def loss(self, loss: Tensor, share: float) -> None:
+        """The loss of a microbatch, and its share in the loss of the step on this rank."""
+        if self.monitor.enabled:
+            part = loss.detach().float() * share
+            self._loss = part if self._loss is None else self._loss + part
+
+    def forget(self) -> None:
+        """The microbatches since the last step do not count."""
+        self._loss = None
+
+    def after_step(self, engine: Engine) -> None:
+        """An optimizer step is over, and the engine has counted it."""
+        self._steps += 1
+        self.timers.end_step()
+        if self._logs:
+            read_log()
+        if self.monitor.enabled:
+            self.monitor.write_events(list(self._events(engine)))
+        if self.profiler is not None:
+            self.profiler.after_step(engine, self.timers.last_step, self.say)
+        if self._due(engine.global_steps, engine):
+            self._report(engine)
+
+    def _due(self, step: int, engine: Engine) -> bool:
+        """Whether lines are printed after optimizer step `step`."""
+        return step % (engine.steps_per_print() or REPORT_EVERY) == 0
+
+    def _report(self, engine: Engine) -> None:
+        line = self.timers.line(self._steps)
+        self._steps = 0
+        if self._mesh.rank == 0 and line:
+            self.say(f"step {engine.global_steps}: {line}")
+        if self.memory is not None:
+            for text in self.memory.lines(engine.held_bytes()):
+                self.say(f"step {engine.global_steps}: {text}")
+
+    def _events(self, engine: Engine) -> Iterator[Event]:
+        """What a step writes, under DeepSpeed's names. The loss is a collective of two numbers."""
+        values: dict[str, Any] = {"train_loss": self._mean_loss()}
+        values["lr"] = engine.get_lr()[0]
+        values["grad_norm"] = engine.get_global_grad_norm()
+        values["loss_scale"] = engine.loss_scale() if engine.fp16_enabled() else None
+        if self.timers.enabled:
+            values |= _deepspeed_times(self.timers.last_step)
+        for name, value in values.items():
+            if value is not None:
+                yield f"Train/Samples/{name}", value, engine.global_samples
+
+    def _mean_loss(self) -> float | None:
+        """Mean over the data-parallel ranks; None when no loss came through engine.backward()."""
+        mine = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        if self._loss is not None:
+            mine[0], mine[1] = self._loss, 1.0
+        self._loss = None
+        all_reduce(mine, self._mesh.dp, "root/monitor").wait()
+        total, count = mine.tolist()
+        return total / count if count else None
+
+    def close(self) -> None:
+        """End the monitors and the log of collectives."""
+        self.monitor.close()
+        if self._logs:
+            stop_log()
+
+
+def _deepspeed_times(phases: dict[str, float]) -> dict[str, float]:
+    """Milliseconds under the names of DeepSpeed's monitor."""
+    reduce, backward = phases.get("reduce", 0.0), phases.get("backward", 0.0)
+    return {
+        "elapsed_time_ms_forward": phases.get("forward", 0.0),
+        "elapsed_time_ms_backward": backward,
+        "elapsed_time_ms_backward_inner": backward - reduce,
+        "elapsed_time_ms_backward_allreduce": reduce,
+        "elapsed_time_ms_step": phases.get("step", 0.0),
+    }
+
+
+def open_monitor(config: Config, mesh: Mesh) -> Monitor:
+    """The monitors of the JSON, open on rank 0.
+
+    Raises:
+        ConfigError: on every rank: a package is missing, or a directory cannot be made.
+    """
+    sections = {name: getattr(config, name).to_dict() for name in OPENERS if getattr(config, name).enabled}
+    if not sections:
+        return Monitor()
+    writers, problem = [], None
+    if mesh.rank == 0:
+        try:
+            writers = open_writers(sections)
+        except ConfigError as error:
+            problem = (error.what, error.where, error.fix)
+    told = [problem]
+    if mesh.world_size > 1:
+        dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        what, where, fix = told[0]
+        raise ConfigError(what, where=where, fix=fix)
+    return Monitor(writers, enabled=True)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)

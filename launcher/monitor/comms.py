@@ -1,0 +1,122 @@
+"""The log of collectives (`comms_logger`): how many, how large, how long, how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Key = tuple[str, str, int]
+"""(operation, who asked, bytes of a message)."""
+
+
+@dataclass
+class Row:
+    """Collectives of one kind. Seconds are summed over `count` collectives.
+
+    Attributes:
+        moved: bytes that this rank sent, by the theory of the best algorithm.
+        seconds: from the start to the end of the wait, compute that overlapped included.
+        blocked: of these, the wait.
+    """
+
+    count: int = 0
+    moved: int = 0
+    seconds: float = 0.0
+    blocked: float = 0.0
+
+
+class CommsLog:
+    """Adds up collectives.
+
+    Args:
+        operations: those to log; None: all.
+        by_unit: tell the units apart, not only the phases (`comms_logger.debug`).
+        verbose: prints a line for each collective; None prints nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        operations: frozenset[str] | None = None,
+        by_unit: bool = False,
+        verbose: Callable[[str], None] | None = None,
+    ) -> None:
+        self.operations, self.by_unit, self.verbose = operations, by_unit, verbose
+        self.rows: dict[Key, Row] = {}
+
+    def logs(self, operation: str) -> bool:
+        """Whether this operation is one of those that are logged."""
+        return self.operations is None or operation in self.operations
+
+    def add(self, operation: str, tag: str, nbytes: int, moved: int, seconds: float, blocked: float) -> None:
+        """One collective that was waited for; `tag` is unit/phase."""
+        who = tag if self.by_unit else tag.rpartition("/")[2]
+        row = self.rows.setdefault((operation, who, nbytes), Row())
+        row.count += 1
+        row.moved += moved
+        row.seconds += seconds
+        row.blocked += blocked
+        if self.verbose is not None:
+            one = Row(1, moved, seconds, blocked)
+            algorithm, bus = bandwidths(nbytes, one)
+            self.verbose(
+                f"comm {operation} {who} | {_size(nbytes)} | {1000 * seconds:.2f} ms | algorithm {algorithm:.2f} "
+                f"Gbps | bus {bus:.2f} Gbps"
+            )
+
+    def table(self, stragglers: Mapping[Key, float] | None = None) -> str:
+        """The log as text.
+
+        Args:
+            stragglers: the least seconds that any rank took for a row; adds a column with what this rank took more:
+                it waited for a slower one.
+        """
+        heads = [
+            "operation",
+            "who",
+            "message",
+            "count",
+            "total ms",
+            "mean ms",
+            "blocked ms",
+            "alg Gbps",
+            "bus Gbps",
+        ]
+        lines = [heads + (["waited for others ms"] if stragglers is not None else [])]
+        for key, row in sorted(self.rows.items()):
+            operation, who, nbytes = key
+            algorithm, bus = bandwidths(nbytes, row)
+            cells = [operation, who, _size(nbytes), str(row.count), f"{1000 * row.seconds:.2f}"]
+            cells += [f"{1000 * row.seconds / row.count:.3f}", f"{1000 * row.blocked:.2f}"]
+            cells += [f"{algorithm:.2f}", f"{bus:.2f}"]
+            if stragglers is not None:
+                cells.append(f"{1000 * (row.seconds - stragglers.get(key, row.seconds)):.2f}")
+            lines.append(cells)
+        return columns(lines, left=2)
+
+
+def bandwidths(nbytes: int, row: Row) -> tuple[float, float]:
+    """Algorithm and bus bandwidth in Gbit/s, as nccl-tests defines them (doc/PERFORMANCE.md): message bytes over time,
+    and bytes that a rank sends over time. Overlapped compute is in the time, so they are lower bounds."""
+    if row.seconds <= 0:
+        return 0.0, 0.0
+    return 8e-9 * nbytes * row.count / row.seconds, 8e-9 * row.moved / row.seconds
+
+
+def columns(rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Rows of cells as aligned text; the first is the heading, the first `left` columns stand on the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    for unit, limit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= limit:
+            return f"{nbytes / limit:.2f} {unit}"
+    return f"{nbytes} B"

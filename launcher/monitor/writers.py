@@ -1,0 +1,172 @@
+"""Where the numbers of a run go: TensorBoard, CSV files, Weights & Biases, Comet. One function each, one `Writer`."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import ConfigError
+
+Event = tuple[str, float, int]
+"""(name, value, samples), as in DeepSpeed."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Writer:
+    """One place for numbers.
+
+    Attributes:
+        write: takes (name, value, samples seen).
+        flush: what was written is safe from the end of this process when it returns, where the library can do that.
+        close: ends it.
+    """
+
+    write: Callable[[str, float, int], None]
+    flush: Callable[[], None] = _nothing
+    close: Callable[[], None] = _nothing
+
+
+class Monitor:
+    """What `engine.monitor` is: sends events to every writer, as DeepSpeed's MonitorMaster does.
+
+    Attributes:
+        enabled: some writer of the JSON is on; the same on every rank, while only rank 0 has writers.
+    """
+
+    def __init__(self, writers: Iterable[Writer] = (), *, enabled: bool | None = None) -> None:
+        self.writers = list(writers)
+        self.enabled = bool(self.writers) if enabled is None else enabled
+
+    def write_events(self, events: Iterable[Event]) -> None:
+        """Write (name, value, samples) tuples; may be called by scripts, on every rank."""
+        for name, value, samples in events:
+            for writer in self.writers:
+                writer.write(name, value, samples)
+        for writer in self.writers:
+            writer.flush()
+
+    def close(self) -> None:
+        """End every writer."""
+        for writer in self.writers:
+            writer.close()
+        self.writers.clear()
+
+
+def open_writers(sections: Mapping[str, Mapping[str, Any]]) -> list[Writer]:
+    """Writers of the sections of the JSON that are enabled.
+
+    Args:
+        sections: name of a section -> its keys.
+
+    Raises:
+        ConfigError: a package is missing, a directory cannot be made, or the library refuses.
+    """
+    return [
+        _open(name, {key: value for key, value in keys.items() if key != "enabled"})
+        for name, keys in sections.items()
+    ]
+
+
+def _open(section: str, keys: Mapping[str, Any]) -> Writer:
+    try:
+        return OPENERS[section](**keys)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{section} could not start: {error}",
+            where=section,
+            fix=f"mend that, or set {section}.enabled to false",
+        ) from error
+
+
+def csv_writer(output_path: str, job_name: str) -> Writer:
+    """One file a metric below output_path/job_name, `Train/Samples/lr` in `Train_Samples_lr.csv`, as DeepSpeed names
+    them. Each row is on its way to the disk before the next is written."""
+    directory = _directory("csv_monitor", output_path, job_name)
+
+    def write(name: str, value: float, samples: int) -> None:
+        path = directory / (name.replace("/", "_").replace(" ", "_") + ".csv")
+        with path.open("a", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            if file.tell() == 0:
+                rows.writerow(["step", name.rpartition("/")[2]])
+            rows.writerow([samples, value])
+
+    return Writer(write)
+
+
+def tensorboard_writer(output_path: str, job_name: str) -> Writer:
+    """Event files in output_path/job_name."""
+    library = _library("torch.utils.tensorboard", "tensorboard", "tensorboard")
+    inner = library.SummaryWriter(log_dir=str(_directory("tensorboard", output_path, job_name)))
+    return Writer(inner.add_scalar, inner.flush, inner.close)
+
+
+def wandb_writer(group: str | None, team: str | None, project: str) -> Writer:
+    """A run of Weights & Biases; its own process sends what `log` was given."""
+    library = _library("wandb", "wandb", "wandb")
+    run = library.init(project=project, group=group, entity=team)
+    return Writer(lambda name, value, samples: run.log({name: value}, step=samples), close=run.finish)
+
+
+def comet_writer(samples_log_interval: int, experiment_name: str | None, **start: Any) -> Writer:
+    """An experiment of Comet; each metric at most once in `samples_log_interval` samples.
+
+    Args:
+        start: keywords of comet_ml.start.
+    """
+    library = _library("comet_ml", "comet_ml", "comet")
+    experiment = library.start(**start)
+    if experiment_name is not None:
+        experiment.set_name(experiment_name)
+    last: dict[str, int] = {}
+
+    def write(name: str, value: float, samples: int) -> None:
+        if name in last and samples - last[name] < samples_log_interval:
+            return
+        last[name] = samples
+        experiment.log_metric(name, value, step=samples)
+
+    return Writer(write, close=experiment.end)
+
+
+OPENERS: dict[str, Callable[..., Writer]] = {
+    "tensorboard": tensorboard_writer,
+    "csv_monitor": csv_writer,
+    "wandb": wandb_writer,
+    "comet": comet_writer,
+}
+
+
+def _library(module: str, package: str, section: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{section} needs the package {package}, which cannot be imported: {error}",
+            where=f"{section}.enabled",
+            fix=f"pip install {package}, or set {section}.enabled to false",
+        ) from error
+
+
+def _directory(section: str, output_path: str, job_name: str) -> Path:
+    path = Path(os.path.expanduser(output_path)) / job_name
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{section} cannot write to {path}: {error.strerror}",
+            where=f"{section}.output_path",
+            fix="name a directory that can be made",
+        ) from error
+    return path

@@ -1,0 +1,72 @@
+"""Which gradients are not finite, and on which ranks they became so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from launcher.comm import all_reduce
+
+if TYPE_CHECKING:
+    from launcher.zero.apply import ZeroModel
+
+NAMED = 5  # names in a message
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """A parameter whose reduced gradient has an element that is not finite.
+
+    Args:
+        name: of the parameter.
+        ranks: whose own gradient was not finite before it was reduced; empty when only the sum is, or when the ranks
+            were not watched.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = ()
+
+
+def watch_gradients(model: ZeroModel, on: bool) -> None:
+    """From now on note which gradients of this rank are not finite before they are reduced; one pass over each."""
+    for gradient in model.gradients:
+        gradient.watched = on
+
+
+def find_overflows(model: ZeroModel) -> list[Overflow]:
+    """Every parameter whose gradient is not finite, the same list on every rank; in the order of the backward, so the
+    first is nearest to where it began. One collective; after the reduction and before zero_grad."""
+    slots = [slot for gradient in model.gradients for slot in gradient.flat.slots]
+    index = {slot: i for i, slot in enumerate(slots)}
+    axis = model.axis
+    # one row for each rank's own gradients, and one for the reduced ones
+    flags = torch.zeros(axis.degree + 1, len(slots), dtype=torch.float64)
+    for gradient in model.gradients:
+        flat, share = gradient.flat, gradient.share
+        for slot, start, stop in flat.overlaps(flat.shard_span):
+            at = slot.offset + start - flat.shard_span.start
+            flags[-1, index[slot]] = float(not share[at : at + stop - start].isfinite().all())
+        for slot in gradient.suspects:
+            flags[axis.rank, index[slot]] = 1
+    found = flags.view(-1).to(model.pool.device)
+    all_reduce(found, axis, "root/overflow").wait()
+    flags = found.view(axis.degree + 1, -1).cpu()
+    order = {name: i for i, (name, _) in enumerate(model.module.named_parameters())}
+    bad = [slot for slot in slots if flags[-1, index[slot]]]
+    bad.sort(key=lambda slot: -order.get(slot.name, 0))
+    return [Overflow(slot.name, tuple(flags[:-1, index[slot]].nonzero().view(-1).tolist())) for slot in bad]
+
+
+def in_words(found: list[Overflow], *, watched: bool = False) -> str:
+    """The first few names; with the ranks where they were watched."""
+    names = [f"{item.name} ({_where(item.ranks)})" if watched else item.name for item in found[:NAMED]]
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return ", ".join(names) + more
+
+
+def _where(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return "only in the sum over ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,130 @@
+"""`launch check`: every key gets its verdict, at once, without torch."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.check import check
+from tests.cli.test_main import answer
+
+OLD = """{
+  // what a trainer wrote years ago
+  "train_micro_batch_size_per_gpu": "auto",
+  "train_batch_size": 32,
+  "gradient_accumulation_steps": 2,
+  "_comment": "from the cluster",
+  "bf16": {"enabled": true, "loss_scale": 0},
+  "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "round_robin_gradients": true,
+    "stage3_gather_fp16_weights_on_model_save": true},
+  "optimizer": {"type": "Adam", "params": {"lr": "auto", "weight_decay": 0.1, "max_grad_norm": 1.0}},
+  "amp": {"enabled": false, "opt_level": "O1"},
+  "steps_per_print": Infinity
+}"""
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "old.json"
+    path.write_text(OLD)
+    return path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = check(argv)
+    return code, capsys.readouterr().out
+
+
+def test_a_verdict_for_every_key(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = shown(capsys, str(old))
+    lines = [line.split(None, 1) for line in text.splitlines()[1:]]
+    assert code == 0
+    assert "16 keys: 9 used, 4 obsolete, 1 used differently, 1 no effect, 1 comment" in text.splitlines()[0]
+    verdicts = {" ".join(line[1].split()[:2]).rstrip(":"): line[0] for line in lines if line[0] == "obsolete"}
+    assert set(verdicts) == {
+        "7:29 bf16.loss_scale",
+        "9:5 zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        "10:79 optimizer.params.max_grad_norm",
+        "11:3 amp",
+    }
+    assert "no effect          8:64  zero_optimization.round_robin_gradients: has no effect here" in text
+    assert 'used differently  10:17  optimizer.type: "Adam" decays weights as AdamW does' in text
+    assert "comment             6:3  _comment: is taken as a comment" in text
+
+
+def test_all_refusals_at_once_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(
+        '{"train_batch_sze": 8,\n "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}},\n'
+        ' "elasticity": {"enabled": true, "max_gpus": 4}, "gradient_clipping": "much"}'
+    )
+    code, text = shown(capsys, str(path))
+    assert code == 1
+    refused = [line.split()[1:3] for line in text.splitlines() if line.startswith("  refused")]
+    assert refused == [
+        ["1:2", "train_batch_sze:"],
+        ["2:54", "zero_optimization.offload_param.device:"],
+        ["3:17", "elasticity.enabled:"],
+        ["3:50", "gradient_clipping:"],
+    ]
+    assert "only zero_optimization.stage 3 shards parameters" in text
+    assert "did you mean `train_batch_size`?" in text
+
+
+def test_the_batch_equation_on_so_many_ranks(
+    old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = tmp_path / "whole.json"
+    whole.write_text(json.dumps({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}))
+    assert shown(capsys, str(whole), "--num-gpus", "3")[0] == 0
+    code, text = shown(capsys, str(whole), "--num-gpus", "5")
+    assert code == 1
+    assert "train_batch_size 12" in text and "data-parallel ranks 5" in text
+    assert shown(capsys, str(old), "--num-gpus", "5")[0] == 0  # "auto": the run has a say
+
+
+def test_explain_says_what_autos_and_defaults_become(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = shown(capsys, str(old), "--explain", "--num-gpus", "4")
+    autos, defaults = text.split('"auto" becomes:')[1].split("left out, and so:")
+    assert "train_micro_batch_size_per_gpu  4  (from the batch equation)" in autos
+    assert "optimizer.params.lr" in autos and "0.001" in autos
+    assert "fp16" in defaults and "off" in defaults
+    assert "zero_optimization.overlap_comm" in defaults
+    assert "bf16.check_grad_overflow" in defaults
+    assert "reduce_bucket_size" not in defaults  # it is written
+
+
+def test_migrate_writes_the_same_configuration_in_todays_keys(
+    old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from launcher.config import load
+
+    new = tmp_path / "new.json"
+    _, text = shown(capsys, str(old), "--migrate", str(new))
+    assert "4 changes" in text
+    assert load(new) == load(old)
+    assert json.loads(new.read_text())["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    code, text = shown(capsys, str(new))
+    assert code == 0 and "obsolete" not in text
+    assert answer("check", str(old), "--migrate", str(new), cwd=tmp_path)[3].count("already there") == 1
+
+
+def test_check_is_light(old: Path, tmp_path: Path) -> None:
+    code, seconds, text, _ = answer("check", str(old), "--explain", cwd=tmp_path)
+    assert (
+        code == 0 and seconds < 3
+    )  # 0.3 s on an idle machine; that nothing heavy is imported is what is guarded
+    assert "optimizer.params.max_grad_norm" in text
+    assert answer("check", "--migrat", "x", str(old), cwd=tmp_path)[0] == 2
+    code, _, text, _ = answer("check", "nothing.json", cwd=tmp_path)
+    assert code == 1 and "does not exist" in text
+
+
+def test_a_config_may_be_base64(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.dumps({"train_batch_size": 8, "zero_optimization": {"stge": 2}})
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        code, told = shown(capsys, encode(text.encode()).decode())
+        assert code == 1 and "the base64 config" in told and "did you mean `zero_optimization.stage`?" in told

@@ -1,0 +1,319 @@
+"""The JSON's `checkpoint` section: which tag, whose directory, now or in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.checkpoint import tags
+from launcher.config import ConfigProblems, load
+from launcher.errors import CheckpointError
+from tests.engine.driving import advance, config_of, engine_of, whole_state
+from tests.engine.test_killed_save import at_call, die, full
+from tests.pool import RankContext, RanksFailed, WorkerPool
+from tests.zero.models import stack
+
+BEFORE, AFTER = range(2), range(2, 4)
+
+
+def saving(stage: int = 3, **section: Any) -> Any:
+    return engine_of(config_of(stage, checkpoint=section), stack())
+
+
+# ---- tags ---------------------------------------------------------------------------------------
+
+
+def disagree(ctx: RankContext, directory: Path, validation: str | None) -> tuple[str, list[str]]:
+    engine = saving(**({} if validation is None else {"tag_validation": validation}))
+    said = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            engine.save_checkpoint(directory, f"of_rank{ctx.rank}")
+        except CheckpointError as error:
+            said = f"error: {error}"
+    said += "".join(f"warning: {w.message}" for w in caught if "disagree" in str(w.message))
+    return said, sorted(entry.name for entry in directory.iterdir()) if directory.exists() else []
+
+
+@pytest.mark.key("checkpoint", "checkpoint.tag_validation")
+@pytest.mark.parametrize(("validation", "said"), [
+    ("Ignore", ""), (None, "warning: The ranks disagree about the tag"), ("WARN", "warning: The ranks disagree"),
+    ("fail", "error: The ranks disagree about the tag: ['of_rank0', 'of_rank1']"),
+])  # fmt: skip
+def test_ranks_with_different_tags(
+    pool: WorkerPool, tmp_path: Path, validation: str | None, said: str
+) -> None:
+    directory = tmp_path / "checkpoints"
+    (first, names), (other, _) = pool.run(disagree, 2, directory, validation)
+    assert first.startswith(said) and bool(first) == bool(said)
+    if said.startswith("error"):
+        assert other.startswith(said) and names == []
+    else:
+        assert other == "" and names == ["latest", "of_rank0"]
+
+
+# ---- DeepSpeed's layouts ------------------------------------------------------------------------
+
+
+def load_foreign(ctx: RankContext, directory: Path) -> list[str]:
+    engine, said = saving(load_universal=True), []
+    for name in ("universal", "plain"):
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(directory / name)
+        said.append(caught.value.what)
+    return said
+
+
+@pytest.mark.key("checkpoint.load_universal")
+def test_directories_of_deepspeed_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    """And without the key, test_resume.py loads on every topology: the key has nothing to add, and says so."""
+    (note,) = [n for n in load({"checkpoint": {"load_universal": True}}).notes if n.kind == "no effect"]
+    assert "loads on any number of ranks" in note.what
+    (tmp_path / "universal").mkdir()
+    (tmp_path / "universal" / "latest_universal").write_text("global_step1_universal")
+    data = tmp_path / "plain" / "global_step1"
+    data.mkdir(parents=True)
+    (tmp_path / "plain" / "latest").write_text("global_step1")
+    (data / "mp_rank_00_model_states.pt").touch()
+    for universal, plain in pool.run(load_foreign, 2, tmp_path):
+        assert "in DeepSpeed's universal layout" in universal and "checkpoint of DeepSpeed's" in plain
+
+
+@pytest.mark.key(
+    "checkpoint.parallel_write", "checkpoint.parallel_write.pipeline_stage", "checkpoint.writer.data_parallel",
+    "checkpoint.checkpoint_serialization", "checkpoint.writer.type", "checkpoint.writer.io_buffer_size",
+    "checkpoint.writer.io_buffer_double", "checkpoint.writer.io_multiplier",
+)  # fmt: skip
+def test_keys_that_tune_deepspeeds_writers_say_that_they_have_no_effect() -> None:
+    writer = {"type": "python", "io_buffer_size": 1, "io_buffer_double": False, "io_multiplier": 2}
+    section = {
+        "writer": {**writer, "data_parallel": "replica"},
+        "parallel_write": {"pipeline_stage": True},
+        "checkpoint_serialization": False,
+    }
+    notes = [note for note in load({"checkpoint": section}).notes if note.kind == "no effect"]
+    assert len(notes) == 7
+    with pytest.raises(ConfigProblems, match="writes no checkpoint"):
+        load({"checkpoint": {"writer": {"type": "mock"}}})
+
+
+# ---- each node has its directory ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def node(number: int | None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if number is not None:
+            patch.setenv("GROUP_RANK", str(number))
+        yield
+
+
+def save_by_node(
+    ctx: RankContext, stage: int, directory: Path, decoupled: bool = False
+) -> tuple[Any, list[float]]:
+    number = ctx.rank // (ctx.world // 2)
+    with node(number):
+        engine = saving(stage, use_node_local_storage=True, writer={"decoupled": decoupled})
+        advance(engine, ctx, BEFORE)
+        state = whole_state(engine)
+        engine.save_checkpoint(directory / f"node{number}")
+        losses = advance(engine, ctx, AFTER)
+        engine.destroy()
+    return state, losses
+
+
+def load_by_node(ctx: RankContext, stage: int, directory: Path, section: dict[str, Any]) -> Any:
+    number = ctx.rank // (ctx.world // 2) if ctx.world > 1 else 0
+    with node(number):
+        engine = engine_of(config_of(stage, checkpoint=section), stack(seed=1))
+        path, _ = engine.load_checkpoint(directory / f"node{number}")
+        assert path == str(directory / f"node{number}" / "global_step2")
+        return whole_state(engine), advance(engine, ctx, AFTER)
+
+
+@pytest.mark.key("checkpoint.use_node_local_storage")
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 3), (4, 1)])
+def test_each_node_has_what_its_ranks_need(pool: WorkerPool, tmp_path: Path, world: int, stage: int) -> None:
+    state, losses = pool.run(save_by_node, world, stage, tmp_path)[0]
+    for number in range(2):
+        own = tmp_path / f"node{number}"
+        assert {entry.name for entry in own.iterdir()} == {"latest", "global_step2"}
+        files = {entry.name for entry in (own / "global_step2").iterdir()}
+        assert {".metadata", "meta.json"} < files
+        assert len(files) <= 2 + world // 2
+    section = {"use_node_local_storage": True}
+    for got, after in pool.run(load_by_node, world, stage, tmp_path, section):
+        assert all(torch.equal(got[name], value) for name, value in state.items())
+        assert after == losses
+
+
+def test_a_part_of_the_nodes_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(save_by_node, 2, 3, tmp_path)
+    with pytest.raises(RanksFailed, match=r"missing: model[\s\S]*same ranks of the same nodes"):
+        pool.run(load_by_node, 1, 3, tmp_path, {})
+
+
+def one_directory(ctx: RankContext, directory: Path) -> str:
+    with node(ctx.rank):
+        engine = saving(use_node_local_storage=True)
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint(directory)
+    return str(caught.value)
+
+
+def test_nodes_that_share_their_directory_are_told(pool: WorkerPool, tmp_path: Path) -> None:
+    for said in pool.run(one_directory, 2, tmp_path):
+        assert "one directory for several nodes" in said or "File exists" in said
+    assert not (tmp_path / "latest").exists()
+
+
+def another_tag(ctx: RankContext, directory: Path) -> None:
+    with node(ctx.rank):
+        engine = saving(use_node_local_storage=True)
+        mine = directory / f"node{ctx.rank}"
+        for tag in ("a", "b"):
+            engine.save_checkpoint(mine, tag)
+        if ctx.rank == 1:
+            (mine / "latest").write_text("a\n")
+        with pytest.raises(CheckpointError, match="disagree about the checkpoint to load"):
+            engine.load_checkpoint(mine)
+        assert engine.load_checkpoint(mine, "a")[0]
+
+
+def test_nodes_load_the_same_tag(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(another_tag, 2, tmp_path)
+
+
+# ---- in the background --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def held(gate: threading.Event) -> Iterator[None]:
+    """A save that is about to be finished waits for the gate."""
+    finish = tags.finish
+
+    def wait(*args: Any) -> None:
+        assert gate.wait(60)
+        finish(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tags, "finish", wait)
+        yield
+
+
+def train_while_it_saves(ctx: RankContext, stage: int, directory: Path) -> tuple[list[float], list[str]]:
+    engine = saving(stage, writer={"decoupled": True})
+    advance(engine, ctx, BEFORE)
+    state, gate = whole_state(engine), threading.Event()
+    with held(gate):
+        engine.save_checkpoint(directory)
+        losses = advance(engine, ctx, AFTER)  # the state goes on while what was saved is a copy
+        meanwhile = sorted(entry.name for entry in directory.iterdir())
+        gate.set()
+        engine.saver.wait()
+    again = engine_of(config_of(stage), stack(seed=1))
+    again.load_checkpoint(directory)
+    assert all(torch.equal(value, state[name]) for name, value in whole_state(again).items())
+    assert advance(again, ctx, AFTER) == losses
+    return losses, meanwhile
+
+
+@pytest.mark.key("checkpoint.writer", "checkpoint.writer.decoupled")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_decoupled_save_is_of_its_moment(pool: WorkerPool, tmp_path: Path, stage: int) -> None:
+    for _, meanwhile in pool.run(train_while_it_saves, 2, stage, tmp_path):
+        assert meanwhile == [".tmp-global_step2"]  # two steps later it was not finished
+
+
+def fail_in_the_background(ctx: RankContext, directory: Path) -> list[str]:
+    engine, said = saving(writer={"decoupled": True}), []
+    advance(engine, ctx, BEFORE)
+    engine.save_checkpoint(directory, "first")
+    engine.saver.wait()
+    with at_call("fsync", 1 if ctx.rank == 1 else 10**6, full):
+        engine.save_checkpoint(directory, "second")
+        with contextlib.suppress(CheckpointError):
+            engine.saver._pending[0].result()
+    for ask in (lambda: advance(engine, ctx, AFTER), lambda: engine.save_checkpoint(directory, "third")):
+        try:
+            ask()
+        except CheckpointError as error:
+            said.append(str(error))
+    assert engine.load_checkpoint(directory)[0] == str(directory / "third")
+    return said
+
+
+def test_a_failure_in_the_background_is_told_at_the_next_step(pool: WorkerPool, tmp_path: Path) -> None:
+    for said in pool.run(fail_in_the_background, 2, tmp_path):
+        assert len(said) == 1 and "No space left on device" in said[0]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"first", "third", "latest"}
+
+
+def die_in_the_background(ctx: RankContext, directory: Path) -> None:
+    engine = saving(writer={"decoupled": True})
+    engine.save_checkpoint(directory, "first")
+    engine.saver.wait()
+    advance(engine, ctx, BEFORE)
+    with at_call("fsync", 1, die if ctx.rank == 1 else lambda: None):
+        engine.save_checkpoint(directory, "second")
+        advance(engine, ctx, AFTER)
+        engine.destroy()
+
+
+def test_a_run_that_is_killed_while_it_saves(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        pool.run(die_in_the_background, 2, tmp_path)
+    assert (tmp_path / "latest").read_text() == "first\n"
+    pool.run(load_first, 1, tmp_path)
+
+
+def load_first(ctx: RankContext, directory: Path) -> None:
+    assert saving(0).load_checkpoint(directory)[0] == str(directory / "first")
+
+
+def by_node_in_the_background(ctx: RankContext, directory: Path) -> None:
+    save_by_node(ctx, 1, directory, decoupled=True)
+
+
+def test_both_together(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(by_node_in_the_background, 2, tmp_path)
+    section = {"use_node_local_storage": True}
+    assert pool.run(load_by_node, 2, 1, tmp_path, section)
+
+
+def statistics(ctx: RankContext, directory: Path, wanted: bool) -> list[str]:
+    out = io.StringIO()
+    engine = saving(writer={"show_statistics": wanted})
+    with contextlib.redirect_stdout(out):
+        engine.save_checkpoint(directory)
+    written = sum(entry.stat().st_size for entry in (directory / "global_step0").glob("[!m]*"))
+    assert not out.getvalue() or f"{written / 1e6:.1f} MB in" in out.getvalue()
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.key("checkpoint.writer.show_statistics")
+@pytest.mark.parametrize("wanted", [False, True])
+def test_statistics(pool: WorkerPool, tmp_path: Path, wanted: bool) -> None:
+    assert [len(lines) for lines in pool.run(statistics, 2, tmp_path, wanted)] == [wanted, 0]
+
+
+def test_an_error_that_nobody_asked_for_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    from concurrent.futures import Future
+
+    from launcher.checkpoint.saver import _say_unread
+
+    failed: Future[None] = Future()
+    failed.set_exception(CheckpointError("the disk is full"))
+    _say_unread([failed])
+    assert "The last checkpoint was not saved: the disk is full" in capsys.readouterr().err
+    assert os.environ.get("GROUP_RANK") is None
