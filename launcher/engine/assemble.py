@@ -104,9 +104,7 @@ def initialize(
             chosen[1],
             chosen[0],
             int(resolved.zero_optimization.sub_group_size),
-            torch.bfloat16
-            if resolved.bf16.enabled and resolved.bf16.bf16_optimizer_states
-            else torch.float32,
+            state_dtype_of(resolved),
         )
     )
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
@@ -115,6 +113,14 @@ def initialize(
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
     return engine, stepper, loader, scheduler
+
+
+def state_dtype_of(config: Config) -> torch.dtype:
+    """Least precise dtype of the optimizer's state; that of 16-bit master weights only where it is theirs."""
+    if not config.bf16.enabled:
+        return torch.float32
+    own = config.optimizer is not None and config.optimizer.params.fp32_optimizer_states is False
+    return torch.bfloat16 if config.bf16.bf16_optimizer_states or own else torch.float32
 
 
 def policy_of(config: Config) -> ZeroPolicy:
