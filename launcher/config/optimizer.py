@@ -29,6 +29,8 @@ class OptimizerParams(Section):
     differs: ClassVar[dict[str, str]] = {
         "amsgrad": "DeepSpeed's own Adam refuses true; here it is torch's AMSGrad",
         "torch_adam": "Adam is always torch's here; the key only changes AdamW's default weight decay to torch's 0.01",
+        "fp32_optimizer_states": "on every device, not only for the CPU Adam of offload; moments are never float16, "
+        "in which an eps of 1e-8 is 0",
         "max_coeff": "the trust ratio is of the whole parameter at every stage; DeepSpeed's Lamb under ZeRO takes the "
         "norms of the flat partition of a rank",
         "ns_method": "gradients are clipped before the momentum, as in plain PyTorch, and DeepSpeed's ZeRO clips the "
@@ -60,8 +62,8 @@ class OptimizerParams(Section):
     """DeepSpeed's fused Adam and Lion: whether clearing a gradient frees it."""
 
     fp32_optimizer_states: bool = True
-    """Adam, Adagrad, Lion, Muon: moments in float32; false: in the dtype of the master weights. That is float32, too,
-    unless bf16.bf16_master_weights_and_grads or fp16.fp16_master_weights_and_grads is on."""
+    """Adam, Adagrad, Lion, Muon: moments in float32; false: in bfloat16 where the master weights are bfloat16
+    (bf16.bf16_master_weights_and_grads), the same as bf16.bf16_optimizer_states."""
 
     amsgrad: bool | None = None
     """Adam family: the largest second moment so far (Reddi et al. 2018)."""

@@ -23,7 +23,7 @@ def autocast_dtype(config: Config) -> torch.dtype | None:
 
 
 def state_dtype(config: Config) -> torch.dtype:
-    """The least precise dtype of optimizer states: 16 bits where the JSON asks for that and master weights have them."""
+    """The least precise dtype of optimizer states: 16 bits where the JSON asks for them and master weights have 16."""
     narrow = config.optimizer is not None and not config.optimizer.params.fp32_optimizer_states
     if config.bf16.enabled and (
         config.bf16.bf16_optimizer_states or (narrow and config.bf16.bf16_master_weights_and_grads)
