@@ -60,3 +60,16 @@ def test_cuda_is_waited_for_at_both_ends_only_while_on(monkeypatch: pytest.Monke
     with Timers(enabled=False, device="cuda:1")("forward"), Timers(enabled=True, device="cpu")("forward"):
         pass
     assert len(waited) == 2
+
+
+def test_the_last_step_by_itself_and_the_mean_of_all(clock: list[float]) -> None:
+    timers = Timers(enabled=True)
+    for milliseconds in (10, 30):
+        with timers("forward"):
+            clock[0] += milliseconds / 1000
+        timers.end_step()
+        assert timers.last_step == pytest.approx({"forward": milliseconds})
+    assert timers.mean_ms(2) == pytest.approx({"forward": 20.0})
+    timers.add("forward", 0.005)
+    timers.end_step()  # a reset in between takes nothing from the next step
+    assert timers.last_step == pytest.approx({"forward": 5.0})
