@@ -75,3 +75,14 @@ def test_offload_to_nowhere_is_fine_and_elsewhere_is_not() -> None:
 def test_keys_without_effect_are_said_to_have_none() -> None:
     notes = load({"zero_optimization": {"round_robin_gradients": True, "contiguous_gradients": False}}).notes
     assert sum("has no effect" in str(note) for note in notes) == 2
+
+
+@pytest.mark.key("zero_optimization")
+@pytest.mark.parametrize("section", [True, 3, [2]])
+def test_the_section_is_an_object(section: object) -> None:
+    """The old form, true for stage 1, is refused with what to write; null and false are stage 0."""
+    with pytest.raises(
+        ConfigProblems, match=r'must be an object.*\n.*write "zero_optimization": \{"stage": 1\}'
+    ):
+        load({"zero_optimization": section})
+    assert load({"zero_optimization": None}) == load({"zero_optimization": False}) == load({})
