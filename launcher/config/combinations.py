@@ -6,9 +6,10 @@ A rule of one section stands in that section's `conflicts`; here are those over 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from launcher.config.section import Conflict
+from launcher.config.section import AUTO, Conflict
 
 if TYPE_CHECKING:
     from launcher.config.root import Config
@@ -44,12 +45,66 @@ def _stage(config: Config) -> int:
     return stage if isinstance(stage, int) else 0
 
 
+def _autocasts_beside(section: str, config: Config) -> bool:
+    return config.torch_autocast.enabled is True and getattr(config, section).enabled is True
+
+
+def _param_dtype_is_not(section: str, config: Config) -> bool:
+    """Whether data_types.param_dtype contradicts the switch of `section`, both being known."""
+    wanted, on = config.data_types.param_dtype, getattr(config, section).enabled
+    return wanted not in (None, AUTO) and on != AUTO and bool((wanted == section) != on)
+
+
+def _no_norm(config: Config) -> bool:
+    return config.zero_optimization.compute_grad_norm is False
+
+
+NO_NORM = f"{ZERO}.compute_grad_norm is false, and"
+
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         ("fp16.enabled", "bf16.enabled"),
         lambda config: config.fp16.enabled is True and config.bf16.enabled is True,
         "fp16.enabled and bf16.enabled are both true, and parameters have one dtype",
         "set one of fp16.enabled and bf16.enabled to false",
+    ),
+    *(
+        Combination(
+            ("torch_autocast.enabled", f"{section}.enabled"),
+            partial(_autocasts_beside, section),
+            f"torch_autocast.enabled and {section}.enabled are both true: autocast is for a float32 model",
+            f"set {section}.enabled to false to keep float32 weights, or torch_autocast.enabled to false",
+        )
+        for section in ("fp16", "bf16")
+    ),
+    *(
+        Combination(
+            ("data_types.param_dtype", f"{section}.enabled"),
+            partial(_param_dtype_is_not, section),
+            f"data_types.param_dtype contradicts {section}.enabled, which says what parameters are",
+            f"leave param_dtype out, or let {section}.enabled say the same",
+        )
+        for section in ("fp16", "bf16")
+    ),
+    Combination(
+        (f"{ZERO}.compute_grad_norm", "gradient_clipping"),
+        lambda config: _no_norm(config) and config.gradient_clipping != 0,
+        f"{NO_NORM} gradient_clipping needs the norm",
+        "set gradient_clipping to 0, or compute_grad_norm to true",
+    ),
+    Combination(
+        (f"{ZERO}.compute_grad_norm", "fp16.enabled"),
+        lambda config: _no_norm(config) and config.fp16.enabled is True,
+        f"{NO_NORM} fp16.enabled needs the norm",
+        "set fp16.enabled to false, or compute_grad_norm to true",
+    ),
+    Combination(
+        (f"{ZERO}.compute_grad_norm", "bf16.check_grad_overflow"),
+        lambda config: (
+            _no_norm(config) and config.bf16.enabled is True and config.bf16.check_grad_overflow is True
+        ),
+        f"{NO_NORM} bf16.check_grad_overflow needs the norm",
+        "set bf16.check_grad_overflow to false, or compute_grad_norm to true",
     ),
     Combination(
         (f"{ZERO}.offload_param.device", f"{ZERO}.stage"),

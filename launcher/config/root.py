@@ -220,39 +220,6 @@ class Config(Section):
     def conflicts(self) -> Iterator[Conflict]:
         yield from combinations.conflicts(self)
         yield from cycled_without_momentum(self.scheduler, self.optimizer)
-        yield from self._needs_norm()
-        if self.torch_autocast.enabled is True and self.dtype != "fp32":
-            other = f"{self.dtype}.enabled"
-            yield Conflict(
-                ("torch_autocast.enabled", other),
-                f"torch_autocast.enabled and {other} are both true: autocast is for a float32 model",
-                f"set {other} to false to keep float32 weights, or torch_autocast.enabled to false",
-            )
-        wanted, switches = self.data_types.param_dtype, (self.fp16.enabled, self.bf16.enabled)
-        if wanted not in (None, AUTO, self.dtype) and AUTO not in switches:
-            switch = f"{wanted if wanted != 'fp32' else self.dtype}.enabled"
-            yield Conflict(
-                ("data_types.param_dtype", switch),
-                f"data_types.param_dtype is {wanted!r}, but {switch} is {str(wanted == 'fp32').lower()}: "
-                f"the parameters are {self.dtype}",
-                f"leave param_dtype out, or set {switch} to {str(wanted != 'fp32').lower()}",
-            )
-
-    def _needs_norm(self) -> Iterator[Conflict]:
-        if self.zero_optimization.compute_grad_norm is not False:
-            return
-        users = {
-            "gradient_clipping": self.gradient_clipping != 0,
-            "fp16.enabled": self.fp16.enabled is True,
-            "bf16.check_grad_overflow": self.bf16.enabled is True and self.bf16.check_grad_overflow is True,
-        }
-        for key in [key for key, on in users.items() if on]:
-            ways = {"gradient_clipping": "0"}
-            yield Conflict(
-                ("zero_optimization.compute_grad_norm", key),
-                f"zero_optimization.compute_grad_norm is false, and {key} needs the norm",
-                f"set {key} to {ways.get(key, 'false')}, or compute_grad_norm to true",
-            )
 
     def remarks(self) -> Iterator[Remark]:
         if "gradient_clipping" not in self.model_fields_set:

@@ -22,6 +22,11 @@ def autocast_dtype(config: Config) -> torch.dtype | None:
     return DTYPES[str(section.dtype or "bf16")] if section.enabled is True else None
 
 
+def scales_loss(config: Config) -> bool:
+    """Whether gradients are float16, so that the loss is scaled."""
+    return bool(config.fp16.enabled) or autocast_dtype(config) is torch.float16
+
+
 def state_dtype(config: Config) -> torch.dtype:
     """The least precise dtype of optimizer states: 16 bits where the JSON asks for them and master weights have 16."""
     narrow = config.optimizer is not None and not config.optimizer.params.fp32_optimizer_states

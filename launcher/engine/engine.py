@@ -22,6 +22,7 @@ from launcher.engine.batches import call, cast, forever, loss_in, to_device
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
+from launcher.engine.finite import check_unused, clip_factor, skips_overflow, tell_overflow
 from launcher.engine.python_gc import hold
 from launcher.engine.state import load_state, save_state
 from launcher.engine.watch import Watch
@@ -30,13 +31,12 @@ from launcher.errors import ConfigError, LauncherError
 from launcher.models.activation import Checkpointer
 from launcher.models.compiled import compile_blocks
 from launcher.models.load import SINGLE_FILE
-from launcher.monitor.log import say, set_level
-from launcher.monitor.throughput import Throughput
+from launcher.monitor.log import set_level
 from launcher.monitor.writers import Monitor
-from launcher.optim.loss_scale import LossScale, LossScaleExhausted
+from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
-from launcher.zero.overflow import find_overflows, in_words, watch_gradients
+from launcher.zero.overflow import watch_gradients
 
 
 class Engine(Answers, nn.Module):
@@ -73,19 +73,12 @@ class Engine(Answers, nn.Module):
             training_dataloader,
         )
         self.checkpointer = checkpointer
-        if checkpointer is not None and mesh.rank == 0:
-            weakref.finalize(self, checkpointer.print_profile)  # what no step has printed, at the end
         self._autocast = autocast_dtype(config)
         self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
         self.saver = Saver(config.checkpoint, mesh.rank)
-        self.watch = Watch(config, mesh, monitor or Monitor())
+        self.watch = Watch(config, mesh, monitor or Monitor(), checkpointer)
+        weakref.finalize(self, self.watch.last_words)
         self.monitor, self.timers = self.watch.monitor, self.watch.timers
-        speed = config.timers.throughput
-        self.throughput = Throughput(
-            enabled=speed.enabled and config.steps_per_print is not None,
-            synchronized=speed.synchronized,
-            device=mesh.device,
-        )
         self.curriculum = Curriculum.of(config.data_efficiency)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.is_compiled = False
@@ -106,8 +99,6 @@ class Engine(Answers, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._announce_boundary()
-        if self.module.training and not self.quiet:
-            self.throughput.start()
         if self.module.training:
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
@@ -172,18 +163,19 @@ class Engine(Answers, nn.Module):
                 fix="add it to the JSON, or pass initialize(optimizer=...)",
             )
         squares, used = self.zero.norm_and_use()
-        self._check_unused(used)
+        if not self._config.zero_optimization.ignore_unused_parameters:
+            check_unused(self.zero, used)
         ranks = (
             self.zero.mean_divisor if self._config.gradient_allreduce_op == "mean" else self.zero.sum_divisor
         )
         scale = ranks * (self.loss_scaler.scale if self._scaled else self.gradient_accumulation_steps())
         norm = math.sqrt(float(squares)) / scale if math.isfinite(float(squares)) else float(squares)
-        overflow = not math.isfinite(norm) and self._checks_overflow()
+        overflow = not math.isfinite(norm) and skips_overflow(self._config)
         self._norm = norm if self.zero.policy.compute_norm else None
         if overflow:
-            self._overflowed()
+            tell_overflow(self)
         else:
-            self.optimizer.step(self._clip_factor(norm) / scale)
+            self.optimizer.step(clip_factor(norm, float(self._config.gradient_clipping)) / scale)
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
         self.optimizer.zero_grad()
@@ -192,65 +184,14 @@ class Engine(Answers, nn.Module):
         self._count(overflow)
         self.saver.raise_failure()
 
-    def _overflowed(self) -> None:
-        """Say which parameters overflowed: when that ends the run, and now and then in bf16, where it is no routine.
-
-        Raises:
-            LossScaleExhausted: on every rank; the engine is as it was before this step.
-        """
-        if self.loss_scaler.exhausted:
-            which = in_words(find_overflows(self.zero), watched=True)
-            self.abandon_step()
-            raise LossScaleExhausted(self.loss_scaler.scale, which)
-        skipped = self.skipped_steps + 1
-        if self._config.bf16.enabled and skipped & (skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
-            which = in_words(find_overflows(self.zero))
-            if self.mesh.rank == 0:
-                what = (
-                    f"step {self.global_steps + 1} is skipped ({skipped} so far): the gradient is not finite"
-                )
-                print(f"{what} of {which} (bf16.check_grad_overflow is true)", flush=True)
-
-    def _clip_factor(self, norm: float) -> float:
-        limit = float(self._config.gradient_clipping)
-        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-
-    def _checks_overflow(self) -> bool:
-        return bool(
-            self._config.fp16.enabled
-            or self._autocast is torch.float16
-            or (self._config.bf16.enabled and self._config.bf16.check_grad_overflow)
-        )
-
-    def _check_unused(self, used: list[bool]) -> None:
-        if all(used) or self._config.zero_optimization.ignore_unused_parameters:
-            return
-        slots = [slot for gradient in self.zero.gradients for slot in gradient.flat.slots]
-        names = [slot.name for slot, flag in zip(slots, used, strict=True) if not flag]
-        raise LauncherError(
-            f"{len(names)} parameters got no gradient in this step: {', '.join(names[:5])}",
-            where="zero_optimization.ignore_unused_parameters is false",
-            fix="freeze them, use them in the loss, or set the key to true",
-        )
-
     def _count(self, overflow: bool) -> None:
         self._applied = not overflow
         self.skipped_steps += overflow
         self.global_steps += 1
-        self.global_samples += self._samples()
-        self.throughput.stop(self._samples())
+        samples = self._samples()
+        self.global_samples += samples
         self._backwards = 0
-        every = self.steps_per_print()
-        if self.checkpointer is not None:
-            self.checkpointer.steps += 1
-            if every and self.global_steps % every == 0 and self.mesh.rank == 0:
-                self.checkpointer.print_profile()
-        if every and self.global_steps % every == 0 and self.mesh.rank == 0 and not self.quiet:
-            say(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
-            )
-            if self.throughput.line():
-                say(self.throughput.line())
+        self.watch.counted(self, samples)
 
     def _samples(self) -> int:
         """Sequences of the present step over all ranks."""
@@ -489,8 +430,6 @@ class Engine(Answers, nn.Module):
     def destroy(self) -> None:
         """Wait for a save in the background, close monitors, take hooks off, free buffers, undo `disable_python_gc`."""
         self.saver.wait()
-        if self.checkpointer is not None and self.mesh.rank == 0:
-            self.checkpointer.print_profile()
         if self._gc is not None:
             self._gc()
         self.watch.close()

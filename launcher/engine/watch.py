@@ -15,7 +15,10 @@ from launcher.comm.log import read_log, start_log, stop_log
 from launcher.config import Config
 from launcher.engine.flops import FlopsProfiler
 from launcher.errors import ConfigError
+from launcher.models.activation import Checkpointer
+from launcher.monitor.log import say
 from launcher.monitor.memory import MemoryBreakdown
+from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import Timers
 from launcher.monitor.writers import OPENERS, Event, Monitor, open_writers
 
@@ -32,19 +35,28 @@ class Watch:
     Args:
         config: the resolved JSON.
         monitor: from `open_monitor`.
+        checkpointer: of the checkpointed blocks; prints their times where the JSON asks for them.
 
     Attributes:
         timers: of the phases forward, backward, reduce and step.
         say: prints a line or more; called on rank 0.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, monitor: Monitor) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, monitor: Monitor, checkpointer: Checkpointer | None = None
+    ) -> None:
         first, flops, comms = mesh.rank == 0, config.flops_profiler, config.comms_logger
-        self.monitor, self._mesh = monitor, mesh
+        self.monitor, self._mesh, self._checkpointer = monitor, mesh, checkpointer
         self.say: Callable[[str], None] = _print
         self.timers = Timers(enabled=config.wall_clock_breakdown or flops.enabled, device=mesh.device)
         self.memory = MemoryBreakdown(mesh.device) if config.memory_breakdown and first else None
         self.profiler = FlopsProfiler(flops) if flops.enabled and first else None
+        speed = config.timers.throughput
+        self.throughput = Throughput(
+            enabled=speed.enabled and config.steps_per_print is not None,
+            synchronized=speed.synchronized,
+            device=mesh.device,
+        )
         self._loss: Tensor | None = None
         self._steps = 0  # since the last line
         self._logs = bool(comms.enabled)
@@ -55,6 +67,8 @@ class Watch:
         """The context of a phase of a step: "forward" or "backward" of a microbatch, or "step"."""
         if name == "forward" and not torch.is_grad_enabled():
             return _OFF  # of an evaluation
+        if name == "forward" and engine.module.training and not engine.quiet:
+            self.throughput.start()
         if self.timers.enabled or self.memory is not None or self.profiler is not None:
             return self._phase(name, engine)
         return _OFF
@@ -84,6 +98,26 @@ class Watch:
     def forget(self) -> None:
         """The microbatches since the last step do not count."""
         self._loss = None
+
+    def counted(self, engine: Engine, samples: int) -> None:
+        """The engine has counted an optimizer step on so many sequences over all ranks: DeepSpeed's line, when due."""
+        self.throughput.stop(samples)
+        if self._checkpointer is not None:
+            self._checkpointer.steps += 1
+        every = engine.steps_per_print()
+        if not every or engine.global_steps % every or self._mesh.rank > 0:
+            return
+        self.last_words()
+        if not engine.quiet:
+            counts = f"step={engine.global_steps}, skipped={engine.skipped_steps}"
+            say(f"{counts}, lr={engine.get_lr()}, mom={engine.get_mom()}")
+            if self.throughput.line():
+                say(self.throughput.line())
+
+    def last_words(self) -> None:
+        """Print the times of checkpointed blocks that no step has printed."""
+        if self._checkpointer is not None and self._mesh.rank == 0:
+            self._checkpointer.print_profile()
 
     def after_step(self, engine: Engine) -> None:
         """An optimizer step is over, and the engine has counted it."""
@@ -135,6 +169,7 @@ class Watch:
 
     def close(self) -> None:
         """End the monitors and the log of collectives."""
+        self.last_words()
         self.monitor.close()
         if self._logs:
             stop_log()

@@ -1,0 +1,55 @@
+"""What a step does about gradients that are missing or not finite."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from launcher.config import Config
+from launcher.engine.dtypes import scales_loss
+from launcher.errors import LauncherError
+from launcher.optim.loss_scale import LossScaleExhausted
+from launcher.zero import ZeroModel
+from launcher.zero.overflow import find_overflows, in_words
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+
+def skips_overflow(config: Config) -> bool:
+    """Whether a step whose gradient is not finite is left out."""
+    return scales_loss(config) or bool(config.bf16.enabled and config.bf16.check_grad_overflow)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients of this norm are multiplied by (`gradient_clipping`); a limit of 0 never clips."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+def check_unused(zero: ZeroModel, used: list[bool]) -> None:
+    """Raise LauncherError when a trainable parameter got no gradient (`ignore_unused_parameters: false`)."""
+    slots = [slot for gradient in zero.gradients for slot in gradient.flat.slots]
+    names = [slot.name for slot, flag in zip(slots, used, strict=True) if not flag]
+    if names:
+        raise LauncherError(
+            f"{len(names)} parameters got no gradient in this step: {', '.join(names[:5])}",
+            where="zero_optimization.ignore_unused_parameters is false",
+            fix="freeze them, use them in the loss, or set the key to true",
+        )
+
+
+def tell_overflow(engine: Engine) -> None:
+    """Say which parameters overflowed: when that ends the run, and now and then in bf16, where it is no routine.
+
+    Raises:
+        LossScaleExhausted: on every rank; the engine is as it was before this step.
+    """
+    if engine.loss_scaler.exhausted:
+        which = in_words(find_overflows(engine.zero), watched=True)
+        engine.abandon_step()
+        raise LossScaleExhausted(engine.loss_scaler.scale, which)
+    skipped = engine.skipped_steps + 1
+    if engine.bfloat16_enabled() and skipped & (skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+        which = in_words(find_overflows(engine.zero))
+        if engine.mesh.rank == 0:
+            what = f"step {engine.global_steps + 1} is skipped ({skipped} so far): the gradient is not finite"
+            print(f"{what} of {which} (bf16.check_grad_overflow is true)", flush=True)
