@@ -46,7 +46,8 @@ def _stage(config: Config) -> int:
 
 
 def _autocasts_beside(section: str, config: Config) -> bool:
-    return config.torch_autocast.enabled is True and getattr(config, section).enabled is True
+    autocasts, dtype = config.torch_autocast.enabled is True, config.torch_autocast.dtype or "bf16"
+    return autocasts and getattr(config, section).enabled is True and dtype != section
 
 
 def _param_dtype_is_not(section: str, config: Config) -> bool:
@@ -72,8 +73,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         Combination(
             ("torch_autocast.enabled", f"{section}.enabled"),
             partial(_autocasts_beside, section),
-            f"torch_autocast.enabled and {section}.enabled are both true: autocast is for a float32 model",
-            f"set {section}.enabled to false to keep float32 weights, or torch_autocast.enabled to false",
+            f"torch_autocast.enabled and {section}.enabled are both true, with two dtypes",
+            f'set {section}.enabled to false to keep float32 weights, or write "dtype": "{section}" in torch_autocast',
         )
         for section in ("fp16", "bf16")
     ),

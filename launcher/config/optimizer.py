@@ -163,12 +163,6 @@ class OptimizerConfig(Section):
     without_effect: ClassVar[dict[str, str]] = {
         "legacy_fusion": "it chooses between two of DeepSpeed's fp16 wrappers, which compute the same",
     }
-    differs: ClassVar[dict[str, str]] = {
-        "type": "Lion leaves a weight alone whose gradient and momentum are exactly 0; DeepSpeed's moves it by lr. The "
-        "8-bit types of bitsandbytes are not DeepSpeed's. Types outside DeepSpeed's list need no "
-        "zero_allow_untested_optimizer",
-    }
-
     type: str
     """Adam, AdamW, Lion, Lamb, Muon, Adagrad, SGD or another elementwise class of torch.optim; AdamW8bit and its like
     with bitsandbytes, MuAdam, MuAdamW and MuSGD with mup installed. Upper and lower case do not matter.
@@ -229,6 +223,9 @@ class OptimizerConfig(Section):
     def remarks(self) -> Iterator[Remark]:
         if self.type == "Adam" and self.params.adam_w_mode and self.params.weight_decay:
             yield Remark("type", '"Adam" decays weights as AdamW does, because params.adam_w_mode is true')
+        if self.type == "Lion":
+            what = "Lion leaves a weight alone whose gradient and momentum are 0; DeepSpeed's moves it by lr"
+            yield Remark("type", what)
         if TYPES[self.type].package == "bitsandbytes":
             yield Remark(
                 "type", "8-bit moments cannot be saved free of topology: save_checkpoint refuses them"

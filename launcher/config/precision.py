@@ -42,7 +42,7 @@ class Fp16Config(Section):
     consecutive_hysteresis: bool = False
     """A step without overflow refills the count of `hysteresis`."""
 
-    min_loss_scale: Whole = 1
+    min_loss_scale: Annotated[float, Field(ge=0)] = 1
     """Floor of a dynamic scale, from 1; an overflow at the floor ends the run."""
 
     fp16_master_weights_and_grads: bool = False

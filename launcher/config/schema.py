@@ -72,7 +72,9 @@ def differs_at(root: type[Section], tree: Any, path: Path) -> str | None:
         if cls is None or not isinstance(tree, dict):
             return None
         cls, tree = cls.section_of(cls.spelling(str(part)), tree), tree.get(str(part))
-    return None if cls is None else cls.differs.get(cls.spelling(str(path[-1])))
+    if cls is None or not isinstance(tree, dict) or tree.get("enabled") is False:
+        return None  # what is off differs in nothing
+    return cls.differs.get(cls.spelling(str(path[-1])))
 
 
 def keys_written(cls: type[Section], tree: Any, path: Path = ()) -> set[Path]:

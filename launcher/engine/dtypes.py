@@ -34,8 +34,6 @@ def state_dtype(config: Config) -> torch.dtype:
         config.bf16.bf16_optimizer_states or (narrow and config.bf16.bf16_master_weights_and_grads)
     ):
         return torch.bfloat16
-    if config.fp16.enabled and narrow and config.fp16.fp16_master_weights_and_grads:
-        return torch.float16
     return torch.float32
 
 

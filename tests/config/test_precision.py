@@ -20,7 +20,8 @@ ON: dict[str, Any] = {"enabled": True}
 )
 @pytest.mark.parametrize(("config", "names", "fix"), [
     ({"fp16": ON, "bf16": ON}, ["fp16.enabled", "bf16.enabled"], "to false"),
-    ({"torch_autocast": ON, "bf16": ON}, ["torch_autocast.enabled", "bf16.enabled"], "set bf16.enabled to false"),
+    ({"torch_autocast": {**ON, "dtype": "fp16"}, "bf16": ON}, ["torch_autocast.enabled", "bf16.enabled"],
+     "set bf16.enabled to false"),
     ({"torch_autocast": ON, "fp16": ON}, ["torch_autocast.enabled", "fp16.enabled"], "set fp16.enabled to false"),
     ({"bf16": ON, "data_types": {"param_dtype": "fp16"}}, ["data_types.param_dtype", "fp16.enabled"],
      "leave param_dtype out, or let fp16.enabled say the same"),
@@ -47,6 +48,8 @@ def test_what_cannot_stand_together_names_both_and_the_way_out(
 
 @pytest.mark.parametrize("config", [
     {"bf16": ON, "data_types": {"param_dtype": "bf16"}},
+    {"bf16": ON, "torch_autocast": ON},
+    {"fp16": {**ON, "min_loss_scale": 1e-10}},
     {"bf16": {"bf16_optimizer_states": "auto", "enabled": True}},
     {"fp16": {**ON, "min_loss_scale": 0, "loss_scale": 128}},
     {"torch_autocast": {**ON, "dtype": "torch.bfloat16", "lower_precision_safe_modules": []}},

@@ -128,3 +128,19 @@ def test_float16_has_a_loss_scale(pool: WorkerPool) -> None:
     """By the numbers of the fp16 section, which stays off."""
     assert pool.run(scaled, 2, "float16") == [[1024, 1024, 1024, 512, 512, 1024]] * 2
     assert pool.run(scaled, 2, "bfloat16") == [[1.0] * 6] * 2
+
+
+def first_loss(ctx: RankContext, keys: dict[str, Any]) -> float:
+    engine = engine_of(config_of(3, bf16={"enabled": True}, **keys))
+    x, y = points(0, ROWS)
+    return float(engine(x, y))
+
+
+def test_autocast_over_a_bf16_model(pool: WorkerPool) -> None:
+    """As DeepSpeed takes it: weights are bf16, and operations that need it give float32."""
+    model = stack().bfloat16()
+    x, y = (points(0, ROWS)[i].bfloat16() for i in (0, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = model(x, y).item()
+    assert pool.run(first_loss, 2, autocast("bf16"))[0] == cast
+    assert pool.run(first_loss, 2, {})[0] == model(x, y).item() != cast
