@@ -94,11 +94,11 @@ class CheckpointConfig(Section):
     metadata of its own, and is complete when all nodes have written. Nodes are told apart by GROUP_RANK, or by
     their host names."""
 
-    parallel_write: ParallelWriteConfig = Field(default_factory=ParallelWriteConfig)
+    parallel_write: ParallelWriteConfig = Field(default_factory=ParallelWriteConfig.model_construct)
     """Who writes which layers in DeepSpeed's pipelines."""
 
     checkpoint_serialization: bool = True
     """torch.save's zip format in DeepSpeed."""
 
-    writer: WriterConfig = Field(default_factory=WriterConfig)
+    writer: WriterConfig = Field(default_factory=WriterConfig.model_construct)
     """How files are written."""

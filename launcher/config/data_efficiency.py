@@ -76,7 +76,9 @@ class SeqlenConfig(Section):
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = None
     """Pace from min to max: along a line, a root, in written steps. "custom" needs a function and is refused."""
 
-    schedule_config: CurriculumScheduleConfig = Field(default_factory=CurriculumScheduleConfig)
+    schedule_config: CurriculumScheduleConfig = Field(
+        default_factory=CurriculumScheduleConfig.model_construct
+    )
     """Numbers of the pace."""
 
     def missing(self) -> Iterator[str]:
@@ -134,7 +136,9 @@ class CurriculumLearningConfig(Section):
     enabled: bool = False
     """Cut the sequences of a batch to a length that grows with the optimizer steps, in training only."""
 
-    curriculum_metrics: CurriculumMetricsConfig = Field(default_factory=CurriculumMetricsConfig)
+    curriculum_metrics: CurriculumMetricsConfig = Field(
+        default_factory=CurriculumMetricsConfig.model_construct
+    )
     """Metrics by name; `seqlen` is the one that needs no analysis of the data before the run."""
 
     data_cluster_path: str | None = None
@@ -162,7 +166,9 @@ class DataSamplingConfig(Section):
     pin_memory: bool = False
     """initialize(training_data=...): batches in page-locked memory, from which copies to a GPU are asynchronous."""
 
-    curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
+    curriculum_learning: CurriculumLearningConfig = Field(
+        default_factory=CurriculumLearningConfig.model_construct
+    )
     """Easy sequences first."""
 
 
@@ -175,7 +181,7 @@ class DataEfficiencyConfig(Section):
     seed: Whole = 1234
     """Order of initialize(training_data=...); the order of the recipes follows their flag --seed."""
 
-    data_sampling: DataSamplingConfig = Field(default_factory=DataSamplingConfig)
+    data_sampling: DataSamplingConfig = Field(default_factory=DataSamplingConfig.model_construct)
     """Which data is trained on."""
 
     differs: ClassVar[dict[str, str]] = {

@@ -172,7 +172,7 @@ class OptimizerConfig(Section):
     legacy_fusion: bool = False
     """DeepSpeed: an old wrapper of its fused Adam in fp16."""
 
-    params: OptimizerParams = Field(default_factory=OptimizerParams)
+    params: OptimizerParams = Field(default_factory=OptimizerParams.model_construct)
     """Keywords of the optimizer."""
 
     @classmethod

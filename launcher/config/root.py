@@ -66,31 +66,31 @@ class Config(Section):
     scheduler: SchedulerConfig | None = None
     """The learning-rate schedule to build; null: the caller brings one, or the rate is constant."""
 
-    fp16: Fp16Config = Field(default_factory=Fp16Config)
+    fp16: Fp16Config = Field(default_factory=Fp16Config.model_construct)
     """float16 training."""
 
-    bf16: Bf16Config = Field(default_factory=Bf16Config)
+    bf16: Bf16Config = Field(default_factory=Bf16Config.model_construct)
     """bfloat16 training."""
 
-    torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig)
+    torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig.model_construct)
     """float32 model, forward under torch.autocast."""
 
-    zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
+    zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig.model_construct)
     """ZeRO stage and sizes."""
 
-    aio: AioConfig = Field(default_factory=AioConfig)
+    aio: AioConfig = Field(default_factory=AioConfig.model_construct)
     """File requests of NVMe offload; nothing acts on it while nothing is offloaded to NVMe."""
 
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     """Present: transformer blocks are checkpointed."""
 
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig.model_construct)
     """How checkpoints are written."""
 
-    compile: CompileConfig = Field(default_factory=CompileConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig.model_construct)
     """torch.compile of the blocks."""
 
-    data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
+    data_types: DataTypesConfig = Field(default_factory=DataTypesConfig.model_construct)
     """Dtypes beside fp16 and bf16."""
 
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
@@ -125,28 +125,28 @@ class Config(Section):
     """Print the memory of rank 0 after each phase, every `steps_per_print` steps (10 when that is null): on GPUs
     allocated and peak, on CPUs the resident set; and what ZeRO holds of it."""
 
-    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
+    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig.model_construct)
     """TensorBoard files."""
 
-    csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig)
+    csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig.model_construct)
     """CSV files."""
 
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    wandb: WandbConfig = Field(default_factory=WandbConfig.model_construct)
     """Weights & Biases."""
 
-    comet: CometConfig = Field(default_factory=CometConfig)
+    comet: CometConfig = Field(default_factory=CometConfig.model_construct)
     """Comet."""
 
-    flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig)
+    flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig.model_construct)
     """Report of floating-point operations and time of one step."""
 
-    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig.model_construct)
     """Log of collectives."""
 
     dataloader_drop_last: bool = False
     """Drop the last global batch of an epoch when it is short."""
 
-    data_efficiency: DataEfficiencyConfig = Field(default_factory=DataEfficiencyConfig)
+    data_efficiency: DataEfficiencyConfig = Field(default_factory=DataEfficiencyConfig.model_construct)
     """Curriculum learning by the length of sequences."""
 
     managed_gradient_accumulation: bool = True
@@ -154,7 +154,7 @@ class Config(Section):
     an optimizer step, after as many backwards as the caller likes; each loss is still divided by
     gradient_accumulation_steps, unless backward(scale_wrt_gas=False)."""
 
-    timers: TimersConfig = Field(default_factory=TimersConfig)
+    timers: TimersConfig = Field(default_factory=TimersConfig.model_construct)
     """The line about samples per second."""
 
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None

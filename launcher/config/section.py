@@ -17,10 +17,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from launcher.config.problems import show
 
@@ -53,6 +54,12 @@ class Remark(NamedTuple):
     what: str
 
 
+class _Building:
+    """Whether the schema of a section is being made."""
+
+    now = False
+
+
 class Section(BaseModel):
     """One object of the JSON.
 
@@ -60,7 +67,8 @@ class Section(BaseModel):
     Lists become tuples, and whole floats such as 5e8 become ints where a whole number is asked for.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    # Only the sections of a file are ever built: an answer about it must not wait for those of all others.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other accepted names of a key -> its name here."""
@@ -74,6 +82,17 @@ class Section(BaseModel):
     without_effect: ClassVar[Mapping[str, str]] = {}
     """Keys that are taken and do nothing, because they only tune DeepSpeed's own code -> why. A value other than the
     default is answered with a warning. A key whose absence would change numbers is never one of these."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Inside another section this one is an instance, checked by itself (`check.py`): its schema is not needed."""
+        if _Building.now:
+            return core_schema.is_instance_schema(cls)
+        _Building.now = True
+        try:
+            return handler(source)
+        finally:
+            _Building.now = False
 
     @field_validator("*", mode="wrap")
     @classmethod

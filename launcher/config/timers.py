@@ -26,5 +26,5 @@ class ThroughputConfig(Section):
 class TimersConfig(Section):
     """Timers."""
 
-    throughput: ThroughputConfig = Field(default_factory=ThroughputConfig)
+    throughput: ThroughputConfig = Field(default_factory=ThroughputConfig.model_construct)
     """Sequences per second."""

@@ -200,7 +200,7 @@ class ZeroConfig(Section):
     """qgZ of ZeRO++: gradients are reduce-scattered as 4-bit integers, an eighth of the bytes of float32. A term is off
     by at most 1/14 of the largest magnitude in a block of 256 values."""
 
-    leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
+    leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig.model_construct)
     """Stage 3: modules that are fetched as one."""
 
     stage3_module_granularity_threshold: Whole = 0
