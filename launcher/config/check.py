@@ -198,7 +198,8 @@ def _is_neutral(known: Known, value: Any) -> bool:
 def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
     """Whether the section has a switch and it is off, be it by default."""
     switch = cls.model_fields.get("enabled")
-    return switch is not None and written.get("enabled", switch.get_default()) in (False, None)
+    state = written.get("enabled")
+    return switch is not None and (switch.get_default() if state is None else state) is False
 
 
 def _is_inside(path: str, around: str) -> bool:

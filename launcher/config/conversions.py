@@ -69,7 +69,6 @@ DROPPED = {
     "sparse_gradients": "gradients of embeddings travel dense; the numbers are the same",
     "seed": "DeepSpeed never read it; the flag --seed of the recipes sets the seed",
     "zero_optimization.legacy_stage1": "there is one stage 1",
-    "zero_optimization.elastic_checkpoint": "every checkpoint loads on any number of ranks",
     "zero_optimization.grad_hooks": "never was a key of DeepSpeed's code",
     "zero_optimization.offload_optimizer.buffer_size": "never acted here; it is a key of offload_param",
 }

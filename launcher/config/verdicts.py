@@ -46,16 +46,19 @@ def verdicts(written: Document, examined: Examined[Config]) -> list[KeyVerdict]:
     reasons = _reasons(examined)
     rows: list[KeyVerdict] = []
     told: set[Path] = set()
+    carried = set(examined.document.origins.values())
     for path in _leaves(written.tree, ()):
-        # A section that was refused or replaced as a whole is one row.
+        # A section that was refused, or replaced by something else, is one row; one that only has another name is not.
         around = (path[:end] for end in range(1, len(path)))
-        subject = next((p for p in around if p in reasons and reasons[p][0][0] in _WHOLE), path)
+        whole = (p for p in around if p in reasons and reasons[p][0][0] in _WHOLE)
+        subject = path if path in carried else next(whole, path)
         if subject in told:
             continue
         inside = [other for other in reasons if other[: len(subject)] == subject]  # an item of a list
         told |= {subject, *inside}
-        found = [reason for other in inside for reason in reasons[other]] or [_plain(path, examined)]
-        rows += [KeyVerdict(subject, *written.place(subject), *reason) for reason in found]
+        found = [(other, reason) for other in inside for reason in reasons[other]]
+        for at, reason in found or [(subject, _plain(path, examined))]:
+            rows.append(KeyVerdict(at, *written.place(at), *reason))
     for path in [path for path in reasons if path not in told]:
         is_written = written.holds(path)
         place = written.place(path) if is_written else (0, 0)

@@ -55,6 +55,28 @@ def test_a_verdict_for_every_key(old: Path, capsys: pytest.CaptureFixture[str]) 
     assert "comment             6:3  _comment: is taken as a comment" in text
 
 
+def test_the_members_of_a_renamed_section_have_their_own_verdicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(
+        '{"bfloat16": {"enabled": true, "loss_scale": 0}, "zero_optimization": {"zenflow": {"topk_ratio": 0.1}},'
+        ' "optimizer": {"type": "Adam", "params": {"betas": [0.9, "x"]}}, "gradient_clipping": 1}'
+    )
+    code, text = shown(capsys, str(path))
+    assert code == 1
+    rows = [line.split() for line in text.splitlines()[1:]]
+    assert [(row[0], row[2].rstrip(":")) for row in rows] == [
+        ("obsolete", "bfloat16"),
+        ("used", "bfloat16.enabled"),
+        ("obsolete", "bfloat16.loss_scale"),
+        ("refused", "zero_optimization.zenflow"),
+        ("used", "optimizer.type"),
+        ("refused", "optimizer.params.betas[1]"),
+        ("used", "gradient_clipping"),
+    ]
+
+
 def test_all_refusals_at_once_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.json"
     path.write_text(

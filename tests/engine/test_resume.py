@@ -182,7 +182,7 @@ def skip_and_save(ctx: RankContext, stage: int, directory: Path) -> list[Any]:
 def test_the_loss_scale_goes_on(pool: WorkerPool, tmp_path: Path, stage: int) -> None:
     steps, skipped, _, scale = pool.run(skip_and_save, 2, stage, tmp_path)[0]
     assert (steps, skipped) == (2, 1)
-    assert scale == {"scale": 256.0, "tolerance": 1, "step": 2, "last_overflow": 1}
+    assert scale == {"dynamic": True, "scale": 256.0, "tolerance": 1, "step": 2, "last_overflow": 1}
 
 
 # ---- what is loaded -----------------------------------------------------------------------------

@@ -159,19 +159,15 @@ def test_whole_weights_are_written_either_way(pool: WorkerPool, tmp_path: Path) 
 
 
 @pytest.mark.key(
-    KEY + "legacy_stage1",
     KEY + "zeropp_loco_param",
     KEY + "zeropp_loco_param.err_beta",
     KEY + "zeropp_loco_param.reset_T",
-    KEY + "grad_hooks",
 )
 @pytest.mark.parametrize(
     ("zero", "said"),
     [
-        ({"legacy_stage1": True}, "legacy_stage1: is an old key .* which DeepSpeed itself refuses"),
         ({"zeropp_loco_param": {"err_beta": 0.8}}, "zeropp_loco_param.* which DeepSpeed took back"),
         ({"zeropp_loco_param": {"reset_T": 1024}}, "zeropp_loco_param.* which DeepSpeed took back"),
-        ({"grad_hooks": False}, "grad_hooks: is an old key .*never was a key of the code"),
     ],
 )
 def test_old_keys_are_refused(zero: dict[str, Any], said: str) -> None:
