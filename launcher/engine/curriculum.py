@@ -1,11 +1,11 @@
-"""Curriculum learning inside an engine: the JSON's `data_efficiency` over `launcher/data/curriculum.py`."""
+"""Curriculum learning inside an engine: the JSON's `data_efficiency` over `launcher/engine/lengths.py`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from launcher.config import DataEfficiencyConfig, SeqlenConfig
-from launcher.data.curriculum import cut, rising, stepped
+from launcher.engine.lengths import cut, rising, stepped
 
 
 class Curriculum:
