@@ -42,7 +42,7 @@ def engine_of(stage: int, data: dict[str, Any], accumulation: int = 1) -> Any:
 
 
 def advance(engine: Any, ctx: RankContext, steps: range) -> Trained:
-    """Losses, meaned over ranks, and lengths, of these steps."""
+    """Losses, averaged over ranks, and lengths, of these steps."""
     losses, lengths = [], []
     for step in steps:
         lengths.append(engine.curriculum_seqlen())
