@@ -8,7 +8,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +23,11 @@ from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
 from launcher.engine.finite import check_unused, clip_factor, skips_overflow, tell_overflow
 from launcher.engine.python_gc import hold
-from launcher.engine.state import load_state, save_state
+from launcher.engine.saving import Saving
 from launcher.engine.watch import Watch
-from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.activation import Checkpointer
 from launcher.models.compiled import compile_blocks
-from launcher.models.load import SINGLE_FILE
 from launcher.monitor.log import set_level
 from launcher.monitor.writers import Monitor
 from launcher.optim.loss_scale import LossScale
@@ -39,7 +36,7 @@ from launcher.zero import ZeroModel
 from launcher.zero.overflow import watch_gradients
 
 
-class Engine(Answers, nn.Module):
+class Engine(Answers, Saving, nn.Module):
     """A model in training. Made by `launcher.initialize`.
 
     The loop is `loss = engine(batch); engine.backward(loss); engine.step()` for every microbatch; the real step
@@ -297,101 +294,6 @@ class Engine(Answers, nn.Module):
     def _mean(self, value: Tensor) -> Tensor:
         all_reduce(value, self.mesh.dp, "root/loss").wait()
         return value / self.mesh.dp.degree
-
-    # ---- saving and loading -----------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it.
-
-        Args:
-            save_dir: the directory of checkpoints, seen by all ranks (checkpoint.use_node_local_storage: of the node).
-            tag: name of this one; default: global_step<N>.
-            client_state: of the caller; what JSON can hold. Rank 0's counts.
-            save_latest: make it the one that is loaded when no tag is named.
-            exclude_frozen_parameters: leave them out; loading then needs load_module_strict=False.
-        """
-        save_state(
-            self,
-            Path(save_dir),
-            f"global_step{self.global_steps}" if tag is None else str(tag),
-            client_state or {},
-            exclude_frozen=exclude_frozen_parameters,
-            latest=save_latest,
-        )
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load what `save_checkpoint` wrote, on any topology. Every rank must call it.
-
-        Args:
-            load_dir, tag: which; default: the latest.
-            load_module_strict: the checkpoint must have the parameters of this model, all of them and no others.
-                False: those of the same name are loaded.
-            load_optimizer_states, load_lr_scheduler_states: false leaves those as they are.
-            load_module_only: weights, and nothing else.
-
-        Returns:
-            (path of the checkpoint, client state); (None, {}) when the directory has no `latest`.
-
-        Raises:
-            CheckpointError: on every rank: it does not fit this engine, or is corrupted.
-        """
-        return load_state(
-            self,
-            Path(load_dir),
-            None if tag is None else str(tag),
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            counters=not load_module_only,
-        )
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = SINGLE_FILE,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the weights in the model's dtype as HF safetensors, one unit in memory at a time, at every stage.
-
-        DeepSpeed writes a pickle, and at stage 3 only with a key of the JSON. Every rank must call it.
-
-        Args:
-            save_dir: the directory that from_pretrained will read.
-            save_filename: only model.safetensors, the name that it looks for; large models get numbered files.
-            exclude_frozen_parameters: write those that are trained alone.
-        """
-        if save_filename != SINGLE_FILE:
-            raise ConfigError(
-                f"save_filename {save_filename!r}: weights are written as safetensors, not as a pickle",
-                where="save_16bit_model()",
-                fix=f"leave it out; from_pretrained reads {SINGLE_FILE}",
-            )
-        export_model(self, Path(save_dir), exclude_frozen_parameters)
-        return True
-
-    save_fp16_model = save_16bit_model
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The whole module.state_dict() on rank 0's CPU, None elsewhere. Every rank must call it."""
-        return whole_state_dict(self, exclude_frozen_parameters)
 
     # ---- the rest ---------------------------------------------------------------------------
 
