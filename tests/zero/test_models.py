@@ -98,8 +98,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [2, 4])
+# Gradients travel inside the backward at stages 2 and 3, so what is unused matters there for four ranks, too.
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (4, 2), (4, 3)])
 @pytest.mark.parametrize("case", CASES)
 def test_like_one_process(pool: WorkerPool, case: str, world: int, stage: int) -> None:
     """An unused parameter is not decayed, as in plain PyTorch. With 4 ranks some slices are empty."""
