@@ -67,6 +67,7 @@ DROPPED = {
     },
     "disable_allgather": "had no effect in DeepSpeed either",
     "sparse_gradients": "gradients of embeddings travel dense; the numbers are the same",
+    "cuda_visible_devices": "DeepSpeed never read it; the environment's CUDA_VISIBLE_DEVICES chooses the GPUs",
     "seed": "DeepSpeed never read it; the flag --seed of the recipes sets the seed",
     "zero_optimization.legacy_stage1": "there is one stage 1",
     "zero_optimization.grad_hooks": "never was a key of DeepSpeed's code",
@@ -171,6 +172,15 @@ def _fp16_switch(work: Rewriter) -> None:
             work.move("fp16.fp16", "fp16.enabled", "write `fp16.enabled`")
     if work.get("fp16.type") == "fp16":
         work.drop("fp16.type", "left out: the section's name says it")
+
+
+def _checkpoint_activations(work: Rewriter) -> None:
+    """A key of Megatron's, which DeepSpeed never read: off it asks for nothing, on it is what people meant."""
+    value, new = work.get("checkpoint_activations"), "activation_checkpointing"
+    if value is False:
+        work.drop("checkpoint_activations", f"left out: without `{new}` nothing is recomputed")
+    elif value is True and not work.has(new):
+        work.replace("checkpoint_activations", new, {}, f"write `{new}`: {{}}; DeepSpeed never read it")
 
 
 def _fp32_allreduce(work: Rewriter) -> None:
@@ -281,6 +291,7 @@ RULES: tuple[Callable[[Rewriter], None], ...] = (
     _cpu_offload,
     _zero_sizes,
     _fp16_switch,
+    _checkpoint_activations,
     _fp32_allreduce,
     _amp,
     _one_bit,
@@ -308,6 +319,7 @@ OTHERS = {
     "zero_optimization.cpu_offload_use_pin_memory": "`pin_memory` of the offload section",
     "zero_optimization.reduce_bucket_size: 0": "left out: it has its default",
     "fp16.fp16": "`fp16.enabled`",
+    "checkpoint_activations": "`activation_checkpointing`: {} when true, else left out",
     "fp32_allreduce": '`communication_data_type`: "fp32"',
     "amp": "`torch_autocast` in float16 for O1, `fp16` for O2 and O3",
     "optimizer.type: OneBitAdam, ZeroOneAdam, OneBitLamb": "Adam, Adam, Lamb, without compression",

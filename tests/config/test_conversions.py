@@ -43,6 +43,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"fp16": {"fp16": True, "enabled": False}}, {"fp16": {"enabled": False}}),
     ({"fp32_allreduce": True}, {"communication_data_type": "fp32"}),
     ({"fp32_allreduce": False}, {}),
+    ({"checkpoint_activations": True}, {"activation_checkpointing": {}}),
+    ({"checkpoint_activations": False, "cuda_visible_devices": "0"}, {}),
     ({"communication_data_type": "torch.bfloat16"}, {"communication_data_type": "bf16"}),
     ({"amp": {"enabled": False, "opt_level": "O1"}}, {}),
     ({"amp": {"enabled": "auto", "opt_level": "auto"}}, {}),

@@ -31,7 +31,7 @@ REFUSED = {
         "zero_optimization.stage3_max_live_paramters",
         "optimizer.adam_w_mode",
         "optimizer.params.lr",
-        "cuda_visible_devices",
+        "learning_rate",
     },
     "template": {
         "train_batch_size",
