@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser
+from launcher.cli.flags import FlagParser, positive
 from launcher.errors import ConfigError, LauncherError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def check_parser() -> FlagParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="DS.json", help="the file, or its text in base64")
-    parser.add_argument("--num-gpus", type=_count, metavar="N", help="solve the batch equation for N ranks")
+    parser.add_argument("--num-gpus", type=positive, metavar="N", help="solve the batch equation for N ranks")
     parser.add_argument("--explain", action="store_true", help='what every "auto" and every default becomes')
     parser.add_argument("--migrate", metavar="OUT.json", help="write the configuration in today's keys")
     return parser
@@ -64,7 +64,7 @@ def check(argv: Sequence[str]) -> int:
     except LauncherError as error:
         console.print(str(error), markup=False)
         return EXIT_REFUSED
-    examined = inspect(flags.config)
+    examined = inspect(written)
     rows = verdicts(written, examined)
     batch = _batch_problem(examined, flags.num_gpus)
     refused = bool(examined.problems) or batch is not None
@@ -81,6 +81,7 @@ def check(argv: Sequence[str]) -> int:
 def _batch_problem(examined: Examined[Config], ranks: int | None) -> str | None:
     """Why the batch equation does not hold on so many ranks; None when it does, or when the run has a say in it."""
     from launcher.config.batch import BATCH_KEYS
+    from launcher.config.explain import solved_batch
     from launcher.config.problems import ConfigProblems
 
     config = examined.config
@@ -89,7 +90,7 @@ def _batch_problem(examined: Examined[Config], ranks: int | None) -> str | None:
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         return None
     try:
-        config.model_copy(update={"optimizer": None, "scheduler": None}).resolve(dp_degree=ranks)
+        solved_batch(config, ranks)
     except ConfigProblems as error:
         return str(error)
     return None
@@ -151,9 +152,3 @@ def _whole_numbers(value: Any) -> Any:
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return None
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 1000 else value
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, not {text!r}")
-    return int(text)

@@ -93,5 +93,12 @@ def value_of(tokens: Sequence[str], flag: str) -> str | None:
     return found
 
 
+def positive(text: str) -> int:
+    """The type of a flag that counts: a whole number from 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
 def _plain(flag: str) -> str:
     return flag.lstrip("-").replace("_", "-")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from launcher.cli.flags import FlagParser
+from launcher.cli.flags import FlagParser, positive
 from launcher.errors import ConfigError
 
 # DeepSpeed's flags that only mean something on several nodes: known, and refused until nodes can be started.
@@ -62,7 +62,7 @@ def launch_parser() -> FlagParser:
     run.add_argument(
         "--num_gpus",
         "--num_accelerators",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="number of ranks (default: one per GPU, or one on a machine without GPUs; works on CPU too)",
     )
@@ -165,12 +165,6 @@ def _several_nodes(flag: str) -> None:
         where="command line",
         fix="start on this machine alone: --num_gpus N ranks; CUDA_VISIBLE_DEVICES chooses the GPUs",
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 def _port(text: str) -> int:

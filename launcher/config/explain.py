@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from launcher.config.batch import BATCH_KEYS
 from launcher.config.problems import ConfigProblems, Path, dotted
-from launcher.config.resolve import autos_of_hidden_size, defaults_at
+from launcher.config.resolve import ResolvedAuto, defaults_at
 from launcher.config.root import Config
 from launcher.config.schema import keys_written
 from launcher.config.section import AUTO, Section
 
-_HIDDEN = {
+OF_HIDDEN_SIZE = {
     "zero_optimization.reduce_bucket_size": "hidden size x hidden size",
     "zero_optimization.stage3_prefetch_bucket_size": "0.9 x hidden size x hidden size",
     "zero_optimization.stage3_param_persistence_threshold": "10 x hidden size",
 }
-assert set(_HIDDEN) == set(autos_of_hidden_size(1))
 
 
 class Explained(NamedTuple):
@@ -48,13 +48,24 @@ def explain(config: Config, tree: Mapping[str, Any], dp_degree: int | None) -> l
     return list(_batch(config, dp_degree)) + list(_section(config, config, (), written, config.to_dict()))
 
 
+def solved_batch(config: Config, dp_degree: int) -> tuple[ResolvedAuto, ...]:
+    """What the batch equation gives on so many ranks, whatever the run may say of rates and schedules.
+
+    Raises:
+        ConfigProblems: it does not hold.
+    """
+    return (
+        config.model_copy(update={"optimizer": None, "scheduler": None})
+        .resolve(dp_degree=dp_degree)
+        .resolved_autos
+    )
+
+
 def _batch(config: Config, dp_degree: int | None) -> Iterator[Explained]:
     solved: dict[str, tuple[Any, str]] = {}
     if dp_degree is not None:
         try:
-            only = config.model_copy(update={"optimizer": None, "scheduler": None})
-            found = only.resolve(dp_degree=dp_degree).resolved_autos
-            solved = {entry.path: (entry.value, entry.why) for entry in found}
+            solved = {entry.path: (entry.value, entry.why) for entry in solved_batch(config, dp_degree)}
         except ConfigProblems:
             solved = {}
     for key in BATCH_KEYS:
@@ -87,8 +98,10 @@ def _section(
 
 def _auto(root: Config, section: Section, path: Path) -> Explained:
     name, key = dotted(path), str(path[-1])
-    if name in _HIDDEN:
-        return Explained(name, _HIDDEN[name], "of the model; Hugging Face's Trainer does the same", True)
+    if name in OF_HIDDEN_SIZE:
+        return Explained(
+            name, OF_HIDDEN_SIZE[name], "of the model; Hugging Face's Trainer does the same", True
+        )
     if name == "scheduler.params.warmup_max_lr" and root.optimizer is not None:
         return Explained(name, _json(root.optimizer.params.lr), "the optimizer's learning rate", True)
     field = type(section).model_fields[key]
@@ -99,12 +112,5 @@ def _auto(root: Config, section: Section, path: Path) -> Explained:
 
 
 def _json(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(_json(item) for item in value)}]"
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value)) if _simple(value) else str(value)
-    )
-
-
-def _simple(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
+    """As it stands in the file, texts without their quotes."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -34,9 +34,12 @@ def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) ->
     return config
 
 
-def inspect(source: str | Path | Mapping[str, Any], *, where: str | None = None) -> Examined[Config]:
+def inspect(
+    source: str | Path | Mapping[str, Any] | Document, *, where: str | None = None
+) -> Examined[Config]:
     """What `load` would say of a configuration, for `launch check`. Raises ConfigError when it is not JSON."""
-    return examine(Config, convert(read(source, where)))
+    written = source if isinstance(source, Document) else read(source, where)
+    return examine(Config, convert(written))
 
 
 def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Document:

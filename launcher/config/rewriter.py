@@ -31,9 +31,7 @@ class Rewriter:
 
     def has(self, path: str) -> bool:
         """Whether the key is written."""
-        keys = _keys(path)
-        parent = self._parent(keys)
-        return parent is not None and keys[-1] in parent
+        return self.document.holds(_keys(path))
 
     def get(self, path: str) -> Any:
         """The value written there; None when there is none."""

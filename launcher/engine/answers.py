@@ -75,7 +75,8 @@ class Answers:
         return self.curriculum.seqlen(self.global_steps)
 
     def wall_clock_breakdown(self) -> bool:
-        return bool(self._config.wall_clock_breakdown or self._config.flops_profiler.enabled)
+        """Whether phases are timed; `flops_profiler` needs that, too."""
+        return self.timers.enabled
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of each phase of the last step, by our names (forward, backward, reduce, step); {} when off."""

@@ -29,17 +29,14 @@ class Curriculum:
             return None
         pace, low, high = metric.schedule_config, metric.min_difficulty, metric.max_difficulty
         assert low is not None and high is not None, "the config was checked"
+        if low >= high:  # DeepSpeed starts at `low`, and what has reached `high` stays
+            return low
         if metric.schedule_type == "fixed_discrete":
             assert pace.difficulty is not None and pace.max_step is not None
-            # DeepSpeed starts at `low`, and what has reached `high` stays.
-            return low if low >= high else stepped(steps_done + 1, pace.difficulty, pace.max_step, high)
+            return stepped(steps_done + 1, pace.difficulty, pace.max_step, high)
         assert pace.total_curriculum_step is not None and pace.difficulty_step is not None
         degree = (pace.root_degree or 1) if metric.schedule_type == "fixed_root" else 1
-        return (
-            low
-            if low >= high
-            else rising(steps_done + 1, low, high, pace.total_curriculum_step, pace.difficulty_step, degree)
-        )
+        return rising(steps_done + 1, low, high, pace.total_curriculum_step, pace.difficulty_step, degree)
 
     def cut(self, batch: Any, steps_done: int) -> Any:
         """`batch` as the optimizer step after `steps_done` sees it."""

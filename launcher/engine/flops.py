@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,8 +39,8 @@ class FlopsProfiler:
         if self._meter is None:
             self._meter, self._counted_in = ModuleMeter(engine.module, engine.device), step
         with (
-            self._meter.counting(backward=name == "backward") if step == self._counted_in else _nothing(),
-            self._meter.timing() if step == wanted and name == "forward" else _nothing(),
+            self._meter.counting(backward=name == "backward") if step == self._counted_in else nullcontext(),
+            self._meter.timing() if step == wanted and name == "forward" else nullcontext(),
         ):
             yield
 
@@ -80,8 +80,3 @@ class FlopsProfiler:
         path = Path(self._config.output_file).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

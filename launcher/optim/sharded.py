@@ -110,9 +110,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _batches(self) -> Iterator[list[FlatGradient]]:
         """Buffers that are stepped before the parameters change: one, or those of a sub-group in the two-half step."""
         batch: list[FlatGradient] = []
-        elements = 0
+        elements, alone = 0, not isinstance(self.inner, WholeOptimizer)
         for gradient in self.zero.gradients:
-            alone = not isinstance(self.inner, WholeOptimizer)
             if batch and (alone or elements + gradient.flat.numel > self.sub_group_size):
                 yield batch
                 batch, elements = [], 0

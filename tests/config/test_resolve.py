@@ -4,6 +4,7 @@ import pickle
 import pytest
 
 from launcher.config import Config, ConfigProblems, WarmupDecayLRParams, autos_of_hidden_size, load
+from launcher.config.explain import OF_HIDDEN_SIZE
 from launcher.config.section import AUTO, Section
 from launcher.errors import ConfigError
 
@@ -63,6 +64,10 @@ def test_no_auto_is_left() -> None:
     assert (zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold) == (9_000, 1_000)
     assert config.gradient_clipping == 1.0
     assert config.steps_per_print is None
+
+
+def test_what_follows_from_the_width_is_explained() -> None:
+    assert set(OF_HIDDEN_SIZE) == set(autos_of_hidden_size(1))
 
 
 def test_what_each_auto_became_is_told() -> None:
