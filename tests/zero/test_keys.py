@@ -14,7 +14,7 @@ from tests.engine.driving import STAGES, advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import tiny_llama
 from tests.zero.models import stack
-from tests.zero.training import Case, train
+from tests.zero.training import Case, train, watch_in_flight
 
 KEY = "zero_optimization."
 BLOCK = 288  # elements of a block of the Stack, slots at multiples of 16
@@ -99,14 +99,7 @@ def test_elements_stepped_at_a_time(pool: WorkerPool, stage: int) -> None:
 def in_flight(ctx: RankContext, stage: int, overlap: bool) -> int:
     """Most gradient elements under way when a unit has been handed over."""
     engine = engine_of(config_of(stage, zero_optimization={"stage": stage, "overlap_comm": overlap}))
-    seen: list[int] = []
-    launch = engine.zero.reducer._launch
-
-    def watched(unit: Unit) -> None:
-        launch(unit)
-        seen.append(engine.zero.reducer.in_flight)
-
-    engine.zero.reducer._launch = watched
+    seen = watch_in_flight(engine)
     advance(engine, ctx, [0])
     return max(seen)
 

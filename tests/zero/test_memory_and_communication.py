@@ -9,10 +9,9 @@ import launcher
 from launcher.comm import CollectiveRecord
 from launcher.zero.flat import ALIGN
 from launcher.zero.reduce import UNITS_IN_FLIGHT
-from launcher.zero.unit import Unit
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, tiny_llama
-from tests.zero.training import LAYERS, SEQUENCES, Case, config_of, train
+from tests.zero.training import LAYERS, SEQUENCES, Case, config_of, train, watch_in_flight
 
 PARAMETERS = sum(p.numel() for p in tiny_llama(layers=LAYERS).parameters())
 SLOTS = len(list(tiny_llama(layers=LAYERS).parameters()))
@@ -178,14 +177,7 @@ def test_few_units_are_reduced_at_a_time(pool: WorkerPool) -> None:
 def most_in_flight(ctx: RankContext) -> int:
     config = config_of(Case(2), ctx.world)
     engine, *_ = launcher.initialize(model=tiny_llama(layers=8), config=config, device=torch.device("cpu"))
-    seen: list[int] = []
-    launch = engine.zero.reducer._launch
-
-    def watched(unit: Unit) -> None:
-        launch(unit)
-        seen.append(engine.zero.reducer.in_flight)
-
-    engine.zero.reducer._launch = watched
+    seen = watch_in_flight(engine)
     ids = batch(0, SEQUENCES)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     return max(seen)

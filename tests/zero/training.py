@@ -11,6 +11,7 @@ from torch import Tensor
 
 import launcher
 from launcher.comm import CollectiveRecord, record_collectives
+from launcher.zero.unit import Unit
 from tests.pool import RankContext
 from tests.pool.reference import batch, share, tiny_gpt2, tiny_llama
 
@@ -90,3 +91,16 @@ def train(ctx: RankContext, case: Case) -> Trained:
     for name, value in engine.zero.full_parameters():
         weights[name] = value.float().clone()
     return Trained(losses, norms, weights, engine.held_bytes(), last)
+
+
+def watch_in_flight(engine: Any) -> list[int]:
+    """From now on, gradient elements that are under way, each time a unit has been handed over."""
+    seen: list[int] = []
+    launch = engine.zero.reducer._launch
+
+    def watched(unit: Unit) -> None:
+        launch(unit)
+        seen.append(engine.zero.reducer.in_flight)
+
+    engine.zero.reducer._launch = watched
+    return seen
