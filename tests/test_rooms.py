@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "launcher"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 # A room imports those before it, and itself.
-ORDER = ["errors", "monitor", "arguments", "config", "comm", "cluster", "data", "models", "checkpointing", "zero",
-         "checkpoint", "optim", "engine", "run", "train", "cli"]  # fmt: skip
+ORDER = ["errors", "monitor", "arguments", "config", "comm", "cluster", "data", "models", "checkpointing", "tensor",
+         "zero", "checkpoint", "optim", "engine", "run", "train", "cli"]  # fmt: skip
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from launcher.checkpoint.rectangles import Rectangle, rectangles
+from launcher.tensor.rectangles import Rectangle, rectangles
 from launcher.errors import ShardedParameterError
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from launcher.checkpoint.reader import covers
-from launcher.checkpoint.rectangles import rectangles
+from launcher.tensor.rectangles import rectangles
 from launcher.checkpoint.slices import FlatSlice
 
 SHAPE = (3, 4, 2)

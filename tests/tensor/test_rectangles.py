@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.checkpoint.rectangles import Rectangle, rectangles
+from launcher.tensor.rectangles import Rectangle, rectangles
 
 
 @given(st.data())

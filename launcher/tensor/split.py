@@ -1,0 +1,185 @@
+"""Which elements of a logical parameter a rank of the tp axis holds.
+
+Words of this room:
+
+logical       as one process would have it: the parameter of the model before it was split
+local         what this rank holds: its parts along one dim, end to end
+part          a range of that dim; several where the parameter is packed (gate and up, or q, k and v, in one matrix)
+holders       how many ranks hold a part: 1, all of them (a replicated parameter), or some (few key-value heads)
+partial       gradients on the holders are terms of a sum, for each rank saw a slice of the activations only
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from launcher.comm import Axis
+from launcher.tensor.rectangles import Rectangle, rectangles
+
+# reads a box of a logical parameter: (offsets, sizes) -> tensor of `sizes`
+BoxReader = Callable[[Sequence[int], Sequence[int]], Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [start, stop) along the split dim.
+
+    Args:
+        start, stop: in the logical parameter.
+        holders: how many ranks hold it.
+        group: the ranks that hold this part have the same number, and no others; 0 .. degree / holders - 1.
+        first: this rank is the first of them, which writes it into checkpoints.
+    """
+
+    start: int
+    stop: int
+    holders: int = 1
+    group: int = 0
+    first: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of the logical parameter inside a box of the local one.
+
+    Args:
+        offsets, sizes: in the logical parameter.
+        outer: the box of the local parameter that it lies in, whose elements are contiguous in memory.
+        at: where it begins in `outer` along the split dim; the other dims are the same.
+        part: what it is of.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    outer: Rectangle
+    at: int
+    part: Part
+
+
+@dataclass(frozen=True)
+class Split:
+    """A rank's share of one parameter.
+
+    Args:
+        shape: logical.
+        parts: in the order in which they lie in the local parameter.
+        dim: along which they lie.
+        partial: see above; says nothing of parts with one holder.
+        room: elements of the largest share of any rank; flat buffers keep so much room, which makes their layout the
+            same on all ranks of the axis.
+    """
+
+    shape: torch.Size
+    parts: tuple[Part, ...]
+    dim: int = 0
+    partial: bool = False
+    room: int = 0
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], axis: Axis | None = None, *, partial: bool = False) -> Split:
+        """A parameter that every rank of the axis holds whole."""
+        degree, rank = (1, 0) if axis is None else (axis.degree, axis.rank)
+        part = Part(0, shape[0] if len(shape) else 1, degree, 0, rank == 0)
+        return cls(torch.Size(shape), (part,), partial=partial, room=math.prod(shape))
+
+    @property
+    def local_shape(self) -> torch.Size:
+        if not self.shape:
+            return self.shape
+        sizes = list(self.shape)
+        sizes[self.dim] = sum(part.size for part in self.parts)
+        return torch.Size(sizes)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the local parameter."""
+        return math.prod(self.local_shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.local_shape == self.shape
+
+    def with_partial(self, partial: bool) -> Split:
+        return replace(self, partial=partial)
+
+    def take(self, logical: Tensor) -> Tensor:
+        """The local part of a logical tensor: itself if that is all of it, else a copy."""
+        if self.is_whole:
+            return logical
+        return torch.cat([logical.narrow(self.dim, part.start, part.size) for part in self.parts], self.dim)
+
+    def put(self, local: Tensor, logical: Tensor, *, first_only: bool = False) -> None:
+        """Copy the local parameter to its place in a logical tensor.
+
+        Args:
+            first_only: leave out what another rank is the first holder of.
+        """
+        if not self.shape:
+            if self.parts[0].first or not first_only:
+                logical.copy_(local)
+            return
+        at = 0
+        for part in self.parts:
+            if part.first or not first_only:
+                source = local.narrow(self.dim, at, part.size)
+                logical.narrow(self.dim, part.start, part.size).copy_(source)
+            at += part.size
+
+    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+        """Elements [start, stop) of the flattened local parameter as boxes of the logical one."""
+        for outer in rectangles(self.local_shape, start, stop):
+            if not self.shape:
+                yield Box((), (), outer, 0, self.parts[0])
+                continue
+            low = outer.offsets[self.dim]
+            high = low + outer.sizes[self.dim]
+            begin = 0
+            for part in self.parts:
+                first, last = max(low, begin), min(high, begin + part.size)
+                if first < last:
+                    offsets, sizes = list(outer.offsets), list(outer.sizes)
+                    offsets[self.dim] = part.start + first - begin
+                    sizes[self.dim] = last - first
+                    yield Box(tuple(offsets), tuple(sizes), outer, first - low, part)
+                begin += part.size
+
+    def view(self, flat: Tensor, start: int, box: Box) -> Tensor:
+        """The elements of `box` in `flat`, which holds the local elements from `start` on; shaped like the box."""
+        outer = flat[box.outer.flat_start - start : box.outer.flat_stop - start].view(box.outer.sizes)
+        return outer.narrow(self.dim, box.at, box.sizes[self.dim]) if self.shape else outer
+
+    def read(self, start: int, stop: int, read: BoxReader) -> Tensor:
+        """Elements [start, stop) of the flattened local parameter, read box by box: [stop - start]."""
+        boxes = list(self.boxes(start, stop))
+        if len(boxes) == 1 and math.prod(boxes[0].sizes) == stop - start:
+            return read(boxes[0].offsets, boxes[0].sizes).reshape(-1)
+        flat: Tensor | None = None
+        for box in boxes:
+            values = read(box.offsets, box.sizes)
+            if flat is None:
+                flat = torch.empty(stop - start, dtype=values.dtype, device=values.device)
+            self.view(flat, start, box).copy_(values.view(box.sizes))
+        return torch.empty(0) if flat is None else flat
+
+    def shared(self, start: int, stop: int) -> Iterator[tuple[int, int, Part]]:
+        """Ranges of the flattened local parameter inside [start, stop) that several ranks hold."""
+        if all(part.holders == 1 for part in self.parts):
+            return
+        inner = math.prod(self.shape[self.dim + 1 :]) if self.shape else 1
+        row = inner * sum(part.size for part in self.parts)
+        at = start // row * row if row else 0
+        while at < stop:
+            for part in self.parts:
+                low, high = max(at, start), min(at + part.size * inner, stop)
+                if part.holders > 1 and low < high:
+                    yield low, high, part
+                at += part.size * inner
