@@ -149,7 +149,8 @@ class _Splitter:
         _resize(module, style)
 
     def _layer(self, name: str, module: nn.Module, rule: Rule, style: Style) -> Layer:
-        layer = Layer(self.axis, name, self.options.overlaps, self.streams, slices=style.slices)
+        layer = Layer(self.axis, name, self.options.overlaps, self.streams)
+        layer.slices, layer.takes = style.slices, style.takes
         weight = module._parameters.get("weight")
         if weight is None:
             return layer
@@ -205,7 +206,8 @@ class _Splitter:
     ) -> Split:
         style = STYLES[rule.style]
         owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)
-        unit = _head_size(owner, parameter.shape[dim], style)
+        of_heads = named and style.side == "out" and not style.gathers
+        unit = _head_size(owner, name, parameter.shape[dim]) if of_heads else 1
         replicates = unit > 1 and hasattr(owner, "num_key_value_groups")
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))
@@ -247,11 +249,14 @@ def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     return found[0], found[1]
 
 
-def _head_size(owner: nn.Module, size: int, style: Style) -> int:
+_OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+
+
+def _head_size(owner: nn.Module, name: str, size: int) -> int:
     """Features that stay together: those of a head, in an attention module that says its head's size."""
     head = getattr(owner, "head_dim", None)
-    heads_are_split = style.side == "out" and not style.gathers and not style.uneven
-    return head if heads_are_split and isinstance(head, int) and head and size % head == 0 else 1
+    heads = name.rpartition(".")[2] in _OF_HEADS and isinstance(head, int) and head > 0 and size % head == 0
+    return int(head or 1) if heads else 1
 
 
 def _resize(module: nn.Module, style: Style) -> None:
