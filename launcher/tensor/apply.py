@@ -16,8 +16,8 @@ from launcher.models.units import unit_modules
 from launcher.tensor.dropout import Streams, drops_out
 from launcher.tensor.layers import Layer, swap
 from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
-from launcher.tensor.plan import WHERE, matching, plan_of
-from launcher.tensor.plans import Rule
+from launcher.tensor.plan import WHERE, matching, model_type_of, plan_of
+from launcher.tensor.plans import WITHOUT_SEQUENCE, Rule
 from launcher.tensor.sequence import SequenceParallel
 from launcher.tensor.split import Split
 from launcher.tensor.styles import STYLES, Style, split_dim
@@ -91,7 +91,7 @@ class _Splitter:
         streams = Streams(axis, device, on=drops_out(model))
         # With sliced sequences whole blocks are split: their layers need not say where.
         self.streams = Streams(axis, device, on=False) if options.sequence else streams
-        self.sequence = SequenceParallel(axis, unit_modules(model), streams, overlaps=options.overlaps)
+        self._all_streams = streams
         self.local: dict[
             nn.Parameter, nn.Parameter
         ] = {}  # parameter of the model -> what stands in its place
@@ -107,9 +107,23 @@ class _Splitter:
                 if own is not None:
                     self._split_parameter(name, module, key, own, named=False)
         if self.options.sequence:
-            self.sequence.install()
-            self.partial |= self.sequence.partial
+            self.partial |= self._slice_sequences()
         return {name: self._final(parameter) for name, parameter in self.model.named_parameters()}
+
+    def _slice_sequences(self) -> set[nn.Parameter]:
+        """The parameters whose gradients become partial by it."""
+        kind = model_type_of(self.model)
+        if kind in WITHOUT_SEQUENCE:
+            raise ConfigError(
+                f"models of type {kind} cannot work on slices of the sequence: {WITHOUT_SEQUENCE[kind]}",
+                where="tensor_parallel.sequence_parallel",
+                fix="set it to false",
+            )
+        known = {*self.split, *self.partial}
+        blocks = unit_modules(self.model)
+        made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.options.overlaps)
+        made.install()
+        return made.partial
 
     def _final(self, parameter: nn.Parameter) -> Split:
         if parameter in self.split:
