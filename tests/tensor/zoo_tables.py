@@ -185,7 +185,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"moe_layers": [1], "no_rope_layers": [1, 0]},
-    "longcat_flash": {"zero_expert_num": 2},
+    "longcat_flash": {"zero_expert_num": 4},
     "mamba2": {"head_dim": 16},
     "mellum": {
         "layer_types": ["full_attention", "sliding_attention"],
