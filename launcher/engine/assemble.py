@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.comm import Axis, Mesh, init_distributed, pick_device
+from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
 from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes, state_dtype
 from launcher.engine.engine import Engine
@@ -25,7 +25,8 @@ from launcher.models.units import unit_modules
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.tensor.split import Split
+from launcher.tensor.apply import Options, SplitModel
+from launcher.tensor.apply import apply as split_layers
 from launcher.zero import (
     MadeOnMeta,
     ModelValues,
@@ -98,7 +99,7 @@ def initialize(
     monitor = open_monitor(resolved, mesh)
     chosen = choose(resolved, optimizer, model_parameters, model)
     source = source or _source(model, seed)
-    splits = _split_layers(model, source, mesh.axes["tp"])
+    split_model = _split_layers(model, source, mesh)
     blocks = unit_modules(model)
     checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
     _mark_leaves(model, resolved)
@@ -109,8 +110,8 @@ def initialize(
         device=device,
         blocks=_units(model, blocks),
         source=source,
-        splits=splits,
-        tp=mesh.axes["tp"],
+        splits=split_model.splits,
+        tp=split_model.axis,
     )
     cast_buffers(resolved, model)
     stepper = (
@@ -228,11 +229,12 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
     return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
 
 
-def _split_layers(model: nn.Module, source: ParamSource, tp: Axis) -> Mapping[str, Split]:
-    """Split the layers of the model along tp; which elements each parameter keeps on this rank, by name."""
+def _split_layers(model: nn.Module, source: ParamSource, mesh: Mesh) -> SplitModel:
+    """Split the layers of the model along tp."""
+    tp = mesh.axes["tp"]
     if isinstance(source, MadeOnMeta) and tp.degree > 1:
         source.keep_whole()
-    return {}  # PLACE: tensor.apply(model, tp, ...).splits
+    return split_layers(model, tp, Options(), device=mesh.device)  # PLACE: options of the JSON
 
 
 def _units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
