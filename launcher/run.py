@@ -110,7 +110,8 @@ class Run:
     def describe(self, engine: Engine, model: str, data: str) -> None:
         """Say what will run, and what every "auto" and surprising default became."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        through, autocast = engine.mesh.dp.transport, engine.resolved.torch_autocast
+        through = engine.mesh.dp.transport or engine.mesh.axes["tp"].transport
+        autocast = engine.resolved.torch_autocast
         parameters = sum(slot.logical_numel for slot in engine.zero.slots.values())
         self.say(f"model   {model}: {parameters:,} parameters")
         self.say(f"data    {data}")
