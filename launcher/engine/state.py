@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
 # Names in a checkpoint: model/<parameter>, buffer/<buffer>, optimizer/<state>/<parameter> (shaped like the parameter),
-# scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<rank>
+# scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<dp rank>
 Tensors = dict[str, Tensor | FlatSlice]
 Stored = dict[str, torch.dtype]  # name -> dtype
 
@@ -43,7 +43,7 @@ def save_state(
             tensors[f"model/{piece.name}"] = _flat_slice(engine, piece, piece.data)
     tensors |= _buffers(engine)
     tensors |= _optimizer_state(engine)
-    tensors |= random_states(engine.global_rank, engine.device)
+    tensors |= random_states(engine.mesh.dp.rank, engine.device)
     engine.saver.save(directory, tag, tensors, _meta(engine, client_state), latest)
 
 
@@ -153,8 +153,8 @@ def _restore(engine: Engine, meta: dict[str, Any], rng: dict[str, Tensor]) -> No
 
 
 def _rng_to_load(engine: Engine, stored: Stored) -> dict[str, Tensor]:
-    """A rank that was not there when saving keeps its own random state."""
-    mine = random_states(engine.global_rank, engine.device)
+    """A dp rank that was not there when saving keeps its own random state."""
+    mine = random_states(engine.mesh.dp.rank, engine.device)
     return {name: state for name, state in mine.items() if name in stored}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.comm import all_reduce
+from launcher.tensor.apply import Options
 from launcher.zero import ParamSlice
 from tests.engine.driving import CPU
 from tests.pool.reference import batch, share
@@ -30,9 +32,15 @@ def config_of(stage: int, **sections: Any) -> dict[str, Any]:
     }
 
 
-def engine_of(tp: int, config: dict[str, Any], model: nn.Module, **arguments: Any) -> Any:
+def engine_of(
+    tp: int, config: dict[str, Any], model: nn.Module, *, sequence: bool = False, **arguments: Any
+) -> Any:
     """The engine alone of `launcher.initialize`, at a degree."""
-    with patch("launcher.engine.assemble.tp_degree", lambda _: tp):
+    options = partial(Options, sequence=sequence)
+    with (
+        patch("launcher.engine.assemble.tp_degree", lambda _: tp),
+        patch("launcher.engine.assemble.Options", options),
+    ):
         return launcher.initialize(model=model, config=config, device=CPU, **arguments)[0]
 
 

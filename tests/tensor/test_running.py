@@ -39,9 +39,15 @@ def truth(tied: bool) -> PlainRun:
 
 
 def train_and_save(
-    ctx: RankContext, tp: int, stage: int, tied: bool, sections: dict[str, Any], directory: Path
+    ctx: RankContext,
+    tp: int,
+    stage: int,
+    tied: bool,
+    sequence: bool,
+    sections: dict[str, Any],
+    directory: Path,
 ) -> dict[str, Any]:
-    engine = engine_of(tp, config_of(stage, **sections), llama(tied))
+    engine = engine_of(tp, config_of(stage, **sections), llama(tied), sequence=sequence)
     losses, norms = advance(engine, range(STEPS))
     engine.save_checkpoint(directory, "saved")
     engine.save_16bit_model(directory / "model")
@@ -54,8 +60,9 @@ def train_and_save(
         "norms": norms + more[1],
         "state": state,
         "consolidated": consolidated,
-        "partial": [r.numel for r in records if r.tag == "root/partial"],
+        "partial": sum(r.tag == "root/partial" for r in records),
         "samples": engine.global_samples,
+        "layout": [(flat.name, flat.numel, [s.offset for s in flat.slots]) for flat in engine.zero.flats],
     }
 
 
@@ -72,35 +79,44 @@ def load_and_train(ctx: RankContext, tp: int, stage: int, tied: bool, directory:
 ACCUMULATION: dict[str, Any] = {"gradient_accumulation_steps": 2}
 MICS = {"zero_optimization": {"stage": 3, "mics_shard_size": 1}}
 CASES = [
-    (2, 0, False, {}),
-    (2, 1, True, ACCUMULATION),
-    (2, 2, False, {}),
-    (2, 3, True, {}),
-    (4, 2, False, ACCUMULATION),
-    (2, 3, False, MICS),
+    (2, 0, False, False, {}),
+    (2, 1, True, False, ACCUMULATION),
+    (2, 2, False, True, {}),
+    (2, 3, True, False, {}),
+    (4, 2, False, False, ACCUMULATION),
+    (2, 3, False, True, MICS),
 ]
 
 
-@pytest.mark.parametrize(("tp", "stage", "tied", "sections"), CASES)
+@pytest.mark.parametrize(("tp", "stage", "tied", "sequence", "sections"), CASES)
 def test_it_trains_saves_and_exports_as_one_process_does(
-    pool: WorkerPool, tmp_path: Path, tp: int, stage: int, tied: bool, sections: dict[str, Any]
+    pool: WorkerPool,
+    tmp_path: Path,
+    tp: int,
+    stage: int,
+    tied: bool,
+    sequence: bool,
+    sections: dict[str, Any],
 ) -> None:
     """Then the checkpoint is loaded by one process, of another stage, and trained on."""
-    ranks = pool.run(train_and_save, 4, tp, stage, tied, sections, tmp_path)
+    ranks = pool.run(train_and_save, 4, tp, stage, tied, sequence, sections, tmp_path)
     want = truth(tied)
     for rank in ranks:
         assert rank["losses"] == pytest.approx(want.losses, rel=1e-5)
         assert rank["norms"] == pytest.approx(want.grad_norms, rel=1e-4)
         assert rank["norms"] == ranks[0]["norms"]
         assert rank["samples"] == 8 * (STEPS + 1)
-        # one sum of partial gradients, where four ranks share two key-value heads
-        assert len(rank["partial"]) == (1 if tp == 4 else 0)
+        assert rank["layout"] == ranks[0]["layout"]
+    # one sum of partial gradients a step: of key-value heads that ranks share, of norms on slices of the sequence
+    assert max(rank["partial"] for rank in ranks) == (1 if tp == 4 or sequence else 0)
     (alone,) = pool.run(load_and_train, 1, 1, (stage + 1) % 4, tied, tmp_path)
     assert alone["losses"] == pytest.approx(want.losses[STEPS:], rel=1e-5)
     state = ranks[0]["state"]
     assert state.keys() == alone["state"].keys()
     for name, value in state.items():
         assert torch.equal(alone["state"][name], value), name
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("model", "model1")]
+    assert configs[0] == configs[1]
     exported = load_file(tmp_path / "model" / "model.safetensors")
     again = load_file(tmp_path / "model1" / "model.safetensors")
     assert exported.keys() == again.keys()
@@ -198,7 +214,7 @@ def differing(ctx: RankContext, stage: int) -> list[str]:
     if engine.zero.tp.rank == 1:
         for piece in engine.zero.slices():
             if piece.name == "model.layers.0.input_layernorm.weight":
-                piece.data += 1
+                piece.data.add_(1)
     engine.zero.publish()
     try:
         advance(engine, [2])
