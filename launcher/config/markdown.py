@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from launcher.config.combinations import COMBINATIONS, NOT_YET
+from launcher.config.combinations import COMBINATIONS, NOT_TOGETHER_YET, NOT_YET
 from launcher.config.conversions import converted_paths
 from launcher.config.known_keys import Known, known_keys
 from launcher.config.optimizer import TYPES
@@ -57,7 +57,7 @@ def _sections(cls: type[Section], path: str) -> Iterator[str]:
     for key in cls.model_fields:
         members = cls.sections_of(key)
         for member in members:
-            inner = f"{path}.{key}" if path else key
+            inner = f"{path}.{cls.step_of(key)}" if path else cls.step_of(key)
             variant = member.__name__.removesuffix("Params") if len(members) > 1 else ""
             yield from _sections(member, f"{inner} ({variant})" if variant else inner)
     if path == "optimizer":
@@ -118,7 +118,7 @@ def _combinations() -> str:
         "| keys | what | instead |",
         "|---|---|---|",
     ]
-    for entry in COMBINATIONS:
+    for entry in (*COMBINATIONS, *NOT_TOGETHER_YET):
         keys = ", ".join(f"`{key}`" for key in entry.keys)
         lines.append(f"| {keys} | {entry.what} | {entry.fix} |")
     return "\n".join([*lines, ""])
