@@ -48,7 +48,7 @@ def _sections(cls: type[Section], path: str) -> Iterator[str]:
         if entry.keys[0].rpartition(".")[0] == path:
             yield f"**Refused**: `{entry.keys[0]}` {entry.what}; {entry.fix}.\n"
     docs = field_docs(cls)
-    plain = [key for key in cls.model_fields if not cls.sections_of(key)]
+    plain = [key for key in cls.model_fields if cls.items_of(key) or not cls.sections_of(key)]
     if plain:
         yield "| key | type | default | meaning | otherwise than in DeepSpeed |\n|---|---|---|---|---|"
         for key in plain:
@@ -93,7 +93,7 @@ def _type(kind: Any) -> str:
     if origin in (tuple, list):
         parts = [part for part in inside if part is not Ellipsis]
         return f"list of {len(parts)} numbers" if len(parts) > 1 else f"list of {_type(parts[0])}s"
-    if origin is dict or kind is dict:
+    if origin is dict or kind is dict or (isinstance(kind, type) and issubclass(kind, Section)):
         return "object"
     return {int: "whole number", float: "number", bool: "true/false", str: "text"}.get(kind, "any")
 
