@@ -92,10 +92,18 @@ def _type(kind: Any) -> str:
         return " or ".join(_type(part) for part in inside if part is not type(None))
     if origin in (tuple, list):
         parts = [part for part in inside if part is not Ellipsis]
-        return f"list of {len(parts)} numbers" if len(parts) > 1 else f"list of {_type(parts[0])}s"
+        return f"list of {len(parts)} numbers" if len(parts) > 1 else f"list of {_plural(parts[0])}"
     if origin is dict or kind is dict or (isinstance(kind, type) and issubclass(kind, Section)):
         return "object"
     return {int: "whole number", float: "number", bool: "true/false", str: "text"}.get(kind, "any")
+
+
+def _plural(kind: Any) -> str:
+    """The same for the items of a list."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " and ".join(_plural(part) for part in inside)
+    return f"lists of {_plural(inside[0])}" if origin is tuple else f"{_type(kind)}s"
 
 
 def _json(value: Any) -> str:

@@ -21,7 +21,10 @@ def _lower(value: Any) -> Any:
 
 
 class TpConfig(Section):
-    """A second place for the degree. DeepSpeed splits nothing when the degree stands only here, and says nothing."""
+    """A second place for the degree, also written `tensor_parallel.tensor_parallel`.
+
+    When the degree stands only here, DeepSpeed splits nothing and says nothing; here that is an error.
+    """
 
     without_effect: ClassVar[dict[str, str]] = {
         "tp_grain_size": "shares are as even as the heads and the packed matrices of a layer allow",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from launcher.config import Config, ConfigProblems, load
 from launcher.errors import ConfigError
 
 KEY = "tensor_parallel"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def tensor(**written: Any) -> Config:
@@ -165,13 +168,8 @@ def test_all_rules_are_checked_with_their_lines() -> None:
 
 def test_rules_survive_being_written_out() -> None:
     rules = [{"patterns": [".*q"], "shape": [[4, 2, 2], -1]}, {"patterns": ["b"], "partition_type": "Row"}]
-    config = (
-        tensor(partition_config={"layer_specs": rules}, train=None)
-        if False
-        else load(
-            {KEY: {"autotp_size": 2, "partition_config": {"layer_specs": rules}}, "train_batch_size": 2}
-        )
-    )
+    written = {"autotp_size": 2, "partition_config": {"layer_specs": rules}}
+    config = load({KEY: written, "train_batch_size": 2})
     assert load(config.to_dict()) == config
     solved = config.resolve(dp_degree=1)
     found = solved.tensor_parallel.partition_config
@@ -210,3 +208,16 @@ def test_partition_activations_acts_over_tensor_parallel_ranks() -> None:
         return any(note.path[-1] == "partition_activations" for note in config.notes)
 
     assert told(load(keep)) and not told(load({**keep, KEY: {"autotp_size": 2}}))
+
+
+def test_the_examples_of_the_readme_are_taken() -> None:
+    section = README.read_text().partition("## Tensor parallelism")[2].partition("\n## ")[0]
+    examples = re.findall("```json\n(.*?)```", section, re.DOTALL)
+    assert len(examples) == 2
+    for text in examples:
+        config = load(text if text.startswith("{") else f"{{{text}}}")
+        assert config.tensor_parallel.degree == 2 and not notes(config)
+    rules = config.tensor_parallel.partition_config
+    assert rules is not None and re.match(
+        rules.layer_specs[1].patterns[0], "model.layers.0.self_attn.o_proj.weight"
+    )
