@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from launcher.tensor.rectangles import Rectangle, rectangles
 from launcher.errors import ShardedParameterError
+from launcher.tensor.rectangles import Rectangle, rectangles
 
 
 class FlatSlice(torch.Tensor):

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from launcher.checkpoint.reader import covers
-from launcher.tensor.rectangles import rectangles
 from launcher.checkpoint.slices import FlatSlice
+from launcher.tensor.rectangles import rectangles
 
 SHAPE = (3, 4, 2)
 

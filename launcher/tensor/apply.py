@@ -1,0 +1,259 @@
+"""`tensor.apply`: from a model to a model whose layers are split over the tp axis, as its plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.comm import Axis, broadcast
+from launcher.errors import ConfigError
+from launcher.tensor.dropout import Streams, drops_out
+from launcher.tensor.layers import Layer, swap
+from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
+from launcher.tensor.plan import WHERE, matching, plan_of
+from launcher.tensor.plans import Rule
+from launcher.tensor.split import Split
+from launcher.tensor.styles import STYLES, Style, split_dim
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the JSON says about the split layers.
+
+    Args:
+        overlaps: input gradients are reduced while weight gradients are computed (`tp_overlap_comm`).
+    """
+
+    overlaps: bool = True
+
+
+@dataclass
+class SplitModel:
+    """A model after the split.
+
+    Args:
+        axis: the tp axis.
+        splits: of every parameter, by the name that named_parameters() gives; empty where nothing is split.
+    """
+
+    axis: Axis
+    splits: dict[str, Split] = field(default_factory=dict)
+
+
+def apply(
+    model: nn.Module,
+    axis: Axis,
+    options: Options,
+    *,
+    device: torch.device,
+    plan: Mapping[str, Rule] | None = None,
+) -> SplitModel:
+    """Split the layers of `model` over the axis, in place.
+
+    Parameters on meta stay there, with this rank's shape. Those with values keep this rank's part of rank 0's.
+
+    Args:
+        device: on which the model will compute.
+        plan: by name pattern; default: the model's.
+
+    Raises:
+        ConfigError: there is no plan, or the degree does not divide what the plan splits.
+    """
+    if axis.degree == 1:
+        return SplitModel(axis)
+    splitter = _Splitter(model, axis, options, device, plan_of(model) if plan is None else plan)
+    return SplitModel(axis, splitter.run())
+
+
+class _Splitter:
+    """The work of one `apply`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: Axis,
+        options: Options,
+        device: torch.device,
+        plan: Mapping[str, Rule],
+    ) -> None:
+        self.model, self.axis, self.options = model, axis, options
+        self.config: Any = getattr(model, "config", None)
+        self.rows = [(matching(pattern), rule) for pattern, rule in plan.items()]
+        self.streams = Streams(axis, device, on=drops_out(model))
+        self.local: dict[
+            nn.Parameter, nn.Parameter
+        ] = {}  # parameter of the model -> what stands in its place
+        self.split: dict[nn.Parameter, Split] = {}  # of what stands there
+        self.partial: set[nn.Parameter] = set()
+
+    def run(self) -> dict[str, Split]:
+        for name, module, rule in list(self._modules()):
+            self._split_module(name, module, rule)
+        for name, module in self.model.named_modules():
+            for key in list(module._parameters):
+                own = self._rule_of(f"{name}.{key}" if name else key)
+                if own is not None:
+                    self._split_parameter(name, module, key, own, named=False)
+        return {name: self._final(parameter) for name, parameter in self.model.named_parameters()}
+
+    def _final(self, parameter: nn.Parameter) -> Split:
+        if parameter in self.split:
+            return self.split[parameter]
+        self._agree(parameter)
+        return Split.whole(parameter.shape, self.axis, partial=parameter in self.partial)
+
+    # ---- modules ----------------------------------------------------------------------------
+
+    def _rule_of(self, name: str) -> Rule | None:
+        return next((rule for pattern, rule in self.rows if pattern.fullmatch(name)), None)
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module, Rule]]:
+        """The modules with a rule. Embedding and head are split over the vocabulary wherever they can be."""
+        embedding, head = ends_of(self.model)
+        for name, module in self.model.named_modules():
+            rule = self._rule_of(name)
+            if module is head and isinstance(module, nn.Linear):
+                if rule is None or STYLES[rule.style].gathers:
+                    rule = Rule("vocabulary_head")
+            elif module is embedding and rule is None and isinstance(module, nn.Embedding):
+                rule = Rule("embedding_rowwise")
+            if rule is not None:
+                yield name, module, rule
+
+    def _split_module(self, name: str, module: nn.Module, rule: Rule) -> None:
+        style = STYLES[rule.style]
+        if style.mixin is not None:
+            swap(module, style.mixin, self._layer(name, module, rule, style))
+        for key in list(module._parameters):
+            self._split_parameter(name, module, key, rule, named=True)
+        for attribute in rule.divide:
+            value = getattr(module, attribute)
+            if value % self.axis.degree:
+                raise self._indivisible(f"{name}.{attribute}", value)
+            setattr(module, attribute, value // self.axis.degree)
+        _resize(module, style)
+
+    def _layer(self, name: str, module: nn.Module, rule: Rule, style: Style) -> Layer:
+        layer = Layer(self.axis, name, self.options.overlaps, self.streams, slices=style.slices)
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return layer
+        if style.gathers:
+            dim = split_dim(style, module, weight)
+            assert dim is not None
+            shares = shares_of(weight.shape[dim], self._proportions(rule, style))
+            layer.gathers = [even_sizes(share, self.axis.degree) for share in shares]
+        if style.uneven:
+            sizes = even_sizes(weight.shape[0], self.axis.degree)
+            layer.gathers = [sizes]
+            layer.start = sum(sizes[: self.axis.rank])
+            layer.stop = layer.start + sizes[self.axis.rank]
+        layer.rope = int(getattr(self.config, "qk_rope_head_dim", None) or 0)
+        return layer
+
+    def _proportions(self, rule: Rule, style: Style) -> list[int]:
+        packed = style.packed if rule.packed == (1,) else rule.packed
+        return [p if isinstance(p, int) else int(getattr(self.config, p)) for p in packed]
+
+    # ---- parameters -------------------------------------------------------------------------
+
+    def _split_parameter(self, name: str, module: nn.Module, key: str, rule: Rule, *, named: bool) -> None:
+        """Put this rank's part in the place of a parameter.
+
+        Args:
+            name: of the module.
+            named: the rule is the module's; else the parameter's own.
+        """
+        parameter, style = module._parameters[key], STYLES[rule.style]
+        if parameter is None or parameter in self.split:
+            return
+        if parameter in self.local:  # tied: as its first place said
+            module._parameters[key] = self.local[parameter]
+            return
+        if style.partial:
+            self.partial.add(parameter)
+        dim = split_dim(style, module if named else None, parameter, bias=key == "bias")
+        if dim is None:
+            return
+        self._agree(parameter)
+        split = self._split_of(name, key, parameter, dim, rule, named=named)
+        data = torch.empty(split.local_shape, dtype=parameter.dtype, device="meta")
+        if not parameter.is_meta:
+            data = split.take(parameter.data).clone()
+        local = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        local.__dict__.update(parameter.__dict__)
+        self.local[parameter], self.split[local] = local, split
+        module._parameters[key] = local
+
+    def _split_of(
+        self, name: str, key: str, parameter: nn.Parameter, dim: int, rule: Rule, *, named: bool
+    ) -> Split:
+        style = STYLES[rule.style]
+        owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)
+        unit = _head_size(owner, parameter.shape[dim], style)
+        replicates = unit > 1 and hasattr(owner, "num_key_value_groups")
+        try:
+            shares = shares_of(parameter.shape[dim], self._proportions(rule, style))
+            parts = parts_of(shares, self.axis, unit=unit, uneven=style.uneven, replicates=replicates)
+        except IndivisibleError as error:
+            raise self._indivisible(f"{name}.{key}", error.count, replicates=replicates) from None
+        shape = list(parameter.shape)
+        if style.uneven:
+            shape[dim] = longest(shares, self.axis.degree, unit)
+        else:
+            shape[dim] = sum(part.size for part in parts)
+        return Split(parameter.shape, parts, dim, partial=True, room=prod(shape))
+
+    def _agree(self, parameter: nn.Parameter) -> None:
+        """Rank 0's values for all, for models that each rank built on its own."""
+        if not parameter.is_meta:
+            data = parameter.data.contiguous()
+            broadcast(data.view(-1), self.axis, "root/split").wait()
+            parameter.data = data
+
+    def _indivisible(self, name: str, count: int, *, replicates: bool = False) -> ConfigError:
+        valid = valid_degrees(count, replicates=replicates)
+        return ConfigError(
+            f"{name} has {count} heads or features to deal out, which {self.axis.degree} tensor-parallel ranks cannot "
+            "share evenly",
+            where=WHERE,
+            fix=f"use one of {', '.join(map(str, valid))}",
+        )
+
+
+def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The input embedding and the output head, where a model says which they are."""
+    found = []
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(model, get)())
+        except (AttributeError, NotImplementedError):
+            found.append(None)
+    return found[0], found[1]
+
+
+def _head_size(owner: nn.Module, size: int, style: Style) -> int:
+    """Features that stay together: those of a head, in an attention module that says its head's size."""
+    head = getattr(owner, "head_dim", None)
+    heads_are_split = style.side == "out" and not style.gathers and not style.uneven
+    return head if heads_are_split and isinstance(head, int) and head and size % head == 0 else 1
+
+
+def _resize(module: nn.Module, style: Style) -> None:
+    """Attributes that say how large a module is."""
+    weight = module._parameters.get("weight")
+    if weight is None or style.side is None:
+        return
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = weight.shape
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = weight.shape
+        layer: Any = module.split
+        pad = module.padding_idx
+        if style.side == "rows" and pad is not None:
+            module.padding_idx = pad - layer.start if layer.start <= pad < layer.stop else None

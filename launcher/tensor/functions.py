@@ -1,0 +1,322 @@
+"""What activations do at the borders of split layers: differentiable functions over the tp axis.
+
+function        forward                              backward
+enter           nothing                              all-reduce: each rank saw a part of what came after
+leave           all-reduce of partial sums           nothing
+leave_scattered reduce-scatter along the sequence    all-gather
+slice_along     takes this rank's slice of a dim     all-gather
+gather_along    all-gather along a dim               takes this rank's slice: all ranks have the same gradient
+
+The gradient of what several column-parallel layers read (q, k and v; gate and up) is one sum, reduced once: an
+`Entered` counts its readers, and starts the all-reduce when the last of them has added its term, before that one
+computes its weight gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from launcher.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
+from launcher.tensor.parts import even_sizes
+
+SEQUENCE = 1  # dim of the sequence in activations [batch, sequence, hidden]
+
+
+# ---- collectives on tensors of any shape ------------------------------------------------------
+
+
+def gathered(tensor: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int] | None = None) -> Tensor:
+    """The tensors of all ranks joined along `dim`.
+
+    Args:
+        sizes: of every rank along `dim`; default: all have this rank's.
+    """
+    dim = dim % tensor.dim()
+    sizes = [tensor.shape[dim]] * axis.degree if sizes is None else list(sizes)
+    longest = max(sizes)
+    if tensor.shape[dim] < longest:
+        padding = tensor.new_zeros(_resized(tensor.shape, dim, longest - tensor.shape[dim]))
+        tensor = torch.cat([tensor, padding], dim)
+    full = tensor.new_empty(axis.degree, *tensor.shape)
+    full[axis.rank].copy_(tensor)
+    all_gather(full.view(-1), axis, tag).wait()
+    if dim == 0 and min(sizes) == longest:
+        return full.view(-1, *tensor.shape[1:])
+    return torch.cat([full[rank].narrow(dim, 0, size) for rank, size in enumerate(sizes)], dim)
+
+
+def scattered(tensor: Tensor, axis: Axis, dim: int, tag: str) -> Tensor:
+    """This rank's slice along `dim`, which the degree divides, of the sum over the axis."""
+    dim = dim % tensor.dim()
+    rows = torch.stack(tensor.chunk(axis.degree, dim)) if _outer(tensor, dim) > 1 else tensor.contiguous()
+    out = tensor.new_empty(_resized(tensor.shape, dim, tensor.shape[dim] // axis.degree))
+    reduce_scatter(rows.view(-1), out.view(-1), axis, tag).wait()
+    return out
+
+
+def sliced(tensor: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """This rank's slice along `dim`, contiguous."""
+    sizes = even_sizes(tensor.shape[dim], axis.degree) if sizes is None else sizes
+    return tensor.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
+
+
+def _resized(shape: torch.Size, dim: int, size: int) -> list[int]:
+    return [*shape[:dim], size, *shape[dim + 1 :]]
+
+
+def _outer(tensor: Tensor, dim: int) -> int:
+    return torch.Size(tensor.shape[:dim]).numel()
+
+
+# ---- entering ---------------------------------------------------------------------------------
+
+
+class Entered:
+    """The gradient of an activation that split layers read, on its way to all ranks.
+
+    Args:
+        overlaps: the reduction starts before the last reader's weight gradient is computed, not after it.
+        sequence: the activation was gathered along the sequence: the sum is scattered along it.
+    """
+
+    def __init__(self, axis: Axis, tag: str, *, overlaps: bool, sequence: bool = False) -> None:
+        self.axis, self.tag, self.overlaps, self.sequence = axis, tag, overlaps, sequence
+        self.readers = self._left = 0
+        self._sum: Tensor | None = None
+        self._out: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def read(self) -> None:
+        self.readers += 1
+        self._left = self.readers
+
+    def add(self, gradient: Tensor, weight: Tensor) -> None:
+        """Add a reader's term: `gradient` [..., out] x `weight` [out, in]."""
+        if self._sum is None:
+            self._sum = gradient @ weight
+        else:
+            flat = self._sum.view(-1, weight.shape[1])
+            flat.addmm_(gradient.reshape(-1, weight.shape[0]), weight)
+        self._left -= 1
+        if self._left == 0 and self.overlaps:
+            self._start()
+
+    def _start(self) -> None:
+        assert self._sum is not None
+        if self.sequence:
+            chunks, outer = self._sum.chunk(self.axis.degree, SEQUENCE), _outer(self._sum, SEQUENCE)
+            self._sum = torch.stack(chunks) if outer > 1 else self._sum.contiguous()
+            self._out = torch.empty_like(chunks[0], memory_format=torch.contiguous_format)
+            self._pending = reduce_scatter(self._sum.view(-1), self._out.view(-1), self.axis, self.tag)
+        else:
+            self._out = self._sum = self._sum.contiguous()
+            self._pending = all_reduce(self._sum.view(-1), self.axis, self.tag)
+
+    def reduced(self, others: Tensor | None) -> Tensor | None:
+        """The gradient summed over the ranks.
+
+        Args:
+            others: terms of readers that autograd has added up by itself.
+        """
+        if self._pending is None and others is not None:
+            # autograd may hand the same tensor to others: it is not ours to overwrite
+            self._sum = others.clone() if self._sum is None else self._sum.add_(others)
+            others = None
+        if self._pending is None and self._sum is not None:
+            self._start()
+        if self._pending is not None:
+            self._pending.wait()
+        result = self._out
+        self._sum = self._out = self._pending = None
+        self._left = self.readers
+        if others is not None and result is not None:  # a reduction was under way before all terms were known
+            late = Entered(self.axis, self.tag, overlaps=False, sequence=self.sequence)
+            result = torch.add(result, late.reduced(others))  # type: ignore[arg-type]
+        return result
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entered: Entered, full: Tensor | None) -> Tensor:
+        ctx.entered = entered
+        ctx.set_materialize_grads(False)
+        return x.view_as(x) if full is None else full.view_as(full)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return ctx.entered.reduced(gradient), None, None
+
+
+_ENTERED = "_launcher_entered"  # on an activation: (its version, the tensor that split layers read)
+_STATE = "_launcher_entered_state"  # on the tensor that split layers read: its Entered
+
+
+def enter(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
+    """`x` for layers that are split over the axis; several of them that read the same tensor get the same one."""
+    if axis.degree == 1 or not (torch.is_grad_enabled() and x.requires_grad) or hasattr(x, _STATE):
+        return x
+    version, known = getattr(x, _ENTERED, (None, None))
+    if known is not None and version == x._version:
+        return known
+    entered = Entered(axis, f"{tag}/backward", overlaps=overlaps)
+    made: Tensor = _Enter.apply(x, entered, None)
+    setattr(made, _STATE, entered)
+    if not x.is_leaf:  # a leaf outlives the graph
+        setattr(x, _ENTERED, (x._version, made))
+    return made
+
+
+def enter_gathered(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
+    """`x` [batch, its slice of the sequence, ...] gathered along the sequence.
+
+    Split layers that read the result send back partial sums, which are reduce-scattered; what else reads it has the
+    same gradient on all ranks, of which each rank takes its slice.
+    """
+    if axis.degree == 1:
+        return x
+    version, known = getattr(x, _ENTERED, (None, None))
+    if known is not None and version == x._version:
+        return known
+    full: Tensor = gather_along(x, axis, SEQUENCE, f"{tag}/forward")
+    if torch.is_grad_enabled() and x.requires_grad:
+        entered = Entered(axis, f"{tag}/backward", overlaps=overlaps, sequence=True)
+        made = _Enter.apply(x, entered, full.detach())
+        setattr(made, _STATE, entered)
+        setattr(full, _ENTERED, (full._version, made))
+    if not x.is_leaf:
+        setattr(x, _ENTERED, (x._version, full))
+    return full
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entered: Entered | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.entered, ctx.has_bias = entered, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        dx = dw = db = None
+        if ctx.entered is not None:
+            ctx.entered.add(gradient, weight)
+        elif ctx.needs_input_grad[0]:
+            dx = gradient @ weight
+        rows = gradient.reshape(-1, weight.shape[0])  # [tokens, out]
+        if ctx.needs_input_grad[1]:
+            dw = rows.t() @ x.reshape(-1, weight.shape[1])
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            db = rows.sum(0)
+        return dx, dw, db, None
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] times this rank's rows of a weight [out / degree, in]; `x` comes from `enter`."""
+    entered: Entered | None = getattr(x, _STATE, None)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        if x.dtype != dtype:  # the copy is another tensor, whose gradient autograd brings back
+            x, entered = x.to(dtype), None
+    if entered is not None:
+        entered.read()
+    made: Tensor = _ColumnLinear.apply(x, weight, bias, entered)
+    return made
+
+
+# ---- leaving ----------------------------------------------------------------------------------
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, tag: str, fresh: bool) -> Tensor:
+        total = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        if total is x:
+            ctx.mark_dirty(x)
+        all_reduce(total.view(-1), axis, f"{tag}/forward").wait()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient, None, None, None
+
+
+class _LeaveScattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, tag: str) -> Tensor:
+        ctx.axis, ctx.tag = axis, tag
+        return scattered(x, axis, SEQUENCE, f"{tag}/forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gathered(gradient, ctx.axis, SEQUENCE, f"{ctx.tag}/backward"), None, None
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, tag: str) -> Tensor:
+        ctx.axis, ctx.dim, ctx.tag = axis, dim, tag
+        ctx.sizes = even_sizes(x.shape[dim], axis.degree)
+        return sliced(x, axis, dim, ctx.sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        full = gathered(gradient, ctx.axis, ctx.dim, f"{ctx.tag}/backward", ctx.sizes)
+        return full, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int] | None) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        ctx.sizes = [x.shape[dim]] * axis.degree if sizes is None else sizes
+        return gathered(x, axis, dim, tag, ctx.sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return sliced(gradient, ctx.axis, ctx.dim, ctx.sizes), None, None, None, None
+
+
+def leave(x: Tensor, axis: Axis, tag: str, *, fresh: bool = False) -> Tensor:
+    """The sum of what the ranks have of `x`.
+
+    Args:
+        fresh: nobody else needs `x`: it is overwritten.
+    """
+    made: Tensor = x if axis.degree == 1 else _Leave.apply(x, axis, tag, fresh)
+    return made
+
+
+def leave_scattered(x: Tensor, axis: Axis, tag: str) -> Tensor:
+    """This rank's slice of the sequence of the sum: x [batch, sequence, ...] -> [batch, sequence / degree, ...]."""
+    made: Tensor = x if axis.degree == 1 else _LeaveScattered.apply(x, axis, tag)
+    return made
+
+
+def slice_along(x: Tensor, axis: Axis, dim: int, tag: str) -> Tensor:
+    """This rank's slice of `x`, which is the same on all ranks."""
+    made: Tensor = x if axis.degree == 1 else _Slice.apply(x, axis, dim, tag)
+    return made
+
+
+def gather_along(x: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int] | None = None) -> Tensor:
+    """All ranks' slices joined along `dim`.
+
+    Args:
+        sizes: of every rank along `dim`; default: all have this rank's.
+    """
+    made: Tensor = x if axis.degree == 1 else _Gather.apply(x, axis, dim, tag, sizes)
+    return made

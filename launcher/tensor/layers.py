@@ -1,0 +1,205 @@
+"""The split layers: mixins that are put in front of a module's own class, so that it stays what it was for everybody
+who asks (`isinstance`, its name in the model, its parameters' names) and computes with this rank's share.
+
+Linear layers of torch, and GPT-2's Conv1D, compute with our own functions; any other class runs its own forward on its
+local parameters, between the same borders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from launcher.comm import Axis
+from launcher.tensor.dropout import Streams
+from launcher.tensor.functions import (
+    column_linear,
+    enter,
+    gather_along,
+    leave,
+    leave_scattered,
+    slice_along,
+)
+
+
+@dataclass
+class Layer:
+    """What a split module knows of its split.
+
+    Args:
+        axis: the tp axis.
+        name: of the module, which tags its collectives.
+        overlaps: reduce input gradients while weight gradients are computed.
+        streams: random numbers for dropout.
+        gathers: sizes on every rank of each packed part of the output, which is gathered; None: it stays split.
+        slices: the input is whole, and this rank takes its slice.
+        scatters: the output is reduce-scattered along the sequence: set by sequence parallelism.
+        start, stop: the vocabulary ids of this rank.
+        rope: features of MLA's rope part.
+        linear: the module computes what nn.Linear or Conv1D does; set by `swap`.
+    """
+
+    axis: Axis
+    name: str
+    overlaps: bool
+    streams: Streams
+    gathers: list[list[int]] | None = None
+    slices: bool = False
+    scatters: bool = False
+    start: int = 0
+    stop: int = 0
+    rope: int = 0
+    linear: bool = False
+
+
+class SplitModule(nn.Module):
+    """A module whose parameters this rank holds a share of."""
+
+    split: Layer
+
+
+class ColumnParallel(SplitModule):
+    """Output features are split: input whole, output [..., out / degree]."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        split = self.split
+        x = enter(x, split.axis, split.name, overlaps=split.overlaps)
+        y = _linear(self, x) if split.linear else super().forward(x, *args, **kwargs)
+        if split.gathers is None:
+            split.streams.begin_split(self.training)
+            return y
+        parts = y.split([sizes[split.axis.rank] for sizes in split.gathers], -1)
+        tag = f"{split.name}/forward"
+        joined = [
+            gather_along(p, split.axis, -1, tag, sizes) for p, sizes in zip(parts, split.gathers, strict=True)
+        ]
+        return joined[0] if len(joined) == 1 else torch.cat(joined, -1)
+
+
+class VocabularyHead(SplitModule):
+    """A head [vocabulary, hidden]: logits of all ids, or where the loss can take them so, of this rank's only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.split
+        logits = _linear(self, enter(x, split.axis, split.name, overlaps=split.overlaps))
+        if split.gathers is None:
+            return logits
+        return gather_along(logits, split.axis, -1, f"{split.name}/forward", split.gathers[0])
+
+
+class RowParallel(SplitModule):
+    """Input features are split: input [..., in / degree], output whole, or a slice of the sequence. Bias once."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        split = self.split
+        if split.slices:
+            x = slice_along(x, split.axis, -1, split.name)
+        bias = self._parameters.get("bias")
+        if split.linear:
+            y = F.linear(x, _weight(self))
+        else:
+            self._parameters["bias"] = None
+            try:
+                y = super().forward(x, *args, **kwargs)
+            finally:
+                self._parameters["bias"] = bias
+        if split.scatters and y.dim() == 3:
+            y = leave_scattered(y, split.axis, split.name)
+        else:
+            y = leave(y, split.axis, split.name, fresh=True)
+            split.streams.end_split()
+        return y if bias is None else y + bias
+
+
+class VocabularyParallelEmbedding(SplitModule):
+    """Rows are split: a rank looks its own ids up, the sum over the ranks is the embedding."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        split = self.split
+        elsewhere = (ids < split.start) | (ids >= split.stop)
+        local = (ids - split.start).masked_fill(elsewhere, 0)
+        found = super().forward(local).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return leave(found, split.axis, split.name, fresh=True)
+
+
+class HiddenParallelEmbedding(SplitModule):
+    """Columns are split: a rank looks up its slice of every vector, and the slices are gathered."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        split = self.split
+        return gather_along(super().forward(ids), split.axis, -1, f"{split.name}/forward")
+
+
+class PartialExperts(SplitModule):
+    """Experts, each of which is split: whole tokens in, and the sum of what the ranks make of them out."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        split = self.split
+        x = enter(x, split.axis, split.name, overlaps=split.overlaps)
+        weighted = [self._entered(a) for a in args]
+        keyed = {key: self._entered(a) for key, a in kwargs.items()}
+        split.streams.begin_split(self.training)
+        y = super().forward(x, *weighted, **keyed)
+        split.streams.end_split()
+        return leave(y, split.axis, split.name)
+
+    def _entered(self, value: Any) -> Any:
+        """Routing weights get a term of their gradient on each rank, too."""
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return enter(value, self.split.axis, f"{self.split.name}.weights", overlaps=self.split.overlaps)
+        return value
+
+
+class IdentityExpert(SplitModule):
+    """An expert that returns its input, inside of experts whose outputs are summed over the ranks."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(x / self.split.axis.degree, *args, **kwargs)
+
+
+class SummedOutput(SplitModule):
+    """A module whose output is a term of a sum over the ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return leave(super().forward(*args, **kwargs), self.split.axis, self.split.name)
+
+
+class LatentAndRope(SplitModule):
+    """MLA's down-projection [..., latent + rope]: every rank has it whole. The latent part goes on into a split layer;
+    the rope part goes straight to this rank's heads, so its gradient is a term of a sum."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        split = self.split
+        y = super().forward(x, *args, **kwargs)
+        latent, rope = y.split([y.shape[-1] - split.rope, split.rope], -1)
+        return torch.cat([latent, enter(rope, split.axis, split.name, overlaps=split.overlaps)], -1)
+
+
+_classes: dict[tuple[type[SplitModule], type[nn.Module]], type[nn.Module]] = {}
+
+
+def swap(module: nn.Module, mixin: type[SplitModule], layer: Layer) -> None:
+    """Put `mixin` in front of the class of `module`."""
+    own = type(module)
+    layer.linear = own.forward in (nn.Linear.forward, Conv1D.forward)
+    module.split = layer  # type: ignore[assignment]
+    if (mixin, own) not in _classes:
+        _classes[mixin, own] = type(
+            f"{mixin.__name__}{own.__name__}", (mixin, own), {"__module__": own.__module__}
+        )
+    module.__class__ = _classes[mixin, own]
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """[out, in]"""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def _linear(module: nn.Module, x: Tensor) -> Tensor:
+    return column_linear(x, _weight(module), module._parameters.get("bias"))

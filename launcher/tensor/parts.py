@@ -1,0 +1,81 @@
+"""How a dim is divided among the ranks of an axis: pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher.comm import Axis
+from launcher.tensor.split import Part
+
+
+class IndivisibleError(ValueError):
+    """The degree does not divide what there is to deal out.
+
+    Args:
+        count: of what cannot be taken apart.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} cannot be dealt out")
+        self.count = count
+
+
+def even_sizes(size: int, degree: int) -> list[int]:
+    """Sizes of the slices of a dim, like Tensor.tensor_split: the first ones are longer by one where needed."""
+    return [size // degree + (rank < size % degree) for rank in range(degree)]
+
+
+def shares_of(size: int, proportions: Sequence[int]) -> list[int]:
+    """A dim as the packed matrices that lie along it: 12 elements packed (2, 1, 1) are [6, 3, 3].
+
+    Raises:
+        IndivisibleError: `size` is no multiple of the sum of the proportions.
+    """
+    total = sum(proportions)
+    if size % total:
+        raise IndivisibleError(size)
+    return [size // total * proportion for proportion in proportions]
+
+
+def parts_of(
+    shares: Sequence[int], axis: Axis, *, unit: int = 1, uneven: bool = False, replicates: bool = False
+) -> tuple[Part, ...]:
+    """This rank's part of each share.
+
+    Args:
+        shares: packed matrices along the dim; each is divided by itself.
+        unit: elements that stay together (those of a head).
+        uneven: parts may differ by one unit.
+        replicates: fewer units than ranks are held by several ranks each.
+
+    Raises:
+        IndivisibleError: neither does the degree divide the units, nor may it otherwise.
+    """
+    parts, offset, degree = [], 0, axis.degree
+    for share in shares:
+        units, rest = divmod(share, unit)
+        if rest:
+            raise IndivisibleError(share)
+        if units % degree == 0 or uneven:
+            sizes = even_sizes(units, degree)
+            start = offset + unit * sum(sizes[: axis.rank])
+            parts.append(Part(start, start + unit * sizes[axis.rank]))
+        elif replicates and degree % units == 0:
+            holders = degree // units
+            group, place = divmod(axis.rank, holders)
+            start = offset + unit * group
+            parts.append(Part(start, start + unit, holders, group, place == 0))
+        else:
+            raise IndivisibleError(units)
+        offset += share
+    return tuple(parts)
+
+
+def longest(shares: Sequence[int], degree: int, unit: int = 1) -> int:
+    """Elements along the dim of the rank that has most: the first."""
+    return sum(unit * max(1, -(-share // unit // degree)) for share in shares)
+
+
+def valid_degrees(count: int, *, replicates: bool = False) -> list[int]:
+    """The degrees at which `count` units can be dealt out, up to 64."""
+    return [d for d in range(1, 65) if count % d == 0 or (replicates and d % count == 0)]

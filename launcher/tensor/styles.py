@@ -1,0 +1,94 @@
+"""What a style of a plan means: which mixin a module gets, and along which dim its parameters are split.
+
+The names are those of transformers' plans (transformers/distributed/tensor_parallel.py); the rest are ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from launcher.tensor.layers import (
+    ColumnParallel,
+    HiddenParallelEmbedding,
+    IdentityExpert,
+    LatentAndRope,
+    PartialExperts,
+    RowParallel,
+    SplitModule,
+    SummedOutput,
+    VocabularyHead,
+    VocabularyParallelEmbedding,
+)
+
+Side = Literal["out", "in", "rows", "columns"]
+
+
+@dataclass(frozen=True)
+class Style:
+    """One way to split.
+
+    Args:
+        mixin: for a module that a pattern names; None: its forward stays as it is.
+        side: "out" or "in" features of a linear layer; "rows" or "columns" of an embedding; None: nothing is split.
+        packed: proportions where the rule does not say.
+        gathers: the output is gathered.
+        slices: the input is whole.
+        partial: gradients of the module's parameters, which all ranks hold, are terms of a sum.
+        uneven: the ranks' shares may differ in size.
+    """
+
+    mixin: type[SplitModule] | None = None
+    side: Side | None = None
+    packed: tuple[int, ...] = (1,)
+    gathers: bool = False
+    slices: bool = False
+    partial: bool = False
+    uneven: bool = False
+
+
+_COLUMN = Style(ColumnParallel, "out")
+_GATHERED = Style(ColumnParallel, "out", gathers=True)
+_ROW = Style(RowParallel, "in")
+_SLICING = Style(RowParallel, "in", slices=True)
+
+STYLES: dict[str, Style] = {
+    "colwise": _COLUMN,
+    "colwise_gather_output": _GATHERED,
+    "colwise_rep": _GATHERED,
+    "packed_colwise": Style(ColumnParallel, "out", packed=(1, 1)),
+    "rowwise": _ROW,
+    "rowwise_split_input": _SLICING,
+    "rowwise_rep": _SLICING,
+    "packed_rowwise": Style(RowParallel, "in", packed=(1, 1)),
+    "embedding_rowwise": Style(VocabularyParallelEmbedding, "rows", uneven=True),
+    "embedding_colwise": Style(HiddenParallelEmbedding, "columns"),
+    "vocabulary_head": Style(VocabularyHead, "out", uneven=True),
+    "replicated_with_grad_allreduce": Style(partial=True),
+    "mla_kv_a_proj": Style(LatentAndRope),
+    "moe_tp_experts": Style(PartialExperts),
+    "moe_identity_expert": Style(IdentityExpert),
+    "all_reduce": Style(SummedOutput),
+    "local_params": Style(),
+    "replicate": Style(),
+}
+
+
+def split_dim(style: Style, module: nn.Module | None, tensor: Tensor, *, bias: bool = False) -> int | None:
+    """The dim of `tensor` that a style splits; None: it stays whole.
+
+    Args:
+        module: that owns it, where the pattern named the module; None: the pattern named the parameter.
+    """
+    if style.side is None:
+        return None
+    dims = tensor.dim()
+    if bias or dims == 1:
+        return dims - 1 if style.side == "out" else None
+    if style.side in ("rows", "columns"):
+        return dims - 2 if style.side == "rows" else dims - 1
+    last = (style.side == "in") != isinstance(module, Conv1D)  # Conv1D keeps [in, out]
+    return dims - 1 if last else dims - 2
