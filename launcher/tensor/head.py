@@ -1,7 +1,7 @@
 """The output end of a causal LM whose head is split: the model's forward sees logits of some vocabulary ids only.
 
 its loss          is computed on the split logits (`loss.py`); the model hands them to `model.loss_function`
-outputs.logits    after a loss in training mode: a guard, for gathering them would cost as much memory as the split saves
+outputs.logits    after a loss in training mode: a guard, for gathering them would cost the memory that the split saves
                   without labels, or in eval mode: gathered, the same on all ranks
 
 A model that does something else with its logits needs a head whose output is gathered (`wants_gathered_head`).
@@ -13,22 +13,23 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
-from launcher.comm import Axis, all_gather
+from launcher.comm import Axis
 from launcher.errors import LauncherError, SplitLogitsError
+from launcher.tensor.functions import gather_along
 from launcher.tensor.loss import causal_lm_loss
 
 _METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_GATHER = 'write "colwise_gather_output" for its head in the plan'
 _loss_only: ContextVar[bool] = ContextVar("loss_only", default=False)
 
 
@@ -47,13 +48,13 @@ def wants_gathered_head(model: PreTrainedModel) -> str | None:
     return None
 
 
-def split_head(model: PreTrainedModel, axis: Axis, bounds: Sequence[int]) -> None:
+def split_head(model: PreTrainedModel, axis: Axis, sizes: Sequence[int]) -> None:
     """Make the model compute its loss on split logits, and answer for its logits. Its head is split already, and so
     gives the own columns to the model's forward, which may scale or cap them.
 
     Args:
         axis: over which the head is split.
-        bounds: rank r has vocabulary ids bounds[r] .. bounds[r + 1] - 1; so there are degree + 1 of them.
+        sizes: vocabulary ids of every rank; those of rank 0 come first. Some may have none.
 
     Raises:
         LauncherError: the model needs a gathered head.
@@ -61,9 +62,9 @@ def split_head(model: PreTrainedModel, axis: Axis, bounds: Sequence[int]) -> Non
     reason = wants_gathered_head(model)
     if reason is not None:
         raise LauncherError(f"the logits cannot stay split: {reason}", fix="gather the output of the head")
-    head = SplitHead(type(model).__name__, axis, tuple(bounds))
+    head = SplitHead(type(model).__name__, axis, sizes)
     model.loss_function = head.loss
-    model.split_head = head
+    model.split_head = head  # type: ignore[assignment]
     model.__class__ = _with_split_head(type(model))
 
 
@@ -88,43 +89,43 @@ class SplitHead:
 
     Args:
         model: the name of its class, for people.
-        axis, bounds: as in `split_head`.
+        axis, sizes: as in `split_head`.
     """
 
-    def __init__(self, model: str, axis: Axis, bounds: tuple[int, ...]) -> None:
-        self.model, self.axis, self.bounds = model, axis, bounds
-        self.start, stop = bounds[axis.rank], bounds[axis.rank + 1]
-        self.width, self.vocabulary = stop - self.start, bounds[-1]
+    def __init__(self, model: str, axis: Axis, sizes: Sequence[int]) -> None:
+        self.model, self.axis, self.sizes = model, axis, list(sizes)
+        self.start, self.width = sum(sizes[: axis.rank]), sizes[axis.rank]
+        self.vocabulary = sum(sizes)
         self.loss_computed = False
 
     def loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The model's `loss_function`."""
         self._check(logits, "to its loss")
         self.loss_computed = True
-        place = {"axis": self.axis, "start": self.start, "vocabulary": self.vocabulary}
-        return causal_lm_loss(logits, *args, **kwargs, **place)
+        kwargs |= {"axis": self.axis, "start": self.start, "vocabulary": self.vocabulary}
+        return causal_lm_loss(logits, *args, **kwargs)
 
     def gather(self, local: Tensor) -> Tensor:
         """[..., width] -> [..., vocabulary]."""
-        whole: Tensor = _GatherColumns.apply(local, self.axis, self.bounds)  # type: ignore[no-untyped-call]
-        return whole
+        return gather_along(local, self.axis, -1, "head/logits", self.sizes)
 
     def finish(self, outputs: object, training: bool) -> ModelOutput:
         """The outputs of the model's own forward, with logits that somebody can read, or with the guard."""
         if not isinstance(outputs, ModelOutput) or "logits" not in outputs:
             raise LauncherError(
                 f"the head of {self.model} is split, and its forward gave {type(outputs).__name__} without logits",
-                fix='write "gather" for its head in the plan',
+                fix=_GATHER,
             )
         if outputs.get("loss") is not None and not self.loss_computed:
             raise LauncherError(
                 f"{self.model} computed a loss itself, on logits of {self.width} of {self.vocabulary} vocabulary ids",
                 where=f"{self.model}.forward",
-                fix='write "gather" for its head in the plan, or have forward call self.loss_function',
+                fix=f"{_GATHER}, or have forward call self.loss_function",
             )
-        self._check(outputs.logits, "into its outputs")
+        local: Tensor = outputs["logits"]
+        self._check(local, "into its outputs")
         guarded = self.loss_computed and (training or _loss_only.get())
-        outputs.logits = SplitLogits(self, outputs.logits) if guarded else self.gather(outputs.logits)
+        outputs["logits"] = SplitLogits(self, local) if guarded else self.gather(local)
         return outputs
 
     def _check(self, logits: Tensor, where: str) -> None:
@@ -132,17 +133,19 @@ class SplitHead:
             raise LauncherError(
                 f"the head of {self.model} gives {self.width} columns, and its forward put {logits.shape[-1]} {where}",
                 where=f"{self.model}.forward",
-                fix='write "gather" for its head in the plan',
+                fix=_GATHER,
             )
 
 
-@cache
-def _with_split_head(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class with a forward that ends in `SplitHead.finish`; a class and not a hook, for some call forward itself.
-    It has the name of `kind`, which is written into config.json."""
-    original: Callable[..., Any] = kind.forward
+_classes: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
-    @wraps(original)
+
+def _with_split_head(own: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class with a forward that ends in `SplitHead.finish`: a class and not a hook, for some call forward itself.
+    It has the name of `own`, which is written into config.json."""
+    original: Callable[..., Any] = own.forward
+
+    @wraps(original)  # transformers looks at its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         head: SplitHead = self.split_head
         head.loss_computed = False
@@ -152,8 +155,10 @@ def _with_split_head(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
         outputs = head.finish(original(self, *args, **kwargs), self.training)
         return outputs.to_tuple() if as_tuple else outputs
 
-    names = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), names)
+    if own not in _classes:
+        names = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
+        _classes[own] = type(own.__name__, (own,), names)
+    return _classes[own]
 
 
 class SplitLogits(torch.Tensor):
@@ -216,23 +221,3 @@ class SplitLogits(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"SplitLogits({self.head.model}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class _GatherColumns(torch.autograd.Function):
-    """The columns of all ranks side by side; backward takes the own ones."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, axis: Axis, bounds: tuple[int, ...]) -> Tensor:
-        ctx.own = slice(bounds[axis.rank], bounds[axis.rank + 1])
-        widths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-        rows = local.shape[:-1].numel()
-        parts = local.new_empty(axis.degree, rows, max(widths))  # a collective wants equal slices
-        parts[axis.rank, :, : widths[axis.rank]] = local.reshape(rows, widths[axis.rank])
-        all_gather(parts.view(-1), axis, "head/logits").wait()
-        whole = torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], -1)
-        return whole.view(*local.shape[:-1], bounds[-1])
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return upstream[..., ctx.own], None, None
