@@ -116,6 +116,9 @@ def test_the_gradient_of_bf16_logits_is_bf16_and_no_fp32_copy_is_kept() -> None:
     assert value.dtype == torch.float32
     value.backward()
     assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+    numbers = torch.ones(16)
+    made = loss.gradient(logits.detach(), labels, numbers, numbers, numbers, Settings(0, 64))
+    assert made.dtype == torch.bfloat16  # autograd would have rounded a larger one
     exact = logits.detach().float().requires_grad_()
     truth(exact, labels).backward()
     torch.testing.assert_close(logits.grad.float(), exact.grad, rtol=2**-8, atol=1e-6)
