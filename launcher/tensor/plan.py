@@ -9,6 +9,8 @@ Where a plan comes from: our table (`plans.py`), else the model's own in transfo
 from __future__ import annotations
 
 import re
+from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
@@ -30,7 +32,7 @@ def plan_of(model: nn.Module) -> dict[str, Rule]:
     """
     kind = model_type_of(model)
     own: dict[str, str] = getattr(model, "tp_plan", None) or {}
-    rows = PLANS.get(kind) or own
+    rows = _of_table(model, kind) or own
     # every HF plan gets a row for the head: alone it is no plan
     if not any("head" not in pattern for pattern in rows):
         raise ConfigError(
@@ -39,6 +41,22 @@ def plan_of(model: nn.Module) -> dict[str, Rule]:
             fix=_how_to_write_one(model),
         )
     return {pattern: row if isinstance(row, Rule) else Rule(row) for pattern, row in rows.items()}
+
+
+def number_of(config: Any, name: str) -> int:
+    """A number of a config, or of a config inside of it: `attn_config.kv_n_heads`."""
+    return int(attrgetter(name)(config))
+
+
+def _of_table(model: nn.Module, kind: str) -> dict[str, str | Rule]:
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if base and hasattr(model, base) else ""
+    return {
+        prefix + pattern: row
+        for case in PLANS.get(kind, ())
+        if all(getattr(model.config, name, None) == value for name, value in case.when.items())
+        for pattern, row in case.plan.items()
+    }
 
 
 def matching(pattern: str) -> re.Pattern[str]:

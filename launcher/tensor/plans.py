@@ -1,28 +1,249 @@
-"""Our own plans, by model type: for models that have none in transformers, and where theirs can be bettered. Data."""
+"""Our own plans, by model type: for models that have none in transformers, and where theirs can be bettered. Data.
+
+Adding a model is adding a row to PLANS. Names are those inside the base model: `layers.*.self_attn`, not
+`model.layers.*.self_attn`. Embedding and head need no row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Rule:
     """How one module or parameter is split.
 
+    A number may be given as a string: then it names one of the model's config, as in `attn_config.kv_n_heads`.
+
     Args:
         style: a key of launcher.tensor.styles.STYLES.
-        packed: proportions of the matrices that lie end to end along the split dim; each is split by itself. A string
-            names a number of the model's config.
+        packed: proportions of the matrices that lie end to end along the split dim; each is split by itself.
+        repeat: how often they lie there.
         divide: attributes of the module that count what is split (heads, features): divided by the degree.
+            `config.x` is number x of the config that the module looks at.
+        replicates: fewer of them than ranks (key-value heads) are held by several ranks each.
+        heads: keyword arguments whose first dim counts heads, or batch x heads -> the attribute of the module that says
+            how many heads there are; for style "heads".
+        once: parameters of the module that are added to its output, which is summed over the ranks.
     """
 
     style: str
     packed: tuple[int | str, ...] = (1,)
+    repeat: int | str = 1
     divide: tuple[str, ...] = ()
+    replicates: bool = False
+    heads: Mapping[str, str] = field(default_factory=dict)
+    once: tuple[str, ...] = ()
 
 
 # name pattern -> a style's name, or a rule where the style needs to know more
 Plan = Mapping[str, str | Rule]
 
-PLANS: dict[str, Plan] = {}
+
+@dataclass(frozen=True)
+class Case:
+    """Rows for models whose config says so.
+
+    Args:
+        when: attribute of the config -> its value; all must agree.
+    """
+
+    plan: Plan
+    when: Mapping[str, object] = field(default_factory=dict)
+
+
+def _at(place: str, **names: str) -> dict[str, str | Rule]:
+    """Rows for what is inside of `place`: style -> names."""
+    return {f"{place}.{name}": style for style, joined in names.items() for name in joined.split()}
+
+
+def _counts(place: str, attributes: str, **others: object) -> dict[str, str | Rule]:
+    """A row for a module whose attributes count heads or features."""
+    return {place: Rule("heads", divide=tuple(attributes.split()), **others)}  # type: ignore[arg-type]
+
+
+_SUMMED = "replicated_with_grad_allreduce"
+_QKV = "q_proj k_proj v_proj"
+_Q_K_V = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
+
+_GATED = _at("layers.*.mlp", colwise="gate_proj up_proj", rowwise="down_proj")
+_LLAMA = _at("layers.*.self_attn", colwise=_QKV, rowwise="o_proj") | _GATED
+_4H = _at("mlp", colwise="dense_h_to_4h", rowwise="dense_4h_to_h")
+
+
+def _inside(place: str, plan: Plan) -> dict[str, str | Rule]:
+    return {f"{place}.{name}": row for name, row in plan.items()}
+
+
+_GPT2 = (
+    _counts("h.*.attn", "num_heads split_size")
+    | {"h.*.attn.c_attn": Rule("colwise", packed=(1, 1, 1))}
+    | _counts("h.*.crossattention", "num_heads split_size")
+    | {"h.*.crossattention.c_attn": Rule("colwise", packed=(1, 1)), "h.*.crossattention.q_attn": "colwise"}
+    | {"h.*.attn.c_proj": "rowwise", "h.*.crossattention.c_proj": "rowwise"}
+    | _at("h.*.mlp", colwise="c_fc", rowwise="c_proj")
+)
+_BIGCODE_OTHERS = {"h.*.attn.c_proj": "rowwise"} | _at("h.*.mlp", colwise="c_fc", rowwise="c_proj")
+
+
+def _attention(place: str, counts: str = "num_heads") -> dict[str, str | Rule]:
+    """Attention as in the first encoder-decoder models."""
+    return _counts(place, counts) | _at(place, colwise=_QKV, rowwise="out_proj")
+
+
+def _decoder(place: str, counts: str = "num_heads") -> dict[str, str | Rule]:
+    layer = _attention("self_attn", counts) | _attention("encoder_attn", counts)
+    return _inside(place, layer | {"fc1": "colwise", "fc2": "rowwise"})
+
+
+_BART = _decoder("decoder.layers.*")
+_XGLM = _decoder("layers.*", "num_heads embed_dim")
+
+_BERT_BLOCK = (
+    _counts("attention.self", "num_attention_heads all_head_size")
+    | _at("attention", colwise="self.query self.key self.value", rowwise="output.dense")
+    | _counts("crossattention.self", "num_attention_heads all_head_size")
+    | _at("crossattention", colwise="self.query self.key self.value", rowwise="output.dense")
+    | {"intermediate.dense": "colwise", "output.dense": "rowwise"}
+)
+_BERT = _inside("encoder.layer.*", _BERT_BLOCK)
+
+_FALCON = "h.*.self_attention"
+_FALCON_ATTENTION = _at(_FALCON, colwise="query_key_value", rowwise="dense")
+_ALIBI = {"alibi": "num_heads"}
+
+_TYPES: dict[str, Plan | tuple[Case, ...]] = {
+    "gpt2 gpt-sw3": _GPT2,
+    "openai-gpt": _counts("h.*.attn", "n_head split_size")
+    | {"h.*.attn.c_attn": Rule("colwise", packed=(1, 1, 1)), "h.*.attn.c_proj": "rowwise"}
+    | _at("h.*.mlp", colwise="c_fc", rowwise="c_proj"),
+    "gpt_neo": _attention("h.*.attn.attention") | _at("h.*.mlp", colwise="c_fc", rowwise="c_proj"),
+    "gptj": _attention("h.*.attn", "num_attention_heads") | _at("h.*.mlp", colwise="fc_in", rowwise="fc_out"),
+    # written for four TPU cores: their query, value and key lie one after the other
+    "codegen": _counts("h.*.attn", "num_attention_heads")
+    | {"h.*.attn.qkv_proj": Rule("colwise", packed=(1, 1, 1), repeat=4)}
+    | {"h.*.attn.out_proj": Rule("rowwise", repeat=4)}
+    | _at("h.*.mlp", colwise="fc_in", rowwise="fc_out"),
+    "gpt_bigcode": (
+        Case(_BIGCODE_OTHERS),
+        Case(
+            _counts("h.*.attn", "num_heads embed_dim")
+            | {"h.*.attn.c_attn": Rule("colwise", packed=("num_attention_heads", 1, 1), replicates=True)},
+            when={"multi_query": True},
+        ),
+        Case(
+            _counts("h.*.attn", "num_heads kv_heads embed_dim kv_dim") | {"h.*.attn.c_attn": "colwise"},
+            when={"multi_query": False},
+        ),
+    ),
+    "opt": _decoder("decoder.layers.*"),
+    "bloom": _counts("h.*.self_attention", "num_heads", heads=_ALIBI)
+    | _at("h.*.self_attention", colwise="query_key_value", rowwise="dense")
+    | _inside("h.*", _4H),
+    "falcon": (
+        Case(_inside("h.*", _4H) | {f"{_FALCON}.dense": "rowwise"}),
+        Case(
+            _counts(_FALCON, "num_heads num_kv_heads", heads=_ALIBI)
+            | {f"{_FALCON}.query_key_value": "colwise"},
+            when={"new_decoder_architecture": True},
+        ),
+        Case(
+            _counts(_FALCON, "num_heads num_kv_heads", heads=_ALIBI)
+            | {f"{_FALCON}.query_key_value": "colwise"},
+            when={"new_decoder_architecture": False, "multi_query": False},
+        ),
+        Case(
+            _counts(_FALCON, "num_heads", heads=_ALIBI)
+            | {
+                f"{_FALCON}.query_key_value": Rule(
+                    "colwise", packed=("num_attention_heads", 1, 1), replicates=True
+                )
+            },
+            when={"new_decoder_architecture": False, "multi_query": True},
+        ),
+    ),
+    "mpt": _counts("blocks.*.attn", "n_heads hidden_size", heads={"position_bias": "n_heads"})
+    | {"blocks.*.attn.Wqkv": Rule("colwise", packed=(1, 1, 1)), "blocks.*.attn.out_proj": "rowwise"}
+    | _at("blocks.*.ffn", colwise="up_proj", rowwise="down_proj"),
+    "stablelm": (
+        Case(_GATED),
+        Case(
+            _counts("layers.*.self_attn", "num_heads num_key_value_heads", replicates=True) | _LLAMA,
+            when={"qk_layernorm": False},
+        ),
+        # a norm for each head: attention is computed whole
+        Case(
+            _at("layers.*.self_attn", colwise_gather_output=_QKV, rowwise_split_input="o_proj"),
+            when={"qk_layernorm": True},
+        ),
+    ),
+    "phi3": _counts("layers.*.self_attn", "config.num_attention_heads num_key_value_heads", replicates=True)
+    | {"layers.*.self_attn.qkv_proj": Rule("colwise", packed=_Q_K_V, replicates=True)}
+    | {"layers.*.self_attn.o_proj": "rowwise"}
+    | _at("layers.*.mlp", packed_colwise="gate_up_proj", rowwise="down_proj"),
+    "persimmon": _counts("layers.*.self_attn", "num_heads")
+    | _at("layers.*.self_attn", colwise="query_key_value", rowwise="dense")
+    | {"layers.*.self_attn.q_layernorm": _SUMMED, "layers.*.self_attn.k_layernorm": _SUMMED}
+    | _inside("layers.*", _4H),
+    "gpt_neox_japanese": _counts("layers.*.attention", "num_attention_heads")
+    | _at("layers.*.attention", colwise="query_key_value", rowwise="dense")
+    | _inside("layers.*", _4H),
+    "hunyuan_v1_dense": _LLAMA | _at("layers.*.self_attn", **{_SUMMED: "query_layernorm key_layernorm"}),
+    # the two halves of the heads are subtracted from one another
+    "diffllama": {f"layers.*.self_attn.{name}": Rule("colwise", packed=(1, 1)) for name in _QKV.split()}
+    | _at("layers.*.self_attn", rowwise="o_proj", **{_SUMMED: "lambda_q1 lambda_k1 lambda_q2 lambda_k2"})
+    | _GATED,
+    "bitnet": _LLAMA
+    | {"layers.*.self_attn.attn_sub_norm": "whole_norm", "layers.*.mlp.ffn_sub_norm": "whole_norm"},
+    "gpt_oss": _at("layers.*.self_attn", colwise=f"{_QKV} sinks", rowwise="o_proj")
+    | {"layers.*.mlp.experts": Rule("moe_tp_experts", once=("down_proj_bias",))}
+    | _at("layers.*.mlp.experts", last="gate_up_proj gate_up_proj_bias", colwise="down_proj"),
+    "dbrx": _counts(
+        "blocks.*.norm_attn_norm.attn", "hidden_size num_heads num_key_value_heads", replicates=True
+    )
+    | {
+        "blocks.*.norm_attn_norm.attn.Wqkv": Rule(
+            "colwise", packed=("n_heads", "attn_config.kv_n_heads", "attn_config.kv_n_heads"), replicates=True
+        ),
+        "blocks.*.norm_attn_norm.attn.out_proj": "rowwise",
+        "blocks.*.ffn.experts": Rule("moe_tp_experts", divide=("ffn_hidden_size",)),
+    }
+    | {
+        f"blocks.*.ffn.experts.mlp.{name}": Rule("colwise", repeat="ffn_config.moe_num_experts")
+        for name in ("w1", "v1", "w2")
+    },
+    "jetmoe": _counts("layers.*.self_attention", "num_key_value_heads")
+    | _counts("layers.*.self_attention.experts", "hidden_size")
+    | _at(
+        "layers.*.self_attention",
+        packed_colwise="kv_proj",
+        colwise="experts.input_linear",
+        rowwise="experts.output_linear",
+    )
+    | _at("layers.*.mlp", packed_colwise="input_linear", rowwise="output_linear"),
+    "lfm2": _at(
+        "layers.*.self_attn", colwise=_QKV, rowwise="out_proj", **{_SUMMED: "q_layernorm k_layernorm"}
+    )
+    | _at("layers.*.feed_forward", colwise="w1 w3", rowwise="w2")
+    | {
+        "layers.*.conv.in_proj": Rule("colwise", packed=(1, 1, 1)),
+        "layers.*.conv.conv": Rule("channels", divide=("in_channels", "out_channels", "groups")),
+        "layers.*.conv.out_proj": "rowwise",
+    },
+    "ctrl": _counts("h.*.multi_head_attention", "num_heads")
+    | _at("h.*", colwise="multi_head_attention.Wq multi_head_attention.Wk multi_head_attention.Wv ffn.0")
+    | _at("h.*", rowwise="multi_head_attention.dense ffn.2"),
+    "xglm biogpt": _XGLM,
+    "bart mbart blenderbot blenderbot-small marian pegasus plbart mvp trocr whisper": _BART,
+    "bert roberta camembert xlm-roberta data2vec-text electra ernie megatron-bert": _BERT,
+    "rembert roberta-prelayernorm xlm-roberta-xl roc_bert roformer xmod bert-generation": _BERT,
+    "xlnet": _at("layer.*.ff", colwise="layer_1", rowwise="layer_2"),
+}
+
+# by model type: all cases that agree with the config, joined
+PLANS: dict[str, tuple[Case, ...]] = {
+    name: plan if isinstance(plan, tuple) else (Case(plan),)
+    for names, plan in _TYPES.items()
+    for name in names.split()
+}
