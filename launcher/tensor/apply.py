@@ -144,6 +144,7 @@ class _Splitter:
         style = STYLES[rule.style]
         if style.mixin is not None:
             swap(module, style.mixin, self._layer(name, module, rule, style))
+        self.partial.update(p for key in rule.once if (p := module._parameters[key]) is not None)
         for key in list(module._parameters):
             self._split_parameter(name, module, key, rule, named=True)
         for attribute in rule.divide:
@@ -157,7 +158,7 @@ class _Splitter:
         layer = Layer(
             self.axis, name, self.options.overlaps, self.streams, slices=style.slices, once=rule.once
         )
-        layer.heads = {argument: getattr(module, count) for argument, count in rule.heads.items()}
+        layer.heads = {key: (dim, getattr(module, rule.divide[0])) for key, dim in rule.heads.items()}
         weight = module._parameters.get("weight")
         if weight is None:
             return layer

@@ -42,7 +42,7 @@ class Layer:
         start, stop: the vocabulary ids of this rank.
         rope: features of MLA's rope part.
         linear: the module computes what nn.Linear or Conv1D does; set by `swap`.
-        heads: keyword arguments by heads -> how many of all ranks.
+        heads: keyword arguments by heads -> (their dim, heads of all ranks).
         once: parameters that are added to an output which is summed over the ranks.
     """
 
@@ -57,7 +57,7 @@ class Layer:
     stop: int = 0
     rope: int = 0
     linear: bool = False
-    heads: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, tuple[int, int]] = field(default_factory=dict)
     once: tuple[str, ...] = ()
 
 
@@ -170,11 +170,12 @@ class SlicedHeads(SplitModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         split = self.split
-        for key, heads in split.heads.items():
+        for key, (dim, heads) in split.heads.items():
             value = kwargs.get(key)
-            if value is not None:  # [heads, ...] or [batch x heads, ...]
-                grouped = value.unflatten(0, (-1, heads))
-                kwargs[key] = slice_along(grouped, split.axis, 1, f"{split.name}.{key}").flatten(0, 1)
+            if value is not None and value.shape[dim] > 1:  # [..., heads, ...] or [batch x heads, ...]
+                grouped = value.unflatten(dim, (-1, heads))
+                own = slice_along(grouped, split.axis, dim + 1, f"{split.name}.{key}")
+                kwargs[key] = own.flatten(dim, dim + 1)
         return super().forward(*args, **kwargs)
 
 

@@ -23,8 +23,8 @@ class Rule:
         divide: attributes of the module that count what is split (heads, features): divided by the degree.
             `config.x` is number x of the config that the module looks at.
         replicates: fewer of them than ranks (key-value heads) are held by several ranks each.
-        heads: keyword arguments whose first dim counts heads, or batch x heads -> the attribute of the module that says
-            how many heads there are; for style "heads".
+        heads: keyword arguments -> the dim that counts heads, or batch x heads, where it does not only stand for all of
+            them; for style "heads". How many heads there are is what the first attribute of `divide` says.
         once: parameters of the module that are added to its output, which is summed over the ranks.
     """
 
@@ -33,7 +33,7 @@ class Rule:
     repeat: int | str = 1
     divide: tuple[str, ...] = ()
     replicates: bool = False
-    heads: Mapping[str, str] = field(default_factory=dict)
+    heads: Mapping[str, int] = field(default_factory=dict)
     once: tuple[str, ...] = ()
 
 
@@ -111,7 +111,7 @@ _BERT = _inside("encoder.layer.*", _BERT_BLOCK)
 
 _FALCON = "h.*.self_attention"
 _FALCON_ATTENTION = _at(_FALCON, colwise="query_key_value", rowwise="dense")
-_ALIBI = {"alibi": "num_heads"}
+_ALIBI = {"alibi": 1, "attention_mask": 1}
 
 _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "gpt2 gpt-sw3": _GPT2,
@@ -138,7 +138,7 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
         ),
     ),
     "opt": _decoder("decoder.layers.*"),
-    "bloom": _counts("h.*.self_attention", "num_heads", heads=_ALIBI)
+    "bloom": _counts("h.*.self_attention", "num_heads", heads={"alibi": 0})
     | _at("h.*.self_attention", colwise="query_key_value", rowwise="dense")
     | _inside("h.*", _4H),
     "falcon": (
@@ -163,7 +163,7 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
             when={"new_decoder_architecture": False, "multi_query": True},
         ),
     ),
-    "mpt": _counts("blocks.*.attn", "n_heads hidden_size", heads={"position_bias": "n_heads"})
+    "mpt": _counts("blocks.*.attn", "n_heads hidden_size", heads={"position_bias": 0})
     | {"blocks.*.attn.Wqkv": Rule("colwise", packed=(1, 1, 1)), "blocks.*.attn.out_proj": "rowwise"}
     | _at("blocks.*.ffn", colwise="up_proj", rowwise="down_proj"),
     "stablelm": (
@@ -235,7 +235,9 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     | _at("h.*", colwise="multi_head_attention.Wq multi_head_attention.Wk multi_head_attention.Wv ffn.0")
     | _at("h.*", rowwise="multi_head_attention.dense ffn.2"),
     "xglm biogpt": _XGLM,
-    "bart mbart blenderbot blenderbot-small marian pegasus plbart mvp trocr whisper": _BART,
+    "bart mbart blenderbot blenderbot-small marian pegasus plbart whisper": _BART,
+    "mvp": _decoder("decoder.layers.*", "num_heads embed_dim"),
+    "trocr": _WHOLE_X,
     "bert roberta camembert xlm-roberta data2vec-text electra ernie megatron-bert": _BERT,
     "rembert roberta-prelayernorm xlm-roberta-xl roc_bert roformer xmod bert-generation": _BERT,
     "xlnet": _at("layer.*.ff", colwise="layer_1", rowwise="layer_2"),
