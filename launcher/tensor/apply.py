@@ -12,12 +12,14 @@ from torch import nn
 
 from launcher.comm import Axis, broadcast
 from launcher.errors import ConfigError
+from launcher.models.units import unit_modules
 from launcher.tensor.counts import divide
 from launcher.tensor.dropout import Streams, drops_out
 from launcher.tensor.layers import Layer, swap
 from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
 from launcher.tensor.plan import WHERE, matching, number_of, plan_of
 from launcher.tensor.plans import Rule
+from launcher.tensor.sequence import SequenceParallel
 from launcher.tensor.split import Split
 from launcher.tensor.styles import STYLES, Style, split_dim
 
@@ -28,9 +30,11 @@ class Options:
 
     Args:
         overlaps: input gradients are reduced while weight gradients are computed (`tp_overlap_comm`).
+        sequence: norms, residuals and dropout work on slices of the sequence (`sequence_parallel`).
     """
 
     overlaps: bool = True
+    sequence: bool = False
 
 
 @dataclass
@@ -85,7 +89,10 @@ class _Splitter:
         self.model, self.axis, self.options = model, axis, options
         self.config: Any = getattr(model, "config", None)
         self.rows = [(matching(pattern), rule) for pattern, rule in plan.items()]
-        self.streams = Streams(axis, device, on=drops_out(model))
+        streams = Streams(axis, device, on=drops_out(model))
+        # With sliced sequences whole blocks are split: their layers need not say where.
+        self.streams = Streams(axis, device, on=False) if options.sequence else streams
+        self.sequence = SequenceParallel(axis, unit_modules(model), streams, overlaps=options.overlaps)
         self.local: dict[
             nn.Parameter, nn.Parameter
         ] = {}  # parameter of the model -> what stands in its place
@@ -104,6 +111,9 @@ class _Splitter:
                 if own is not None:
                     self._split_parameter(name, module, key, own, named=False)
         self._follow()
+        if self.options.sequence:
+            self.sequence.install()
+            self.partial |= self.sequence.partial
         return {name: self._final(parameter) for name, parameter in self.model.named_parameters()}
 
     def _follow(self) -> None:

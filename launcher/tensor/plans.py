@@ -87,6 +87,14 @@ _GPT2 = (
 _BIGCODE_OTHERS = {"h.*.attn.c_proj": "rowwise"} | _at("h.*.mlp", colwise="c_fc", rowwise="c_proj")
 
 
+_PERSIMMON = (
+    _counts("layers.*.self_attn", "num_heads")
+    | _at("layers.*.self_attn", colwise="query_key_value", rowwise="dense")
+    | _at("layers.*.self_attn", **{_SUMMED: "q_layernorm k_layernorm"})
+    | _inside("layers.*", _4H)
+)
+
+
 def _attention(place: str, counts: str = "num_heads") -> dict[str, str | Rule]:
     """Attention as in the first encoder-decoder models."""
     return _counts(place, counts) | _at(place, colwise=_QKV, rowwise="out_proj")
@@ -95,6 +103,11 @@ def _attention(place: str, counts: str = "num_heads") -> dict[str, str | Rule]:
 def _decoder(place: str, counts: str = "num_heads") -> dict[str, str | Rule]:
     layer = _attention("self_attn", counts) | _attention("encoder_attn", counts)
     return _inside(place, layer | {"fc1": "colwise", "fc2": "rowwise"})
+
+
+def _whole(place: str, columns: str, rows: str) -> dict[str, str | Rule]:
+    """Attention whose heads cannot be split by its code: parameters are, it computes all heads on every rank."""
+    return _at(place, colwise_gather_output=columns, rowwise_split_input=rows)
 
 
 _BART = _decoder("decoder.layers.*")
@@ -182,10 +195,7 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     | {"layers.*.self_attn.qkv_proj": Rule("colwise", packed=_Q_K_V, replicates=True)}
     | {"layers.*.self_attn.o_proj": "rowwise"}
     | _at("layers.*.mlp", packed_colwise="gate_up_proj", rowwise="down_proj"),
-    "persimmon": _counts("layers.*.self_attn", "num_heads")
-    | _at("layers.*.self_attn", colwise="query_key_value", rowwise="dense")
-    | {"layers.*.self_attn.q_layernorm": _SUMMED, "layers.*.self_attn.k_layernorm": _SUMMED}
-    | _inside("layers.*", _4H),
+    "persimmon": _PERSIMMON,
     "gpt_neox_japanese": _counts("layers.*.attention", "num_attention_heads")
     | _at("layers.*.attention", colwise="query_key_value", rowwise="dense")
     | _inside("layers.*", _4H),
@@ -237,7 +247,35 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "xglm biogpt": _XGLM,
     "bart mbart blenderbot blenderbot-small marian pegasus plbart whisper": _BART,
     "mvp": _decoder("decoder.layers.*", "num_heads embed_dim"),
-    "trocr": _WHOLE_X,
+    "musicgen musicgen_melody": _BART,
+    "bigbird_pegasus": _BART,
+    "trocr": _whole("decoder.layers.*.self_attn", _QKV, "out_proj")
+    | _whole("decoder.layers.*.encoder_attn", _QKV, "out_proj")
+    | _at("decoder.layers.*", colwise="fc1", rowwise="fc2"),
+    "prophetnet": _whole("decoder.layers.*.self_attn", "query_proj key_proj value_proj", "out_proj")
+    | _whole("decoder.layers.*.cross_attn", "query_proj key_proj value_proj", "out_proj")
+    | _at("decoder.layers.*.feed_forward", colwise="intermediate", rowwise="output"),
+    "modernbert-decoder": _counts("layers.*.attn", "num_heads all_head_size")
+    | _at("layers.*.attn", colwise=_QKV, rowwise="Wo")
+    | _at("layers.*.mlp", packed_colwise="Wi", rowwise="Wo"),
+    "moshi": _counts("layers.*.self_attn", "num_heads num_key_value_heads", replicates=True)
+    | _at("layers.*.self_attn", colwise="q_proj.linear k_proj.linear v_proj.linear", rowwise="o_proj.linear")
+    | _at("layers.*.mlp", packed_colwise="fc1", rowwise="fc2"),
+    "emu3": _LLAMA,
+    "fuyu": _inside("language_model", _PERSIMMON),
+    "big_bird": _BERT,
+    "git": _BERT,
+    "got_ocr2": _inside("language_model", _LLAMA),
+    "mllama_text_model": _LLAMA
+    | _at("layers.*.cross_attn", colwise=_QKV, rowwise="o_proj", **{_SUMMED: "q_norm k_norm"}),
+    "cpmant": _whole(
+        "encoder.layers.*.self_att.self_attention", "project_q project_k project_v", "attention_out"
+    )
+    | _at("encoder.layers.*.ffn.ffn", colwise="w_in.w_0 w_in.w_1", rowwise="w_out"),
+    # attention only of these hybrids, and what follows it: their state spaces are whole
+    "bamba falcon_h1": _at("layers.*.self_attn", colwise=_QKV, rowwise="o_proj")
+    | _at("layers.*.feed_forward", colwise="gate_proj up_proj", rowwise="down_proj"),
+    "recurrent_gemma": _at("layers.*.mlp_block", colwise="gate_proj up_proj", rowwise="down_proj"),
     "bert roberta camembert xlm-roberta data2vec-text electra ernie megatron-bert": _BERT,
     "rembert roberta-prelayernorm xlm-roberta-xl roc_bert roformer xmod bert-generation": _BERT,
     "xlnet": _at("layer.*.ff", colwise="layer_1", rowwise="layer_2"),
