@@ -247,7 +247,7 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "xglm biogpt": _XGLM,
     "bart mbart blenderbot blenderbot-small marian pegasus plbart whisper": _BART,
     "mvp": _decoder("decoder.layers.*", "num_heads embed_dim"),
-    "musicgen musicgen_melody": _BART,
+    "musicgen_decoder musicgen_melody_decoder": _BART,
     "bigbird_pegasus": _BART,
     "trocr": _whole("decoder.layers.*.self_attn", _QKV, "out_proj")
     | _whole("decoder.layers.*.encoder_attn", _QKV, "out_proj")
@@ -261,7 +261,7 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "moshi": _counts("layers.*.self_attn", "num_heads num_key_value_heads", replicates=True)
     | _at("layers.*.self_attn", colwise="q_proj.linear k_proj.linear v_proj.linear", rowwise="o_proj.linear")
     | _at("layers.*.mlp", packed_colwise="fc1", rowwise="fc2"),
-    "emu3": _LLAMA,
+    "emu3_text_model": _LLAMA,
     "fuyu": _inside("language_model", _PERSIMMON),
     "big_bird": _BERT,
     "git": _BERT,
