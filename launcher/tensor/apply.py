@@ -227,7 +227,7 @@ class _Splitter:
     ) -> Split:
         style = STYLES[rule.style]
         owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)
-        unit = _head_size(owner, parameter.shape[dim], style) if named else 1
+        unit = rule.unit or (_head_size(owner, parameter.shape[dim], style) if named else 1)
         replicates = rule.replicates or (unit > 1 and hasattr(owner, "num_key_value_groups"))
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))

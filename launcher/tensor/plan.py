@@ -9,6 +9,7 @@ Where a plan comes from: our table (`plans.py`), else the model's own in transfo
 from __future__ import annotations
 
 import re
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -33,8 +34,10 @@ def plan_of(model: nn.Module) -> dict[str, Rule]:
     kind = model_type_of(model)
     own: dict[str, str] = getattr(model, "tp_plan", None) or {}
     rows = _of_table(model, kind) or own
+    names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
     # every HF plan gets a row for the head: alone it is no plan
-    if not any("head" not in pattern for pattern in rows):
+    patterns = [matching(pattern) for pattern in rows if "head" not in pattern]
+    if not any(pattern.fullmatch(name) for pattern in patterns for name in names):
         raise ConfigError(
             f"nobody has written how to split a model of type {kind} over tensor-parallel ranks",
             where=WHERE,
@@ -49,8 +52,8 @@ def number_of(config: Any, name: str) -> int:
 
 
 def _of_table(model: nn.Module, kind: str) -> dict[str, str | Rule]:
-    base = getattr(model, "base_model_prefix", "")
-    prefix = f"{base}." if base and hasattr(model, base) else ""
+    names = (getattr(model, "base_model_prefix", ""), "model")
+    prefix = next((f"{name}." for name in names if name and hasattr(model, name)), "")
     return {
         prefix + pattern: row
         for case in PLANS.get(kind, ())

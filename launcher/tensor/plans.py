@@ -25,6 +25,7 @@ class Rule:
         replicates: fewer of them than ranks (key-value heads) are held by several ranks each.
         heads: keyword arguments -> the dim that counts heads, or batch x heads, where it does not only stand for all of
             them; for style "heads". How many heads there are is what the first attribute of `divide` says.
+        unit: features that stay together; default: those of a head, in attention that says its head's size.
         once: parameters of the module that are added to its output, which is summed over the ranks.
     """
 
@@ -34,6 +35,7 @@ class Rule:
     divide: tuple[str, ...] = ()
     replicates: bool = False
     heads: Mapping[str, int] = field(default_factory=dict)
+    unit: int | None = None
     once: tuple[str, ...] = ()
 
 
@@ -122,6 +124,21 @@ _BERT_BLOCK = (
 )
 _BERT = _inside("encoder.layer.*", _BERT_BLOCK)
 
+_LFM = (
+    _at("layers.*.self_attn", colwise=_QKV)
+    | _at("layers.*.feed_forward", colwise="w1 w3", rowwise="w2")
+    | {
+        "layers.*.conv.in_proj": Rule("colwise", packed=(1, 1, 1)),
+        "layers.*.conv.conv": Rule("channels", divide=("in_channels", "out_channels", "groups")),
+        "layers.*.conv.out_proj": "rowwise",
+    }
+)
+_BLT = (
+    _counts("layers.*.self_attn", "num_heads num_key_value_heads", replicates=True)
+    | _LLAMA
+    | _counts("cross_attn_layers.*", "num_heads num_key_value_heads", replicates=True)
+    | _at("cross_attn_layers.*", colwise=_QKV, rowwise="o_proj")
+)
 _FALCON = "h.*.self_attention"
 _FALCON_ATTENTION = _at(_FALCON, colwise="query_key_value", rowwise="dense")
 _ALIBI = {"alibi": 1, "attention_mask": 1}
@@ -232,15 +249,10 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
         rowwise="experts.output_linear",
     )
     | _at("layers.*.mlp", packed_colwise="input_linear", rowwise="output_linear"),
-    "lfm2": _at(
-        "layers.*.self_attn", colwise=_QKV, rowwise="out_proj", **{_SUMMED: "q_layernorm k_layernorm"}
-    )
-    | _at("layers.*.feed_forward", colwise="w1 w3", rowwise="w2")
-    | {
-        "layers.*.conv.in_proj": Rule("colwise", packed=(1, 1, 1)),
-        "layers.*.conv.conv": Rule("channels", divide=("in_channels", "out_channels", "groups")),
-        "layers.*.conv.out_proj": "rowwise",
-    },
+    "lfm2": _LFM | _at("layers.*.self_attn", rowwise="out_proj", **{_SUMMED: "q_layernorm k_layernorm"}),
+    "lfm3": _LFM
+    | _at("layers.*.self_attn", rowwise="o_proj", **{_SUMMED: "q_norm k_norm"})
+    | {"layers.*.self_attn.g_proj": Rule("colwise", unit=1)},
     "ctrl": _counts("h.*.multi_head_attention", "num_heads")
     | _at("h.*", colwise="multi_head_attention.Wq multi_head_attention.Wk multi_head_attention.Wv ffn.0")
     | _at("h.*", rowwise="multi_head_attention.dense ffn.2"),
@@ -272,10 +284,31 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
         "encoder.layers.*.self_att.self_attention", "project_q project_k project_v", "attention_out"
     )
     | _at("encoder.layers.*.ffn.ffn", colwise="w_in.w_0 w_in.w_1", rowwise="w_out"),
+    "xlm": _counts("attentions.*", "n_heads")
+    | _at("attentions.*", colwise="q_lin k_lin v_lin", rowwise="out_lin")
+    | _at("ffns.*", colwise="lin1", rowwise="lin2"),
+    "blt": _inside("local_encoder", _BLT)
+    | _inside("global_transformer", _BLT)
+    | _inside("local_decoder", _BLT)
+    | _inside("patcher", _BLT),
+    "zamba": _at("layers.*.shared_transf.self_attn", colwise=_QKV, rowwise="o_proj")
+    | _at("layers.*.shared_transf.feed_forward", colwise="gate_proj up_proj", rowwise="down_proj"),
+    "zamba2": _at("layers.*.shared_transformer.self_attn", colwise=_QKV, rowwise="o_proj")
+    | _at(
+        "layers.*.shared_transformer.self_attn",
+        colwise="linear_q_adapter_list.*.1 linear_k_adapter_list.*.1 linear_v_adapter_list.*.1",
+    )
+    | _at("layers.*.shared_transformer.feed_forward", packed_colwise="gate_up_proj", rowwise="down_proj")
+    | _at("layers.*.shared_transformer.feed_forward", packed_colwise="gate_up_proj_adapter_list.*.1"),
+    "zaya": {"layers.*.mlp.experts": "moe_tp_experts"}
+    | _at("layers.*.mlp.experts", packed_colwise="gate_up_proj", rowwise="down_proj")
+    | _whole("layers.*.self_attn", "qkv_proj.q_proj qkv_proj.k_proj", "o_proj"),
+    "reformer": _at("encoder.layers.*.feed_forward", colwise="dense.dense", rowwise="output.dense"),
     # attention only of these hybrids, and what follows it: their state spaces are whole
     "bamba falcon_h1": _at("layers.*.self_attn", colwise=_QKV, rowwise="o_proj")
     | _at("layers.*.feed_forward", colwise="gate_proj up_proj", rowwise="down_proj"),
-    "recurrent_gemma": _at("layers.*.mlp_block", colwise="gate_proj up_proj", rowwise="down_proj"),
+    "recurrent_gemma": _at("layers.*.temporal_block", colwise=_QKV, rowwise="o_proj")
+    | _at("layers.*.mlp_block", colwise="gate_proj up_proj", rowwise="down_proj"),
     "bert roberta camembert xlm-roberta data2vec-text electra ernie megatron-bert": _BERT,
     "rembert roberta-prelayernorm xlm-roberta-xl roc_bert roformer xmod bert-generation": _BERT,
     "xlnet": _at("layer.*.ff", colwise="layer_1", rowwise="layer_2"),

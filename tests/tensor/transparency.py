@@ -83,7 +83,7 @@ def gradient_difference(model: nn.Module, split_model: nn.Module, made: SplitMod
         elif mine is None:
             difference = float("inf")
         else:  # far below the largest lies what is zero but for rounding: a bias of keys
-            scale = parameter.grad.abs().max().clamp_min(1e-3 * largest)
+            scale = parameter.grad.abs().max().clamp_min(1e-2 * largest)
             difference = relative(mine, made.splits[name].take(parameter.grad), scale)
         worst = max(worst, (difference, name))
     return worst
