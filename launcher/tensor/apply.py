@@ -13,10 +13,11 @@ from torch import nn
 from launcher.comm import Axis, broadcast
 from launcher.errors import ConfigError
 from launcher.models.units import unit_modules
+from launcher.tensor.counts import divide
 from launcher.tensor.dropout import Streams, drops_out
 from launcher.tensor.layers import Layer, swap
 from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
-from launcher.tensor.plan import WHERE, matching, model_type_of, plan_of
+from launcher.tensor.plan import WHERE, matching, model_type_of, number_of, plan_of
 from launcher.tensor.plans import WITHOUT_SEQUENCE, Rule
 from launcher.tensor.sequence import SequenceParallel
 from launcher.tensor.split import Split
@@ -97,6 +98,9 @@ class _Splitter:
         ] = {}  # parameter of the model -> what stands in its place
         self.split: dict[nn.Parameter, Split] = {}  # of what stands there
         self.partial: set[nn.Parameter] = set()
+        self.holders: dict[
+            nn.Module, int
+        ] = {}  # attention -> how many ranks hold each of its key-value heads
 
     def run(self) -> dict[str, Split]:
         for name, module, rule in list(self._modules()):
@@ -106,6 +110,7 @@ class _Splitter:
                 own = self._rule_of(f"{name}.{key}" if name else key)
                 if own is not None:
                     self._split_parameter(name, module, key, own, named=False)
+        self._follow()
         if self.options.sequence:
             self.partial |= self._slice_sequences()
         return {name: self._final(parameter) for name, parameter in self.model.named_parameters()}
@@ -124,6 +129,16 @@ class _Splitter:
         made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.options.overlaps)
         made.install()
         return made.partial
+
+    def _follow(self) -> None:
+        """What goes with the split parameters: other places of the same parameter, and counts."""
+        for module in self.model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter in self.local:
+                    module._parameters[key] = self.local[parameter]
+        for owner, holders in self.holders.items():
+            if hasattr(owner, "num_key_value_groups"):
+                owner.num_key_value_groups //= holders
 
     def _final(self, parameter: nn.Parameter) -> Split:
         if parameter in self.split:
@@ -153,18 +168,20 @@ class _Splitter:
         style = STYLES[rule.style]
         if style.mixin is not None:
             swap(module, style.mixin, self._layer(name, module, rule, style))
+        self.partial.update(p for key in rule.once if (p := module._parameters[key]) is not None)
         for key in list(module._parameters):
             self._split_parameter(name, module, key, rule, named=True)
         for attribute in rule.divide:
-            value = getattr(module, attribute)
-            if value % self.axis.degree:
-                raise self._indivisible(f"{name}.{attribute}", value)
-            setattr(module, attribute, value // self.axis.degree)
+            try:
+                divide(module, attribute, self.axis.degree, replicates=rule.replicates)
+            except IndivisibleError as error:
+                raise self._indivisible(f"{name}.{attribute}", error.count) from None
         _resize(module, style)
 
     def _layer(self, name: str, module: nn.Module, rule: Rule, style: Style) -> Layer:
         layer = Layer(self.axis, name, self.options.overlaps, self.streams)
-        layer.slices, layer.takes = style.slices, style.takes
+        layer.slices, layer.takes, layer.once = style.slices, style.takes, rule.once
+        layer.heads = {key: (dim, getattr(module, rule.divide[0])) for key, dim in rule.heads.items()}
         weight = module._parameters.get("weight")
         if weight is None:
             return layer
@@ -183,7 +200,10 @@ class _Splitter:
 
     def _proportions(self, rule: Rule, style: Style) -> list[int]:
         packed = style.packed if rule.packed == (1,) else rule.packed
-        return [p if isinstance(p, int) else int(getattr(self.config, p)) for p in packed]
+        return [self._number(p) for p in packed] * self._number(rule.repeat)
+
+    def _number(self, number: int | str) -> int:
+        return number if isinstance(number, int) else number_of(self.config, number)
 
     # ---- parameters -------------------------------------------------------------------------
 
@@ -221,13 +241,16 @@ class _Splitter:
         style = STYLES[rule.style]
         owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)
         of_heads = named and style.side == "out" and not style.gathers
-        unit = _head_size(owner, name, parameter.shape[dim]) if of_heads else 1
-        replicates = unit > 1 and hasattr(owner, "num_key_value_groups")
+        unit = rule.unit or (_head_size(owner, name, parameter.shape[dim]) if of_heads else 1)
+        replicates = rule.replicates or (unit > 1 and hasattr(owner, "num_key_value_groups"))
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))
             parts = parts_of(shares, self.axis, unit=unit, uneven=style.uneven, replicates=replicates)
         except IndivisibleError as error:
             raise self._indivisible(f"{name}.{key}", error.count, replicates=replicates) from None
+        holders = max(part.holders for part in parts)
+        if holders > 1:
+            self.holders[owner] = holders
         shape = list(parameter.shape)
         if style.uneven:
             shape[dim] = longest(shares, self.axis.degree, unit)

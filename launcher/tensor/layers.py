@@ -7,7 +7,7 @@ local parameters, between the same borders.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class Layer:
         start, stop: the vocabulary ids of this rank.
         rope: features of MLA's rope part.
         linear: the module computes what nn.Linear or Conv1D does; set by `swap`.
+        heads: keyword arguments by heads -> (their dim, heads of all ranks).
+        once: parameters that are added to an output which is summed over the ranks.
     """
 
     axis: Axis
@@ -67,6 +69,8 @@ class Layer:
     stop: int = 0
     rope: int = 0
     linear: bool = False
+    heads: dict[str, tuple[int, int]] = field(default_factory=dict)
+    once: tuple[str, ...] = ()
 
 
 class SplitModule(nn.Module):
@@ -157,7 +161,13 @@ class PartialExperts(SplitModule):
         weighted = [self._entered(a) for a in args]
         keyed = {key: self._entered(a) for key, a in kwargs.items()}
         split.streams.begin_split(self.training)
-        y = super().forward(x, *weighted, **keyed)
+        whole = {key: self._parameters[key] for key in split.once}
+        try:
+            for key, parameter in whole.items():
+                self._parameters[key] = parameter / split.axis.degree  # type: ignore[operator, assignment]
+            y = super().forward(x, *weighted, **keyed)
+        finally:
+            self._parameters.update(whole)
         split.streams.end_split()
         return leave(y, split.axis, split.name)
 
@@ -166,6 +176,30 @@ class PartialExperts(SplitModule):
         if isinstance(value, Tensor) and value.is_floating_point():
             return enter(value, self.split.axis, f"{self.split.name}.weights", overlaps=self.split.overlaps)
         return value
+
+
+class SlicedHeads(SplitModule):
+    """Attention that is given something for each head of all ranks: it gets its own heads' part of that."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        split = self.split
+        for key, (dim, heads) in split.heads.items():
+            value = kwargs.get(key)
+            if value is not None and value.shape[dim] > 1:  # [..., heads, ...] or [batch x heads, ...]
+                grouped = value.unflatten(dim, (-1, heads))
+                own = slice_along(grouped, split.axis, dim + 1, f"{split.name}.{key}")
+                kwargs[key] = own.flatten(dim, dim + 1)
+        return super().forward(*args, **kwargs)
+
+
+class WholeNorm(SplitModule):
+    """A norm over features that are split: computed whole, of which each rank goes on with its slice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.split
+        whole = gather_along(x, split.axis, -1, split.name)
+        y: Tensor = super().forward(enter(whole, split.axis, split.name, overlaps=split.overlaps))
+        return y.narrow(-1, split.axis.rank * x.shape[-1], x.shape[-1])
 
 
 class IdentityExpert(SplitModule):

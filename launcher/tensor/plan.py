@@ -9,6 +9,9 @@ A plan is the model's own in transformers (`base_model_tp_plan`), with the rows 
 from __future__ import annotations
 
 import re
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
@@ -29,15 +32,33 @@ def plan_of(model: nn.Module) -> dict[str, Rule]:
         ConfigError: there is none.
     """
     kind = model_type_of(model)
-    rows = {**(getattr(model, "tp_plan", None) or {}), **PLANS.get(kind, {})}
+    rows = {**(getattr(model, "tp_plan", None) or {}), **_of_table(model, kind)}
+    names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
     # every HF plan gets a row for the head: alone it is no plan
-    if not any("head" not in pattern for pattern in rows):
+    patterns = [matching(pattern) for pattern in rows if "head" not in pattern]
+    if not any(pattern.fullmatch(name) for pattern in patterns for name in names):
         raise ConfigError(
             f"nobody has written how to split a model of type {kind} over tensor-parallel ranks",
             where=WHERE,
             fix=_how_to_write_one(model),
         )
     return {pattern: row if isinstance(row, Rule) else Rule(row) for pattern, row in rows.items()}
+
+
+def number_of(config: Any, name: str) -> int:
+    """A number of a config, or of a config inside of it: `attn_config.kv_n_heads`."""
+    return int(attrgetter(name)(config))
+
+
+def _of_table(model: nn.Module, kind: str) -> dict[str, str | Rule]:
+    names = (getattr(model, "base_model_prefix", ""), "model")
+    prefix = next((f"{name}." for name in names if name and hasattr(model, name)), "")
+    return {
+        prefix + pattern: row
+        for case in PLANS.get(kind, ())
+        if all(getattr(model.config, name, None) == value for name, value in case.when.items())
+        for pattern, row in case.plan.items()
+    }
 
 
 def matching(pattern: str) -> re.Pattern[str]:

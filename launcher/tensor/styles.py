@@ -18,13 +18,15 @@ from launcher.tensor.layers import (
     LatentAndRope,
     PartialExperts,
     RowParallel,
+    SlicedHeads,
     SplitModule,
     SummedOutput,
     VocabularyHead,
     VocabularyParallelEmbedding,
+    WholeNorm,
 )
 
-Side = Literal["out", "in", "rows", "columns"]
+Side = Literal["out", "in", "rows", "columns", "first", "last"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Style:
 
     Args:
         mixin: for a module that a pattern names; None: its forward stays as it is.
-        side: "out" or "in" features of a linear layer; "rows" or "columns" of an embedding; None: nothing is split.
+        side: "out" or "in" features of a linear layer; "rows" or "columns" of an embedding; the "first"
+            or "last" dim of anything; None: nothing is split.
         packed: proportions where the rule does not say.
         gathers: the output is gathered.
         slices: the input is whole.
@@ -75,6 +78,10 @@ STYLES: dict[str, Style] = {
     "moe_tp_experts": Style(PartialExperts),
     "moe_identity_expert": Style(IdentityExpert),
     "all_reduce": Style(SummedOutput),
+    "heads": Style(SlicedHeads),
+    "whole_norm": Style(WholeNorm, partial=True),
+    "channels": Style(side="first"),
+    "last": Style(side="last"),
     "local_params": Style(),
     "replicate": Style(),
 }
@@ -89,6 +96,8 @@ def split_dim(style: Style, module: nn.Module | None, tensor: Tensor, *, bias: b
     if style.side is None:
         return None
     dims = tensor.dim()
+    if style.side in ("first", "last"):
+        return 0 if style.side == "first" else dims - 1
     if bias or dims == 1:
         return dims - 1 if style.side == "out" else None
     if style.side in ("rows", "columns"):
