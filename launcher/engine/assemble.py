@@ -25,8 +25,11 @@ from launcher.models.units import unit_modules
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
+from launcher.tensor.apply import Options, SplitModel
+from launcher.tensor.apply import apply as split_layers
 from launcher.zero import (
     MadeOnMeta,
+    ModelValues,
     ParamSource,
     ShardAxes,
     ZeroPolicy,
@@ -90,10 +93,13 @@ def initialize(
         )
     device = device or pick_device()
     init_distributed(device)
-    mesh = Mesh.build(device)
-    resolved = _resolved(args, config if config is not None else config_params, mesh, model, auto or {})
+    loaded = _loaded(args, config if config is not None else config_params)
+    mesh = Mesh.build(device, tp=tp_degree(loaded))
+    resolved = _resolved(loaded, mesh, model, auto or {})
     monitor = open_monitor(resolved, mesh)
     chosen = choose(resolved, optimizer, model_parameters, model)
+    source = source or _source(model, seed)
+    split_model = _split_layers(model, source, mesh)
     blocks = unit_modules(model)
     checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
     _mark_leaves(model, resolved)
@@ -103,7 +109,9 @@ def initialize(
         replace(policy_of(resolved), special_dtypes=special_dtypes(resolved, model)),
         device=device,
         blocks=_units(model, blocks),
-        source=source or _source(model, seed),
+        source=source,
+        splits=split_model.splits,
+        tp=split_model.axis,
     )
     cast_buffers(resolved, model)
     stepper = (
@@ -185,7 +193,7 @@ def axes_of(config: Config, mesh: Mesh) -> ShardAxes:
     )
 
 
-def _resolved(args: Any, config: Any, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:
+def _loaded(args: Any, config: Any) -> Config:
     named = getattr(args, "deepspeed_config", None)
     if config is not None and named is not None:
         raise ConfigError(
@@ -194,15 +202,24 @@ def _resolved(args: Any, config: Any, mesh: Mesh, model: nn.Module, auto: Mappin
     config = config if config is not None else named
     if config is None:
         raise ConfigError("initialize() needs a config", fix="pass config=PATH or config={...}")
-    loaded = config if isinstance(config, Config) else load(config)
+    return config if isinstance(config, Config) else load(config)
+
+
+def tp_degree(config: Config) -> int:
+    """How many neighbouring ranks share each layer."""
+    section = getattr(config, "tensor_parallel", None)  # PLACE: config.tensor_parallel.degree
+    return 1 if section is None else int(section.degree)
+
+
+def _resolved(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     values = {**(autos_of_hidden_size(hidden) if isinstance(hidden, int) else {}), **auto}
     return loaded.resolve(dp_degree=mesh.dp.degree, auto=values)
 
 
-def _source(model: nn.Module, seed: int) -> ParamSource | None:
+def _source(model: nn.Module, seed: int) -> ParamSource:
     if not any(p.is_meta for p in model.parameters()):
-        return None
+        return ModelValues()
     if not all(p.is_meta for p in model.parameters()):
         names = [name for name, p in model.named_parameters() if p.is_meta]
         raise LauncherError(
@@ -210,6 +227,14 @@ def _source(model: nn.Module, seed: int) -> ParamSource | None:
             fix="build the whole model under zero.Init() or torch.device('meta'), or none of it",
         )
     return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
+
+
+def _split_layers(model: nn.Module, source: ParamSource, mesh: Mesh) -> SplitModel:
+    """Split the layers of the model along tp."""
+    tp = mesh.axes["tp"]
+    if isinstance(source, MadeOnMeta) and tp.degree > 1:
+        source.keep_whole()
+    return split_layers(model, tp, Options(), device=mesh.device)  # PLACE: options of the JSON
 
 
 def _units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -12,11 +12,13 @@ from torch import nn
 
 from launcher.comm import Axis, broadcast
 from launcher.errors import ConfigError
+from launcher.models.units import unit_modules
 from launcher.tensor.dropout import Streams, drops_out
 from launcher.tensor.layers import Layer, swap
 from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
-from launcher.tensor.plan import WHERE, matching, plan_of
-from launcher.tensor.plans import Rule
+from launcher.tensor.plan import WHERE, matching, model_type_of, plan_of
+from launcher.tensor.plans import WITHOUT_SEQUENCE, Rule
+from launcher.tensor.sequence import SequenceParallel
 from launcher.tensor.split import Split
 from launcher.tensor.styles import STYLES, Style, split_dim
 
@@ -27,9 +29,11 @@ class Options:
 
     Args:
         overlaps: input gradients are reduced while weight gradients are computed (`tp_overlap_comm`).
+        sequence: norms, residuals and dropout work on slices of the sequence (`sequence_parallel`).
     """
 
     overlaps: bool = True
+    sequence: bool = False
 
 
 @dataclass
@@ -84,7 +88,10 @@ class _Splitter:
         self.model, self.axis, self.options = model, axis, options
         self.config: Any = getattr(model, "config", None)
         self.rows = [(matching(pattern), rule) for pattern, rule in plan.items()]
-        self.streams = Streams(axis, device, on=drops_out(model))
+        streams = Streams(axis, device, on=drops_out(model))
+        # With sliced sequences whole blocks are split: their layers need not say where.
+        self.streams = Streams(axis, device, on=False) if options.sequence else streams
+        self._all_streams = streams
         self.local: dict[
             nn.Parameter, nn.Parameter
         ] = {}  # parameter of the model -> what stands in its place
@@ -99,7 +106,24 @@ class _Splitter:
                 own = self._rule_of(f"{name}.{key}" if name else key)
                 if own is not None:
                     self._split_parameter(name, module, key, own, named=False)
+        if self.options.sequence:
+            self.partial |= self._slice_sequences()
         return {name: self._final(parameter) for name, parameter in self.model.named_parameters()}
+
+    def _slice_sequences(self) -> set[nn.Parameter]:
+        """The parameters whose gradients become partial by it."""
+        kind = model_type_of(self.model)
+        if kind in WITHOUT_SEQUENCE:
+            raise ConfigError(
+                f"models of type {kind} cannot work on slices of the sequence: {WITHOUT_SEQUENCE[kind]}",
+                where="tensor_parallel.sequence_parallel",
+                fix="set it to false",
+            )
+        known = {*self.split, *self.partial}
+        blocks = unit_modules(self.model)
+        made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.options.overlaps)
+        made.install()
+        return made.partial
 
     def _final(self, parameter: nn.Parameter) -> Split:
         if parameter in self.split:
@@ -139,7 +163,8 @@ class _Splitter:
         _resize(module, style)
 
     def _layer(self, name: str, module: nn.Module, rule: Rule, style: Style) -> Layer:
-        layer = Layer(self.axis, name, self.options.overlaps, self.streams, slices=style.slices)
+        layer = Layer(self.axis, name, self.options.overlaps, self.streams)
+        layer.slices, layer.takes = style.slices, style.takes
         weight = module._parameters.get("weight")
         if weight is None:
             return layer
@@ -195,7 +220,8 @@ class _Splitter:
     ) -> Split:
         style = STYLES[rule.style]
         owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)
-        unit = _head_size(owner, parameter.shape[dim], style)
+        of_heads = named and style.side == "out" and not style.gathers
+        unit = _head_size(owner, name, parameter.shape[dim]) if of_heads else 1
         replicates = unit > 1 and hasattr(owner, "num_key_value_groups")
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))
@@ -237,11 +263,14 @@ def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     return found[0], found[1]
 
 
-def _head_size(owner: nn.Module, size: int, style: Style) -> int:
+_OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+
+
+def _head_size(owner: nn.Module, name: str, size: int) -> int:
     """Features that stay together: those of a head, in an attention module that says its head's size."""
     head = getattr(owner, "head_dim", None)
-    heads_are_split = style.side == "out" and not style.gathers and not style.uneven
-    return head if heads_are_split and isinstance(head, int) and head and size % head == 0 else 1
+    heads = name.rpartition(".")[2] in _OF_HEADS and isinstance(head, int) and head > 0 and size % head == 0
+    return int(head or 1) if heads else 1
 
 
 def _resize(module: nn.Module, style: Style) -> None:

@@ -25,9 +25,6 @@ from torch.nn import functional as F
 from launcher.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from launcher.tensor.parts import even_sizes
 
-SEQUENCE = 1  # dim of the sequence in activations [batch, sequence, hidden]
-
-
 # ---- collectives on tensors of any shape ------------------------------------------------------
 
 
@@ -53,11 +50,17 @@ def gathered(tensor: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int
 
 def scattered(tensor: Tensor, axis: Axis, dim: int, tag: str) -> Tensor:
     """This rank's slice along `dim`, which the degree divides, of the sum over the axis."""
-    dim = dim % tensor.dim()
-    rows = torch.stack(tensor.chunk(axis.degree, dim)) if _outer(tensor, dim) > 1 else tensor.contiguous()
-    out = tensor.new_empty(_resized(tensor.shape, dim, tensor.shape[dim] // axis.degree))
+    rows = _rank_major(tensor, dim, axis.degree)
+    out = torch.empty_like(rows[0])
     reduce_scatter(rows.view(-1), out.view(-1), axis, tag).wait()
     return out
+
+
+def _rank_major(tensor: Tensor, dim: int, degree: int) -> Tensor:
+    """[..., N * s, ...] -> [N, ..., s, ...], contiguous: what each rank is to get lies together."""
+    if tensor.shape[:dim].numel() == 1 and tensor.is_contiguous():
+        return tensor.view(degree, *tensor.shape[:dim], -1, *tensor.shape[dim + 1 :])
+    return torch.stack(tensor.chunk(degree, dim))
 
 
 def sliced(tensor: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -70,10 +73,6 @@ def _resized(shape: torch.Size, dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
-def _outer(tensor: Tensor, dim: int) -> int:
-    return torch.Size(tensor.shape[:dim]).numel()
-
-
 # ---- entering ---------------------------------------------------------------------------------
 
 
@@ -82,10 +81,10 @@ class Entered:
 
     Args:
         overlaps: the reduction starts before the last reader's weight gradient is computed, not after it.
-        sequence: the activation was gathered along the sequence: the sum is scattered along it.
+        sequence: the dim along which the activation was gathered: the sum is scattered along it.
     """
 
-    def __init__(self, axis: Axis, tag: str, *, overlaps: bool, sequence: bool = False) -> None:
+    def __init__(self, axis: Axis, tag: str, *, overlaps: bool, sequence: int | None = None) -> None:
         self.axis, self.tag, self.overlaps, self.sequence = axis, tag, overlaps, sequence
         self.readers = self._left = 0
         self._sum: Tensor | None = None
@@ -109,10 +108,9 @@ class Entered:
 
     def _start(self) -> None:
         assert self._sum is not None
-        if self.sequence:
-            chunks, outer = self._sum.chunk(self.axis.degree, SEQUENCE), _outer(self._sum, SEQUENCE)
-            self._sum = torch.stack(chunks) if outer > 1 else self._sum.contiguous()
-            self._out = torch.empty_like(chunks[0], memory_format=torch.contiguous_format)
+        if self.sequence is not None:
+            self._sum = _rank_major(self._sum, self.sequence, self.axis.degree)
+            self._out = torch.empty_like(self._sum[0])
             self._pending = reduce_scatter(self._sum.view(-1), self._out.view(-1), self.axis, self.tag)
         else:
             self._out = self._sum = self._sum.contiguous()
@@ -174,25 +172,29 @@ def enter(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
 
 
 def enter_gathered(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
-    """`x` [batch, its slice of the sequence, ...] gathered along the sequence.
+    """`x` [batch, its slice of the sequence, ...] gathered along the sequence; [tokens, ...] along the tokens.
 
     Split layers that read the result send back partial sums, which are reduce-scattered; what else reads it has the
     same gradient on all ranks, of which each rank takes its slice.
     """
-    if axis.degree == 1:
-        return x
     version, known = getattr(x, _ENTERED, (None, None))
     if known is not None and version == x._version:
         return known
-    full: Tensor = gather_along(x, axis, SEQUENCE, f"{tag}/forward")
+    dim = sequence_dim(x)
+    full: Tensor = gather_along(x, axis, dim, tag)
     if torch.is_grad_enabled() and x.requires_grad:
-        entered = Entered(axis, f"{tag}/backward", overlaps=overlaps, sequence=True)
+        entered = Entered(axis, f"{tag}/backward", overlaps=overlaps, sequence=dim)
         made = _Enter.apply(x, entered, full.detach())
         setattr(made, _STATE, entered)
         setattr(full, _ENTERED, (full._version, made))
     if not x.is_leaf:
         setattr(x, _ENTERED, (x._version, full))
     return full
+
+
+def sequence_dim(x: Tensor) -> int:
+    """Of activations [batch, sequence, ...]; of flattened ones [tokens, hidden] the tokens."""
+    return min(1, x.dim() - 2)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -254,13 +256,13 @@ class _Leave(torch.autograd.Function):
 class _LeaveScattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, tag: str) -> Tensor:
-        ctx.axis, ctx.tag = axis, tag
-        return scattered(x, axis, SEQUENCE, f"{tag}/forward")
+        ctx.axis, ctx.tag, ctx.dim = axis, tag, sequence_dim(x)
+        return scattered(x, axis, ctx.dim, f"{tag}/forward")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(gradient, ctx.axis, SEQUENCE, f"{ctx.tag}/backward"), None, None
+        return gathered(gradient, ctx.axis, ctx.dim, f"{ctx.tag}/backward"), None, None
 
 
 class _Slice(torch.autograd.Function):
@@ -282,7 +284,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int] | None) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
         ctx.sizes = [x.shape[dim]] * axis.degree if sizes is None else sizes
-        return gathered(x, axis, dim, tag, ctx.sizes)
+        return gathered(x, axis, dim, f"{tag}/forward", ctx.sizes)
 
     @staticmethod
     @once_differentiable

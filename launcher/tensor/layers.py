@@ -28,6 +28,14 @@ from launcher.tensor.functions import (
 
 
 @dataclass
+class SequenceState:
+    """Whether the forward under way has its sequences sliced, and how long they are when whole."""
+
+    active: bool = False
+    length: int = 0
+
+
+@dataclass
 class Layer:
     """What a split module knows of its split.
 
@@ -38,7 +46,9 @@ class Layer:
         streams: random numbers for dropout.
         gathers: sizes on every rank of each packed part of the output, which is gathered; None: it stays split.
         slices: the input is whole, and this rank takes its slice.
-        scatters: the output is reduce-scattered along the sequence: set by sequence parallelism.
+        takes: the output becomes whole, and this rank takes its slice.
+        sequence: where norms and residuals work on slices of the sequence (`sequence.py`).
+        scatters: outputs with at least so many dims are reduce-scattered along the sequence; 0: none are.
         start, stop: the vocabulary ids of this rank.
         rope: features of MLA's rope part.
         linear: the module computes what nn.Linear or Conv1D does; set by `swap`.
@@ -50,7 +60,9 @@ class Layer:
     streams: Streams
     gathers: list[list[int]] | None = None
     slices: bool = False
-    scatters: bool = False
+    takes: bool = False
+    sequence: SequenceState | None = None
+    scatters: int = 0
     start: int = 0
     stop: int = 0
     rope: int = 0
@@ -74,9 +86,9 @@ class ColumnParallel(SplitModule):
             split.streams.begin_split(self.training)
             return y
         parts = y.split([sizes[split.axis.rank] for sizes in split.gathers], -1)
-        tag = f"{split.name}/forward"
         joined = [
-            gather_along(p, split.axis, -1, tag, sizes) for p, sizes in zip(parts, split.gathers, strict=True)
+            gather_along(part, split.axis, -1, split.name, sizes)
+            for part, sizes in zip(parts, split.gathers, strict=True)
         ]
         return joined[0] if len(joined) == 1 else torch.cat(joined, -1)
 
@@ -89,7 +101,7 @@ class VocabularyHead(SplitModule):
         logits = _linear(self, enter(x, split.axis, split.name, overlaps=split.overlaps))
         if split.gathers is None:
             return logits
-        return gather_along(logits, split.axis, -1, f"{split.name}/forward", split.gathers[0])
+        return gather_along(logits, split.axis, -1, split.name, split.gathers[0])
 
 
 class RowParallel(SplitModule):
@@ -108,12 +120,13 @@ class RowParallel(SplitModule):
                 y = super().forward(x, *args, **kwargs)
             finally:
                 self._parameters["bias"] = bias
-        if split.scatters and y.dim() == 3:
+        if split.sequence is not None and split.sequence.active and 0 < split.scatters <= y.dim():
             y = leave_scattered(y, split.axis, split.name)
         else:
             y = leave(y, split.axis, split.name, fresh=True)
             split.streams.end_split()
-        return y if bias is None else y + bias
+        y = y if bias is None else y + bias
+        return slice_along(y, split.axis, -1, f"{split.name}.output") if split.takes else y
 
 
 class VocabularyParallelEmbedding(SplitModule):
@@ -132,7 +145,7 @@ class HiddenParallelEmbedding(SplitModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         split = self.split
-        return gather_along(super().forward(ids), split.axis, -1, f"{split.name}/forward")
+        return gather_along(super().forward(ids), split.axis, -1, split.name)
 
 
 class PartialExperts(SplitModule):

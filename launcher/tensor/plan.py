@@ -3,7 +3,7 @@
 A plan maps name patterns to rules. `*` stands for a number, as in `model.layers.*.self_attn.q_proj`. A pattern may name
 a module or a parameter. What no pattern names is replicated.
 
-Where a plan comes from: our table (`plans.py`), else the model's own in transformers (`base_model_tp_plan`).
+A plan is the model's own in transformers (`base_model_tp_plan`), with the rows of our table (`plans.py`) over it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def plan_of(model: nn.Module) -> dict[str, Rule]:
         ConfigError: there is none.
     """
     kind = model_type_of(model)
-    own: dict[str, str] = getattr(model, "tp_plan", None) or {}
-    rows = PLANS.get(kind) or own
+    rows = {**(getattr(model, "tp_plan", None) or {}), **PLANS.get(kind, {})}
     # every HF plan gets a row for the head: alone it is no plan
     if not any("head" not in pattern for pattern in rows):
         raise ConfigError(

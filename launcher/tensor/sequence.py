@@ -1,0 +1,210 @@
+"""Sequence parallelism (Megatron; Korthikanti et al. 2022): between split layers each rank of the tp axis works on its
+slice of the sequence, so norms, residuals and dropout are neither computed nor kept twice.
+
+```
+embedding -> slice -> [norm -> gather | region | reduce-scatter -> residual -> ...] -> gather -> last norm, head
+```
+
+A region is what needs whole sequences: the children of a block but norms and dropout (mostly attention and MLP). On its
+way in the sequence is gathered, once for all that read it. On its way out partial sums are reduce-scattered where a
+region ends in one row-parallel layer; any other region makes whole sequences, of which each rank takes its slice.
+Parameters of a block outside of its regions see a slice: their gradients are partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.comm import Axis
+from launcher.errors import ConfigError
+from launcher.tensor.dropout import Streams
+from launcher.tensor.functions import enter_gathered, gather_along, slice_along
+from launcher.tensor.layers import (
+    ColumnParallel,
+    PartialExperts,
+    RowParallel,
+    SequenceState,
+    SplitModule,
+    SummedOutput,
+)
+
+WHERE = "tensor_parallel.sequence_parallel"
+_ELEMENTWISE = ("norm", "dropout", "identity", "activation", "gelu", "silu", "relu")  # in a class's name
+_STATES = ("hidden_states", "x", "hidden_state", "inputs")  # keywords of what travels from block to block
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class SequenceParallel:
+    """Slices sequences between the blocks of a model whose layers are split.
+
+    Args:
+        blocks: in the order of the forward; a block takes and returns [batch, sequence, ...].
+        streams: random numbers for dropout; blocks work on slices, so each rank draws its own.
+        summed: parameters that are split, or whose gradients are summed over the ranks as the plan says.
+        overlaps: as in `enter`.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        blocks: list[tuple[str, nn.Module]],
+        streams: Streams,
+        summed: set[nn.Parameter],
+        *,
+        overlaps: bool,
+    ) -> None:
+        self.axis, self.blocks, self.streams, self.overlaps = axis, blocks, streams, overlaps
+        self.summed = summed
+        self.state = SequenceState()
+        self.partial: set[nn.Parameter] = set()
+
+    def install(self) -> None:
+        """Put hooks on the blocks and their regions, and find the parameters whose gradients are partial."""
+        for place, (name, block) in enumerate(self.blocks):
+            first, last = place == 0, place == len(self.blocks) - 1
+            block.register_forward_pre_hook(self._before_block(name, first=first), with_kwargs=True)
+            regions = set()
+            for region_name, region in _regions(name, block):
+                regions |= set(region.modules())
+                self._install_region(region_name, region)
+            block.register_forward_hook(self._after_block(name, last=last), always_call=True)
+            outside = [module for module in block.modules() if module not in regions]
+            self.partial |= {p for module in outside for p in module._parameters.values() if p is not None}
+
+    def _install_region(self, name: str, region: nn.Module) -> None:
+        for module in region.modules():
+            if isinstance(module, SplitModule):
+                module.split.sequence = self.state
+        if isinstance(region, RowParallel) and not region.split.slices:
+            region.split.scatters = 2
+            self._sees_a_slice(region)
+            return
+        region.register_forward_pre_hook(self._before_region(name), with_kwargs=True)
+        if isinstance(region, ColumnParallel):
+            return
+        reducing = [m for m in region.modules() if isinstance(m, (RowParallel, PartialExperts, SummedOutput))]
+        if len(reducing) == 1 and isinstance(reducing[0], RowParallel) and self._all_know(region):
+            reducing[0].split.scatters = 3
+            self._sees_a_slice(reducing[0])
+        elif self.streams.on and any(isinstance(m, nn.Dropout) and m.p > 0 for m in region.modules()):
+            raise ConfigError(
+                f"{name} has dropout after a sum over the ranks, which cannot be kept alike on slices of the sequence",
+                where=WHERE,
+                fix="set it to false, or set the model's dropout to 0",
+            )
+        region.register_forward_hook(self._after_region(name))
+
+    def _all_know(self, region: nn.Module) -> bool:
+        """Whether no parameter could come after the sum, see a slice, and have its gradient taken for whole."""
+        plain = [module for module in region.modules() if not isinstance(module, SplitModule)]
+        return self.summed.issuperset(
+            p for module in plain for p in module._parameters.values() if p is not None
+        )
+
+    def _sees_a_slice(self, row: nn.Module) -> None:
+        """Its bias is added to this rank's slice."""
+        self.partial |= {p for key, p in row._parameters.items() if key == "bias" and p is not None}
+
+    # ---- blocks -----------------------------------------------------------------------------
+
+    def _before_block(self, name: str, *, first: bool) -> Callable[..., Call]:
+        def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+            if first:
+                states = _states_of(args, kwargs)
+                self.state.active, self.state.length = self._divides(states), states.shape[1]
+            if not self.state.active:
+                return args, kwargs
+            self.streams.begin_split(block.training)
+            if first:
+                return _mapped(args, kwargs, lambda x: slice_along(x, self.axis, 1, f"{name}.sequence"))
+            return args, kwargs
+
+        return before
+
+    def _after_block(self, name: str, *, last: bool) -> Callable[..., Any]:
+        def after(block: nn.Module, args: Any, output: Any) -> Any:
+            self.streams.end_split()
+            if not (last and self.state.active):
+                return None
+            self.state.active = False
+            return _first(output, lambda x: gather_along(x, self.axis, 1, f"{name}.sequence"))
+
+        return after
+
+    def _divides(self, states: Tensor) -> bool:
+        length = states.shape[1]
+        if length % self.axis.degree == 0:
+            return True
+        if not torch.is_grad_enabled():  # generation, token by token: nothing is kept that slicing would save
+            return False
+        raise ConfigError(
+            f"a sequence of {length} tokens cannot be sliced over {self.axis.degree} tensor-parallel ranks",
+            where=WHERE,
+            fix=f"pad batches to a multiple of {self.axis.degree} tokens (pad_to_multiple_of of the data collator)",
+        )
+
+    # ---- regions ----------------------------------------------------------------------------
+
+    def _before_region(self, name: str) -> Callable[..., Call]:
+        def before(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+            if not self.state.active:
+                return args, kwargs
+            return _mapped(args, kwargs, lambda x: enter_gathered(x, self.axis, name, overlaps=self.overlaps))
+
+        return before
+
+    def _after_region(self, name: str) -> Callable[..., Any]:
+        def after(region: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return _first(output, lambda x: self._sliced(x, name)) if self.state.active else None
+
+        return after
+
+    def _sliced(self, x: Tensor, name: str) -> Tensor:
+        """This rank's slice of whole sequences [batch, sequence, ...] or [batch x sequence, hidden]; a slice as it is."""
+        length = self.state.length
+        if x.dim() == 2 and x.shape[0] % length == 0:
+            return slice_along(x.view(-1, length, x.shape[1]), self.axis, 1, name).flatten(0, 1)
+        return slice_along(x, self.axis, 1, name) if x.dim() > 2 and x.shape[1] == length else x
+
+
+def _regions(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children that need whole sequences; of lists, their elements."""
+    for key, child in block.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _regions(f"{name}.{key}", child)
+        elif isinstance(child, SplitModule) or not any(
+            word in type(child).__name__.lower() for word in _ELEMENTWISE
+        ):
+            yield f"{name}.{key}", child
+
+
+def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    found: list[Tensor] = []
+    _mapped(args, kwargs, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
+    return found[0]
+
+
+def _mapped(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Call:
+    """The arguments with what travels from block to block changed."""
+    if args and isinstance(args[0], Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    for key in _STATES:
+        if isinstance(kwargs.get(key), Tensor):
+            return args, {**kwargs, key: change(kwargs[key])}
+    raise ConfigError(
+        f"no argument of a block or of one of its parts is known to be its activations: {list(kwargs)}",
+        where=WHERE,
+        fix="set it to false for this model",
+    )
+
+
+def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """An output with its activations changed: the tensor, or the first of a tuple."""
+    if isinstance(output, Tensor):
+        return change(output)
+    return type(output)((change(output[0]), *output[1:]))
