@@ -225,7 +225,7 @@ def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
 
 
 def _is_inside(path: str, around: str) -> bool:
-    return path == around or path.startswith((f"{around}.", f"{around}["))
+    return f"{path}.".startswith(f"{around}.")
 
 
 @dataclass(frozen=True)

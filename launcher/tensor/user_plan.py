@@ -90,7 +90,7 @@ def check_rules(
         ConfigError: a rule matches no parameter, or in strict mode a linear layer has none.
     """
     for rule in rules:
-        if rule.where and not any(rule.pattern.match(name) for name in names):
+        if not any(rule.pattern.match(name) for name in names):
             raise ConfigError(
                 f'"{rule.pattern.pattern}" matches no parameter; they are {_some(names)}',
                 where=rule.where,

@@ -71,9 +71,17 @@ def test_strict_mode_wants_a_word_on_every_linear_layer() -> None:
         check_rules(config, rules, NAMES, linear=NAMES[:1])
         with pytest.raises(ConfigError, match=r"1 weights of linear layers have no rule: .*attn\.o\.weight"):
             check_rules(config, rules, NAMES, linear=NAMES[:2])
-    check_rules(
-        config.model_copy(update={"use_default_specs": True}), rules[:1], NAMES, NAMES[:2], NAMES[1:2]
-    )
+
+
+def test_the_models_own_plan_is_a_word_too_unless_it_is_off() -> None:
+    for defaults in (True, False):
+        config = partition({"patterns": [".*qkv"]}, strict_mode=True, use_default_specs=defaults)
+        rules = rules_of(config, "llama")
+        if defaults:
+            check_rules(config, rules, NAMES, linear=NAMES[:2], planned=NAMES[1:2])
+        else:
+            with pytest.raises(ConfigError, match=r"have no rule: .*attn\.o\.weight"):
+                check_rules(config, rules, NAMES, linear=NAMES[:2], planned=NAMES[1:2])
 
 
 CUTS = [  # rule, shape of the parameter, dim, sizes
