@@ -107,7 +107,7 @@ class SplitHead:
 
     def gather(self, local: Tensor) -> Tensor:
         """[..., width] -> [..., vocabulary]."""
-        return gather_along(local, self.axis, -1, "head/logits", self.sizes)
+        return gather_along(local, self.axis, -1, "head", self.sizes)
 
     def finish(self, outputs: object, training: bool) -> ModelOutput:
         """The outputs of the model's own forward, with logits that somebody can read, or with the guard."""
