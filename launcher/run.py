@@ -16,7 +16,6 @@ from rich.console import Console
 from launcher.comm import init_distributed, pick_device
 from launcher.config import Config, load
 from launcher.engine import Engine
-from launcher.engine.assemble import tp_degree
 from launcher.errors import ConfigError
 from launcher.monitor.summary import write_json
 
@@ -58,7 +57,7 @@ class Run:
         config = load(source)
         # Dropout differs by rank, but not inside a group that works on the same sequences; weights and data have seeds
         # of their own.
-        seed = args.seed + rank // tp_degree(config)
+        seed = args.seed + rank // config.tensor_parallel.degree
         random.seed(seed)
         torch.manual_seed(seed)
         output = Path(os.environ.get("LAUNCHER_OUTPUT_DIR") or args.output_dir or "runs/run")
@@ -103,7 +102,7 @@ class Run:
         if self.args.epochs is None:
             return default
         auto = self.auto_values(lr=1.0, total_steps=1, micro_batch=micro_batch)
-        dp_degree = dist.get_world_size() // tp_degree(self.config)
+        dp_degree = dist.get_world_size() // self.config.tensor_parallel.degree
         batch = self.config.resolve(dp_degree=dp_degree, auto=auto).train_batch_size
         return max(1, int(self.args.epochs * (sequences // int(str(batch)))))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher.comm import Mesh, init_distributed, pick_device
@@ -94,12 +95,13 @@ def initialize(
     device = device or pick_device()
     init_distributed(device)
     loaded = _loaded(args, config if config is not None else config_params)
-    mesh = Mesh.build(device, tp=tp_degree(loaded))
+    dp = loaded.dp_degree(dist.get_world_size())
+    mesh = Mesh.build(device, dp=dp, tp=loaded.tensor_parallel.degree)
     resolved = _resolved(loaded, mesh, model, auto or {})
     monitor = open_monitor(resolved, mesh)
     chosen = choose(resolved, optimizer, model_parameters, model)
     source = source or _source(model, seed)
-    split_model = _split_layers(model, source, mesh)
+    split_model = _split_layers(model, source, mesh, resolved)
     blocks = unit_modules(model)
     checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
     _mark_leaves(model, resolved)
@@ -205,12 +207,6 @@ def _loaded(args: Any, config: Any) -> Config:
     return config if isinstance(config, Config) else load(config)
 
 
-def tp_degree(config: Config) -> int:
-    """How many neighbouring ranks share each layer."""
-    section = getattr(config, "tensor_parallel", None)  # PLACE: config.tensor_parallel.degree
-    return 1 if section is None else int(section.degree)
-
-
 def _resolved(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     values = {**(autos_of_hidden_size(hidden) if isinstance(hidden, int) else {}), **auto}
@@ -229,12 +225,18 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
     return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
 
 
-def _split_layers(model: nn.Module, source: ParamSource, mesh: Mesh) -> SplitModel:
+def _split_layers(model: nn.Module, source: ParamSource, mesh: Mesh, config: Config) -> SplitModel:
     """Split the layers of the model along tp."""
-    tp = mesh.axes["tp"]
+    tp, section = mesh.axes["tp"], config.tensor_parallel
     if isinstance(source, MadeOnMeta) and tp.degree > 1:
         source.keep_whole()
-    return split_layers(model, tp, Options(), device=mesh.device)  # PLACE: options of the JSON
+    options = Options(
+        overlaps=section.tp_overlap_comm,
+        sequence=section.sequence_parallel,
+        split_logits=section.vocab_parallel_lm_head,
+        rules=section.partition_config,
+    )
+    return split_layers(model, tp, options, device=mesh.device)
 
 
 def _units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from launcher.comm import Axis, broadcast
+from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
 from launcher.models.units import unit_modules
-from launcher.tensor.counts import divide
+from launcher.tensor.counts import divide, head_size, resize
 from launcher.tensor.dropout import Streams, drops_out
+from launcher.tensor.head import keep_logits_split
 from launcher.tensor.layers import Layer, swap
 from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
 from launcher.tensor.plan import WHERE, matching, model_type_of, number_of, plan_of
@@ -31,10 +33,15 @@ class Options:
     Args:
         overlaps: input gradients are reduced while weight gradients are computed (`tp_overlap_comm`).
         sequence: norms, residuals and dropout work on slices of the sequence (`sequence_parallel`).
+        split_logits: the loss is computed on logits split over the vocabulary (`vocab_parallel_lm_head`); None: where
+            the model allows it.
+        rules: come before the model's own plan (`partition_config`).
     """
 
     overlaps: bool = True
     sequence: bool = False
+    split_logits: bool | None = None
+    rules: PartitionConfig | None = None
 
 
 @dataclass
@@ -71,7 +78,9 @@ def apply(
     """
     if axis.degree == 1:
         return SplitModel(axis)
-    splitter = _Splitter(model, axis, options, device, plan_of(model) if plan is None else plan)
+    splitter = _Splitter(
+        model, axis, options, device, plan_of(model, options.rules) if plan is None else plan
+    )
     return SplitModel(axis, splitter.run())
 
 
@@ -111,6 +120,7 @@ class _Splitter:
                 if own is not None:
                     self._split_parameter(name, module, key, own, named=False)
         self._follow()
+        keep_logits_split(self.model, self.axis, ends_of(self.model)[1], self.options.split_logits)
         if self.options.sequence:
             self.partial |= self._slice_sequences()
         return {name: self._final(parameter) for name, parameter in self.model.named_parameters()}
@@ -138,7 +148,7 @@ class _Splitter:
                     module._parameters[key] = self.local[parameter]
         for owner, holders in self.holders.items():
             if hasattr(owner, "num_key_value_groups"):
-                owner.num_key_value_groups //= holders
+                owner.num_key_value_groups //= holders  # type: ignore[assignment, operator]
 
     def _final(self, parameter: nn.Parameter) -> Split:
         if parameter in self.split:
@@ -176,7 +186,7 @@ class _Splitter:
                 divide(module, attribute, self.axis.degree, replicates=rule.replicates)
             except IndivisibleError as error:
                 raise self._indivisible(f"{name}.{attribute}", error.count) from None
-        _resize(module, style)
+        resize(module, style.side)
 
     def _layer(self, name: str, module: nn.Module, rule: Rule, style: Style) -> Layer:
         layer = Layer(self.axis, name, self.options.overlaps, self.streams)
@@ -241,7 +251,7 @@ class _Splitter:
         style = STYLES[rule.style]
         owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)
         of_heads = named and style.side == "out" and not style.gathers
-        unit = rule.unit or (_head_size(owner, name, parameter.shape[dim]) if of_heads else 1)
+        unit = rule.unit or (head_size(owner, name, parameter.shape[dim]) if of_heads else 1)
         replicates = rule.replicates or (unit > 1 and hasattr(owner, "num_key_value_groups"))
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))
@@ -284,28 +294,3 @@ def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         except (AttributeError, NotImplementedError):
             found.append(None)
     return found[0], found[1]
-
-
-_OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
-
-
-def _head_size(owner: nn.Module, name: str, size: int) -> int:
-    """Features that stay together: those of a head, in an attention module that says its head's size."""
-    head = getattr(owner, "head_dim", None)
-    heads = name.rpartition(".")[2] in _OF_HEADS and isinstance(head, int) and head > 0 and size % head == 0
-    return int(head or 1) if heads else 1
-
-
-def _resize(module: nn.Module, style: Style) -> None:
-    """Attributes that say how large a module is."""
-    weight = module._parameters.get("weight")
-    if weight is None or style.side is None:
-        return
-    if isinstance(module, nn.Linear):
-        module.out_features, module.in_features = weight.shape
-    if isinstance(module, nn.Embedding):
-        module.num_embeddings, module.embedding_dim = weight.shape
-        layer: Any = module.split
-        pad = module.padding_idx
-        if style.side == "rows" and pad is not None:
-            module.padding_idx = pad - layer.start if layer.start <= pad < layer.stop else None

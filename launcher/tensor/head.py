@@ -17,19 +17,21 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from launcher.comm import Axis
-from launcher.errors import LauncherError, SplitLogitsError
+from launcher.errors import ConfigError, LauncherError, SplitLogitsError
 from launcher.tensor.functions import gather_along
+from launcher.tensor.layers import VocabularyHead
 from launcher.tensor.loss import causal_lm_loss
 
+_PER_VOCABULARY = ("z_loss_coefficient", "unpadded_vocab_size")
 _METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-_GATHER = 'write "colwise_gather_output" for its head in the plan'
+_GATHER = "write tensor_parallel.vocab_parallel_lm_head: false"
 _loss_only: ContextVar[bool] = ContextVar("loss_only", default=False)
 
 
@@ -43,6 +45,9 @@ def wants_gathered_head(model: PreTrainedModel) -> str | None:
         return f"{name}.forward does not call loss_function"
     if model.loss_function is not ForCausalLMLoss:
         return f"the loss of {name} is not ForCausalLMLoss"
+    for key in _PER_VOCABULARY:
+        if getattr(model.config, key, None):
+            return f"{key} of its config makes {name}.forward look at whole logits"
     if not model.config.return_dict:
         return f"the outputs of {name} are tuples: config.return_dict is false"
     return None
@@ -66,6 +71,34 @@ def split_head(model: PreTrainedModel, axis: Axis, sizes: Sequence[int]) -> None
     model.loss_function = head.loss
     model.split_head = head  # type: ignore[assignment]
     model.__class__ = _with_split_head(type(model))
+
+
+def keep_logits_split(model: nn.Module, axis: Axis, head: nn.Module | None, wanted: bool | None) -> None:
+    """Let the loss of a model work on split logits, where it can.
+
+    Args:
+        head: its output head, split over the vocabulary or not.
+        wanted: None: where it can; True: or else it is an error; False: logits are gathered.
+
+    Raises:
+        ConfigError: it is wanted and cannot be.
+    """
+    if not isinstance(head, VocabularyHead):
+        why: str | None = "its head is not split over the vocabulary"
+    elif not isinstance(model, PreTrainedModel):
+        why = "it is no model of transformers"
+    else:
+        why = wants_gathered_head(model)
+    if wanted and why is not None:
+        raise ConfigError(
+            f"the loss of {type(model).__name__} cannot be computed on split logits: {why}",
+            where="tensor_parallel.vocab_parallel_lm_head",
+            fix="leave it out: the logits are gathered then",
+        )
+    if why is None and wanted is not False and isinstance(head, VocabularyHead):
+        assert head.split.gathers is not None and isinstance(model, PreTrainedModel)
+        sizes, head.split.gathers = head.split.gathers[0], None
+        split_head(model, axis, sizes)
 
 
 @contextmanager

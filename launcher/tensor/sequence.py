@@ -165,7 +165,7 @@ class SequenceParallel:
         return after
 
     def _sliced(self, x: Tensor, name: str) -> Tensor:
-        """This rank's slice of whole sequences [batch, sequence, ...] or [batch x sequence, hidden]; a slice as it is."""
+        """Whole sequences [batch, sequence, ...] or [batch x sequence, hidden] sliced; a slice as it is."""
         length = self.state.length
         if x.dim() == 2 and x.shape[0] % length == 0:
             return slice_along(x.view(-1, length, x.shape[1]), self.axis, 1, name).flatten(0, 1)

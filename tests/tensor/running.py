@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.comm import all_reduce
-from launcher.tensor.apply import Options
 from launcher.zero import ParamSlice
 from tests.engine.driving import CPU
 from tests.pool.reference import batch, share
@@ -36,12 +33,8 @@ def engine_of(
     tp: int, config: dict[str, Any], model: nn.Module, *, sequence: bool = False, **arguments: Any
 ) -> Any:
     """The engine alone of `launcher.initialize`, at a degree."""
-    options = partial(Options, sequence=sequence)
-    with (
-        patch("launcher.engine.assemble.tp_degree", lambda _: tp),
-        patch("launcher.engine.assemble.Options", options),
-    ):
-        return launcher.initialize(model=model, config=config, device=CPU, **arguments)[0]
+    config = {**config, "tensor_parallel": {"autotp_size": tp, "sequence_parallel": sequence}}
+    return launcher.initialize(model=model, config=config, device=CPU, **arguments)[0]
 
 
 def advance(engine: Any, steps: Iterable[int]) -> tuple[list[float], list[float]]:

@@ -54,12 +54,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def split(model: PreTrainedModel, axis: Axis) -> Any:
-    """Split the layers, and keep the logits split."""
-    made = apply(model, axis, Options(), device=CPU)
-    layer = model.get_output_embeddings().split
-    sizes, layer.gathers = layer.gathers[0], None
-    split_head(model, axis, sizes)
-    return made
+    return apply(model, axis, Options(), device=CPU)
 
 
 def compare(ctx: RankContext, name: str) -> None:
@@ -227,7 +222,7 @@ class OwnColumns(LlamaForCausalLM):
 )
 def test_a_forward_that_does_something_else_is_told(kind: type[PreTrainedModel], words: str) -> None:
     model = alone(kind(tiny_llama(vocab=VOCAB, layers=1).config))
-    with pytest.raises(LauncherError, match=rf"{words}(.*\n)*.*colwise_gather_output"):
+    with pytest.raises(LauncherError, match=rf"{words}(.*\n)*.*vocab_parallel_lm_head: false"):
         model(IDS, labels=IDS)
 
 
