@@ -123,8 +123,9 @@ class _Splitter:
                 if parameter in self.local:
                     module._parameters[key] = self.local[parameter]
         for owner, holders in self.holders.items():
-            if hasattr(owner, "num_key_value_groups"):
-                owner.num_key_value_groups //= holders
+            groups = getattr(owner, "num_key_value_groups", None)
+            if isinstance(groups, int):
+                owner.num_key_value_groups = groups // holders  # type: ignore[assignment]
 
     def _final(self, parameter: nn.Parameter) -> Split:
         if parameter in self.split:

@@ -3,7 +3,7 @@
 A plan maps name patterns to rules. `*` stands for a number, as in `model.layers.*.self_attn.q_proj`. A pattern may name
 a module or a parameter. What no pattern names is replicated.
 
-Where a plan comes from: our table (`plans.py`), else the model's own in transformers (`base_model_tp_plan`).
+Where a plan comes from: the model's own in transformers (`base_model_tp_plan`), and our table (`plans.py`) over it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plan_of(model: nn.Module) -> dict[str, Rule]:
     """
     kind = model_type_of(model)
     own: dict[str, str] = getattr(model, "tp_plan", None) or {}
-    rows = _of_table(model, kind) or own
+    rows = {**own, **_of_table(model, kind)}
     names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
     # every HF plan gets a row for the head: alone it is no plan
     patterns = [matching(pattern) for pattern in rows if "head" not in pattern]

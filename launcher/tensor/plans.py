@@ -1,6 +1,7 @@
 """Our own plans, by model type: for models that have none in transformers, and where theirs can be bettered. Data.
 
-Adding a model is adding a row to PLANS. Names are those inside the base model: `layers.*.self_attn`, not
+Rows for a type that has a plan in transformers stand for rows there of the same name, or are added to them. Adding a
+model is adding a row to PLANS. Names are those inside the base model: `layers.*.self_attn`, not
 `model.layers.*.self_attn`. Embedding and head need no row.
 """
 
@@ -278,7 +279,9 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "big_bird": _BERT,
     "git": _BERT,
     "got_ocr2": _inside("language_model", _LLAMA),
-    "mllama_text_model": _LLAMA
+    "mllama_text_model": _counts("layers.*.cross_attn", "num_heads num_key_value_heads", replicates=True)
+    | _counts("layers.*.self_attn", "num_heads num_key_value_heads", replicates=True)
+    | _LLAMA
     | _at("layers.*.cross_attn", colwise=_QKV, rowwise="o_proj", **{_SUMMED: "q_norm k_norm"}),
     "cpmant": _whole(
         "encoder.layers.*.self_att.self_attention", "project_q project_k project_v", "attention_out"
@@ -303,6 +306,16 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "zaya": {"layers.*.mlp.experts": "moe_tp_experts"}
     | _at("layers.*.mlp.experts", packed_colwise="gate_up_proj", rowwise="down_proj")
     | _whole("layers.*.self_attn", "qkv_proj.q_proj qkv_proj.k_proj", "o_proj"),
+    "inkling_text": {
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.shared_experts": "moe_tp_experts",
+    },
+    "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+    "apertus": {"layers.*.mlp.act_fn": _SUMMED},
+    "laguna": {"layers.*.self_attn.g_proj": Rule("colwise", unit=1)},
+    "doge": _whole("layers.*.self_attn", _QKV, "o_proj") | {"layers.*.self_attn.dt_proj": "replicate"},
+    # its activation looks at all features
+    "gemma3n_text": _whole("layers.*.mlp", "gate_proj up_proj", "down_proj"),
     "reformer": _at("encoder.layers.*.feed_forward", colwise="dense.dense", rowwise="output.dense"),
     # attention only of these hybrids, and what follows it: their state spaces are whole
     "bamba falcon_h1": _at("layers.*.self_attn", colwise=_QKV, rowwise="o_proj")
