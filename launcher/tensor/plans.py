@@ -309,6 +309,7 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "inkling_text": {
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.shared_experts": "moe_tp_experts",
+        "embed_tokens.embed_norm": _SUMMED,
     },
     "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
     "apertus": {"layers.*.mlp.act_fn": _SUMMED},
