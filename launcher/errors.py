@@ -35,3 +35,7 @@ class CheckpointError(LauncherError):
 
 class ShardedParameterError(LauncherError, RuntimeError):
     """The data of a sharded parameter was touched while it was not gathered."""
+
+
+class SplitLogitsError(LauncherError, RuntimeError):
+    """Logits were touched of which this rank has some columns only."""

@@ -54,13 +54,15 @@ class Run:
         device = pick_device(args.device or os.environ.get("LAUNCHER_DEVICE", "auto"))
         init_distributed(device)
         rank = dist.get_rank()
-        random.seed(args.seed + rank)
-        torch.manual_seed(
-            args.seed + rank
-        )  # dropout differs by rank; weights and data have seeds of their own
+        config = load(source)
+        # Dropout differs by rank, but not inside a group that works on the same sequences; weights and data have seeds
+        # of their own.
+        seed = args.seed + rank // config.tensor_parallel.degree
+        random.seed(seed)
+        torch.manual_seed(seed)
         output = Path(os.environ.get("LAUNCHER_OUTPUT_DIR") or args.output_dir or "runs/run")
         output.mkdir(parents=True, exist_ok=True)
-        return cls(args, load(source), output, device, Console(quiet=rank != 0, soft_wrap=True), rank)
+        return cls(args, config, output, device, Console(quiet=rank != 0, soft_wrap=True), rank)
 
     def say(self, text: str) -> None:
         """Print a line, once for all ranks."""
@@ -100,19 +102,22 @@ class Run:
         if self.args.epochs is None:
             return default
         auto = self.auto_values(lr=1.0, total_steps=1, micro_batch=micro_batch)
-        batch = self.config.resolve(dp_degree=dist.get_world_size(), auto=auto).train_batch_size
+        dp_degree = dist.get_world_size() // self.config.tensor_parallel.degree
+        batch = self.config.resolve(dp_degree=dp_degree, auto=auto).train_batch_size
         return max(1, int(self.args.epochs * (sequences // int(str(batch)))))
 
     def describe(self, engine: Engine, model: str, data: str) -> None:
         """Say what will run, and what every "auto" and surprising default became."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        through, autocast = engine.mesh.dp.transport, engine.resolved.torch_autocast
-        parameters = sum(slot.numel for slot in engine.zero.slots.values())
+        through = engine.mesh.dp.transport or engine.mesh.axes["tp"].transport
+        autocast = engine.resolved.torch_autocast
+        parameters = sum(slot.logical_numel for slot in engine.zero.slots.values())
         self.say(f"model   {model}: {parameters:,} parameters")
         self.say(f"data    {data}")
         self.say(
             f"ranks   {engine.world_size} on {self.device.type} ({backend}{', ' + through if through else ''}), "
-            f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
+            + (f"{engine.mp_world_size} share each layer, " if engine.mp_world_size > 1 else "")
+            + f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
             + (f" under autocast to {autocast.dtype or 'bf16'}" if autocast.enabled else "")
         )
         self.say(

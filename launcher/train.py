@@ -264,7 +264,7 @@ class Training:
             world_size=engine.world_size,
             degrees=engine.mesh.degrees,
             model=self.name,
-            parameters=sum(slot.numel for slot in engine.zero.slots.values()),
+            parameters=sum(slot.logical_numel for slot in engine.zero.slots.values()),
             records=read_metrics(metrics),
             ranks=ranks,
             zero_stage=stage,

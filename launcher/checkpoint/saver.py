@@ -105,8 +105,7 @@ class Saver:
 def _on_host(tensor: torch.Tensor | FlatSlice) -> torch.Tensor | FlatSlice:
     """A copy that training does not change."""
     if isinstance(tensor, FlatSlice):
-        copied = tensor.data_1d.to("cpu", copy=True)
-        return FlatSlice(copied, tensor.shape, tensor.start, tensor.stop)
+        return tensor.with_data(tensor.data_1d.to("cpu", copy=True))
     return tensor.detach().to("cpu", copy=True)
 
 

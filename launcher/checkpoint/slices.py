@@ -1,4 +1,5 @@
-"""A flat slice of a logical tensor that torch.distributed.checkpoint saves and loads by rectangles."""
+"""A flat slice of a tensor, or of this tp rank's part of it, that torch.distributed.checkpoint saves and loads by
+boxes."""
 
 from __future__ import annotations
 
@@ -15,48 +16,63 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from launcher.errors import ShardedParameterError
-from launcher.tensor.rectangles import Rectangle, rectangles
+from launcher.tensor.split import Box, Split
 
 
 class FlatSlice(torch.Tensor):
-    """Elements [start, stop) of the flattened tensor of `shape`, held in `data_1d`.
+    """Elements [start, stop) of the flattened local part of a tensor, held in `data_1d`.
 
     It has the shape of the whole tensor and the memory of the slice. It is there to be put into a state dict:
-    through torch's `_Checkpointable` protocol it is written as rectangles of the whole tensor, and read in
+    through torch's `_Checkpointable` protocol it is written as boxes of the whole tensor, and read in
     place into `data_1d` from whatever slicing wrote it. Any arithmetic on it is an error.
 
     Args:
         data_1d: the slice, stop - start elements, 1-D and contiguous; loading writes into it.
-        shape: of the whole, logical tensor.
-        start: flat index of the first element of the slice.
+        of: which elements of the whole, logical tensor are local; a shape: all of them.
+        start: flat index of the first element of the slice in the local tensor.
         stop: flat index after the last one. start == stop is a slice without elements.
+        firsts_only: do not write what another rank is the first holder of. False where that rank may write to
+            another directory.
 
     Raises:
         ValueError: `data_1d` is not 1-D and contiguous, or does not have stop - start elements, or the
             range is
-            not inside the tensor.
+            not inside the local tensor.
     """
 
     data_1d: torch.Tensor
+    of: Split
     start: int
     stop: int
-    _rectangles: list[Rectangle]
+    firsts_only: bool
+    _boxes: list[Box]
 
     @staticmethod
     def __new__(
-        cls: type[FlatSlice], data_1d: torch.Tensor, shape: Sequence[int], start: int, stop: int
+        cls: type[FlatSlice],
+        data_1d: torch.Tensor,
+        of: Split | Sequence[int],
+        start: int,
+        stop: int,
+        *,
+        firsts_only: bool = True,
     ) -> FlatSlice:
         if data_1d.dim() != 1 or not data_1d.is_contiguous() or data_1d.numel() != stop - start:
             raise ValueError(
                 f"flat range [{start}, {stop}) needs a contiguous 1-D tensor of {stop - start} elements, "
                 f"not one of shape {tuple(data_1d.shape)}"
             )
+        split = of if isinstance(of, Split) else Split.whole(of)
         made: FlatSlice = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=data_1d.dtype, device=data_1d.device
+            cls, split.shape, dtype=data_1d.dtype, device=data_1d.device
         )
-        made.data_1d, made.start, made.stop = data_1d.detach(), start, stop
-        made._rectangles = rectangles(shape, start, stop)
+        made.data_1d, made.of, made.start, made.stop = data_1d.detach(), split, start, stop
+        made.firsts_only, made._boxes = firsts_only, list(split.boxes(start, stop))
         return made
+
+    def with_data(self, data_1d: torch.Tensor) -> FlatSlice:
+        """The same slice with other memory."""
+        return FlatSlice(data_1d, self.of, self.start, self.stop, firsts_only=self.firsts_only)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -84,23 +100,22 @@ class FlatSlice(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self._rectangles]
+        return [_chunk(box) for box in self._boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box in self._rectangles:
+        for box in self._boxes:
             if index.offset is None or tuple(index.offset) == box.offsets:
-                part = self.data_1d[box.flat_start - self.start : box.flat_stop - self.start]
-                return part.view(box.sizes)
+                return self.of.view(self.data_1d, self.start, box)
         if 0 in self.shape:
             return self.data_1d.view(self.shape)
-        raise ValueError(f"{index.fqn}: {self!r} has no rectangle at {index.offset}")
+        raise ValueError(f"{index.fqn}: {self!r} has no box at {index.offset}")
 
     def _chunks_to_write(self) -> list[ChunkStorageMetadata]:
         if math.prod(self.shape) == 0:
             # Nobody owns an element; the name and the shape have to be written all the same.
             return [ChunkStorageMetadata(torch.Size([0] * self.dim()), self.shape)]
-        return self.__create_chunk_list__()
+        return [_chunk(box) for box in self._boxes if box.part.first or not self.firsts_only]
 
 
-def _chunk(box: Rectangle) -> ChunkStorageMetadata:
+def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

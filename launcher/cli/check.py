@@ -66,31 +66,42 @@ def check(argv: Sequence[str]) -> int:
         return EXIT_REFUSED
     examined = inspect(written)
     rows = verdicts(written, examined)
-    batch = _batch_problem(examined, flags.num_gpus)
-    refused = bool(examined.problems) or batch is not None
+    unfit, dp_degree = _fit(examined, flags.num_gpus)
+    refused = bool(examined.problems) or unfit is not None
     _show(console, written.name, rows)
-    if batch is not None:
-        console.print(batch, markup=False)
+    if unfit is not None:
+        console.print(unfit, markup=False)
     if flags.explain:
-        _explain(console, examined, flags.num_gpus)
+        _explain(console, examined, dp_degree)
     if flags.migrate is not None:
         _migrate(console, Path(flags.migrate), examined)
     return EXIT_REFUSED if refused else 0
 
 
-def _batch_problem(examined: Examined[Config], ranks: int | None) -> str | None:
-    """Why the batch equation does not hold on so many ranks; None when it does, or when the run has a say in it."""
+def _fit(examined: Examined[Config], ranks: int | None) -> tuple[str | None, int | None]:
+    """(why the configuration does not fit so many ranks, its data-parallel ranks); None for what is not known."""
+    if examined.config is None or ranks is None:
+        return None, None
+    try:
+        dp_degree = examined.config.dp_degree(ranks)
+    except ConfigError as error:
+        return str(error), None
+    return _batch_problem(examined.config, dp_degree), dp_degree
+
+
+def _batch_problem(config: Config, dp_degree: int) -> str | None:
+    """Why the batch equation does not hold on so many data-parallel ranks; None when it does, or when the run has a
+    say in it."""
     from launcher.config.batch import BATCH_KEYS
     from launcher.config.explain import solved_batch
     from launcher.config.problems import ConfigProblems
 
-    config = examined.config
-    if config is None or ranks is None or any(getattr(config, key) == "auto" for key in BATCH_KEYS):
+    if any(getattr(config, key) == "auto" for key in BATCH_KEYS):
         return None
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         return None
     try:
-        solved_batch(config, ranks)
+        solved_batch(config, dp_degree)
     except ConfigProblems as error:
         return str(error)
     return None
@@ -111,13 +122,13 @@ def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
         console.print(f"  {place:>{width}}  {dotted(row.path)}{words}", markup=False)
 
 
-def _explain(console: Console, examined: Examined[Config], ranks: int | None) -> None:
+def _explain(console: Console, examined: Examined[Config], dp_degree: int | None) -> None:
     from launcher.config.explain import explain
 
     if examined.config is None:
         console.print("\n--explain: nothing is decided while keys are refused")
         return
-    entries = explain(examined.config, examined.document.tree, ranks)
+    entries = explain(examined.config, examined.document.tree, dp_degree)
     for auto, title in ((True, '"auto" becomes'), (False, "left out, and so")):
         chosen = [entry for entry in entries if entry.auto is auto]
         if chosen:

@@ -22,6 +22,7 @@ from launcher.errors import ConfigError, LauncherError
 
 if TYPE_CHECKING:
     from launcher.cluster.local import LocalRun
+    from launcher.config import Config
 
 EXIT_MISTAKE = 2
 DEFAULT_RECIPE = "pretrain"
@@ -105,8 +106,8 @@ class _Request:
         return self.kind == "script" and bool({"-h", "--help"} & set(self.arguments))
 
 
-def _checked_config(path: str | None, *, needed: bool) -> str | None:
-    """The absolute path of a configuration that has been read and found right, or its text in base64."""
+def _checked_config(path: str | None, *, needed: bool) -> Config | None:
+    """The configuration, read and found right; None when none is named, and none is needed."""
     if path is None:
         if needed:
             raise ConfigError(
@@ -115,7 +116,7 @@ def _checked_config(path: str | None, *, needed: bool) -> str | None:
                 fix="launch --config DS.json ...; examples are in " + str(shared_directory("ds_configs")),
             )
         return None
-    from launcher.config.load import LONGEST_NAME, load
+    from launcher.config.load import load
 
     config = load(path)
     if needed and config.zero_optimization.stage == "auto":
@@ -124,14 +125,23 @@ def _checked_config(path: str | None, *, needed: bool) -> str | None:
             where=config.where("zero_optimization.stage"),
             fix='write "stage": 0, 1, 2 or 3',
         )
+    return config
+
+
+def _source(path: str) -> str:
+    """What the ranks read: the absolute path of the configuration, or its text in base64."""
+    from launcher.config.load import LONGEST_NAME
+
     return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 
-def _plan(run: _Request, flags: argparse.Namespace, config: str | None) -> LocalRun:
+def _plan(run: _Request, flags: argparse.Namespace, config: Config | None) -> LocalRun:
     from launcher.cluster import cores, local
 
     wanted = (run.is_ours and value_of(run.arguments, "--device")) or flags.device
     device, ranks = local.choose_device(wanted, flags.num_gpus)
+    if config is not None:
+        config.dp_degree(ranks)  # raises where the ranks do not make whole tensor-parallel groups
     shares = None
     if flags.bind_cores_to_rank or flags.bind_core_list:
         listed = cores.parse_core_list(flags.bind_core_list) if flags.bind_core_list else cores.usable_cores()
@@ -143,7 +153,7 @@ def _plan(run: _Request, flags: argparse.Namespace, config: str | None) -> Local
         "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
     }
     if config is not None:
-        environment["LAUNCHER_CONFIG"] = config
+        environment["LAUNCHER_CONFIG"] = _source(flags.config)
     threads = len(shares[0]) if shares else max(1, len(cores.usable_cores()) // ranks)
     if "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from launcher.comm.memory import PeerMemory, Unreadable, peers_of
 from launcher.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 TRANSPORT = "LAUNCHER_CPU_TRANSPORT"  # "sockets": never read the memory of other ranks
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: tp ranks are neighbours, so they share a node
@@ -92,6 +95,11 @@ class Mesh:
                 f"the degrees {product} multiply to {given}, but there are {world} ranks",
                 fix="make their product equal the number of ranks, or leave dp out so that it takes the rest",
             )
+        warning = warning_of_tp_over_nodes(
+            degrees.get("tp", 1), world, int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        )
+        if warning and rank == 0:
+            logger.warning(warning)
         shape = tuple(degrees.get(name, 1) for name in AXES)
         return cls(device, world, rank, _axes(device, shape, world))
 
@@ -129,6 +137,24 @@ class Mesh:
     @property
     def degrees(self) -> dict[str, int]:
         return {name: axis.degree for name, axis in self.axes.items()}
+
+
+def warning_of_tp_over_nodes(degree: int, world: int, node: int) -> str | None:
+    """What tensor parallelism over several nodes costs; None where every group of neighbours is inside one node.
+
+    Args:
+        degree: of the tp axis.
+        world: number of ranks.
+        node: ranks on each node.
+    """
+    if world <= node or node % degree == 0:
+        return None
+    fitting = ", ".join(str(size) for size in range(1, node + 1) if node % size == 0)
+    return (
+        f"tensor parallelism over {degree} ranks crosses nodes, which have {node} ranks each: for every layer and "
+        "microbatch 4 reductions of tokens x hidden values travel between nodes, and the compute waits for them; "
+        f"tensor_parallel.autotp_size {fitting} would keep them inside"
+    )
 
 
 def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str, Axis]:

@@ -19,6 +19,7 @@ from launcher.config.deepspeed_schedules import (
 )
 from launcher.config.load import load
 from launcher.config.optimizer import OptimizerConfig, OptimizerParams
+from launcher.config.partition import LayerSpec, PartitionConfig
 from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import ConfigProblems, Problem
 from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
@@ -27,6 +28,7 @@ from launcher.config.root import Config
 from launcher.config.schedule_params import SchedulerParams
 from launcher.config.scheduler import SchedulerConfig
 from launcher.config.section import Section, field_docs
+from launcher.config.tensor_parallel import TensorParallelConfig
 from launcher.config.timers import ThroughputConfig, TimersConfig
 from launcher.config.torch_schedules import TorchParams
 from launcher.config.zero import ZeroConfig
@@ -47,15 +49,18 @@ __all__ = [
     "FlopsProfilerConfig",
     "Fp16Config",
     "LRRangeTestParams",
+    "LayerSpec",
     "OneCycleParams",
     "OptimizerConfig",
     "OptimizerParams",
+    "PartitionConfig",
     "Problem",
     "ResolvedAuto",
     "SchedulerConfig",
     "SchedulerParams",
     "Section",
     "SeqlenConfig",
+    "TensorParallelConfig",
     "ThroughputConfig",
     "TimersConfig",
     "TorchAutocastConfig",

@@ -47,6 +47,3 @@ class ActivationCheckpointingConfig(Section):
     def remarks(self) -> Iterator[Remark]:
         which = "all" if self.number_checkpoints is None else f"at most {self.number_checkpoints}"
         yield Remark("", f"is written: {which} transformer blocks are recomputed in backward")
-        if self.partition_activations:
-            what = "acts with tensor parallelism: one tensor-parallel rank keeps the whole inputs"
-            yield Remark("partition_activations", what)

@@ -82,7 +82,11 @@ class Checker:
     def build_member(
         self, cls: type[Section], key: str, known: Known | None, values: dict[str, Any], path: Path
     ) -> None:
-        """Replaces the object at `key` by its section."""
+        """Replaces the object at `key` by its section, a list of objects by theirs."""
+        item = cls.items_of(key)
+        if item is not None:
+            self.build_items(item, key, known, values, (*path, key))
+            return
         member = cls.section_of(key, values)
         if member is None:
             if key in cls.member_sections():  # its type is wrong and reported
@@ -110,6 +114,25 @@ class Checker:
             values.pop(key, None)
         else:
             values[key] = section
+
+    def build_items(
+        self, item: type[Section], key: str, known: Known | None, values: dict[str, Any], path: Path
+    ) -> None:
+        """Replaces the list at `path` by sections; wrong items are reported, and the key left out."""
+        written = values.get(key)
+        if written is None:
+            values.pop(key, None)
+            return
+        if not isinstance(written, list | tuple) or not all(isinstance(member, dict) for member in written):
+            what = f"must be a list of objects, not {show(written)}"
+            self.problems.append(Problem(path, what, f'write "{key}": [{{...}}]'))
+            del values[key]
+            return
+        inner = known.child(key) if known else None
+        built = [self.build(item, inner, member, (*path, i)) for i, member in enumerate(written)]
+        values[key] = tuple(built)
+        if None in built:
+            del values[key]
 
     def validate(self, cls: type[S], values: dict[str, Any], path: Path) -> S | None:
         """The section with every wrong value reported and left at its default; None if one is required."""
@@ -143,12 +166,11 @@ class Checker:
         return typos if self.off else typos + list(self.demands(known, value, path))
 
     def typos(self, known: Known, value: Any, path: Path) -> list[Problem]:
-        if known.free or not isinstance(value, dict | list):
+        if known.free or not isinstance(value, dict):
             return []
-        members = value.items() if isinstance(value, dict) else [("[]", item) for item in value]
         found = []
-        for index, (key, member) in enumerate(members):
-            here = (*path, key if isinstance(value, dict) else index)
+        for key, member in value.items():
+            here = (*path, key)
             if is_comment(key, member):
                 continue
             child = known.child(key)

@@ -31,7 +31,7 @@ class Combination(NamedTuple):
     fix: str
 
 
-ZERO = "zero_optimization"
+ZERO, TENSOR = "zero_optimization", "tensor_parallel"
 
 
 def _device(config: Config, section: str) -> str:
@@ -54,6 +54,21 @@ def _param_dtype_is_not(section: str, config: Config) -> bool:
     """Whether data_types.param_dtype contradicts the switch of `section`, both being known."""
     wanted, on = config.data_types.param_dtype, getattr(config, section).enabled
     return wanted not in (None, AUTO) and on != AUTO and bool((wanted == section) != on)
+
+
+def _splits(config: Config) -> bool:
+    """Whether layers are split over tensor-parallel ranks."""
+    return config.tensor_parallel.degree > 1
+
+
+def _splits_under(optimizer: str, config: Config) -> bool:
+    return _splits(config) and config.optimizer is not None and config.optimizer.type == optimizer
+
+
+def _tp_dtype_is_not(config: Config) -> bool:
+    """Whether tensor_parallel.dtype contradicts fp16 and bf16, both being known."""
+    wanted, open_ = config.tensor_parallel.dtype, AUTO in (config.fp16.enabled, config.bf16.enabled)
+    return _splits(config) and wanted not in (None, AUTO) and not open_ and wanted != config.dtype
 
 
 def _no_norm(config: Config) -> bool:
@@ -86,6 +101,24 @@ COMBINATIONS: tuple[Combination, ...] = (
             f"leave param_dtype out, or let {section}.enabled say the same",
         )
         for section in ("fp16", "bf16")
+    ),
+    Combination(
+        (f"{TENSOR}.dtype", "bf16.enabled", "fp16.enabled"),
+        _tp_dtype_is_not,
+        f"{TENSOR}.dtype contradicts fp16.enabled and bf16.enabled, which say what parameters are",
+        "leave dtype out, or let them say the same",
+    ),
+    Combination(
+        (f"{TENSOR}.sequence_parallel", "activation_checkpointing.partition_activations"),
+        lambda config: (
+            _splits(config)
+            and config.tensor_parallel.sequence_parallel is True
+            and config.activation_checkpointing is not None
+            and config.activation_checkpointing.partition_activations is True
+        ),
+        f"{TENSOR}.sequence_parallel gives each rank a slice of a block's inputs, and partition_activations is for "
+        "inputs that all ranks have",
+        "delete activation_checkpointing.partition_activations: the saved inputs are split already",
     ),
     Combination(
         (f"{ZERO}.compute_grad_norm", "gradient_clipping"),
@@ -122,6 +155,25 @@ COMBINATIONS: tuple[Combination, ...] = (
 )
 """Each as written here, in docs/config.md too."""
 
+NOT_TOGETHER_YET: tuple[Combination, ...] = (
+    *(
+        Combination(
+            ("optimizer.type", f"{TENSOR}.autotp_size"),
+            partial(_splits_under, kind),
+            f"{kind} is not implemented over tensor-parallel ranks yet: it needs whole matrices",
+            'write another optimizer, for example "AdamW", or "autotp_size": 1',
+        )
+        for kind in ("Lamb", "Muon")
+    ),
+    Combination(
+        ("compile", f"{TENSOR}.autotp_size"),
+        lambda config: _splits(config) and config.compile.on,
+        "compile is not implemented over tensor-parallel ranks yet",
+        'delete compile, or write "autotp_size": 1',
+    ),
+)
+"""Each works alone."""
+
 NOT_YET: tuple[Combination, ...] = (
     Combination(
         (f"{ZERO}.offload_param.device",),
@@ -142,7 +194,7 @@ NOT_YET: tuple[Combination, ...] = (
 def conflicts(config: Config) -> Iterator[Conflict]:
     """The entries that `config` has; what stands in a contradiction needs no second complaint."""
     wrong: set[str] = set()
-    for entry in (*COMBINATIONS, *NOT_YET):
+    for entry in (*COMBINATIONS, *NOT_TOGETHER_YET, *NOT_YET):
         if entry.keys[0] not in wrong and entry.stands(config):
             wrong.add(entry.keys[0])
             yield Conflict(entry.keys, entry.what, entry.fix)

@@ -18,7 +18,8 @@ _SHORT = {
 
 
 def short_name(value: Any) -> Any:
-    """ "torch.bfloat16" -> "bf16"; everything else is left for the type to refuse."""
+    """ "torch.bfloat16", or that dtype itself -> "bf16"; everything else is left for the type to refuse."""
+    value = str(value) if type(value).__name__ == "dtype" else value  # nothing here imports torch
     return _SHORT.get(value, value) if isinstance(value, str) else value
 
 

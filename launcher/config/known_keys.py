@@ -1,8 +1,8 @@
 """DeepSpeed keys that exist but that this launcher does not implement (data).
 
 One key a line: `name | value that asks for nothing | what it is for | what to do instead`, the last two
-columns optional, two blanks of indentation for each section around it. `*` stands for any name, `[]` for
-the items of a list. A section whose `enabled` (or `device`) is off asks for nothing, whatever else it says.
+columns optional, two blanks of indentation for each section around it. `*` stands for any name. A section whose
+`enabled` (or `device`) is off asks for nothing, whatever else it says.
 To implement a key, give it a field in its section and delete its line here.
 """
 
@@ -35,41 +35,9 @@ zero_optimization
     pt_reserved_cores_perc | | CPU cores left to torch
     steps_per_epoch | | written by the run itself
 tensor_parallel
-  autotp_size | 0, 1 | degree of tensor parallelism
-  dtype | | dtype of the sharded layers
-  tp_overlap_comm | false | row-parallel reductions overlap
-  tensor_parallel
-    tp_size | 1 | DeepSpeed splits nothing without autotp_size | write tensor_parallel.autotp_size
-    tp_grain_size | 1 | shards are multiples of this
-    mpu | | model-parallel unit of a Python caller
-    tp_group | | process group of a Python caller
   tp
-    tp_size | 1 | DeepSpeed splits nothing without autotp_size | write tensor_parallel.autotp_size
-    tp_grain_size | 1 | shards are multiples of this
-    mpu | | model-parallel unit of a Python caller
-    tp_group | | process group of a Python caller
-  partition_config
-    use_default_specs | | own rules are added to the preset
-    strict_mode | | parameters without a rule are errors
-    tp_size | | follows autotp_size
-    embedding_partition_dim | | dim along which embeddings are split
-    lm_head_patterns | | names of output heads
-    layer_specs
-      []
-        patterns | | names of parameters
-        partition_type | | column, row or skip
-        shape | | view of packed weights
-        partition_dim | | dim that is split
-        model_types | | models that the rule is for
-        gather_output | | the output is whole on each rank
-        grad_allreduce | | gradients are summed over the ranks
-  preset_model | | rules of a known model
-  vocab_parallel_lm_head | | the output head is split over the vocabulary
-  vocab_parallel_ce_backend | "torch" | kernel of the loss on split logits
-  injection_policy_tuple | | for Python callers
-  keep_module_on_host | false | loaded weights stay in host memory
-  replace_with_kernel_inject | false | kernels for inference
-  kernel_inject | false | kernels for inference
+    mpu | | an object of Python, which JSON cannot hold | delete it; neighbouring ranks share a layer
+    tp_group | | a process group of Python, which JSON cannot hold | delete it; neighbouring ranks share a layer
 sequence_parallel_size | 1 | degree of sequence parallelism
 data_parallel_size | | data-parallel degree beside sequence parallelism
 pipeline
@@ -317,6 +285,8 @@ compression_training | | the compression library | delete it; prune or quantise 
 """
 
 IGNORED = """
+tensor_parallel
+  injection_policy_tuple | | names of layers of a Python caller, found anew in training | write `partition_config`
 monitor_config | | from examples of old documentation | write `tensorboard`, `wandb` or `csv_monitor`
 """
 

@@ -28,10 +28,7 @@ def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) ->
         ConfigError: the file is missing or not JSON. ConfigProblems, a ConfigError, lists every unknown
             key, wrong value and contradiction at once, each with file:line:column and path.
     """
-    examined = inspect(source, where=where)
-    config = examined.required()
-    config._document, config._notes = examined.document, examined.notes
-    return config
+    return inspect(source, where=where).required()
 
 
 def inspect(
@@ -39,7 +36,10 @@ def inspect(
 ) -> Examined[Config]:
     """What `load` would say of a configuration, for `launch check`. Raises ConfigError when it is not JSON."""
     written = source if isinstance(source, Document) else read(source, where)
-    return examine(Config, convert(written))
+    examined = examine(Config, convert(written))
+    if examined.config is not None:
+        examined.config._document, examined.config._notes = examined.document, examined.notes
+    return examined
 
 
 def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Document:

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from launcher.config.combinations import COMBINATIONS, NOT_YET
+from launcher.config.combinations import COMBINATIONS, NOT_TOGETHER_YET, NOT_YET
 from launcher.config.conversions import converted_paths
 from launcher.config.known_keys import Known, known_keys
 from launcher.config.optimizer import TYPES
@@ -48,7 +48,7 @@ def _sections(cls: type[Section], path: str) -> Iterator[str]:
         if entry.keys[0].rpartition(".")[0] == path:
             yield f"**Refused**: `{entry.keys[0]}` {entry.what}; {entry.fix}.\n"
     docs = field_docs(cls)
-    plain = [key for key in cls.model_fields if not cls.sections_of(key)]
+    plain = [key for key in cls.model_fields if cls.items_of(key) or not cls.sections_of(key)]
     if plain:
         yield "| key | type | default | meaning | otherwise than in DeepSpeed |\n|---|---|---|---|---|"
         for key in plain:
@@ -57,7 +57,7 @@ def _sections(cls: type[Section], path: str) -> Iterator[str]:
     for key in cls.model_fields:
         members = cls.sections_of(key)
         for member in members:
-            inner = f"{path}.{key}" if path else key
+            inner = f"{path}.{cls.step_of(key)}" if path else cls.step_of(key)
             variant = member.__name__.removesuffix("Params") if len(members) > 1 else ""
             yield from _sections(member, f"{inner} ({variant})" if variant else inner)
     if path == "optimizer":
@@ -92,10 +92,18 @@ def _type(kind: Any) -> str:
         return " or ".join(_type(part) for part in inside if part is not type(None))
     if origin in (tuple, list):
         parts = [part for part in inside if part is not Ellipsis]
-        return f"list of {len(parts)} numbers" if len(parts) > 1 else f"list of {_type(parts[0])}s"
-    if origin is dict or kind is dict:
+        return f"list of {len(parts)} numbers" if len(parts) > 1 else f"list of {_plural(parts[0])}"
+    if origin is dict or kind is dict or (isinstance(kind, type) and issubclass(kind, Section)):
         return "object"
     return {int: "whole number", float: "number", bool: "true/false", str: "text"}.get(kind, "any")
+
+
+def _plural(kind: Any) -> str:
+    """The same for the items of a list."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " and ".join(_plural(part) for part in inside)
+    return f"lists of {_plural(inside[0])}" if origin is tuple else f"{_type(kind)}s"
 
 
 def _json(value: Any) -> str:
@@ -118,7 +126,7 @@ def _combinations() -> str:
         "| keys | what | instead |",
         "|---|---|---|",
     ]
-    for entry in COMBINATIONS:
+    for entry in (*COMBINATIONS, *NOT_TOGETHER_YET):
         keys = ", ".join(f"`{key}`" for key in entry.keys)
         lines.append(f"| {keys} | {entry.what} | {entry.fix} |")
     return "\n".join([*lines, ""])

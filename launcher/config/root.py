@@ -25,12 +25,20 @@ from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig, cycled_without_momentum, remarks_on_momentum
 from launcher.config.section import AUTO, Conflict, Count, Remark, Section
+from launcher.config.tensor_parallel import TensorParallelConfig
 from launcher.config.timers import TimersConfig
 from launcher.config.zero import ZeroConfig
+from launcher.errors import ConfigError
 
 
 def _infinite_is_never(value: Any) -> Any:
     return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _either(numbers: list[int]) -> str:
+    """ "1, 2 or 4"."""
+    texts = [str(number) for number in numbers]
+    return " or ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
 class Config(Section):
@@ -77,6 +85,9 @@ class Config(Section):
 
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig.model_construct)
     """ZeRO stage and sizes."""
+
+    tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig.model_construct)
+    """Layers split over ranks."""
 
     aio: AioConfig = Field(default_factory=AioConfig.model_construct)
     """File requests of NVMe offload; nothing acts on it while nothing is offloaded to NVMe."""
@@ -204,6 +215,22 @@ class Config(Section):
         """Dtype of the model's parameters and gradients."""
         return "fp16" if self.fp16.enabled is True else "bf16" if self.bf16.enabled is True else "fp32"
 
+    def dp_degree(self, ranks: int) -> int:
+        """Data-parallel ranks among `ranks` ranks: those of a tensor-parallel group work on the same sequences.
+
+        Raises:
+            ConfigError: `autotp_size` does not divide the number of ranks.
+        """
+        degree = self.tensor_parallel.degree
+        if ranks % degree == 0:
+            return ranks // degree
+        fitting = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        raise ConfigError(
+            f"tensor_parallel.autotp_size {degree} does not divide the number of ranks, {ranks}",
+            where=self.where("tensor_parallel.autotp_size"),
+            fix=f"write {_either(fitting)}, or start {degree} ranks or a multiple of that",
+        )
+
     def resolve(self, *, dp_degree: int, auto: Mapping[str, Any] = MappingProxyType({})) -> Config:
         """A copy in which the batch equation is solved and no value is "auto".
 
@@ -229,6 +256,10 @@ class Config(Section):
             what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
             yield Remark("zero_optimization.stage", what)
         yield from remarks_on_momentum(self.scheduler, self.optimizer)
+        activation = self.activation_checkpointing
+        if activation and activation.partition_activations is True and self.tensor_parallel.degree == 1:
+            what = "acts with tensor parallelism: one tensor-parallel rank keeps the whole inputs"
+            yield Remark("activation_checkpointing.partition_activations", what)
         if self.prescale_gradients is True and self.gradient_predivide_factor not in (1.0, AUTO):
             what = "is not used: prescale_gradients divides by the number of ranks"
             yield Remark("gradient_predivide_factor", what)

@@ -25,7 +25,7 @@ def _paths(cls: type[Section], prefix: str) -> Iterator[str]:
     for key in cls.model_fields:
         yield prefix + key
         for member in cls.sections_of(key):
-            yield from _paths(member, f"{prefix}{key}.")
+            yield from _paths(member, f"{prefix}{cls.step_of(key)}.")
 
 
 @cache
@@ -38,7 +38,7 @@ def _without_effect(cls: type[Section], prefix: str) -> Iterator[str]:
     yield from (prefix + key for key in cls.without_effect)
     for key in cls.model_fields:
         for member in cls.sections_of(key):
-            yield from _without_effect(member, f"{prefix}{key}.")
+            yield from _without_effect(member, f"{prefix}{cls.step_of(key)}.")
 
 
 @cache
@@ -49,7 +49,7 @@ def known_paths() -> tuple[str, ...]:
 
 def _known(node: Known, prefix: str) -> Iterator[str]:
     for key, child in node.children.items():
-        if key not in ("*", "[]"):
+        if key != "*":
             yield prefix + key
             yield from _known(child, f"{prefix}{key}.")
 
@@ -93,7 +93,7 @@ def known_at(path: Path) -> Known | None:
     """The key of DeepSpeed's at `path` that is not implemented."""
     known: Known | None = known_keys()
     for part in path:
-        known = known.child("[]" if isinstance(part, int) else str(part)) if known else None
+        known = known.child(str(part)) if known else None
     return known
 
 
@@ -101,7 +101,7 @@ def unknown_key(root: type[Section], cls: type[Section] | None, known: Known | N
     """A key that is no field of `cls` and no child of `known`; at least one of the two is given."""
     key = str(path[-1])
     siblings = list(known.children) if known else []
-    siblings = [name for name in siblings if name not in ("*", "[]")]
+    siblings = [name for name in siblings if name != "*"]
     if cls is not None:
         siblings = [*cls.model_fields, *cls.aliases, *siblings]
     if cls is not None and dotted(path) in implemented_paths(root):

@@ -10,7 +10,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -116,8 +116,19 @@ class Section(BaseModel):
 
     @classmethod
     def sections_of(cls, key: str) -> tuple[type[Section], ...]:
-        """Every class that the member section `key` may have; () for a plain value."""
-        return (_member_sections(cls)[key],) if key in _member_sections(cls) else ()
+        """Every class that the member section `key`, or an item of the list `key`, may have; () for a plain value."""
+        found = _member_sections(cls).get(key) or cls.items_of(key)
+        return (found,) if found else ()
+
+    @classmethod
+    def items_of(cls, key: str) -> type[Section] | None:
+        """The class of the items of `key`, None where it is no list of sections."""
+        return _item_sections(cls).get(key)
+
+    @classmethod
+    def step_of(cls, key: str) -> str:
+        """`key` as it stands in the paths of its members: `layer_specs[]` for a list of sections."""
+        return f"{key}[]" if cls.items_of(key) else key
 
     @classmethod
     def defaults_of(cls, key: str, tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -152,7 +163,7 @@ class Section(BaseModel):
         for name in type(self).model_fields:
             value = getattr(self, name)
             if name in self.model_fields_set:
-                kept[name] = value.given() if isinstance(value, Section) else _plain(value)
+                kept[name] = _given(value)
         return kept
 
 
@@ -162,14 +173,32 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
+def _given(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.given()
+    return [_given(item) for item in value] if isinstance(value, tuple | list) else value
+
+
 @cache
 def _member_sections(cls: type[Section]) -> dict[str, type[Section]]:
     members = {}
     for name, info in cls.model_fields.items():
+        if get_origin(info.annotation) is tuple:  # a list; its items are not this member
+            continue
         for kind in (info.annotation, *get_args(info.annotation)):
             if isinstance(kind, type) and issubclass(kind, Section):
                 members[name] = kind
     return members
+
+
+@cache
+def _item_sections(cls: type[Section]) -> dict[str, type[Section]]:
+    items = {}
+    for name, info in cls.model_fields.items():
+        kind = next(iter(get_args(info.annotation)), None) if get_origin(info.annotation) is tuple else None
+        if isinstance(kind, type) and issubclass(kind, Section):
+            items[name] = kind
+    return items
 
 
 def field_docs(cls: type[Section]) -> dict[str, str]:

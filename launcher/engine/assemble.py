@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher.comm import Mesh, init_distributed, pick_device
@@ -25,8 +26,11 @@ from launcher.models.units import unit_modules
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
+from launcher.tensor.apply import Options, SplitModel
+from launcher.tensor.apply import apply as split_layers
 from launcher.zero import (
     MadeOnMeta,
+    ModelValues,
     ParamSource,
     ShardAxes,
     ZeroPolicy,
@@ -90,10 +94,14 @@ def initialize(
         )
     device = device or pick_device()
     init_distributed(device)
-    mesh = Mesh.build(device)
-    resolved = _resolved(args, config if config is not None else config_params, mesh, model, auto or {})
+    loaded = _loaded(args, config if config is not None else config_params)
+    dp = loaded.dp_degree(dist.get_world_size())
+    mesh = Mesh.build(device, dp=dp, tp=loaded.tensor_parallel.degree)
+    resolved = _resolved(loaded, mesh, model, auto or {})
     monitor = open_monitor(resolved, mesh)
     chosen = choose(resolved, optimizer, model_parameters, model)
+    source = source or _source(model, seed)
+    split_model = _split_layers(model, source, mesh, resolved)
     blocks = unit_modules(model)
     checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
     _mark_leaves(model, resolved)
@@ -103,7 +111,9 @@ def initialize(
         replace(policy_of(resolved), special_dtypes=special_dtypes(resolved, model)),
         device=device,
         blocks=_units(model, blocks),
-        source=source or _source(model, seed),
+        source=source,
+        splits=split_model.splits,
+        tp=split_model.axis,
     )
     cast_buffers(resolved, model)
     stepper = (
@@ -185,7 +195,7 @@ def axes_of(config: Config, mesh: Mesh) -> ShardAxes:
     )
 
 
-def _resolved(args: Any, config: Any, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:
+def _loaded(args: Any, config: Any) -> Config:
     named = getattr(args, "deepspeed_config", None)
     if config is not None and named is not None:
         raise ConfigError(
@@ -194,15 +204,18 @@ def _resolved(args: Any, config: Any, mesh: Mesh, model: nn.Module, auto: Mappin
     config = config if config is not None else named
     if config is None:
         raise ConfigError("initialize() needs a config", fix="pass config=PATH or config={...}")
-    loaded = config if isinstance(config, Config) else load(config)
+    return config if isinstance(config, Config) else load(config)
+
+
+def _resolved(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     values = {**(autos_of_hidden_size(hidden) if isinstance(hidden, int) else {}), **auto}
     return loaded.resolve(dp_degree=mesh.dp.degree, auto=values)
 
 
-def _source(model: nn.Module, seed: int) -> ParamSource | None:
+def _source(model: nn.Module, seed: int) -> ParamSource:
     if not any(p.is_meta for p in model.parameters()):
-        return None
+        return ModelValues()
     if not all(p.is_meta for p in model.parameters()):
         names = [name for name, p in model.named_parameters() if p.is_meta]
         raise LauncherError(
@@ -210,6 +223,20 @@ def _source(model: nn.Module, seed: int) -> ParamSource | None:
             fix="build the whole model under zero.Init() or torch.device('meta'), or none of it",
         )
     return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
+
+
+def _split_layers(model: nn.Module, source: ParamSource, mesh: Mesh, config: Config) -> SplitModel:
+    """Split the layers of the model along tp."""
+    tp, section = mesh.axes["tp"], config.tensor_parallel
+    if isinstance(source, MadeOnMeta) and tp.degree > 1:
+        source.keep_whole()
+    options = Options(
+        overlaps=section.tp_overlap_comm,
+        sequence=section.sequence_parallel,
+        split_logits=section.vocab_parallel_lm_head,
+        rules=section.partition_config,
+    )
+    return split_layers(model, tp, options, device=mesh.device)
 
 
 def _units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

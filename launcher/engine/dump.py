@@ -19,7 +19,8 @@ def state_lines(engine: Engine) -> Iterator[str]:
         f"  batch          {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} a microbatch x "
         f"{engine.gradient_accumulation_steps()} accumulated x {engine.dp_world_size} ranks"
     )
-    yield f"  parameters     {sum(slot.numel for slot in slots):,} in {len(slots)} tensors, {engine.resolved.dtype}"
+    parameters = sum(slot.logical_numel for slot in slots)
+    yield f"  parameters     {parameters:,} in {len(slots)} tensors, {engine.resolved.dtype}"
     for gradient in engine.zero.gradients:
         flat = gradient.flat
         yield f"  flat buffer    {flat.name}: {flat.numel:,} elements, {len(flat.slots)} tensors, {flat.dtype}"

@@ -55,6 +55,7 @@ class FlopsProfiler:
             step=step,
             counted_in=self._counted_in,
             ranks=engine.world_size,
+            dp_ranks=engine.dp_world_size,
             microbatch=engine.train_micro_batch_size_per_gpu(),
             accumulation=engine.gradient_accumulation_steps(),
             phases_ms=phases_ms,
@@ -63,7 +64,7 @@ class FlopsProfiler:
         )
         text = report(
             self._meter.counts,
-            {name: slot.numel for name, slot in engine.zero.slots.items()},
+            {name: slot.logical_numel for name, slot in engine.zero.slots.items()},
             {name: type(module).__name__ for name, module in engine.module.named_modules()},
             facts,
             module_depth=self._config.module_depth,

@@ -13,7 +13,8 @@ NO_GAUSS = float("nan")  # Python keeps a second normal number back, or none
 
 
 def random_states(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Name -> state. Random states are of ranks, not of the model, so names end with the rank."""
+    """Name -> state. Random states are of ranks, not of the model, so names end with the rank: that on dp, for ranks
+    that work on the same sequences draw the same numbers."""
     _, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     words = [*legacy["state"]["key"], legacy["state"]["pos"], legacy["has_gauss"], legacy["gauss"]]

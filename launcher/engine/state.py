@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
 # Names in a checkpoint: model/<parameter>, buffer/<buffer>, optimizer/<state>/<parameter> (shaped like the parameter),
-# scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<rank>
+# scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<dp rank>
 Tensors = dict[str, Tensor | FlatSlice]
 Stored = dict[str, torch.dtype]  # name -> dtype
 
@@ -40,10 +40,10 @@ def save_state(
     tensors: Tensors = {}
     for piece in _written(engine):
         if not (exclude_frozen and not engine.zero.slots[piece.name].leaf.requires_grad):
-            tensors[f"model/{piece.name}"] = FlatSlice(piece.data, piece.shape, piece.start, piece.stop)
+            tensors[f"model/{piece.name}"] = _flat_slice(engine, piece, piece.data)
     tensors |= _buffers(engine)
     tensors |= _optimizer_state(engine)
-    tensors |= random_states(engine.global_rank, engine.device)
+    tensors |= random_states(engine.mesh.dp.rank, engine.device)
     engine.saver.save(directory, tag, tensors, _meta(engine, client_state), latest)
 
 
@@ -69,8 +69,7 @@ def load_state(
     engine.zero.free_gathered()
     engine.abandon_step()
     tensors: Tensors = {
-        f"model/{piece.name}": FlatSlice(piece.data, piece.shape, piece.start, piece.stop)
-        for piece in engine.zero.slices()
+        f"model/{piece.name}": _flat_slice(engine, piece, piece.data) for piece in engine.zero.slices()
     }
     tensors |= _buffers(engine)
     if stepper is not None:
@@ -122,6 +121,12 @@ def _written(engine: Engine) -> list[ParamSlice]:
     return engine.zero.slices() if engine.saver.node_local else engine.zero.written_slices()
 
 
+def _flat_slice(engine: Engine, piece: ParamSlice, data: Tensor) -> FlatSlice:
+    """`data` in the place of a piece of a parameter. A node with storage of its own may lack the first holders."""
+    firsts_only = not engine.saver.node_local
+    return FlatSlice(data, piece.split, piece.start, piece.stop, firsts_only=firsts_only)
+
+
 def _meta(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
     meta = {
         "global_steps": engine.global_steps,
@@ -148,8 +153,8 @@ def _restore(engine: Engine, meta: dict[str, Any], rng: dict[str, Tensor]) -> No
 
 
 def _rng_to_load(engine: Engine, stored: Stored) -> dict[str, Tensor]:
-    """A rank that was not there when saving keeps its own random state."""
-    mine = random_states(engine.global_rank, engine.device)
+    """A dp rank that was not there when saving keeps its own random state."""
+    mine = random_states(engine.mesh.dp.rank, engine.device)
     return {name: state for name, state in mine.items() if name in stored}
 
 
@@ -187,7 +192,7 @@ def _optimizer_state(engine: Engine) -> Tensors:
                 tensors[f"scalar/{key}/{name}"] = value
             elif piece is not None:
                 part = value[piece.start - owned.start : piece.stop - owned.start]
-                tensors[f"optimizer/{key}/{name}"] = FlatSlice(part, piece.shape, piece.start, piece.stop)
+                tensors[f"optimizer/{key}/{name}"] = _flat_slice(engine, piece, part)
     return tensors
 
 
@@ -213,7 +218,7 @@ def _empty_optimizer_state(engine: Engine, stored: Stored) -> Tensors:
             if dtype.is_floating_point:  # saved with another precision of the optimizer's state
                 dtype = engine.optimizer.dtype_of(name)
             value = torch.zeros_like(piece.data, dtype=dtype)
-            tensors[full_name] = FlatSlice(value, piece.shape, piece.start, piece.stop)
+            tensors[full_name] = _flat_slice(engine, piece, value)
         else:
             device = piece.data.device if kind == "scalar" and id(tensor) in on_device else None
             value = tensors[full_name] = torch.zeros((), dtype=dtype, device=device)

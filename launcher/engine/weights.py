@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from launcher.errors import CheckpointError
 from launcher.models.build import DEFAULT_MODEL, build_on_meta
-from launcher.models.initialize import initializer, prepare_initialization
+from launcher.models.initialize import initializer
 from launcher.models.load import SafetensorsSource
 from launcher.zero import ModelValues, ParamSource, StoredValues
 
@@ -53,9 +54,7 @@ def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool
         model.config.use_cache = False
         how = f"weights of {directory}, loaded whole on every rank: transformers converts this model type's names"
         return SourcedModel(model.train(), ModelValues(), how)
-    prepare_initialization(model)
-    make = initializer(model, seed)
-    source = StoredValues(model, make, lambda key, start, stop: stored.read_flat(names[key], start, stop))
+    source = StoredValues(model, initializer(model, seed), lambda name: partial(stored.read_box, names[name]))
     return SourcedModel(model, source, f"weights of {directory}, each rank reads its slices")
 
 

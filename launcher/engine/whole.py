@@ -30,7 +30,7 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
     writer = engine.global_rank == 0
     with _Whole(engine) as whole:
         entries: list[export.Entry] = [
-            (slot.name, slot.leaf.dtype, tuple(slot.shape), partial(whole.fetch, unit, slot))
+            (slot.name, slot.leaf.dtype, tuple(slot.split.shape), partial(whole.fetch, unit, slot))
             for unit, slot in whole.slots(exclude_frozen)
         ]
         entries += [
@@ -85,7 +85,7 @@ class _Whole:
             self._open.close()
             self._open.enter_context(self.zero.gathered([s.leaf for flat in unit.flats for s in flat.slots]))
             self.unit = unit
-        return slot.leaf.detach()
+        return self.zero.logical(slot)
 
     def __enter__(self) -> _Whole:
         return self

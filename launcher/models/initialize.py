@@ -21,7 +21,9 @@ from launcher.errors import LauncherError
 from launcher.models.initialize_plan import InitializationPlan, plan_of, stand_ins
 
 
-def initialize_module(root: nn.Module, name: str, module: nn.Module, seed: int) -> None:
+def initialize_module(
+    root: nn.Module, name: str, module: nn.Module, seed: int, plan: InitializationPlan | None = None
+) -> None:
     """Give values to the parameters and buffers that `module` owns directly (not its children's).
 
     They must have been materialised, with any content, on a real device; nothing else of `root` needs data.
@@ -38,6 +40,7 @@ def initialize_module(root: nn.Module, name: str, module: nn.Module, seed: int) 
         name: the name of `module` in `root` ("" for the root itself).
         module: the module whose own tensors get values.
         seed: the run's seed.
+        plan: of `root`, where it was made before.
 
     Raises:
         LauncherError: no `_init_weights` or `reset_parameters` writes one of the tensors, or one is still
@@ -45,7 +48,7 @@ def initialize_module(root: nn.Module, name: str, module: nn.Module, seed: int) 
     """
     if getattr(module, "_is_hf_initialized", False):
         return
-    plan = plan_of(root)
+    plan = plan or plan_of(root)
     owned = plan.owned(name, module)
     _check(plan, name, module, owned)
     if not owned:
@@ -58,9 +61,10 @@ def initialize_module(root: nn.Module, name: str, module: nn.Module, seed: int) 
                 plan.call(root, writer)
 
 
-def initializer(root: nn.Module, seed: int) -> Callable[[str, nn.Module], None]:
-    """(name, module) -> None: `initialize_module` for the modules of `root`."""
-    return lambda name, module: initialize_module(root, name, module, seed)
+def initializer(model: nn.Module, seed: int) -> Callable[[nn.Module, str, nn.Module], None]:
+    """(root, name, module) -> None: `initialize_module` for the modules of `model`, or of a copy of it as it is now."""
+    plan = plan_of(model)
+    return lambda root, name, module: initialize_module(root, name, module, seed, plan)
 
 
 def prepare_initialization(root: nn.Module) -> None:

@@ -4,8 +4,7 @@ else."""
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,37 +71,31 @@ class SafetensorsSource:
         """Stored name -> shape, dtype and file."""
         return dict(self._infos)
 
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the row-major flattened tensor `name`, as a 1-D tensor of the stored
-        dtype.
+    def read_box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """The box of `sizes` at index `offsets` of tensor `name`, in the stored dtype.
 
         Reads from the file exactly these elements.
 
         Raises:
-            CheckpointError: no such tensor, the range leaves it, or the file cannot be read.
+            CheckpointError: no such tensor, the box leaves it, or the file cannot be read.
         """
         info = self._info(name)
-        numel = math.prod(info.shape)
-        if not 0 <= start <= stop <= numel:
+        index = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+        if len(index) != len(info.shape) or any(
+            not 0 <= part.start <= part.stop <= extent for part, extent in zip(index, info.shape, strict=True)
+        ):
             raise CheckpointError(
-                f"Elements [{start}, {stop}) of {name} were asked for, but it has {numel} elements.",
+                f"A box of {tuple(sizes)} at {tuple(offsets)} of {name} was asked for, but it is {info.shape}.",
                 where=str(info.file),
             )
-        out = torch.empty(stop - start, dtype=info.dtype)
-        if start == stop:
-            return out
+        if 0 in sizes:
+            return torch.empty(tuple(sizes), dtype=info.dtype)
         try:
-            if not info.shape:
-                return self._files[info.file].get_tensor(name).reshape(1)
-            stored = self._files[info.file].get_slice(name)
-            filled = 0
-            for index in _row_ranges(info.shape, start, stop):
-                piece = stored[index].reshape(-1)
-                out[filled : filled + piece.numel()] = piece
-                filled += piece.numel()
+            file = self._files[info.file]
+            read: torch.Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise _unreadable(info.file, error) from error
-        return out
+        return read
 
     def match_names(self, model: PreTrainedModel) -> dict[str, str] | None:
         """Model parameter or persistent buffer -> stored name; see `launcher.models.names.match_names`."""
@@ -152,26 +145,6 @@ class SafetensorsSource:
                     where=str(path),
                     fix="copy or download the file again",
                 )
-
-
-def _row_ranges(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Any, ...]]:
-    """Indices (integers, then one range of rows) that together are the flat range [start, stop), in order."""
-    row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if len(shape) == 1:
-        yield (slice(start, stop),)
-        return
-    if start % row:  # a row that begins before the range
-        end = min(stop, (first + 1) * row)
-        yield from ((first, *rest) for rest in _row_ranges(shape[1:], start - first * row, end - first * row))
-        if end == stop:
-            return
-        first += 1
-    whole = stop // row
-    if whole > first:
-        yield (slice(first, whole),)
-    if stop % row:
-        yield from ((last, *rest) for rest in _row_ranges(shape[1:], 0, stop - last * row))
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:

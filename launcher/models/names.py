@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -162,8 +163,12 @@ def _one_of(source: SafetensorsSource, name: str, stored: list[str]) -> str:
 
 
 def _equal(source: SafetensorsSource, left: str, right: str) -> bool:
-    numel = 1
-    for size in source.names()[left].shape:
-        numel *= size
-    ranges = [(start, min(start + _COMPARE, numel)) for start in range(0, numel, _COMPARE)]
-    return all(torch.equal(source.read_flat(left, a, b), source.read_flat(right, a, b)) for a, b in ranges)
+    shape = source.names()[left].shape
+    row = math.prod(shape[1:])
+    rows = max(1, _COMPARE // max(1, row))
+    starts = range(0, shape[0], rows) if shape else (0,)
+    boxes = [
+        ((at, *(0 for _ in shape[1:])), (min(rows, shape[0] - at), *shape[1:])) if shape else ((), ())
+        for at in starts
+    ]
+    return all(torch.equal(source.read_box(left, *box), source.read_box(right, *box)) for box in boxes)

@@ -16,7 +16,7 @@ class StepFacts:
     Attributes:
         step: optimizer steps done before it.
         counted_in: the same of the step in which operations were counted.
-        ranks, microbatch, accumulation: of the run.
+        ranks, dp_ranks, microbatch, accumulation: of the run; dp_ranks are those with sequences of their own.
         phases_ms: milliseconds of forward, backward, reduce, step, summed over the microbatches.
         device: its name.
         peak: its peak in FLOP/s; None: not known.
@@ -25,6 +25,7 @@ class StepFacts:
     step: int
     counted_in: int
     ranks: int
+    dp_ranks: int
     microbatch: int
     accumulation: int
     phases_ms: Mapping[str, float]
@@ -108,7 +109,7 @@ def _step_part(counts: Counts, model: _ModuleRow, facts: StepFacts) -> str:
     forward_flops = counts.flops.get("", 0)
     flops = forward_flops + counts.backward
     useful = flops - counts.recomputed
-    batch = facts.microbatch * facts.accumulation * facts.ranks
+    batch = facts.microbatch * facts.accumulation * facts.dp_ranks
     lines = [
         ("ranks", str(facts.ranks)),
         ("sequences of a microbatch", f"{facts.microbatch}, {facts.accumulation} microbatches a step"),

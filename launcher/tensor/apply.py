@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from launcher.comm import Axis, broadcast
+from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
 from launcher.models.units import unit_modules
-from launcher.tensor.counts import divide
+from launcher.tensor.counts import divide, head_size, resize
 from launcher.tensor.dropout import Streams, drops_out
+from launcher.tensor.head import keep_logits_split
 from launcher.tensor.layers import Layer, swap
 from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
-from launcher.tensor.plan import WHERE, matching, number_of, plan_of
-from launcher.tensor.plans import Rule
+from launcher.tensor.plan import WHERE, matching, model_type_of, number_of, plan_of
+from launcher.tensor.plans import WITHOUT_SEQUENCE, Rule
 from launcher.tensor.sequence import SequenceParallel
 from launcher.tensor.split import Split
 from launcher.tensor.styles import STYLES, Style, split_dim
@@ -31,10 +33,15 @@ class Options:
     Args:
         overlaps: input gradients are reduced while weight gradients are computed (`tp_overlap_comm`).
         sequence: norms, residuals and dropout work on slices of the sequence (`sequence_parallel`).
+        split_logits: the loss is computed on logits split over the vocabulary (`vocab_parallel_lm_head`); None: where
+            the model allows it.
+        rules: come before the model's own plan (`partition_config`).
     """
 
     overlaps: bool = True
     sequence: bool = False
+    split_logits: bool | None = None
+    rules: PartitionConfig | None = None
 
 
 @dataclass
@@ -71,7 +78,9 @@ def apply(
     """
     if axis.degree == 1:
         return SplitModel(axis)
-    splitter = _Splitter(model, axis, options, device, plan_of(model) if plan is None else plan)
+    splitter = _Splitter(
+        model, axis, options, device, plan_of(model, options.rules) if plan is None else plan
+    )
     return SplitModel(axis, splitter.run())
 
 
@@ -92,7 +101,7 @@ class _Splitter:
         streams = Streams(axis, device, on=drops_out(model))
         # With sliced sequences whole blocks are split: their layers need not say where.
         self.streams = Streams(axis, device, on=False) if options.sequence else streams
-        self.sequence = SequenceParallel(axis, unit_modules(model), streams, overlaps=options.overlaps)
+        self._all_streams = streams
         self.local: dict[
             nn.Parameter, nn.Parameter
         ] = {}  # parameter of the model -> what stands in its place
@@ -111,10 +120,25 @@ class _Splitter:
                 if own is not None:
                     self._split_parameter(name, module, key, own, named=False)
         self._follow()
+        keep_logits_split(self.model, self.axis, ends_of(self.model)[1], self.options.split_logits)
         if self.options.sequence:
-            self.sequence.install()
-            self.partial |= self.sequence.partial
+            self.partial |= self._slice_sequences()
         return {name: self._final(parameter) for name, parameter in self.model.named_parameters()}
+
+    def _slice_sequences(self) -> set[nn.Parameter]:
+        """The parameters whose gradients become partial by it."""
+        kind = model_type_of(self.model)
+        if kind in WITHOUT_SEQUENCE:
+            raise ConfigError(
+                f"models of type {kind} cannot work on slices of the sequence: {WITHOUT_SEQUENCE[kind]}",
+                where="tensor_parallel.sequence_parallel",
+                fix="set it to false",
+            )
+        known = {*self.split, *self.partial}
+        blocks = unit_modules(self.model)
+        made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.options.overlaps)
+        made.install()
+        return made.partial
 
     def _follow(self) -> None:
         """What goes with the split parameters: other places of the same parameter, and counts."""
@@ -123,9 +147,8 @@ class _Splitter:
                 if parameter in self.local:
                     module._parameters[key] = self.local[parameter]
         for owner, holders in self.holders.items():
-            groups = getattr(owner, "num_key_value_groups", None)
-            if isinstance(groups, int):
-                owner.num_key_value_groups = groups // holders  # type: ignore[assignment]
+            if hasattr(owner, "num_key_value_groups"):
+                owner.num_key_value_groups //= holders  # type: ignore[assignment, operator]
 
     def _final(self, parameter: nn.Parameter) -> Split:
         if parameter in self.split:
@@ -163,12 +186,11 @@ class _Splitter:
                 divide(module, attribute, self.axis.degree, replicates=rule.replicates)
             except IndivisibleError as error:
                 raise self._indivisible(f"{name}.{attribute}", error.count) from None
-        _resize(module, style)
+        resize(module, style.side)
 
     def _layer(self, name: str, module: nn.Module, rule: Rule, style: Style) -> Layer:
-        layer = Layer(
-            self.axis, name, self.options.overlaps, self.streams, slices=style.slices, once=rule.once
-        )
+        layer = Layer(self.axis, name, self.options.overlaps, self.streams)
+        layer.slices, layer.takes, layer.once = style.slices, style.takes, rule.once
         layer.heads = {key: (dim, getattr(module, rule.divide[0])) for key, dim in rule.heads.items()}
         weight = module._parameters.get("weight")
         if weight is None:
@@ -228,7 +250,8 @@ class _Splitter:
     ) -> Split:
         style = STYLES[rule.style]
         owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)
-        unit = rule.unit or (_head_size(owner, parameter.shape[dim], style) if named else 1)
+        of_heads = named and style.side == "out" and not style.gathers
+        unit = rule.unit or (head_size(owner, name, parameter.shape[dim]) if of_heads else 1)
         replicates = rule.replicates or (unit > 1 and hasattr(owner, "num_key_value_groups"))
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))
@@ -271,25 +294,3 @@ def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         except (AttributeError, NotImplementedError):
             found.append(None)
     return found[0], found[1]
-
-
-def _head_size(owner: nn.Module, size: int, style: Style) -> int:
-    """Features that stay together: those of a head, in an attention module that says its head's size."""
-    head = getattr(owner, "head_dim", None)
-    heads_are_split = style.side == "out" and not style.gathers and not style.uneven
-    return head if heads_are_split and isinstance(head, int) and head and size % head == 0 else 1
-
-
-def _resize(module: nn.Module, style: Style) -> None:
-    """Attributes that say how large a module is."""
-    weight = module._parameters.get("weight")
-    if weight is None or style.side is None:
-        return
-    if isinstance(module, nn.Linear):
-        module.out_features, module.in_features = weight.shape
-    if isinstance(module, nn.Embedding):
-        module.num_embeddings, module.embedding_dim = weight.shape
-        layer: Any = module.split
-        pad = module.padding_idx
-        if style.side == "rows" and pad is not None:
-            module.padding_idx = pad - layer.start if layer.start <= pad < layer.stop else None

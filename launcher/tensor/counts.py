@@ -44,3 +44,28 @@ def divide(module: nn.Module, attribute: str, degree: int, *, replicates: bool) 
         setattr(owner, attribute, 1)
     else:
         raise IndivisibleError(value)
+
+
+_OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+
+
+def head_size(owner: nn.Module, name: str, size: int) -> int:
+    """Features that stay together: those of a head, in an attention module that says its head's size."""
+    head = getattr(owner, "head_dim", None)
+    heads = name.rpartition(".")[2] in _OF_HEADS and isinstance(head, int) and head > 0 and size % head == 0
+    return int(head or 1) if heads else 1
+
+
+def resize(module: nn.Module, side: str | None) -> None:
+    """Attributes that say how large a module is."""
+    weight = module._parameters.get("weight")
+    if weight is None or side is None:
+        return
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = weight.shape
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = weight.shape
+        layer: Any = module.split
+        pad = module.padding_idx
+        if side == "rows" and pad is not None:
+            module.padding_idx = pad - layer.start if layer.start <= pad < layer.stop else None

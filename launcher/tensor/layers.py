@@ -46,6 +46,7 @@ class Layer:
         streams: random numbers for dropout.
         gathers: sizes on every rank of each packed part of the output, which is gathered; None: it stays split.
         slices: the input is whole, and this rank takes its slice.
+        takes: the output becomes whole, and this rank takes its slice.
         sequence: where norms and residuals work on slices of the sequence (`sequence.py`).
         scatters: outputs with at least so many dims are reduce-scattered along the sequence; 0: none are.
         start, stop: the vocabulary ids of this rank.
@@ -61,6 +62,7 @@ class Layer:
     streams: Streams
     gathers: list[list[int]] | None = None
     slices: bool = False
+    takes: bool = False
     sequence: SequenceState | None = None
     scatters: int = 0
     start: int = 0
@@ -127,7 +129,8 @@ class RowParallel(SplitModule):
         else:
             y = leave(y, split.axis, split.name, fresh=True)
             split.streams.end_split()
-        return y if bias is None else y + bias
+        y = y if bias is None else y + bias
+        return slice_along(y, split.axis, -1, f"{split.name}.output") if split.takes else y
 
 
 class VocabularyParallelEmbedding(SplitModule):

@@ -3,20 +3,26 @@
 A plan maps name patterns to rules. `*` stands for a number, as in `model.layers.*.self_attn.q_proj`. A pattern may name
 a module or a parameter. What no pattern names is replicated.
 
-Where a plan comes from: the model's own in transformers (`base_model_tp_plan`), and our table (`plans.py`) over it.
+A plan is the model's own in transformers (`base_model_tp_plan`), with the rows of our table (`plans.py`) over it, and
+the JSON's own rules (`user_plan.py`) over both.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
 from launcher.tensor.plans import PLANS, Rule
+from launcher.tensor.styles import STYLES, split_dim
+from launcher.tensor.user_plan import UserRule, check_rules, dim_along, rule_for, rules_of, sizes_along
 
 WHERE = "tensor_parallel.autotp_size"
 
@@ -25,25 +31,77 @@ def model_type_of(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
 
 
-def plan_of(model: nn.Module) -> dict[str, Rule]:
-    """The plan of a model, by full name patterns.
+def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, Rule]:
+    """The plan of a model, by full name patterns; the first that matches counts.
+
+    Args:
+        own: rules of the JSON, which come first.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or a rule of the JSON does not fit the model.
     """
     kind = model_type_of(model)
-    own: dict[str, str] = getattr(model, "tp_plan", None) or {}
-    rows = {**own, **_of_table(model, kind)}
-    names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
+    rows = {**(getattr(model, "tp_plan", None) or {}), **_of_table(model, kind)}
+    plan = {pattern: row if isinstance(row, Rule) else Rule(row) for pattern, row in rows.items()}
+    if own is not None:
+        return {**_rows_of(own, model, kind, planned=_named(plan, model)), **plan}
     # every HF plan gets a row for the head: alone it is no plan
-    patterns = [matching(pattern) for pattern in rows if "head" not in pattern]
-    if not any(pattern.fullmatch(name) for pattern in patterns for name in names):
+    if not _named({pattern: rule for pattern, rule in plan.items() if "head" not in pattern}, model):
         raise ConfigError(
             f"nobody has written how to split a model of type {kind} over tensor-parallel ranks",
             where=WHERE,
             fix=_how_to_write_one(model),
         )
-    return {pattern: row if isinstance(row, Rule) else Rule(row) for pattern, row in rows.items()}
+    return plan
+
+
+def _named(plan: Mapping[str, Rule], model: nn.Module) -> set[str]:
+    """The modules and parameters that a plan speaks of."""
+    names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
+    patterns = [matching(pattern) for pattern in plan]
+    return {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}
+
+
+def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str]) -> dict[str, Rule]:
+    """The JSON's rules as rows: by the module whose weight they match, or by the parameter of any other module."""
+    rules = rules_of(own, kind)
+    weights = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding))
+    }
+    linear = [name for name, module in weights.items() if not isinstance(module, nn.Embedding)]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = planned | {f"{name}.weight" for name in planned}
+    check_rules(own, rules, list(parameters), linear, known)
+    rows = {}
+    for name, parameter in parameters.items():
+        rule, module = rule_for(rules, name), weights.get(name)
+        if rule is None or (module is None and f"{name.rpartition('.')[0]}.weight" in weights):  # a bias
+            continue
+        style = _style_of(rule, module)
+        dim = split_dim(STYLES[style], module, parameter)
+        packed = (1,) if dim is None else sizes_along(rule, parameter.shape)
+        if dim is not None and dim_along(rule, parameter.shape) != dim:
+            raise ConfigError(
+                f'"{rule.kind}" splits dim {dim} of {name}, and the rule says dim {dim_along(rule, parameter.shape)}',
+                where=rule.where,
+                fix="leave partition_dim out, or write the other partition_type",
+            )
+        rows[name.removesuffix(".weight") if module else name] = Rule(
+            style, packed if len(packed) > 1 else (1,)
+        )
+    return rows
+
+
+def _style_of(rule: UserRule, module: nn.Module | None) -> str:
+    if rule.kind == "skip":
+        return "replicated_with_grad_allreduce" if rule.grad_allreduce else "replicate"
+    if isinstance(module, nn.Embedding):
+        return "embedding_rowwise" if rule.dim in (None, 0) else "embedding_colwise"
+    if rule.kind == "row":
+        return "rowwise"
+    return "colwise_gather_output" if rule.gather_output else "colwise"
 
 
 def number_of(config: Any, name: str) -> int:

@@ -113,6 +113,8 @@ def _whole(place: str, columns: str, rows: str) -> dict[str, str | Rule]:
     return _at(place, colwise_gather_output=columns, rowwise_split_input=rows)
 
 
+_INKLING = _at("layers.*.mlp", packed_colwise="experts.gate_up_proj", moe_tp_experts="shared_experts")
+
 _BART = _decoder("decoder.layers.*")
 _XGLM = _decoder("layers.*", "num_heads embed_dim")
 
@@ -326,6 +328,14 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "bert roberta camembert xlm-roberta data2vec-text electra ernie megatron-bert": _BERT,
     "rembert roberta-prelayernorm xlm-roberta-xl roc_bert roformer xmod bert-generation": _BERT,
     "xlnet": _at("layer.*.ff", colwise="layer_1", rowwise="layer_2"),
+    # Over transformers' own rows, which compute something else:
+    "apertus": {"layers.*.mlp.act_fn": _SUMMED},
+    "doge": {"layers.*.self_attn.A": "colwise", "layers.*.self_attn.dt_proj": "rowwise_slice_output"}
+    | _at("layers.*.self_attn", **{_SUMMED: "q_norm k_norm"}),
+    # keeps the largest activations of a whole layer: needs all of them
+    "gemma3n_text": _whole("layers.*.mlp", "gate_proj up_proj", "down_proj"),
+    "inkling_text": _INKLING | {"embed_tokens.embed_norm": _SUMMED},
+    "inkling2_text": _INKLING,
 }
 
 # by model type: all cases that agree with the config, joined
@@ -333,4 +343,17 @@ PLANS: dict[str, tuple[Case, ...]] = {
     name: plan if isinstance(plan, tuple) else (Case(plan),)
     for names, plan in _TYPES.items()
     for name in names.split()
+}
+
+# Types whose blocks do more with whole sequences than their parts do, and what.
+_STREAMS = "their blocks mix several residual streams (hyper-connections)"
+_PER_LAYER = "their blocks add an embedding of each token that belongs to the layer"
+WITHOUT_SEQUENCE: dict[str, str] = {
+    "deepseek_v4": _STREAMS,
+    "hy_v4": _STREAMS,
+    "qwen4_exp_text": _STREAMS,
+    "gemma3n_text": _PER_LAYER,
+    "gemma4_text": _PER_LAYER,
+    "hrm_text": "its blocks run several times, each time with another state added",
+    "inkling2_text": "its blocks look back at the outputs of earlier ones",
 }

@@ -44,14 +44,22 @@ class SequenceParallel:
 
     Args:
         blocks: in the order of the forward; a block takes and returns [batch, sequence, ...].
-        overlaps: as in `enter`.
         streams: random numbers for dropout; blocks work on slices, so each rank draws its own.
+        summed: parameters that are split, or whose gradients are summed over the ranks as the plan says.
+        overlaps: as in `enter`.
     """
 
     def __init__(
-        self, axis: Axis, blocks: list[tuple[str, nn.Module]], streams: Streams, *, overlaps: bool
+        self,
+        axis: Axis,
+        blocks: list[tuple[str, nn.Module]],
+        streams: Streams,
+        summed: set[nn.Parameter],
+        *,
+        overlaps: bool,
     ) -> None:
         self.axis, self.blocks, self.streams, self.overlaps = axis, blocks, streams, overlaps
+        self.summed = summed
         self.state = SequenceState()
         self.partial: set[nn.Parameter] = set()
 
@@ -80,7 +88,7 @@ class SequenceParallel:
         if isinstance(region, ColumnParallel):
             return
         reducing = [m for m in region.modules() if isinstance(m, (RowParallel, PartialExperts, SummedOutput))]
-        if len(reducing) == 1 and isinstance(reducing[0], RowParallel):
+        if len(reducing) == 1 and isinstance(reducing[0], RowParallel) and self._all_know(region):
             reducing[0].split.scatters = 3
             self._sees_a_slice(reducing[0])
         elif self.streams.on and any(isinstance(m, nn.Dropout) and m.p > 0 for m in region.modules()):
@@ -90,6 +98,13 @@ class SequenceParallel:
                 fix="set it to false, or set the model's dropout to 0",
             )
         region.register_forward_hook(self._after_region(name))
+
+    def _all_know(self, region: nn.Module) -> bool:
+        """Whether no parameter could come after the sum, see a slice, and have its gradient taken for whole."""
+        plain = [module for module in region.modules() if not isinstance(module, SplitModule)]
+        return self.summed.issuperset(
+            p for module in plain for p in module._parameters.values() if p is not None
+        )
 
     def _sees_a_slice(self, row: nn.Module) -> None:
         """Its bias is added to this rank's slice."""
@@ -145,12 +160,16 @@ class SequenceParallel:
 
     def _after_region(self, name: str) -> Callable[..., Any]:
         def after(region: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if not self.state.active:
-                return None
-            whole = self.state.length
-            return _first(output, lambda x: slice_along(x, self.axis, 1, name) if x.shape[1] == whole else x)
+            return _first(output, lambda x: self._sliced(x, name)) if self.state.active else None
 
         return after
+
+    def _sliced(self, x: Tensor, name: str) -> Tensor:
+        """Whole sequences [batch, sequence, ...] or [batch x sequence, hidden] sliced; a slice as it is."""
+        length = self.state.length
+        if x.dim() == 2 and x.shape[0] % length == 0:
+            return slice_along(x.view(-1, length, x.shape[1]), self.axis, 1, name).flatten(0, 1)
+        return slice_along(x, self.axis, 1, name) if x.dim() > 2 and x.shape[1] == length else x
 
 
 def _regions(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -40,6 +40,7 @@ class Style:
         packed: proportions where the rule does not say.
         gathers: the output is gathered.
         slices: the input is whole.
+        takes: each rank goes on with its slice of the output.
         partial: gradients of the module's parameters, which all ranks hold, are terms of a sum.
         uneven: the ranks' shares may differ in size.
     """
@@ -49,6 +50,7 @@ class Style:
     packed: tuple[int, ...] = (1,)
     gathers: bool = False
     slices: bool = False
+    takes: bool = False
     partial: bool = False
     uneven: bool = False
 
@@ -66,6 +68,7 @@ STYLES: dict[str, Style] = {
     "rowwise": _ROW,
     "rowwise_split_input": _SLICING,
     "rowwise_rep": _SLICING,
+    "rowwise_slice_output": Style(RowParallel, "in", takes=True),
     "packed_rowwise": Style(RowParallel, "in", packed=(1, 1)),
     "embedding_rowwise": Style(VocabularyParallelEmbedding, "rows", uneven=True),
     "embedding_colwise": Style(HiddenParallelEmbedding, "columns"),

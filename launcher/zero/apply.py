@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import all_reduce
+from launcher.comm import Axis, all_reduce
+from launcher.tensor.assemble import whole
+from launcher.tensor.split import Split
 from launcher.zero.axes import ShardAxes
 from launcher.zero.checks import StepChecks
 from launcher.zero.fetch import Fetcher
@@ -22,12 +25,12 @@ from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer
+from launcher.zero.shared import sum_of_squares, sum_partial
 from launcher.zero.slot import ParamSlice, Slot
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
 from launcher.zero.unit import Unit
 
-NORM_CHUNK = 4096  # fp32 sums of squares lose digits over long runs: chunks this long, summed in fp64
-
+_NO_SPLITS: Mapping[str, Split] = MappingProxyType({})
 _live: weakref.WeakSet[ZeroModel] = weakref.WeakSet()
 
 
@@ -44,13 +47,20 @@ class ZeroModel:
         policy: what is sharded.
         axes: dp, and along which axis of it is sharded.
         units: root unit last.
+        tp: along it parameters are split; each of its ranks has a ZeRO run of its own over what it holds.
     """
 
     def __init__(
-        self, module: nn.Module, policy: ZeroPolicy, axes: ShardAxes, units: list[Unit], pool: BufferPool
+        self,
+        module: nn.Module,
+        policy: ZeroPolicy,
+        axes: ShardAxes,
+        units: list[Unit],
+        pool: BufferPool,
+        tp: Axis,
     ) -> None:
         self.module, self.policy, self.axes, self.units, self.pool = module, policy, axes, units, pool
-        self.axis = axes.dp
+        self.axis, self.tp = axes.dp, tp
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self.fetcher = Fetcher(policy)
@@ -79,7 +89,8 @@ class ZeroModel:
         return [piece for flat in self.flats for piece in flat.slices()]
 
     def written_slices(self) -> list[ParamSlice]:
-        """What this rank writes into a checkpoint: all ranks' pieces together cover every parameter once."""
+        """What this rank writes into a checkpoint: the pieces of all ranks of dp together cover every local parameter
+        once. What several tp ranks hold is in the pieces of each; its split says who is the first of them."""
         if self.axes.replicate.rank > 0:  # the first shard group writes for all
             return []
         return [piece for flat in self.flats for piece in flat.slices(flat.values(), flat.shard_span)]
@@ -94,18 +105,21 @@ class ZeroModel:
     def norm_and_use(self) -> tuple[Tensor, list[bool]]:
         """Sum of squares of the reduced gradient over all ranks (fp64 scalar), and which trainable slots got one.
 
-        One collective for both. Marks slots unused everywhere as unused, and the others as used.
+        Once a step: partial gradients become sums here. One collective along dp and tp for both answers. Marks slots
+        unused everywhere as unused, and the others as used.
         """
+        sum_partial(self.gradients, self.tp, self.pool.device)
         if self.checks is not None:
             self.checks.compare()
         slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
         squares = torch.zeros((), dtype=torch.float64)
         if self.policy.compute_norm:
             for gradient in self.gradients:  # every shard group has all of it
-                squares += _sum_of_squares(gradient.share) / self.axes.replicate.degree
+                squares += sum_of_squares(gradient) / self.axes.replicate.degree
         used = torch.tensor([float(slot.used) for slot in slots], dtype=torch.float64)
         report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
-        all_reduce(report, self.axis, "root/norm").wait()
+        for axis in (self.axis, self.tp):
+            all_reduce(report, axis, "root/norm").wait()
         flags = [bool(count) for count in report[1:].tolist()]
         for slot, flag in zip(slots, flags, strict=True):
             slot.used = flag
@@ -133,11 +147,11 @@ class ZeroModel:
     def gathered(
         self, parameters: Iterable[Tensor] | None = None, modifier_rank: int | None = None
     ) -> Iterator[None]:
-        """Full parameters inside the `with`, on every rank; a collective.
+        """Full local parameters inside the `with`, on every rank; a collective of dp.
 
         Args:
             parameters: which (their units are gathered); default: all.
-            modifier_rank: this rank's edits of `parameters` are kept and sent to all; None: edits to sharded
+            modifier_rank: this dp rank's edits of `parameters` are kept and sent to all; None: edits to sharded
                 parameters are lost.
         """
         slots = self._slots_of(parameters)
@@ -167,12 +181,16 @@ class ZeroModel:
         return self._slot_of_parameter.get(id(parameter))
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, one unit gathered at a time. A collective: all ranks iterate to the end."""
+        """Every logical parameter, one unit gathered at a time. A collective: all ranks iterate to the end."""
         for unit in self.units:
             names = [slot for flat in unit.flats for slot in flat.slots]
             with self.gathered([slot.leaf for slot in names]):
                 for slot in names:
-                    yield slot.name, slot.leaf.detach()
+                    yield slot.name, self.logical(slot)
+
+    def logical(self, slot: Slot) -> Tensor:
+        """The logical parameter of a slot whose unit is gathered: all that the tp ranks hold of it. A collective."""
+        return whole(slot.leaf.detach(), slot.split, self.tp)
 
     # ---- bookkeeping ------------------------------------------------------------------------
 
@@ -202,21 +220,25 @@ def apply(
     device: torch.device,
     blocks: list[tuple[str, nn.Module]],
     source: ParamSource | None = None,
+    splits: Mapping[str, Split] = _NO_SPLITS,
+    tp: Axis | None = None,
 ) -> ZeroModel:
     """Move the parameters of `module` into flat buffers.
 
     Args:
-        module: any nn.Module; parameters may be on meta when `source` makes them.
+        module: any nn.Module; parameters may be on meta when `source` makes them. They are local.
         axes: the data-parallel axis, and along which axis of it is sharded.
         policy: what is sharded, in which dtypes.
         device: where the flat buffers live.
         blocks: modules that are units (name, module), but for leaves; the rest of the model is the root unit.
         source: the first values; default: what the module holds, rank 0's for all.
+        splits: which elements of logical parameters the module holds, by name; default: all of them.
+        tp: the axis that they are split along.
     """
     source = source or ModelValues()
     pool = BufferPool(device)
     units = []
-    for planned in assign_units(module, with_leaves(module, blocks), policy):
+    for planned in assign_units(module, with_leaves(module, blocks), policy, splits):
         flats = []
         for i, group in enumerate(planned.groups):
             name = planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}"
@@ -233,14 +255,7 @@ def apply(
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
-    return ZeroModel(module, policy, axes, units, pool)
-
-
-def _sum_of_squares(values: Tensor) -> Tensor:
-    even = values.numel() // NORM_CHUNK * NORM_CHUNK
-    rows = torch.linalg.vector_norm(values[:even].view(-1, NORM_CHUNK), dim=1, dtype=torch.float32)
-    rest = torch.linalg.vector_norm(values[even:], dtype=torch.float32)
-    return (rows.double().square().sum() + rest.double().square()).cpu()
+    return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"))
 
 
 def _nbytes(tensor: Tensor | None) -> int:

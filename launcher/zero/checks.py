@@ -1,7 +1,7 @@
 """What `enable_sanity_checks` compares at each step: mistakes that would otherwise only show in the losses.
 
 - the order of collectives: ranks that gather different units at one time get each other's bytes without an error;
-- copies: parameters that several ranks hold must be the same to the bit;
+- copies: parameters that several ranks hold, of dp or of tp, must be the same to the bit;
 - gradients: in fp32 and bf16 nothing else looks whether they are finite.
 """
 
@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.comm import CollectiveRecord, record_collectives
+from launcher.comm import Axis, CollectiveRecord, record_collectives
 from launcher.errors import LauncherError
+from launcher.zero.shared import shared
 
 if TYPE_CHECKING:
     from launcher.zero.apply import ZeroModel
@@ -71,19 +72,23 @@ class StepChecks:
             )
 
     def _gather(self, mine: Any) -> list[Any]:
-        every: list[Any] = [mine] * self.zero.axes.dp.degree
-        if self.zero.axes.dp.group is not None:
-            dist.all_gather_object(every, mine, group=self.zero.axes.dp.group)
-        return every
+        """What every rank has, by dp rank, then tp rank."""
+        columns = _gather_along(self.zero.tp, _gather_along(self.zero.axes.dp, mine))
+        return [column[dp] for dp in range(self.zero.axes.dp.degree) for column in columns]
 
     def _copies(self) -> dict[str, int]:
         """Checksums of what other ranks hold, too."""
-        copies, shard = {}, self.zero.axes.shard
+        copies, shard, tp = {}, self.zero.axes.shard, self.zero.tp
+        part = f" of tp rank {tp.rank}" if tp.degree > 1 else ""
         for flat in self.zero.flats:
+            values = flat.values()
             if not flat.sharded and flat.full is not None:
-                copies[f"unit {flat.name}"] = _checksum(flat.full)
+                copies[f"unit {flat.name}{part}"] = _checksum(flat.full)
             elif self.zero.axes.replicate.degree > 1:
-                copies[f"shard {shard.rank} of unit {flat.name}"] = _checksum(flat.values())
+                copies[f"shard {shard.rank} of unit {flat.name}{part}"] = _checksum(values)
+            for at, held in shared(flat, flat.owned):
+                name = f"what {held.holders} tp ranks hold of unit {flat.name} ({held.group}, dp rank {flat.axis.rank})"
+                copies[name] = copies.get(name, 0) + _checksum(values[at])
         return copies
 
     def _not_finite(self) -> list[str]:
@@ -96,6 +101,13 @@ class StepChecks:
             pieces = gradient.flat.slices(gradient.owned, gradient.flat.shard_span)
             names += [piece.name for piece in pieces if not piece.data.isfinite().all()]
         return names
+
+
+def _gather_along(axis: Axis, mine: Any) -> list[Any]:
+    every: list[Any] = [mine] * axis.degree
+    if axis.group is not None:
+        dist.all_gather_object(every, mine, group=axis.group)
+    return every
 
 
 def _streams(records: list[CollectiveRecord]) -> Streams:

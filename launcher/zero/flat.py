@@ -6,7 +6,8 @@ unit          a transformer block, the embedding, the head, or the rest of the m
               and reduced together
 flat buffer   the parameters of one unit with one dtype and one `requires_grad`, laid end to end, padded so that the
               degree of the shard axis divides it
-slot          the place of one parameter in a flat buffer
+slot          the place of one parameter in a flat buffer: its elements on this tp rank, and room for the most on any;
+              what is left of the room is padding, which stays zero
 shard         slice r of a flat buffer, held by rank r of the axis
 full          the whole flat buffer: always there when parameters are not sharded, else only while gathered
 leaf          the nn.Parameter that autograd sees; its data is a view of `full`
@@ -78,7 +79,7 @@ class FlatBuffer:
         end = 0
         for slot in self.slots:
             slot.flat, slot.offset = self, end
-            end += -(-slot.numel // ALIGN) * ALIGN
+            end += -(-slot.room // ALIGN) * ALIGN
         unit = self.axis.degree * ALIGN
         return -(-end // unit) * unit
 
@@ -199,7 +200,7 @@ class FlatBuffer:
         return [
             ParamSlice(
                 slot.name,
-                slot.shape,
+                slot.split,
                 start,
                 stop,
                 of[slot.offset + start - first : slot.offset + stop - first],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from launcher.errors import LauncherError
+from launcher.tensor.split import Split
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.slot import Slot
 
@@ -30,7 +33,7 @@ class PlannedUnit:
 
 
 def assign_units(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]], policy: ZeroPolicy
+    model: nn.Module, blocks: list[tuple[str, nn.Module]], policy: ZeroPolicy, splits: Mapping[str, Split]
 ) -> list[PlannedUnit]:
     """Give every parameter of `model` to one unit: the block it lies in, else the root unit, which comes last.
 
@@ -43,14 +46,14 @@ def assign_units(
     unit_of_module = {inner: unit for unit in units for inner in unit.module.modules()}
     buffers: dict[tuple[str, object, bool, bool], PlannedBuffer] = {}
     persisted = 0
-    for slot in _slots(model):
+    for slot in _slots(model, splits):
         homes = {
             unit_of_module[owner].name if owner in unit_of_module else "root" for owner, _ in slot.owners
         }
         home = unit_of_module[slot.owners[0][0]] if len(homes) == 1 and "root" not in homes else root
         sharded = policy.shard_params
-        if sharded and slot.numel < policy.persistence_threshold:
-            persisted += slot.numel
+        if sharded and slot.room < policy.persistence_threshold:
+            persisted += slot.room
             if persisted <= policy.model_persistence_threshold:
                 sharded, home = False, root
         dtype = slot.leaf.dtype
@@ -64,7 +67,7 @@ def assign_units(
     return [unit for unit in units if unit.groups] + [root]
 
 
-def _slots(model: nn.Module) -> list[Slot]:
+def _slots(model: nn.Module, splits: Mapping[str, Split]) -> list[Slot]:
     """One slot for each parameter, in the order of named_parameters(), with every module that shows it."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -73,4 +76,18 @@ def _slots(model: nn.Module) -> list[Slot]:
             if parameter is not None:
                 owners.setdefault(parameter, []).append((module, attribute))
                 names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
-    return [Slot(names[parameter], parameter.shape, parameter, where) for parameter, where in owners.items()]
+    return [_slot(names[parameter], parameter, where, splits) for parameter, where in owners.items()]
+
+
+def _slot(
+    name: str, parameter: nn.Parameter, owners: list[tuple[nn.Module, str]], splits: Mapping[str, Split]
+) -> Slot:
+    split = splits.get(name) or Split.whole(parameter.shape)
+    if parameter.shape != split.local_shape or split.room < split.numel:
+        raise LauncherError(
+            f"{name} is {tuple(parameter.shape)}, and its split says {tuple(split.local_shape)} "
+            f"with room for {split.room} elements",
+            where="zero.apply(splits=...)",
+            fix="split the parameters of the model before ZeRO takes them, and name them as named_parameters() does",
+        )
+    return Slot(name, split, parameter, owners)

@@ -21,8 +21,8 @@ class Overflow:
 
     Args:
         name: of the parameter.
-        ranks: whose own gradient was not finite before it was reduced; empty when only the sum is, or when the ranks
-            were not watched.
+        ranks: whose own gradient was not finite before it was reduced, by dp rank, then tp rank; empty when only the
+            sum is, or when the ranks were not watched.
     """
 
     name: str
@@ -37,22 +37,24 @@ def watch_gradients(model: ZeroModel, on: bool) -> None:
 
 def find_overflows(model: ZeroModel) -> list[Overflow]:
     """Every parameter whose gradient is not finite, the same list on every rank; in the order of the backward, so the
-    first is nearest to where it began. One collective; after the reduction and before zero_grad."""
+    first is nearest to where it began. One collective along dp and tp; after the reduction and before zero_grad."""
     slots = [slot for gradient in model.gradients for slot in gradient.flat.slots]
     index = {slot: i for i, slot in enumerate(slots)}
-    axis = model.axis
+    axis, tp = model.axis, model.tp
+    count = axis.degree * tp.degree
     # one row for each rank's own gradients, and one for the reduced ones
-    flags = torch.zeros(axis.degree + 1, len(slots), dtype=torch.float64)
+    flags = torch.zeros(count + 1, len(slots), dtype=torch.float64)
     for gradient in model.gradients:
         flat, share = gradient.flat, gradient.share
         for slot, start, stop in flat.overlaps(flat.shard_span):
             at = slot.offset + start - flat.shard_span.start
             flags[-1, index[slot]] = float(not share[at : at + stop - start].isfinite().all())
         for slot in gradient.suspects:
-            flags[axis.rank, index[slot]] = 1
+            flags[axis.rank * tp.degree + tp.rank, index[slot]] = 1
     found = flags.view(-1).to(model.pool.device)
-    all_reduce(found, axis, "root/overflow").wait()
-    flags = found.view(axis.degree + 1, -1).cpu()
+    for along in (axis, tp):
+        all_reduce(found, along, "root/overflow").wait()
+    flags = found.view(count + 1, -1).cpu()
     order = {name: i for i, (name, _) in enumerate(model.module.named_parameters())}
     bad = [slot for slot in slots if flags[-1, index[slot]]]
     bad.sort(key=lambda slot: -order.get(slot.name, 0))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from launcher.tensor.split import Split
 from launcher.zero.sharded_parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from launcher.zero.flat import FlatBuffer
 
-# reads elements [start, stop) of a parameter, flat: (name, start, stop) -> [stop - start]
+# reads elements [start, stop) of a local parameter, flat: (name, start, stop) -> [stop - start]
 Reader = Callable[[str, int, int], Tensor]
 
 
@@ -25,15 +25,18 @@ class Slot:
 
     Args:
         name: the name that named_parameters() gives, the first one for tied parameters.
-        shape: logical shape.
+        split: which elements of the logical parameter this rank's tp rank holds.
         leaf: what autograd differentiates.
         owners: every (module, attribute) that shows this parameter; more than one for tied parameters.
         offset: first element in the flat buffer.
         used: a gradient arrived since the last step.
+
+    Attributes:
+        shape, numel: of the local parameter, which is the logical one where nothing is split.
     """
 
     name: str
-    shape: torch.Size
+    split: Split
     leaf: nn.Parameter
     owners: list[tuple[nn.Module, str]]
     offset: int = 0
@@ -41,9 +44,19 @@ class Slot:
     flat: FlatBuffer = field(init=False, repr=False)
     handle: ShardedParameter = field(init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        self.shape: torch.Size = self.split.local_shape
+        self.numel: int = self.shape.numel()
+
     @property
-    def numel(self) -> int:
-        return prod(self.shape)
+    def logical_numel(self) -> int:
+        """Elements of the logical parameter."""
+        return self.split.shape.numel()
+
+    @property
+    def room(self) -> int:
+        """Elements that the flat buffer keeps for it: the same number on all tp ranks."""
+        return self.split.room
 
     @property
     def span(self) -> slice:
@@ -60,14 +73,20 @@ class ParamSlice:
     """The part of one parameter that this rank owns.
 
     Args:
-        name, shape: of the logical parameter.
-        start, stop: flat element range of it.
+        name: of the logical parameter.
+        split: which elements of it are local.
+        start, stop: flat element range of the local parameter.
         data: [stop - start], master weights: fp32 (the parameter's own dtype when frozen, or without fp32_master); a
             view, writable.
     """
 
     name: str
-    shape: torch.Size
+    split: Split
     start: int
     stop: int
     data: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the local parameter."""
+        return self.split.local_shape

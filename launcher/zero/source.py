@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
@@ -10,7 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from launcher.tensor.split import BoxReader
 from launcher.zero.slot import Reader, Slot
+
+# gives real, initialised values to what a module owns directly: (root, module's name, module) -> None
+Make = Callable[[nn.Module, str, nn.Module], None]
 
 
 class ParamSource(Protocol):
@@ -22,7 +27,7 @@ class ParamSource(Protocol):
 
 
 class ModelValues:
-    """The values that the model has now."""
+    """The values that the model has now; where it is split, the local ones."""
 
     @contextmanager
     def open(self, slots: list[Slot]) -> Iterator[Reader]:
@@ -37,19 +42,25 @@ class MadeOnMeta:
 
     Args:
         model: the whole model.
-        make: (module name, module): gives real, initialised values to what the module owns directly; for example
-            launcher.models.initialize.initialize_module with a seed.
+        make: see `Make`; for example launcher.models.initialize.initializer with a seed.
         owner_of_tied: (module name, attribute) -> the place that `make` gives its value to, for tied parameters.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        make: Callable[[str, nn.Module], None],
+        make: Make,
         owner_of_tied: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType({}),
     ) -> None:
         self.model, self.make, self.owner_of_tied = model, make, owner_of_tied
-        self._modules = dict(model.named_modules())
+        self._take_shapes_of(model)
+
+    def keep_whole(self) -> None:
+        """From now on make the model as it is at this moment, on meta: its parameters are about to be split."""
+        self._take_shapes_of(copy.deepcopy(self.model))
+
+    def _take_shapes_of(self, root: nn.Module) -> None:
+        self._root, self._modules = root, dict(root.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
 
     @contextmanager
@@ -57,12 +68,11 @@ class MadeOnMeta:
         values: dict[str, Tensor] = {}
         made: dict[str, dict[str, Tensor]] = {}
         for slot in slots:
-            module, attribute = slot.owners[0]
-            place = self._names[module], attribute
-            name, attribute = self.owner_of_tied.get(place, place)
+            module, _, attribute = slot.name.rpartition(".")
+            name, attribute = self.owner_of_tied.get((module, attribute), (module, attribute))
             if name not in made:
                 made[name] = self._made(self._modules[name])
-            values[slot.name] = made[name][attribute].detach().reshape(-1)
+            values[slot.name] = slot.split.take(made[name][attribute].detach()).reshape(-1)
         yield lambda name, start, stop: values[name][start:stop]
 
     def _made(self, module: nn.Module) -> dict[str, Tensor]:
@@ -82,7 +92,7 @@ class MadeOnMeta:
                 for name, buffer in buffers.items():
                     if buffer is not None and buffer.is_meta:
                         module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-                self.make(self._names[module], module)
+                self.make(self._root, self._names[module], module)
             yield
         finally:
             module._parameters.update(parameters)
@@ -90,27 +100,29 @@ class MadeOnMeta:
 
     def make_buffers(self, device: torch.device) -> None:
         """Give values to every buffer that is still on meta."""
-        for module in self.model.modules():
+        for name, module in self.model.named_modules():
             if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-                with self._materialized(module):
-                    made = dict(module._buffers)
-                for name, buffer in made.items():
-                    module._buffers[name] = None if buffer is None else buffer.to(device)
+                whole = self._modules[name]
+                with self._materialized(whole):
+                    made = dict(whole._buffers)
+                for key, buffer in made.items():
+                    module._buffers[key] = None if buffer is None else buffer.to(device)
 
 
 class StoredValues(MadeOnMeta):
-    """Values that are read from a store by flat range: a rank reads only what it keeps.
+    """Values that are read from a store by boxes of logical parameters: a rank reads only what it keeps.
 
     Args:
         model: the whole model, on meta.
         make: gives values to buffers that the store does not have.
-        read: (name, start, stop) -> those elements of the parameter, flat.
+        read: parameter name -> reader of its boxes.
     """
 
-    def __init__(self, model: nn.Module, make: Callable[[str, nn.Module], None], read: Reader) -> None:
+    def __init__(self, model: nn.Module, make: Make, read: Callable[[str], BoxReader]) -> None:
         super().__init__(model, make)
         self.read = read
 
     @contextmanager
     def open(self, slots: list[Slot]) -> Iterator[Reader]:
-        yield self.read
+        splits = {slot.name: slot.split for slot in slots}
+        yield lambda name, start, stop: splits[name].read(start, stop, self.read(name))

@@ -10,6 +10,7 @@ import torch
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.store import load, save
 from launcher.errors import ShardedParameterError
+from launcher.tensor.split import Part, Split
 from tests.checkpoint.sharding import SHAPES, blank, bounds, share, whole
 from tests.pool import RankContext, WorkerPool
 
@@ -75,6 +76,42 @@ def test_it_looks_like_the_whole_tensor_and_refuses_arithmetic() -> None:
     assert "[30, 60)" in repr(part)
     with pytest.raises(ShardedParameterError, match="data_1d"):
         part + 1
+
+
+COLUMNS = [  # of a 4 x 6 matrix: two ranks share columns 4 and 5
+    Split(torch.Size((4, 6)), (Part(0, 2), Part(4, 6, holders=2)), dim=1, room=16),
+    Split(torch.Size((4, 6)), (Part(2, 4), Part(4, 6, holders=2, first=False)), dim=1, room=16),
+]
+
+
+def columns(rank: int, firsts_only: bool = True) -> FlatSlice:
+    local = COLUMNS[rank].take(torch.arange(24.0).view(4, 6)).reshape(-1)
+    return FlatSlice(local.clone(), COLUMNS[rank], 0, 16, firsts_only=firsts_only)
+
+
+def write_columns(ctx: RankContext, directory: Path) -> None:
+    save(directory, "columns", {"w": columns(ctx.rank)}, {})
+
+
+def test_parts_along_another_dim_are_boxes_of_the_whole(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(write_columns, 2, tmp_path)
+    plain = torch.zeros(4, 6)
+    load(tmp_path, "columns", {"w": plain})
+    assert torch.equal(plain, torch.arange(24.0).view(4, 6))
+    for rank in (0, 1):
+        want = columns(rank).data_1d[3:14]
+        part = FlatSlice(torch.zeros(11), COLUMNS[rank], 3, 14)
+        load(tmp_path, "columns", {"w": part})
+        assert torch.equal(part.data_1d, want)
+
+
+def test_what_another_rank_is_the_first_holder_of_is_read_but_not_written() -> None:
+    part, alone = columns(1), columns(1, firsts_only=False)
+    written = [item.tensor_data.chunk for item in part.__create_write_items__("w", part)]
+    assert [(tuple(c.offsets), tuple(c.sizes)) for c in written] == [((0, 2), (4, 2))]
+    assert len(part.__create_chunk_list__()) == 2
+    for copied in (alone, alone.with_data(torch.zeros(16))):  # its node has a directory of its own
+        assert len(copied.__create_write_items__("w", copied)) == 2
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,27 @@ def test_the_batch_equation_on_so_many_ranks(
     assert shown(capsys, str(old), "--num-gpus", "5")[0] == 0  # "auto": the run has a say
 
 
+@pytest.mark.key("tensor_parallel.autotp_size")
+def test_tensor_parallel_ranks_share_their_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tp.json"
+    path.write_text(
+        json.dumps(
+            {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 8, "gradient_accumulation_steps": 1}
+        )
+    )
+    code, text = shown(capsys, str(path), "--num-gpus", "8", "--explain")
+    assert code == 0 and "train_micro_batch_size_per_gpu 2 (from the batch equation)" in " ".join(
+        text.split()
+    )
+    code, text = shown(capsys, str(path), "--num-gpus", "6")
+    assert code == 1 and "data-parallel ranks 3" in text
+    code, text = shown(capsys, str(path), "--num-gpus", "9")
+    assert code == 1 and "autotp_size 2 does not divide the number of ranks, 9" in text
+    assert "tp.json:1:22" in text and "write 1, 3 or 9, or start 2 ranks" in text
+
+
 def test_explain_says_what_autos_and_defaults_become(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, text = shown(capsys, str(old), "--explain", "--num-gpus", "4")
     autos, defaults = text.split('"auto" becomes:')[1].split("left out, and so:")

@@ -55,6 +55,15 @@ def test_help_is_light_and_complete(tmp_path: Path) -> None:
     assert "finetune" in shown
 
 
+def test_ranks_that_make_no_whole_tensor_parallel_groups_are_not_started(tmp_path: Path) -> None:
+    path = config(tmp_path, tensor_parallel={"autotp_size": 2})
+    flags = ["--config", path, "--device", "cpu", "--num_gpus", "3", "pretrain", "--output-dir", "out"]
+    done = launch(*flags, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "autotp_size 2 does not divide the number of ranks, 3" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stage_that_nobody_says_is_refused_before_any_rank(tmp_path: Path) -> None:
     path = config(tmp_path, zero_optimization={"stage": "auto"})
     code, _, _, errors = answer("--config", path, "pretrain", "--output-dir", "out", cwd=tmp_path)

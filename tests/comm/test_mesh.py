@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.comm import Mesh
-from launcher.comm.mesh import AXES, _twin
+from launcher.comm.mesh import AXES, _twin, warning_of_tp_over_nodes
 from launcher.errors import ConfigError
 from tests.pool import RankContext, RanksFailed, WorkerPool
 
@@ -48,6 +48,38 @@ def test_degrees_must_multiply_to_the_world_size(pool: WorkerPool, degrees: dict
         pool.run(coordinates, 4, degrees)
     text = str(failed.value)
     assert ConfigError.__name__ in text and "there are 4 ranks" in text and "make their product equal" in text
+
+
+@pytest.mark.parametrize(
+    ("degree", "world", "node", "crosses"),
+    [
+        (1, 16, 8, False),
+        (8, 16, 8, False),
+        (8, 8, 8, False),
+        (16, 16, 8, True),
+        (4, 12, 6, True),
+        (8, 8, 4, True),
+    ],
+)
+def test_tp_over_nodes_is_told(degree: int, world: int, node: int, crosses: bool) -> None:
+    warning = warning_of_tp_over_nodes(degree, world, node)
+    assert (warning is not None) == crosses
+    if warning:
+        assert "4 reductions of tokens x hidden values" in warning and f"over {degree} ranks" in warning
+
+
+def warned(ctx: RankContext, node: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        found: list[str] = []
+        patch.setenv("LOCAL_WORLD_SIZE", str(node))
+        patch.setattr("launcher.comm.mesh.logger.warning", found.append)
+        Mesh.build(CPU, tp=2)
+    return found
+
+
+def test_rank_0_warns_of_nodes(pool: WorkerPool) -> None:
+    assert [len(found) for found in pool.run(warned, 2, 1)] == [1, 0]
+    assert [len(found) for found in pool.run(warned, 2, 2)] == [0, 0]
 
 
 def twins(ctx: RankContext, shape: tuple[int, int], dim: int) -> list[int]:

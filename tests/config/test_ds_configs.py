@@ -9,7 +9,7 @@ FILES = sorted(DIRECTORY.glob("*.json"))
 
 
 def test_the_files() -> None:
-    names = {"zero0", "zero1", "zero2", "zero3", "bf16_zero2", "bf16_zero3", "fp16_zero1"}
+    names = {"zero0", "zero1", "zero2", "zero3", "bf16_zero2", "bf16_zero3", "fp16_zero1", "tp2_zero1"}
     assert {path.stem for path in FILES} >= names
 
 
@@ -19,7 +19,9 @@ def test_each_file_is_what_its_name_says_on_any_number_of_ranks(path: Path) -> N
         config = load(path).resolve(dp_degree=ranks)
         assert config.train_batch_size == 4 * ranks
         assert config.zero_optimization.stage == int(path.stem[-1])
-        assert config.dtype == (path.stem[:4] if "_" in path.stem else "fp32")
+        first = path.stem.partition("_")[0]
+        assert config.dtype == (first if first in ("bf16", "fp16") else "fp32")
+        assert config.tensor_parallel.degree == (2 if first == "tp2" else 1)
         assert config.notes == ()
 
 

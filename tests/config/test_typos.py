@@ -28,7 +28,7 @@ def written(path: str, misspelt: str) -> dict[str, Any]:
     *sections, _ = path.split(".")
     tree: dict[str, Any] = {misspelt: 1}
     for section in reversed(sections):
-        tree = {section: tree}
+        tree = {section[:-2]: [tree]} if section.endswith("[]") else {section: tree}
     if sections[:1] == ["optimizer"] and path != "optimizer.type":
         tree["optimizer"]["type"] = "AdamW"
     if sections[:1] == ["scheduler"] and path != "scheduler.type":
@@ -44,7 +44,7 @@ def written(path: str, misspelt: str) -> dict[str, Any]:
 def outcome(path: str, misspelt: str) -> str | None:
     """The suggested path; None if the misspelt key happens to be another valid key."""
     *sections, _ = path.split(".")
-    wrong = ".".join([*sections, misspelt])
+    wrong = ".".join([*sections, misspelt]).replace("[]", "[0]")
     siblings = {f"stage3_{misspelt}", misspelt}
     if any(".".join([*sections, name]) in PATHS for name in siblings) or wrong == "bfloat16":
         return None
@@ -53,7 +53,7 @@ def outcome(path: str, misspelt: str) -> str | None:
     except ConfigProblems as error:
         problem = next(problem for problem in error.problems if dotted(problem.path) == wrong)
         assert "unknown key" in problem.what
-        return problem.suggestion or "nothing"
+        return (problem.suggestion or "nothing").replace("[0]", "[]")
     raise AssertionError(f"{wrong} was accepted")
 
 

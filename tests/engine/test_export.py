@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,17 +139,19 @@ def test_a_failure_to_write_is_told_on_every_rank(pool: WorkerPool, tmp_path: Pa
 def start_from(ctx: RankContext, directory: Path, stage: int, sections: dict[str, Any]) -> tuple[Any, int]:
     """Weights after initialize(), and the elements that this rank read."""
     read = 0
-    real = SafetensorsSource.read_flat
+    real = SafetensorsSource.read_box
 
-    def counting(source: SafetensorsSource, name: str, start: int, stop: int) -> Tensor:
+    def counting(
+        source: SafetensorsSource, name: str, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> Tensor:
         nonlocal read
-        read += stop - start
-        return real(source, name, start, stop)
+        read += math.prod(sizes)
+        return real(source, name, offsets, sizes)
 
     made = model_with_source(load_config(str(directory)), str(directory), from_scratch=False, seed=0)
     assert all(p.is_meta for p in made.model.parameters())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SafetensorsSource, "read_flat", counting)
+        patch.setattr(SafetensorsSource, "read_box", counting)
         engine = launcher.initialize(
             model=made.model, config=config_of(stage, **sections), source=made.source, device=CPU
         )[0]

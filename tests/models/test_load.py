@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta
 from launcher.models.initialize import materialize
-from launcher.models.load import SafetensorsSource, _row_ranges
+from launcher.models.load import SafetensorsSource
 from tests.models.tiny import config_of
 
 
@@ -33,7 +31,8 @@ def _assert_loads(model: PreTrainedModel, directory: Path) -> None:
     parameters = dict(model.named_parameters())
     assert parameters.keys() <= names.keys()
     for name, parameter in parameters.items():
-        assert torch.equal(source.read_flat(names[name], 0, parameter.numel()).view_as(parameter), parameter)
+        box = (0,) * parameter.dim(), parameter.shape
+        assert torch.equal(source.read_box(names[name], *box), parameter)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gpt_neox", "opt", "mamba"])
@@ -45,18 +44,8 @@ def test_saved_model_is_read_back(family: str, max_shard_size: str, tmp_path: Pa
     _assert_loads(model, tmp_path)
 
 
-@given(st.data())
-def test_row_ranges_cover_the_flat_range_exactly(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
-    start = data.draw(st.integers(0, tensor.numel() - 1))
-    stop = data.draw(st.integers(start + 1, tensor.numel()))
-    pieces = [tensor[index].reshape(-1) for index in _row_ranges(shape, start, stop)]
-    assert torch.equal(torch.cat(pieces), tensor.view(-1)[start:stop])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_ranges_shapes_and_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_boxes_shapes_and_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     stored = {
         "cube": torch.arange(60).view(3, 4, 5).to(dtype),
         "scalar": torch.tensor(7).to(dtype),
@@ -66,13 +55,14 @@ def test_ranges_shapes_and_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     source = SafetensorsSource(tmp_path)
     info = source.names()["cube"]
     assert (info.shape, info.dtype) == ((3, 4, 5), dtype)
-    assert torch.equal(source.read_flat("cube", 13, 47), stored["cube"].view(-1)[13:47])
-    assert torch.equal(source.read_flat("scalar", 0, 1), stored["scalar"].view(1))
-    assert source.read_flat("scalar", 0, 0).numel() == source.read_flat("empty", 0, 0).numel() == 0
-    with pytest.raises(CheckpointError, match="60 elements"):
-        source.read_flat("cube", 50, 61)
+    assert torch.equal(source.read_box("cube", (1, 0, 2), (2, 4, 3)), stored["cube"][1:3, :, 2:])
+    assert torch.equal(source.read_box("scalar", (), ()), stored["scalar"])
+    assert source.read_box("empty", (0, 1), (0, 2)).shape == (0, 2)
+    for offsets, sizes in [((0, 0, 0), (3, 4, 6)), ((0, 0), (3, 4)), ((-1, 0, 0), (1, 1, 1))]:
+        with pytest.raises(CheckpointError, match=r"cube.*\(3, 4, 5\)"):
+            source.read_box("cube", offsets, sizes)
     with pytest.raises(CheckpointError, match="nothing"):
-        source.read_flat("nothing", 0, 1)
+        source.read_box("nothing", (0,), (1,))
 
 
 def test_only_the_wanted_elements_are_read(tmp_path: Path) -> None:
@@ -95,7 +85,7 @@ def test_only_the_wanted_elements_are_read(tmp_path: Path) -> None:
             return Slice()
 
     source._files = {path: Counting(file) for path, file in source._files.items()}
-    source.read_flat("experts", 4000, 4200)
+    source.read_box("experts", (1, 3, 60), (2, 25, 4))
     assert sum(read) == 200
 
 

@@ -30,7 +30,8 @@ def text(peak: float | None = 1000.0 * TERA, counted_in: int = 4, **keys: Any) -
     facts = StepFacts(
         step=5,
         counted_in=counted_in,
-        ranks=4,
+        ranks=8,
+        dp_ranks=4,
         microbatch=2,
         accumulation=2,
         phases_ms={"forward": 200.0, "backward": 700.0, "reduce": 50.0, "step": 100.0},

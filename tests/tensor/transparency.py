@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from launcher.comm import Axis, all_reduce
 from launcher.tensor.apply import Options, SplitModel, apply
 
-STEPS, LR = 3, 0.1
+STEPS, LR, NOISE = 3, 0.01, 0.05
 CPU = torch.device("cpu")
 
 
@@ -83,7 +83,7 @@ def gradient_difference(model: nn.Module, split_model: nn.Module, made: SplitMod
         elif mine is None:
             difference = float("inf")
         else:  # far below the largest lies what is zero but for rounding: a bias of keys
-            scale = parameter.grad.abs().max().clamp_min(1e-2 * largest)
+            scale = parameter.grad.abs().max().clamp_min(NOISE * largest)
             difference = relative(mine, made.splits[name].take(parameter.grad), scale)
         worst = max(worst, (difference, name))
     return worst

@@ -1,0 +1,256 @@
+"""The output end of a causal LM whose head is split: the model's forward sees logits of some vocabulary ids only.
+
+its loss          is computed on the split logits (`loss.py`); the model hands them to `model.loss_function`
+outputs.logits    after a loss in training mode: a guard, for gathering them would cost the memory that the split saves
+                  without labels, or in eval mode: gathered, the same on all ranks
+
+A model that does something else with its logits needs a head whose output is gathered (`wants_gathered_head`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import ModelOutput
+
+from launcher.comm import Axis
+from launcher.errors import ConfigError, LauncherError, SplitLogitsError
+from launcher.tensor.functions import gather_along
+from launcher.tensor.layers import VocabularyHead
+from launcher.tensor.loss import causal_lm_loss
+
+_PER_VOCABULARY = ("z_loss_coefficient", "unpadded_vocab_size")
+_METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_GATHER = "write tensor_parallel.vocab_parallel_lm_head: false"
+_loss_only: ContextVar[bool] = ContextVar("loss_only", default=False)
+
+
+def wants_gathered_head(model: PreTrainedModel) -> str | None:
+    """Why the output of the model's head must be gathered for its own forward; None: it may stay split."""
+    name = type(model).__name__
+    if "forward" in vars(model):
+        return f"forward of this {name} was replaced"
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is None or "loss_function" not in code.co_names:
+        return f"{name}.forward does not call loss_function"
+    if model.loss_function is not ForCausalLMLoss:
+        return f"the loss of {name} is not ForCausalLMLoss"
+    for key in _PER_VOCABULARY:
+        if getattr(model.config, key, None):
+            return f"{key} of its config makes {name}.forward look at whole logits"
+    if not model.config.return_dict:
+        return f"the outputs of {name} are tuples: config.return_dict is false"
+    return None
+
+
+def split_head(model: PreTrainedModel, axis: Axis, sizes: Sequence[int]) -> None:
+    """Make the model compute its loss on split logits, and answer for its logits. Its head is split already, and so
+    gives the own columns to the model's forward, which may scale or cap them.
+
+    Args:
+        axis: over which the head is split.
+        sizes: vocabulary ids of every rank; those of rank 0 come first. Some may have none.
+
+    Raises:
+        LauncherError: the model needs a gathered head.
+    """
+    reason = wants_gathered_head(model)
+    if reason is not None:
+        raise LauncherError(f"the logits cannot stay split: {reason}", fix="gather the output of the head")
+    head = SplitHead(type(model).__name__, axis, sizes)
+    model.loss_function = head.loss
+    model.split_head = head  # type: ignore[assignment]
+    model.__class__ = _with_split_head(type(model))
+
+
+def keep_logits_split(model: nn.Module, axis: Axis, head: nn.Module | None, wanted: bool | None) -> None:
+    """Let the loss of a model work on split logits, where it can.
+
+    Args:
+        head: its output head, split over the vocabulary or not.
+        wanted: None: where it can; True: or else it is an error; False: logits are gathered.
+
+    Raises:
+        ConfigError: it is wanted and cannot be.
+    """
+    if not isinstance(head, VocabularyHead):
+        why: str | None = "its head is not split over the vocabulary"
+    elif not isinstance(model, PreTrainedModel):
+        why = "it is no model of transformers"
+    else:
+        why = wants_gathered_head(model)
+    if wanted and why is not None:
+        raise ConfigError(
+            f"the loss of {type(model).__name__} cannot be computed on split logits: {why}",
+            where="tensor_parallel.vocab_parallel_lm_head",
+            fix="leave it out: the logits are gathered then",
+        )
+    if why is None and wanted is not False and isinstance(head, VocabularyHead):
+        assert head.split.gathers is not None and isinstance(model, PreTrainedModel)
+        sizes, head.split.gathers = head.split.gathers[0], None
+        split_head(model, axis, sizes)
+
+
+@contextmanager
+def loss_only() -> Iterator[None]:
+    """Inside, nobody reads the logits of a forward with labels: they stay split in eval mode, too."""
+    token = _loss_only.set(True)
+    try:
+        yield
+    finally:
+        _loss_only.reset(token)
+
+
+def gather_logits(logits: Tensor) -> Tensor:
+    """The whole logits of `outputs.logits`, [..., vocabulary], with autograd. Every rank of the tp axis must call it.
+    The gradient of the result must be the same on all of them, as that of a loss of theirs is."""
+    return logits.head.gather(logits.local) if isinstance(logits, SplitLogits) else logits
+
+
+class SplitHead:
+    """What a model with a split head knows of it.
+
+    Args:
+        model: the name of its class, for people.
+        axis, sizes: as in `split_head`.
+    """
+
+    def __init__(self, model: str, axis: Axis, sizes: Sequence[int]) -> None:
+        self.model, self.axis, self.sizes = model, axis, list(sizes)
+        self.start, self.width = sum(sizes[: axis.rank]), sizes[axis.rank]
+        self.vocabulary = sum(sizes)
+        self.loss_computed = False
+
+    def loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The model's `loss_function`."""
+        self._check(logits, "to its loss")
+        self.loss_computed = True
+        kwargs |= {"axis": self.axis, "start": self.start, "vocabulary": self.vocabulary}
+        return causal_lm_loss(logits, *args, **kwargs)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """[..., width] -> [..., vocabulary]."""
+        return gather_along(local, self.axis, -1, "head", self.sizes)
+
+    def finish(self, outputs: object, training: bool) -> ModelOutput:
+        """The outputs of the model's own forward, with logits that somebody can read, or with the guard."""
+        if not isinstance(outputs, ModelOutput) or "logits" not in outputs:
+            raise LauncherError(
+                f"the head of {self.model} is split, and its forward gave {type(outputs).__name__} without logits",
+                fix=_GATHER,
+            )
+        if outputs.get("loss") is not None and not self.loss_computed:
+            raise LauncherError(
+                f"{self.model} computed a loss itself, on logits of {self.width} of {self.vocabulary} vocabulary ids",
+                where=f"{self.model}.forward",
+                fix=f"{_GATHER}, or have forward call self.loss_function",
+            )
+        local: Tensor = outputs["logits"]
+        self._check(local, "into its outputs")
+        guarded = self.loss_computed and (training or _loss_only.get())
+        outputs["logits"] = SplitLogits(self, local) if guarded else self.gather(local)
+        return outputs
+
+    def _check(self, logits: Tensor, where: str) -> None:
+        if logits.shape[-1] != self.width:
+            raise LauncherError(
+                f"the head of {self.model} gives {self.width} columns, and its forward put {logits.shape[-1]} {where}",
+                where=f"{self.model}.forward",
+                fix=_GATHER,
+            )
+
+
+_classes: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
+def _with_split_head(own: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class with a forward that ends in `SplitHead.finish`: a class and not a hook, for some call forward itself.
+    It has the name of `own`, which is written into config.json."""
+    original: Callable[..., Any] = own.forward
+
+    @wraps(original)  # transformers looks at its signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        head: SplitHead = self.split_head
+        head.loss_computed = False
+        as_tuple = kwargs.get("return_dict") is False
+        if as_tuple:
+            kwargs["return_dict"] = True
+        outputs = head.finish(original(self, *args, **kwargs), self.training)
+        return outputs.to_tuple() if as_tuple else outputs
+
+    if own not in _classes:
+        names = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
+        _classes[own] = type(own.__name__, (own,), names)
+    return _classes[own]
+
+
+class SplitLogits(torch.Tensor):
+    """Stands in `outputs.logits` after a loss on split logits: shape and dtype of the whole, and an error for
+    whoever reads them.
+
+    Args:
+        head: of the model.
+        local: this rank's columns.
+    """
+
+    head: SplitHead
+    local: Tensor
+
+    @staticmethod
+    def __new__(cls, head: SplitHead, local: Tensor) -> SplitLogits:
+        shape = (*local.shape[:-1], head.vocabulary)
+        guard = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        guard.head, guard.local = head, local
+        return guard
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA_ONLY:
+            return cls(args[0].head, args[0].local)
+
+        def refuse(value: Any) -> None:
+            if isinstance(value, SplitLogits):
+                value._refuse(str(func))
+
+        tree_map(refuse, (args, kwargs))
+
+    # What torch answers for tensor subclasses without asking __torch_dispatch__:
+
+    def tolist(self) -> Any:
+        self._refuse("tolist()")
+
+    def numpy(self, **keywords: Any) -> Any:
+        self._refuse("numpy()")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._refuse("a copy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse("saving them")
+
+    def _refuse(self, who: str) -> None:
+        head = self.head
+        raise SplitLogitsError(
+            f"{who} needs the logits of {head.model} (shape {tuple(self.shape)}); they stay split over the "
+            f"vocabulary while it trains: this rank has {head.width} of {head.vocabulary} columns",
+            where="outputs.logits",
+            fix="call the model without labels, or in eval mode; or take "
+            "launcher.tensor.head.gather_logits(outputs.logits), on every rank",
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"SplitLogits({self.head.model}, shape={tuple(self.shape)}, dtype={self.dtype})"

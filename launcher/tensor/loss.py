@@ -1,0 +1,269 @@
+"""The loss of a causal LM whose logits are split over the vocabulary.
+
+Each rank has the logits of some vocabulary ids [first, first + width). For a token the loss needs four numbers of all
+logits: the largest, the sum of exponentials, the target's logit, and, for label smoothing, their sum. Each is put
+together from one number a rank. So one gather of 3 (or 4) fp32 numbers a token is all that is sent; the backward sends
+nothing, for the gradient of a logit needs these numbers and the logit:
+
+largest, total    M = max of x, S = sum of exp(x - M), over the whole vocabulary
+loss              log S + M - x[target], and what smoothing and z-loss add
+gradient          exp(x - M) / S - 1[target], on the own columns
+
+Logits are read a few rows at a time: nothing of their size is made in fp32, and only the logits are kept for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from launcher.comm import Axis, all_gather
+from launcher.errors import LauncherError
+
+IGNORED = -100
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements read at once: caches are small, launches cost time
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the loss of a rank's columns is made of; see `vocab_parallel_cross_entropy`."""
+
+    start: int
+    vocabulary: int
+    ignore_index: int = IGNORED
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def terms(self) -> int:
+        """Numbers that a rank sends for a token."""
+        return 4 if self.label_smoothing else 3
+
+    def own(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Which labels [T] are ids of this rank, and their columns; for the others any column."""
+        column = labels - self.start
+        return (column >= 0) & (column < width), column.clamp(0, width - 1)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Numbers of all logits of each token, [T] each: the largest logit, sum of exp(logit - largest), the target's
+    logit, sum of the logits (where it was asked for)."""
+
+    largest: Tensor
+    total: Tensor
+    target: Tensor
+    logits: Tensor | None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    start: int,
+    vocabulary: int,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Cross entropy of logits that are split over the ranks of `axis`: the same fp32 value on all of them, and on each
+    the gradient of its own logits, in their dtype. Every rank must call it.
+
+    Args:
+        logits: of this rank, [..., its share of the vocabulary]; shares may be uneven, and may be empty.
+        labels: vocabulary ids [...], the same on all ranks.
+        start: vocabulary id of the first column.
+        vocabulary: number of ids on all ranks together.
+        ignore_index: tokens with this label have no loss.
+        label_smoothing: this part of the target is spread evenly over the vocabulary.
+        z_loss: weight of the square of log(sum of exp(logits)), which is added to each token's loss.
+        reduction: over the tokens with a loss; "none" gives [...], with 0 for the others.
+
+    Raises:
+        LauncherError: the shapes do not fit, or a label is neither a vocabulary id nor `ignore_index`.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise LauncherError(
+            f"logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}",
+            fix="give one label for each row of logits",
+        )
+    settings = Settings(start, vocabulary, ignore_index, label_smoothing, z_loss)
+    labels = labels.to(logits.device)
+    _check(labels, settings)
+    rows = logits.reshape(labels.numel(), logits.shape[-1])
+    losses: Tensor = _CrossEntropy.apply(rows, labels.reshape(-1), axis, settings)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses.view(labels.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (labels != ignore_index).sum()
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+    shift_labels: Tensor | None = None,
+    *,
+    axis: Axis,
+    start: int,
+    vocabulary: int,
+    **kwargs: object,
+) -> Tensor:
+    """What transformers' ForCausalLMLoss gives, on split logits: each token predicts the next label.
+
+    Args:
+        logits: of this rank, [B, S, its share of the vocabulary].
+        labels: [B, S]; not read where `shift_labels` is given.
+        vocab_size: not read, nor are `kwargs`; models hand them over.
+        num_items_in_batch: the sum is divided by this number, not by that of the tokens here.
+        shift_labels: labels that are moved already.
+        axis, start, vocabulary: as in `vocab_parallel_cross_entropy`.
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise LauncherError("the loss has no labels", fix="give the model labels or shift_labels")
+        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    loss = vocab_parallel_cross_entropy(
+        logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]),
+        shift_labels.reshape(-1),
+        axis,
+        start=start,
+        vocabulary=vocabulary,
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    if num_items_in_batch is None:
+        return loss
+    return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Losses [T] of logits [T, width] and labels [T]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, settings: Settings) -> Tensor:
+        parts = logits.new_empty((axis.degree, settings.terms, len(labels)), dtype=_wide(logits))
+        fill_terms(parts[axis.rank], logits, labels, settings)
+        all_gather(parts.view(-1), axis, "head/loss").wait()
+        whole = combine(parts)
+        ctx.save_for_backward(logits, labels, whole.largest, whole.total)
+        ctx.settings = settings
+        return losses(whole, labels, settings)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, labels, largest, total = ctx.saved_tensors
+        return gradient(logits, labels, largest, total, upstream, ctx.settings), None, None, None
+
+
+def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: Settings) -> None:
+    """What this rank knows of each token.
+
+    Args:
+        terms: is filled, [3 or 4, T]: the largest logit, sum of exp(logit - largest), the target's logit or 0, and,
+            in a fourth row, the sum of the logits.
+        logits: [T, width].
+    """
+    width = logits.shape[1]
+    terms.zero_()
+    terms[0] = float("-inf")
+    if width == 0:
+        return
+    for rows in _chunks(logits):
+        x = logits[rows].to(terms.dtype)
+        largest = x.amax(-1, keepdim=True)
+        terms[0, rows] = largest.squeeze(-1)
+        # Where all logits of this rank are masked by -inf, the difference would be no number.
+        anchor = largest.masked_fill_(largest == float("-inf"), 0)
+        terms[1, rows] = (x - anchor).exp_().sum(-1)
+        if len(terms) == 4:
+            terms[3, rows] = x.sum(-1)
+    mine, column = settings.own(labels, width)
+    terms[2] = logits.gather(1, column[:, None]).squeeze(1).masked_fill(~mine, 0)
+
+
+def combine(parts: Tensor) -> Whole:
+    """The terms of all ranks [degree, 3 or 4, T] as numbers of the whole vocabulary."""
+    largest = parts[:, 0].amax(0)
+    total = (parts[:, 1] * (parts[:, 0] - largest).exp()).sum(0)
+    return Whole(largest, total, parts[:, 2].sum(0), parts[:, 3].sum(0) if parts.shape[1] == 4 else None)
+
+
+def losses(whole: Whole, labels: Tensor, settings: Settings) -> Tensor:
+    """Loss of each token [T]; 0 where it is ignored."""
+    log_total = whole.total.log()
+    loss = log_total + (whole.largest - whole.target)
+    if whole.logits is not None:
+        mean = whole.logits / settings.vocabulary
+        even = log_total + (whole.largest - mean)
+        loss = torch.lerp(loss, even, settings.label_smoothing)
+    if settings.z_loss:
+        loss = loss + settings.z_loss * (log_total + whole.largest).square()
+    return loss.masked_fill_(labels == settings.ignore_index, 0)
+
+
+def gradient(
+    logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, settings: Settings
+) -> Tensor:
+    """Gradient of this rank's logits [T, width], in their dtype.
+
+    Args:
+        largest, total: of the whole vocabulary, [T] each.
+        upstream: gradient of each token's loss [T].
+    """
+    gradient = torch.empty_like(logits)
+    upstream = upstream.masked_fill(labels == settings.ignore_index, 0)  # a mean over no token asks for nan
+    scale = upstream / total
+    if settings.z_loss:
+        scale = scale * (1 + 2 * settings.z_loss * (total.log() + largest))
+    even = upstream * (settings.label_smoothing / settings.vocabulary)
+    hit = upstream * (1 - settings.label_smoothing)
+    for rows in _chunks(logits):
+        part = (logits[rows] - largest[rows, None]).exp_().mul_(scale[rows, None])
+        if settings.label_smoothing:
+            part -= even[rows, None]
+        mine, column = settings.own(labels[rows], logits.shape[1])
+        part[torch.arange(len(part), device=part.device), column] -= hit[rows].masked_fill(~mine, 0)
+        gradient[rows] = part
+    return gradient
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Rows of logits [T, width], a few at a time; none where there are no columns."""
+    tokens, width = logits.shape
+    if width:
+        step = max(1, _CHUNK[logits.device.type] // width)
+        for first in range(0, tokens, step):
+            yield slice(first, min(first + step, tokens))
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _check(labels: Tensor, settings: Settings) -> None:
+    """No rank has the logit of a label that is no vocabulary id, so none would miss it."""
+    wrong = (labels != settings.ignore_index) & ((labels < 0) | (labels >= settings.vocabulary))
+    if labels.device.type == "cuda":  # no waiting for the device; torch's own loss does the same
+        torch._assert_async(~wrong.any(), "a label is not in the vocabulary")
+        return
+    if wrong.any():
+        label = int(labels[wrong][0])
+        raise LauncherError(
+            f"label {label} is not one of the {settings.vocabulary} vocabulary ids",
+            fix=f"make it one of 0 .. {settings.vocabulary - 1}, or {settings.ignore_index} to ignore it",
+        )

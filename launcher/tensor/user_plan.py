@@ -1,0 +1,204 @@
+"""The JSON's own rules of how parameters are split, for a model: `tensor_parallel.partition_config`.
+
+A rule speaks of a weight as DeepSpeed does: `shape` is a view of it, in which one dim is split. What the layers need is
+told here instead: the dim of the parameter itself, and the sizes of the matrices that are packed along it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from launcher.config import PartitionConfig
+from launcher.config.partition import Kind, Shape
+from launcher.errors import ConfigError
+
+RULES = "tensor_parallel.partition_config.layer_specs"
+
+
+@dataclass(frozen=True)
+class UserRule:
+    """One pattern of one rule.
+
+    Args:
+        pattern: on names of parameters, from their start.
+        kind: "column": outputs are split; "row": inputs are; "skip": nothing is.
+        shape: a view of the parameter; an inner tuple, or a number at `dim`, says what is packed there; None: none is.
+        dim: of `shape`, else of the parameter; None: 0 for "column" and 1 for "row", of a weight [out, in].
+        gather_output: every rank gets the whole output.
+        grad_allreduce: gradients of a skipped parameter are summed over the ranks.
+        where: its place in the JSON, for messages; "" for the rule that speaks of what no other one does.
+    """
+
+    pattern: re.Pattern[str]
+    kind: Kind = "skip"
+    shape: Shape | None = None
+    dim: int | None = None
+    gather_output: bool = False
+    grad_allreduce: bool = False
+    where: str = ""
+
+
+def rules_of(config: PartitionConfig, model_type: str) -> list[UserRule]:
+    """The rules for models of this type, in order; for each parameter the first that matches counts.
+
+    With `use_default_specs` false the last rule skips everything, so that the model's own plan says nothing.
+    """
+    rules = []
+    for place, spec in enumerate(config.layer_specs):
+        if spec.model_types and model_type.lower() not in {kind.lower() for kind in spec.model_types}:
+            continue
+        for i, pattern in enumerate(spec.patterns):
+            rules.append(
+                UserRule(
+                    re.compile(pattern),
+                    spec.partition_type,
+                    spec.shape,
+                    spec.partition_dim,
+                    spec.gather_output,
+                    spec.grad_allreduce,
+                    f"{RULES}[{place}].patterns[{i}]",
+                )
+            )
+    return rules if config.use_default_specs else [*rules, UserRule(re.compile(""))]
+
+
+def rule_for(rules: Iterable[UserRule], name: str) -> UserRule | None:
+    """The rule of the parameter `name`, None where no rule speaks of it."""
+    return next((rule for rule in rules if rule.pattern.match(name)), None)
+
+
+def check_rules(
+    config: PartitionConfig,
+    rules: Collection[UserRule],
+    names: Collection[str],
+    linear: Iterable[str] = (),
+    planned: Collection[str] = (),
+) -> None:
+    """Refuses rules that do not fit a model.
+
+    Args:
+        config: for `strict_mode`.
+        rules: of `rules_of`.
+        names: of all parameters.
+        linear: names of the weights of linear layers, which `strict_mode` is about.
+        planned: parameters of which the model's own plan speaks.
+
+    Raises:
+        ConfigError: a rule matches no parameter, or in strict mode a linear layer has none.
+    """
+    for rule in rules:
+        if not any(rule.pattern.match(name) for name in names):
+            raise ConfigError(
+                f'"{rule.pattern.pattern}" matches no parameter; they are {_some(names)}',
+                where=rule.where,
+                fix="correct the pattern, or delete it; it must match from the start of the name",
+            )
+    if not config.strict_mode:
+        return
+    spoken = [rule for rule in rules if rule.where]
+    known = planned if config.use_default_specs else ()
+    left = [name for name in linear if rule_for(spoken, name) is None and name not in known]
+    if left:
+        raise ConfigError(
+            f"strict_mode: {len(left)} weights of linear layers have no rule: {_some(left)}",
+            where="tensor_parallel.partition_config.strict_mode",
+            fix='write rules for them ("partition_type": "skip" keeps them whole), or "strict_mode": false',
+        )
+
+
+def dim_along(rule: UserRule, param_shape: Sequence[int]) -> int:
+    """The dim of the parameter that the rule splits.
+
+    Raises:
+        ConfigError: the rule does not fit a parameter of this shape.
+    """
+    return _packed(rule, tuple(param_shape))[0]
+
+
+def sizes_along(rule: UserRule, param_shape: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of what is packed along that dim, in order; each of them is split. One number: nothing is packed.
+
+    The bias [out] of a weight [out, in] is packed as the weight is, so `shape` may be the weight's.
+
+    Raises:
+        ConfigError: the rule does not fit a parameter of this shape.
+    """
+    return _packed(rule, tuple(param_shape))[1]
+
+
+def _packed(rule: UserRule, param: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    dim = rule.dim if rule.dim is not None else int(rule.kind == "row")
+    if rule.shape is None:
+        if dim >= len(param):
+            raise _misfit(rule, param, f"dim {dim} is split, and there is none")
+        return dim, (param[dim],)
+    view = rule.shape
+    if len(param) == 1 and len(view) > 1:  # a bias
+        view = view[:-1]
+        if dim >= len(view):
+            raise _misfit(rule, param, "the inputs of its layer are split, which a bias does not have")
+    sizes, parts = _resolved(rule, param, view, dim)
+    at, first = 0, 0
+    for i, size in enumerate(param):  # the dims of the view that make up this dim of the parameter
+        last, most = first + 1, len(sizes) - (len(param) - 1 - i)  # each dim after it has one, too
+        while last < most and (math.prod(sizes[first:last]) != size or sizes[last] == 1):
+            last += 1
+        if math.prod(sizes[first:last]) != size:
+            raise _misfit(rule, param, f"the view {_text(sizes)} does not follow its dims")
+        if first <= dim < last:
+            at = i
+            before, after = math.prod(sizes[first:dim]), math.prod(sizes[dim + 1 : last])
+            parts = tuple(part * after for part in parts) * before
+        first = last
+    if first < len(sizes):
+        raise _misfit(rule, param, f"the view {_text(sizes)} has more dims than it")
+    return at, parts
+
+
+def _resolved(
+    rule: UserRule, param: tuple[int, ...], view: Shape, dim: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The view without -1, and the sizes packed at `dim` of it."""
+    split = view[dim]
+    sizes = [sum(size) if isinstance(size, tuple) else size for size in view]
+    if not isinstance(split, tuple):
+        sizes[dim] = -1  # it says how many are packed, or nothing
+    unknown = [i for i, size in enumerate(sizes) if size == -1]
+    if len(unknown) == 1:
+        known = math.prod(size for size in sizes if size != -1)
+        sizes[unknown[0]] = math.prod(param) // known
+    elif unknown and len(sizes) == len(param):
+        sizes = [param[i] if i in unknown else size for i, size in enumerate(sizes)]
+    elif unknown:
+        raise _misfit(rule, param, "only one size can be found from it")
+    if math.prod(sizes) != math.prod(param):
+        raise _misfit(rule, param, f"the view {_text(sizes)} has another number of elements")
+    if isinstance(split, tuple):
+        return tuple(sizes), split
+    count = max(1, split)
+    if sizes[dim] % count:
+        raise _misfit(rule, param, f"{sizes[dim]} is not {count} equal parts")
+    return tuple(sizes), (sizes[dim] // count,) * count
+
+
+def _misfit(rule: UserRule, param: Sequence[int], why: str) -> ConfigError:
+    view = f"shape {_text(rule.shape)} and " if rule.shape else ""
+    dim = f"partition_dim {rule.dim}" if rule.dim is not None else f'partition_type "{rule.kind}"'
+    return ConfigError(
+        f"{view}{dim} do not fit a parameter {_text(param)} that matches: {why}",
+        where=rule.where,
+        fix="write the shape that this parameter has, or narrow the pattern",
+    )
+
+
+def _text(shape: Iterable[int | tuple[int, ...]] | None) -> str:
+    return str([list(size) if isinstance(size, tuple) else size for size in shape or ()])
+
+
+def _some(names: Collection[str]) -> str:
+    """The first names of many."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(list(names)[:3]) + more

@@ -1,0 +1,75 @@
+"""Elements that several ranks of the tp axis hold: counted once in what is global, and summed where each holder's
+gradient is one term of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from launcher.comm import Axis, all_reduce
+from launcher.tensor.split import Part
+from launcher.zero.flat import FlatBuffer
+from launcher.zero.gradients import FlatGradient
+
+NORM_CHUNK = 4096  # fp32 sums of squares lose digits over long runs: chunks this long, summed in fp64
+
+
+def shared(flat: FlatBuffer, span: slice, *, partial_only: bool = False) -> Iterator[tuple[slice, Part]]:
+    """Ranges of a buffer over `span` of the flat buffer that several tp ranks hold. These ranks have the same ranges.
+
+    Args:
+        partial_only: only those whose gradients are terms of a sum.
+    """
+    for slot, start, stop in flat.overlaps(span):
+        if slot.split.partial or not partial_only:
+            base = slot.offset - span.start
+            for low, high, part in slot.split.shared(start, stop):
+                yield slice(base + low, base + high), part
+
+
+def sum_partial(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -> None:
+    """Give the holders of partial gradients their sum. One collective along tp, after the reduction over dp.
+
+    A part that not all ranks hold has as many rows in the buffer as there are groups of holders; the other groups
+    leave the row zero.
+    """
+    terms: list[Tensor] = []
+    places: list[slice] = []
+    end = 0
+    for gradient in gradients:
+        owned = gradient.owned
+        for span, part in shared(gradient.flat, gradient.flat.owned, partial_only=True):
+            size = span.stop - span.start
+            terms.append(owned[span])
+            places.append(slice(end + part.group * size, end + (part.group + 1) * size))
+            end += tp.degree // part.holders * size
+    if not terms:
+        return
+    sums = torch.zeros(end, device=device)
+    rows = [sums[place] for place in places]
+    torch._foreach_copy_(rows, terms)
+    all_reduce(sums, tp, "root/partial").wait()
+    torch._foreach_copy_(terms, rows)
+
+
+def sum_of_squares(gradient: FlatGradient) -> Tensor:
+    """Of this rank's share of a reduced gradient, fp64 scalar on the CPU; what h tp ranks hold counts 1/h."""
+    share = gradient.share
+    total = _squares(share)
+    held: dict[int, list[Tensor]] = defaultdict(list)
+    for span, part in shared(gradient.flat, gradient.flat.shard_span):
+        held[part.holders].append(share[span])
+    if torch.isfinite(total):  # infinity minus infinity is no number
+        for holders, parts in held.items():
+            total -= _squares(torch.cat(parts)) * (1 - 1 / holders)
+    return total
+
+
+def _squares(values: Tensor) -> Tensor:
+    even = values.numel() // NORM_CHUNK * NORM_CHUNK
+    rows = torch.linalg.vector_norm(values[:even].view(-1, NORM_CHUNK), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(values[even:], dtype=torch.float32)
+    return (rows.double().square().sum() + rest.double().square()).cpu()

@@ -1,0 +1,194 @@
+"""Cross entropy of split logits: the values and gradients of torch's on the whole logits, for a few numbers a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from launcher.comm import Axis, Mesh, record_collectives
+from launcher.errors import LauncherError
+from launcher.tensor import loss
+from launcher.tensor.loss import Settings, causal_lm_loss, vocab_parallel_cross_entropy
+from tests.pool import RankContext, WorkerPool
+
+ALONE = Axis("tp")
+CPU = torch.device("cpu")
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def truth(
+    logits: Tensor, labels: Tensor, z_loss: float = 0.0, reduction: str = "mean", **options: Any
+) -> Tensor:
+    """torch's loss of whole logits, and z-loss by its formula."""
+    rows, flat = logits.float().flatten(0, -2), labels.flatten()
+    plain = F.cross_entropy(rows, flat, reduction="none", **options)
+    plain = plain + z_loss * rows.logsumexp(-1).square() * (flat != options.get("ignore_index", -100))
+    if reduction == "none":
+        return plain.view(labels.shape)
+    if reduction == "sum":
+        return plain.sum()
+    return plain.sum() / (flat != options.get("ignore_index", -100)).sum()
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[int], Tensor, Tensor, Settings]:
+    """Widths of the shares, logits [T, V], labels [T], what the loss is made of."""
+    widths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any))
+    tokens, vocabulary = draw(st.integers(1, 6)), sum(widths)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    logits = torch.randn(tokens, vocabulary, generator=generator) * draw(st.sampled_from([0.1, 5.0, 50.0]))
+    ignore = draw(st.sampled_from([-100, -1, 0]))
+    labels = draw(st.lists(st.sampled_from([ignore, *range(vocabulary)]), min_size=tokens, max_size=tokens))
+    smoothing, z_loss = draw(st.sampled_from([0.0, 0.1, 1.0])), draw(st.sampled_from([0.0, 1e-3]))
+    return widths, logits, torch.tensor(labels), Settings(0, vocabulary, ignore, smoothing, z_loss)
+
+
+@given(problems(), st.sampled_from([1, 8, 1 << 20]))
+def test_shares_put_together_are_torchs_loss(problem: Any, chunk: int) -> None:
+    """Uneven and empty shares, ignored tokens, smoothing, z-loss, and rows that are read a few at a time."""
+    widths, logits, labels, whole = problem
+    options = {"ignore_index": whole.ignore_index, "label_smoothing": whole.label_smoothing}
+    shares = list(logits.split(widths, -1))
+    settings = [
+        Settings(
+            sum(widths[:rank]), whole.vocabulary, whole.ignore_index, whole.label_smoothing, whole.z_loss
+        )
+        for rank in range(len(widths))
+    ]
+    upstream = torch.linspace(1.0, 2.0, len(labels))
+    parts = torch.full((len(widths), whole.terms, len(labels)), torch.nan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(loss._CHUNK, "cpu", chunk)
+        for part, share, own in zip(parts, shares, settings, strict=True):
+            loss.fill_terms(part, share, labels, own)
+        numbers = loss.combine(parts)
+        losses = loss.losses(numbers, labels, whole)
+        found = [
+            loss.gradient(share, labels, numbers.largest, numbers.total, upstream, own)
+            for share, own in zip(shares, settings, strict=True)
+        ]
+    leaf = logits.clone().requires_grad_()
+    expected = truth(leaf, labels, whole.z_loss, "none", **options)
+    expected.backward(upstream)
+    torch.testing.assert_close(losses, expected.detach(), **CLOSE)
+    torch.testing.assert_close(torch.cat(found, -1), leaf.grad, **CLOSE)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+def test_reductions(reduction: Any, ignored: str) -> None:
+    logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    labels[{"none": [], "some": [0], "all": [0, 1]}[ignored]] = -100
+    found, expected = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    mine = vocab_parallel_cross_entropy(found, labels, ALONE, start=0, vocabulary=7, reduction=reduction)
+    theirs = F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction=reduction)
+    assert mine.shape == (labels.shape if reduction == "none" else ())
+    torch.testing.assert_close(mine.flatten(), theirs.flatten(), equal_nan=True, **CLOSE)
+    mine.sum().backward()
+    theirs.sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad, **CLOSE)
+
+
+def test_ids_masked_by_minus_infinity() -> None:
+    """Models do it for ids that stand for nothing; they may be all that a rank has."""
+    logits, labels = torch.randn(3, 6), torch.tensor([0, 1, 2])
+    logits[:, 3:] = float("-inf")
+    parts = torch.empty(2, 3, 3)
+    for rank in range(2):
+        loss.fill_terms(parts[rank], logits[:, 3 * rank : 3 * rank + 3], labels, Settings(3 * rank, 6))
+    found = loss.losses(loss.combine(parts), labels, Settings(0, 6))
+    torch.testing.assert_close(found, F.cross_entropy(logits, labels, reduction="none"), **CLOSE)
+
+
+def test_the_gradient_of_bf16_logits_is_bf16_and_no_fp32_copy_is_kept() -> None:
+    logits, labels = torch.randn(16, 64).bfloat16().requires_grad_(), torch.randint(64, (16,))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        value = vocab_parallel_cross_entropy(logits, labels, ALONE, start=0, vocabulary=64)
+    assert [t.dtype for t in kept if t.numel() >= logits.numel()] == [torch.bfloat16]
+    assert value.dtype == torch.float32
+    value.backward()
+    assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+    numbers = torch.ones(16)
+    made = loss.gradient(logits.detach(), labels, numbers, numbers, numbers, Settings(0, 64))
+    assert made.dtype == torch.bfloat16  # autograd would have rounded a larger one
+    exact = logits.detach().float().requires_grad_()
+    truth(exact, labels).backward()
+    torch.testing.assert_close(logits.grad.float(), exact.grad, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("label", [-1, 64])
+def test_a_label_that_no_rank_has_is_refused(label: int) -> None:
+    with pytest.raises(LauncherError, match=rf"label {label} is not one of the 64 .*\n.*0 \.\. 63, or -100"):
+        vocab_parallel_cross_entropy(
+            torch.zeros(2, 64), torch.tensor([3, label]), ALONE, start=0, vocabulary=64
+        )
+
+
+def test_labels_of_another_shape_are_refused() -> None:
+    with pytest.raises(LauncherError, match=r"\(2, 3, 8\) do not fit labels of shape \(2, 4\)"):
+        labels = torch.zeros(2, 4, dtype=torch.long)
+        vocab_parallel_cross_entropy(torch.zeros(2, 3, 8), labels, ALONE, start=0, vocabulary=8)
+
+
+@pytest.mark.parametrize("items", [None, 11, torch.tensor(11)])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_loss_that_models_call_is_transformers_own(items: Any, shifted: bool) -> None:
+    logits, labels = torch.randn(2, 6, 9), torch.randint(9, (2, 6))
+    labels[0, :3] = -100
+    given: dict[str, Any] = {"labels": None, "shift_labels": labels} if shifted else {"labels": labels}
+    given |= {"vocab_size": 9, "num_items_in_batch": items, "pad_token_id": 0}
+    found = causal_lm_loss(logits, **given, axis=ALONE, start=0, vocabulary=9)
+    torch.testing.assert_close(found, ForCausalLMLoss(logits, **given), **CLOSE)
+
+
+def split_loss(ctx: RankContext, widths: list[int], **options: Any) -> tuple[Tensor, Tensor, list[Any]]:
+    """The loss, this rank's gradient, and what was sent."""
+    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    start, (logits, labels) = sum(widths[: ctx.rank]), whole_problem(sum(widths))
+    local = logits[..., start : start + widths[ctx.rank]].clone().requires_grad_()
+    with record_collectives() as records:
+        value = vocab_parallel_cross_entropy(
+            local, labels, axis, start=start, vocabulary=sum(widths), **options
+        )
+        value.backward()
+    assert local.grad is not None
+    return value.detach(), local.grad, records
+
+
+def whole_problem(vocabulary: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(3, 5, vocabulary, generator=generator)
+    labels = torch.randint(vocabulary, (3, 5), generator=generator)
+    labels[1, 2:] = -100
+    return logits, labels
+
+
+@pytest.mark.parametrize(
+    ("widths", "options"),
+    [([30, 31], {}), ([16, 15, 15, 15], {"label_smoothing": 0.1, "z_loss": 1e-3}), ([2, 1, 0, 1], {})],
+    ids=str,
+)
+def test_ranks_send_a_few_numbers_a_token(pool: WorkerPool, widths: list[int], options: Any) -> None:
+    """One gather in forward, nothing in backward, nothing of the vocabulary's size."""
+    logits, labels = whole_problem(sum(widths))
+    logits.requires_grad_()
+    expected = truth(logits, labels, **options)
+    expected.backward()
+    results = pool.run(split_loss, len(widths), widths, **options)
+    for value, _, records in results:
+        assert torch.equal(value, results[0][0])
+        torch.testing.assert_close(value, expected.detach(), **CLOSE)
+        numbers = 4 if options else 3
+        assert [(r.op, r.tag, r.numel) for r in records] == [
+            ("all_gather", "head/loss", len(widths) * numbers * labels.numel())
+        ]
+        assert records[0].nbytes == 4 * records[0].numel
+    torch.testing.assert_close(torch.cat([gradient for _, gradient, _ in results], -1), logits.grad, **CLOSE)
