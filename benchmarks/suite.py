@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from benchmarks.report import wrong_losses, report
+from benchmarks.report import report, wrong_losses
 from benchmarks.sweep import ROOT, Row, run, sweep
 from benchmarks.workload import Work
 
@@ -52,20 +52,22 @@ class Suite:
 def compile_ops() -> None:
     """DeepSpeed compiles its ops at first use: not in the time of a row."""
     print("DeepSpeed's ops: compiling, where that has not been done", flush=True)
-    record = run(Row("warm up", (), "deepspeed", flags={"stage": 1}), Work(steps=2, warmup=1), WARM_UP_LIMIT_S)
+    record = run(
+        Row("warm up", (), "deepspeed", flags={"stage": 1}), Work(steps=2, warmup=1), WARM_UP_LIMIT_S
+    )
     if "failed" in record:
         print(f"DeepSpeed does not run here:\n{record['failed']}", flush=True)
 
 
 def main(suite: Suite, description: str | None) -> None:
     """The command line of a suite. Ends with status 1 where a row did another job than plain PyTorch."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=suite.work, default="small")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--repeat", type=int, default=3, help="turns over all rows")
-    parser.add_argument("--group", action="append", choices=suite.groups, help="a table to run; may be repeated")
+    parser.add_argument(
+        "--group", action="append", choices=suite.groups, help="a table to run; may be repeated"
+    )
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--no-tuned", action="store_true", help="peers with their defaults only")
     parser.add_argument(

@@ -20,8 +20,15 @@ from benchmarks.workload import ADAM, Work, build_model
 def plan(ends: bool) -> dict[str, ParallelStyle]:
     """Of the blocks, and with `ends` of the embedding and the head."""
     styles: dict[str, ParallelStyle] = {
-        f"model.layers.*.{name}": RowwiseParallel() if name.endswith(("o_proj", "down_proj")) else ColwiseParallel()
-        for name in [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+        f"model.layers.*.{name}": RowwiseParallel()
+        if name.endswith(("o_proj", "down_proj"))
+        else ColwiseParallel()
+        for name in [
+            *(f"self_attn.{part}_proj" for part in "qkvo"),
+            "mlp.gate_proj",
+            "mlp.up_proj",
+            "mlp.down_proj",
+        ]
     }
     if ends:
         styles["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
