@@ -18,7 +18,7 @@ MB = 2**20
 
 
 class Peer(Protocol):
-    """A way to train. Each rank takes an equal share of the global batch."""
+    """A way to train. Each rank, or each tp group of ranks, takes an equal share of the global batch."""
 
     def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
         """Runs all micro-batches of a step, leaves gradients, returns this rank's mean loss."""
@@ -119,10 +119,14 @@ class _Window:
         return self
 
 
-def measure(peer: Peer, work: Work, rank: int, world: int) -> dict[str, Any] | None:
-    """Runs the job and returns, on rank 0, the record of all ranks."""
+def measure(peer: Peer, work: Work, rank: int, world: int, tp: int) -> dict[str, Any] | None:
+    """Runs the job and returns, on rank 0, the record of all ranks.
+
+    Args:
+        tp: neighbouring ranks that get the same share of the batch.
+    """
     text = Text(work.seq)
-    steps = [text.step(step, work, rank, world) for step in range(work.steps)]
+    steps = [text.step(step, work, rank // tp, world // tp) for step in range(work.steps)]
     gc.collect()
     setup_peak = peak_rss_mb()
     reset_peak()

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ COLUMNS = [
     "row",
     "ms/step (min-max)",
     "tokens/s",
+    "CPU s/step",
     "speed / best peer",
     "peak RSS MB",
     "RSS / smallest peer",
@@ -23,6 +24,10 @@ COLUMNS = [
     "others' CPU",
     "runs",
 ]
+
+
+# How far a step's loss may be from plain PyTorch's, relatively: further off, a row did another job.
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Line:
     ours: bool
     step_ms: list[float]
     tokens_per_s: float
+    cpu_s: float
     speed_by_turn: dict[int, float]
     peak_rss_mb: float
     held_mb: float
@@ -44,12 +50,35 @@ class Line:
 def report(file: Path) -> str:
     """The tables of the last session in a file, ours first, then the fastest peer."""
     session, runs = _last_session(file)
-    truth = next((r["losses"] for r in runs if r.get("peer") == "single"), None)
+    truth = _truth(runs)
     parts = [_heading(session)]
     for group in dict.fromkeys(group for row in session["rows"] for group in row["groups"]):
         rows = [row for row in session["rows"] if group in row["groups"]]
         parts.append(f"\n#### {group}\n\n" + _table(rows, runs, truth))
+    if wrong := wrong_losses(file):
+        limit = TOLERANCE[session["work"]["dtype"]]
+        parts.append(
+            f"\n**Losses are more than {limit:g} from plain PyTorch's: {', '.join(wrong)}. These rows did another job: "
+            "their figures do not compare.**"
+        )
     return "\n".join(parts)
+
+
+def wrong_losses(file: Path) -> list[str]:
+    """Rows of the last session of a file whose losses are not plain PyTorch's; none where that did not run."""
+    session, runs = _last_session(file)
+    truth, limit = _truth(runs), TOLERANCE[session["work"]["dtype"]]
+    lines = [_line(row, of_row, truth) for row in session["rows"] if _good(of_row := _of_row(row, runs))]
+    # nan, a loss that is no number, is as wrong as one can be; without a truth all distances are nan
+    return [line.name for line in lines if truth is not None and not line.loss_off <= limit]
+
+
+def _truth(runs: list[dict[str, Any]]) -> list[float] | None:
+    return next((run["losses"] for run in runs if run.get("peer") == "single"), None)
+
+
+def _of_row(row: dict[str, Any], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [run for run in runs if run["row"] == row["name"]]
 
 
 def _last_session(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -70,16 +99,23 @@ def _heading(session: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]], runs: list[dict[str, Any]], truth: list[float] | None) -> str:
-    by_row: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for run in runs:
-        by_row[run["row"]].append(run)
-    lines = [_line(row, by_row[row["name"]], truth) for row in rows if _good(by_row[row["name"]])]
+    lines = [_line(row, of_row, truth) for row in rows if _good(of_row := _of_row(row, runs))]
     lines.sort(key=lambda line: (not line.ours, -line.tokens_per_s))
-    failed = [row["name"] for row in rows if not _good(by_row[row["name"]])]
+    failed = [row["name"] for row in rows if not _good(_of_row(row, runs))]
     out = [_markdown(COLUMNS), _markdown(["---"] + ["---:"] * (len(COLUMNS) - 1))]
     out += [_markdown(_cells(line, lines)) for line in lines]
     out += [_markdown([name, "failed"] + [""] * (len(COLUMNS) - 2)) for name in failed]
-    return "\n".join(out)
+    return "\n".join(out + _against(lines))
+
+
+def _against(lines: list[Line]) -> list[str]:
+    """Each of our rows against each peer."""
+    out = []
+    for ours in (line for line in lines if line.ours):
+        for peer in (line for line in lines if not line.ours):
+            speed, memory = _speed_ratio(ours, [peer]), ours.peak_rss_mb / peer.peak_rss_mb
+            out.append(f"- {ours.name} / {peer.name}: speed {speed:.2f}, peak RSS {memory:.2f}")
+    return ["", *out] if out else []
 
 
 def _good(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -93,10 +129,11 @@ def _line(row: dict[str, Any], runs: list[dict[str, Any]], truth: list[float] | 
         ours=row["peer"] == "ours",
         step_ms=[run["step_ms_median"] for run in good],
         tokens_per_s=statistics.median(run["tokens_per_s"] for run in good),
+        cpu_s=statistics.median(run["cpu_s_per_step"] for run in good),
         speed_by_turn={run["turn"]: run["tokens_per_s"] for run in good},
         peak_rss_mb=statistics.median(max(run["peak_rss_mb"]) for run in good),
         held_mb=max(rank["after_step"] for run in good for rank in run["live_mb"]),
-        loss_off=max((_distance(run["losses"], truth) for run in good), default=float("nan")),
+        loss_off=_worst(_distance(run["losses"], truth) for run in good),
         foreign_cpu=max(run["foreign_cpu"] for run in good),
     )
 
@@ -104,7 +141,12 @@ def _line(row: dict[str, Any], runs: list[dict[str, Any]], truth: list[float] | 
 def _distance(losses: list[float], truth: list[float] | None) -> float:
     if truth is None:
         return float("nan")
-    return max(abs(loss - true) / abs(true) for loss, true in zip(losses, truth, strict=True))
+    return _worst(abs(loss - true) / abs(true) for loss, true in zip(losses, truth, strict=True))
+
+
+def _worst(values: Iterable[float]) -> float:
+    """The largest; nan where one is nan."""
+    return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def _cells(line: Line, lines: list[Line]) -> list[str]:
@@ -114,6 +156,7 @@ def _cells(line: Line, lines: list[Line]) -> list[str]:
         f"**{line.name}**" if line.ours else line.name,
         f"{statistics.median(line.step_ms):.0f} ({min(line.step_ms):.0f}-{max(line.step_ms):.0f})",
         f"{line.tokens_per_s:.0f}",
+        f"{line.cpu_s:.2f}",
         _figure(_speed_ratio(line, peers), ".2f"),
         f"{line.peak_rss_mb:.0f}",
         _figure(line.peak_rss_mb / smallest, ".2f"),

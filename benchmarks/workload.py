@@ -51,9 +51,9 @@ class Work:
     steps: int = 20
     warmup: int = 3
 
-    def accumulation(self, world: int) -> int:
-        """Micro-batches a rank runs in a step."""
-        return self.global_batch // (world * self.micro_batch)
+    def accumulation(self, shares: int) -> int:
+        """Micro-batches a rank runs in a step, where the global batch has so many shares."""
+        return self.global_batch // (shares * self.micro_batch)
 
 
 def llama_config(size: str) -> Any:
@@ -122,11 +122,11 @@ class Text:
         start = (index * self.STRIDE) % (len(self.tokens) - self.seq)
         return self.tokens[start : start + self.seq].long()
 
-    def step(self, step: int, work: Work, rank: int, world: int) -> list[Tensor]:
-        """A rank's micro-batches of a step: its contiguous share of the global batch."""
+    def step(self, step: int, work: Work, share: int, shares: int) -> list[Tensor]:
+        """The micro-batches of a step in one of equal, contiguous shares of the global batch."""
         import torch
 
-        share = work.global_batch // world
-        first = step * work.global_batch + rank * share
-        rows = [self.sequence(first + i) for i in range(share)]
-        return [torch.stack(rows[i : i + work.micro_batch]) for i in range(0, share, work.micro_batch)]
+        size = work.global_batch // shares
+        first = step * work.global_batch + share * size
+        rows = [self.sequence(first + i) for i in range(size)]
+        return [torch.stack(rows[i : i + work.micro_batch]) for i in range(0, size, work.micro_batch)]

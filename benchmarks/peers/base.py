@@ -21,6 +21,8 @@ class Flags:
         bucket: elements of a bucket (`reduce_bucket_size`, `allgather_bucket_size`).
         max_live: elements ZeRO-3 keeps gathered (`stage3_max_live_parameters`, `stage3_max_reuse_distance`).
         sharded_init: build the model sharded, where the peer can.
+        tp: ranks that share every layer, and get the same batch.
+        ends: parallelize_module splits the embedding and the head, too.
     """
 
     stage: int = 0
@@ -28,6 +30,8 @@ class Flags:
     bucket: int = 0
     max_live: int = 0
     sharded_init: bool = False
+    tp: int = 1
+    ends: bool = True
 
 
 class LoopPeer:

@@ -20,12 +20,14 @@ def zero_config(work: Work, flags: Flags, world: int) -> dict[str, Any]:
         zero |= {"stage3_max_live_parameters": flags.max_live, "stage3_max_reuse_distance": flags.max_live}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
-        "gradient_accumulation_steps": work.accumulation(world),
+        "gradient_accumulation_steps": work.accumulation(world // flags.tp),
         "optimizer": {"type": "AdamW", "params": ADAM | {"betas": list(ADAM["betas"])}},
         "zero_optimization": zero,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
     }
+    if flags.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": flags.tp}
     if work.dtype == "bf16":
         config["bf16"] = {"enabled": True}
     return config

@@ -144,7 +144,8 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, entered: Entered, full: Tensor | None) -> Tensor:
         ctx.entered = entered
         ctx.set_materialize_grads(False)
-        return x.view_as(x) if full is None else full.view_as(full)
+        # Not a view: it would hold x, which holds it (`_ENTERED`), and nothing could free the two.
+        return x.detach() if full is None else full.detach()
 
     @staticmethod
     @once_differentiable

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from benchmarks.peers.base import Flags
-from benchmarks.report import report
+from benchmarks.peers.engine import zero_config
+from benchmarks.report import report, wrong_losses
 from benchmarks.run_peer import PEERS
+from benchmarks.suite import Suite
 from benchmarks.sweep import Row, command
+from benchmarks.tensor import SUITE as TENSOR
 from benchmarks.workload import SIZES, Text, Work
-from benchmarks.zero import GROUPS, OURS, TUNED, choose
-from benchmarks.zero import PEERS as PEER_ROWS
+from benchmarks.zero import SUITE as ZERO
 
 
 def record(row: str, turn: int, speed: float, rss: int, loss: float = 2.0) -> dict[str, Any]:
@@ -24,6 +26,7 @@ def record(row: str, turn: int, speed: float, rss: int, loss: float = 2.0) -> di
         "turn": turn,
         "peer": "single" if row == "plain" else "other",
         "step_ms_median": 1000 / speed,
+        "cpu_s_per_step": 2.0,
         "tokens_per_s": speed,
         "peak_rss_mb": [rss, rss - 5],
         "live_mb": [{"after_step": 100.0}, {"after_step": 90.0}],
@@ -69,14 +72,28 @@ def test_ratios_are_of_the_same_turn_and_to_the_best_peer(tmp_path: Path) -> Non
     table = report(file)
     ours = cells(table, "ours 1")
     assert ours[2] == "150"
-    assert ours[3] == "1.50"
-    assert (ours[4], ours[5]) == ("500", "1.25")
-    assert ours[6] == "100"
-    assert ours[7] == "1e-01"
-    assert cells(table, "fast")[3] == "1.00"
-    assert cells(table, "plain")[3] == "0.80"
+    assert ours[4] == "1.50"
+    assert (ours[5], ours[6]) == ("500", "1.25")
+    assert ours[7] == "100"
+    assert ours[8] == "1e-01"
+    assert cells(table, "fast")[4] == "1.00"
+    assert cells(table, "plain")[4] == "0.80"
     assert cells(table, "broken")[1] == "failed"
     assert table.index("ours 1") < table.index("fast") < table.index("plain")
+    assert "ours 1 / fast: speed 1.50, peak RSS 0.83" in table
+    assert "ours 1 / plain: speed 1.88, peak RSS 1.25" in table
+
+
+@pytest.mark.parametrize("loss", [2.001, float("nan")])
+def test_a_row_with_other_losses_is_named(tmp_path: Path, loss: float) -> None:
+    file = tmp_path / "r.jsonl"
+    right = [record("plain", 0, 80.0, 400), record("fast", 0, 100.0, 600, loss=2.0001)]
+    write(file, [*right, record("ours 1", 0, 150.0, 500)])
+    assert not wrong_losses(file)
+    assert "another job" not in report(file)
+    write(file, [*right, record("ours 1", 0, 150.0, 500), record("ours 1", 1, 150.0, 500, loss=loss)])
+    assert wrong_losses(file) == ["ours 1"]
+    assert "more than 0.0001 from plain PyTorch's: ours 1" in report(file)
 
 
 def test_only_the_last_session_of_a_file_is_reported(tmp_path: Path) -> None:
@@ -87,21 +104,25 @@ def test_only_the_last_session_of_a_file_is_reported(tmp_path: Path) -> None:
     assert "7777" not in report(file)
 
 
-def test_every_row_is_a_run_that_exists() -> None:
+SUITES = pytest.mark.parametrize("suite", [ZERO, TENSOR], ids=lambda suite: suite.name)
+
+
+@SUITES
+def test_every_row_is_a_run_that_exists(suite: Suite) -> None:
     names = {field.name for field in dataclasses.fields(Flags)}
-    for row in OURS + PEER_ROWS + TUNED:
+    for row in suite.ours + suite.peers + suite.tuned:
         assert row.peer in PEERS
         assert set(row.flags) <= names
-        assert set(row.groups) <= set(GROUPS)
+        assert set(row.groups) <= set(suite.groups)
 
 
 def test_each_group_has_ours_and_peers() -> None:
-    for group in GROUPS:
-        rows = choose([group], tuned=False, only="")
+    for suite, group in [*((ZERO, group) for group in ZERO.groups), (TENSOR, "tp 2")]:
+        rows = suite.choose([group], tuned=False)
         assert any(row.is_ours for row in rows)
         assert any(not row.is_ours for row in rows)
-    assert all(row.groups == ("stage 2",) for row in choose(["stage 2"], tuned=True, only=""))
-    assert {row.name for row in choose(["stage 3"], tuned=False, only="")} == {
+    assert all(row.groups == ("stage 2",) for row in ZERO.choose(["stage 2"], tuned=True))
+    assert {row.name for row in ZERO.choose(["stage 3"], tuned=False)} == {
         "ours 3",
         "DeepSpeed 3",
         "FSDP2, reshard after forward",
@@ -131,3 +152,11 @@ def test_ranks_share_one_global_batch() -> None:
     dealt = [row.tolist() for rank in range(2) for ids in text.step(2, work, rank, 2) for row in ids]
     assert whole == dealt
     assert len(whole) == 4
+
+
+def test_the_ranks_of_a_tp_group_are_one_share_of_the_batch() -> None:
+    work, flags = Work(global_batch=8, micro_batch=2), Flags(tp=2)
+    config = zero_config(work, flags, world=4)
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["tensor_parallel"] == {"autotp_size": 2}
+    assert "tensor_parallel" not in zero_config(work, Flags(), world=4)
