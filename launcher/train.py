@@ -24,6 +24,7 @@ from launcher.monitor.summary import RankMemory, print_summary, write_summary
 from launcher.monitor.trace import Trace
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.run import Run
+from launcher.tensor.head import loss_only
 
 EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
 IGNORED = -100  # label of a token that is not learned
@@ -194,7 +195,8 @@ class Training:
             first = (start * axis.degree + axis.rank) * micro
             chosen = [i for i in range(first, first + micro) if i < rows]
             batch = collate([self.eval_set[i] for i in chosen or [0]])
-            loss = engine(**to_device(batch, engine.device)).loss
+            with loss_only():
+                loss = engine(**to_device(batch, engine.device)).loss
             if chosen:
                 loss_sum += float(loss) * learned_tokens(batch)
                 count += learned_tokens(batch)

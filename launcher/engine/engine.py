@@ -32,6 +32,7 @@ from launcher.monitor.log import set_level
 from launcher.monitor.writers import Monitor
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
+from launcher.tensor.head import loss_only
 from launcher.zero import ZeroModel
 from launcher.zero.overflow import watch_gradients
 
@@ -289,7 +290,8 @@ class Engine(Answers, Saving, nn.Module):
         return self._data
 
     def _loss_of(self, batch: Any) -> Tensor:
-        return loss_in(call(self, to_device(batch, self.device)))
+        with loss_only():
+            return loss_in(call(self, to_device(batch, self.device)))
 
     def _mean(self, value: Tensor) -> Tensor:
         all_reduce(value, self.mesh.dp, "root/loss").wait()
