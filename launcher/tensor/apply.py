@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from launcher.comm import Axis, broadcast
 from launcher.config import PartitionConfig
@@ -127,15 +128,16 @@ class _Splitter:
 
     def _slice_sequences(self) -> set[nn.Parameter]:
         """The parameters whose gradients become partial by it."""
-        kind = model_type_of(self.model)
-        if kind in WITHOUT_SEQUENCE:
+        text = self.config.get_text_config() if isinstance(self.model, PreTrainedModel) else None
+        for kind in {model_type_of(self.model), getattr(text, "model_type", "")} & set(WITHOUT_SEQUENCE):
             raise ConfigError(
                 f"models of type {kind} cannot work on slices of the sequence: {WITHOUT_SEQUENCE[kind]}",
                 where="tensor_parallel.sequence_parallel",
                 fix="set it to false",
             )
         known = {*self.split, *self.partial}
-        blocks = unit_modules(self.model)
+        inside = set(_decoder_of(self.model).modules())  # not the blocks of an image tower
+        blocks = [(name, block) for name, block in unit_modules(self.model) if block in inside]
         made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.options.overlaps)
         made.install()
         return made.partial
@@ -283,6 +285,12 @@ class _Splitter:
             where=WHERE,
             fix=f"use one of {', '.join(map(str, valid))}",
         )
+
+
+def _decoder_of(model: nn.Module) -> nn.Module:
+    """The part that sees tokens, where a model says which it is."""
+    found = model.get_decoder() if isinstance(model, PreTrainedModel) else None
+    return found if isinstance(found, nn.Module) else model
 
 
 def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
