@@ -21,7 +21,8 @@ from launcher.tensor.head import keep_logits_split
 from launcher.tensor.layers import Layer, swap
 from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
 from launcher.tensor.plan import WHERE, matching, model_type_of, number_of, plan_of
-from launcher.tensor.plans import WITHOUT_SEQUENCE, Rule
+from launcher.tensor.plans import WITHOUT_SEQUENCE
+from launcher.tensor.rule import Rule
 from launcher.tensor.sequence import SequenceParallel
 from launcher.tensor.split import Split
 from launcher.tensor.styles import STYLES, Style, split_dim
@@ -253,7 +254,10 @@ class _Splitter:
         style = STYLES[rule.style]
         owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)
         of_heads = named and style.side == "out" and not style.gathers
-        unit = rule.unit or (head_size(owner, name, parameter.shape[dim]) if of_heads else 1)
+        if rule.unit:
+            unit = int(getattr(owner, rule.unit))
+        else:
+            unit = head_size(owner, name, parameter.shape[dim]) if of_heads else 1
         replicates = rule.replicates or (unit > 1 and hasattr(owner, "num_key_value_groups"))
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))

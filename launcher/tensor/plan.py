@@ -20,7 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
-from launcher.tensor.plans import PLANS, Rule
+from launcher.tensor.plans import PLANS
+from launcher.tensor.rule import Rule
 from launcher.tensor.styles import STYLES, split_dim
 from launcher.tensor.user_plan import UserRule, check_rules, dim_along, rule_for, rules_of, sizes_along
 

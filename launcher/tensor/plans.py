@@ -1,69 +1,17 @@
 """Our own plans, by model type: for models that have none in transformers, and where theirs can be bettered. Data.
 
-Adding a model is adding a row to PLANS. Names are those inside the base model: `layers.*.self_attn`, not
+Rows for a type that has a plan in transformers stand for rows there of the same name, or are added to them. Adding a
+model is adding a row to PLANS. Names are those inside the base model: `layers.*.self_attn`, not
 `model.layers.*.self_attn`. Embedding and head need no row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one module or parameter is split.
-
-    A number may be given as a string: then it names one of the model's config, as in `attn_config.kv_n_heads`.
-
-    Args:
-        style: a key of launcher.tensor.styles.STYLES.
-        packed: proportions of the matrices that lie end to end along the split dim; each is split by itself.
-        repeat: how often they lie there.
-        divide: attributes of the module that count what is split (heads, features): divided by the degree.
-            `config.x` is number x of the config that the module looks at.
-        replicates: fewer of them than ranks (key-value heads) are held by several ranks each.
-        heads: keyword arguments -> the dim that counts heads, or batch x heads, where it does not only stand for all of
-            them; for style "heads". How many heads there are is what the first attribute of `divide` says.
-        unit: features that stay together; default: those of a head, in attention that says its head's size.
-        once: parameters of the module that are added to its output, which is summed over the ranks.
-    """
-
-    style: str
-    packed: tuple[int | str, ...] = (1,)
-    repeat: int | str = 1
-    divide: tuple[str, ...] = ()
-    replicates: bool = False
-    heads: Mapping[str, int] = field(default_factory=dict)
-    unit: int | None = None
-    once: tuple[str, ...] = ()
-
-
-# name pattern -> a style's name, or a rule where the style needs to know more
-Plan = Mapping[str, str | Rule]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Rows for models whose config says so.
-
-    Args:
-        when: attribute of the config -> its value; all must agree.
-    """
-
-    plan: Plan
-    when: Mapping[str, object] = field(default_factory=dict)
-
-
-def _at(place: str, **names: str) -> dict[str, str | Rule]:
-    """Rows for what is inside of `place`: style -> names."""
-    return {f"{place}.{name}": style for style, joined in names.items() for name in joined.split()}
-
-
-def _counts(place: str, attributes: str, **others: object) -> dict[str, str | Rule]:
-    """A row for a module whose attributes count heads or features."""
-    return {place: Rule("heads", divide=tuple(attributes.split()), **others)}  # type: ignore[arg-type]
-
+from launcher.tensor.rule import Case, Plan, Rule
+from launcher.tensor.rule import at as _at
+from launcher.tensor.rule import counts as _counts
+from launcher.tensor.rule import inside as _inside
+from launcher.tensor.rule import whole as _whole
 
 _SUMMED = "replicated_with_grad_allreduce"
 _QKV = "q_proj k_proj v_proj"
@@ -72,10 +20,6 @@ _Q_K_V = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
 _GATED = _at("layers.*.mlp", colwise="gate_proj up_proj", rowwise="down_proj")
 _LLAMA = _at("layers.*.self_attn", colwise=_QKV, rowwise="o_proj") | _GATED
 _4H = _at("mlp", colwise="dense_h_to_4h", rowwise="dense_4h_to_h")
-
-
-def _inside(place: str, plan: Plan) -> dict[str, str | Rule]:
-    return {f"{place}.{name}": row for name, row in plan.items()}
 
 
 _GPT2 = (
@@ -105,11 +49,6 @@ def _attention(place: str, counts: str = "num_heads") -> dict[str, str | Rule]:
 def _decoder(place: str, counts: str = "num_heads") -> dict[str, str | Rule]:
     layer = _attention("self_attn", counts) | _attention("encoder_attn", counts)
     return _inside(place, layer | {"fc1": "colwise", "fc2": "rowwise"})
-
-
-def _whole(place: str, columns: str, rows: str) -> dict[str, str | Rule]:
-    """Attention whose heads cannot be split by its code: parameters are, it computes all heads on every rank."""
-    return _at(place, colwise_gather_output=columns, rowwise_split_input=rows)
 
 
 _INKLING = _at("layers.*.mlp", packed_colwise="experts.gate_up_proj", moe_tp_experts="shared_experts")
@@ -161,7 +100,11 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
         Case(_BIGCODE_OTHERS),
         Case(
             _counts("h.*.attn", "num_heads embed_dim")
-            | {"h.*.attn.c_attn": Rule("colwise", packed=("num_attention_heads", 1, 1), replicates=True)},
+            | {
+                "h.*.attn.c_attn": Rule(
+                    "colwise", packed=("num_attention_heads", 1, 1), replicates=True, unit="head_dim"
+                )
+            },
             when={"multi_query": True},
         ),
         Case(
@@ -170,9 +113,14 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
         ),
     ),
     "opt": _decoder("decoder.layers.*"),
-    "bloom": _counts("h.*.self_attention", "num_heads", heads={"alibi": 0})
-    | _at("h.*.self_attention", colwise="query_key_value", rowwise="dense")
-    | _inside("h.*", _4H),
+    "bloom": (
+        Case(
+            _counts("h.*.self_attention", "num_heads", heads={"alibi": 0})
+            | _at("h.*.self_attention", colwise="query_key_value", rowwise="dense")
+            | _inside("h.*", _4H),
+            when={"slow_but_exact": False},  # else it slices the weights of its layers itself
+        ),
+    ),
     "falcon": (
         Case(_inside("h.*", _4H) | {f"{_FALCON}.dense": "rowwise"}),
         Case(
@@ -193,6 +141,11 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
                 )
             },
             when={"new_decoder_architecture": False, "multi_query": True},
+        ),
+        # Falcon-7B: a number of heads that no degree divides
+        Case(
+            {_FALCON: "replicate"} | _whole(_FALCON, "query_key_value", "dense"),
+            when={"new_decoder_architecture": False, "multi_query": True, "num_attention_heads": 71},
         ),
     ),
     "mpt": _counts("blocks.*.attn", "n_heads hidden_size", heads={"position_bias": 0})
@@ -233,7 +186,10 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     )
     | {
         "blocks.*.norm_attn_norm.attn.Wqkv": Rule(
-            "colwise", packed=("n_heads", "attn_config.kv_n_heads", "attn_config.kv_n_heads"), replicates=True
+            "colwise",
+            packed=("n_heads", "attn_config.kv_n_heads", "attn_config.kv_n_heads"),
+            replicates=True,
+            unit="head_dim",
         ),
         "blocks.*.norm_attn_norm.attn.out_proj": "rowwise",
         "blocks.*.ffn.experts": Rule("moe_tp_experts", divide=("ffn_hidden_size",)),
@@ -254,7 +210,7 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "lfm2": _LFM | _at("layers.*.self_attn", rowwise="out_proj", **{_SUMMED: "q_layernorm k_layernorm"}),
     "lfm3": _LFM
     | _at("layers.*.self_attn", rowwise="o_proj", **{_SUMMED: "q_norm k_norm"})
-    | {"layers.*.self_attn.g_proj": Rule("colwise", unit=1)},
+    | {"layers.*.self_attn.g_proj": "colwise"},
     "ctrl": _counts("h.*.multi_head_attention", "num_heads")
     | _at("h.*", colwise="multi_head_attention.Wq multi_head_attention.Wk multi_head_attention.Wv ffn.0")
     | _at("h.*", rowwise="multi_head_attention.dense ffn.2"),
@@ -272,7 +228,7 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "modernbert-decoder": _counts("layers.*.attn", "num_heads all_head_size")
     | _at("layers.*.attn", colwise=_QKV, rowwise="Wo")
     | _at("layers.*.mlp", packed_colwise="Wi", rowwise="Wo"),
-    "moshi": _counts("layers.*.self_attn", "num_heads num_key_value_heads", replicates=True)
+    "moshi": _counts("layers.*.self_attn", "num_heads num_key_value_heads")
     | _at("layers.*.self_attn", colwise="q_proj.linear k_proj.linear v_proj.linear", rowwise="o_proj.linear")
     | _at("layers.*.mlp", packed_colwise="fc1", rowwise="fc2"),
     "emu3_text_model": _LLAMA,
@@ -280,7 +236,9 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     "big_bird": _BERT,
     "git": _BERT,
     "got_ocr2": _inside("language_model", _LLAMA),
-    "mllama_text_model": _LLAMA
+    "mllama_text_model": _counts("layers.*.cross_attn", "num_heads num_key_value_heads", replicates=True)
+    | _counts("layers.*.self_attn", "num_heads num_key_value_heads", replicates=True)
+    | _LLAMA
     | _at("layers.*.cross_attn", colwise=_QKV, rowwise="o_proj", **{_SUMMED: "q_norm k_norm"}),
     "cpmant": _whole(
         "encoder.layers.*.self_att.self_attention", "project_q project_k project_v", "attention_out"

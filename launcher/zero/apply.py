@@ -15,6 +15,7 @@ from launcher.tensor.assemble import whole
 from launcher.tensor.split import Split
 from launcher.zero.axes import ShardAxes
 from launcher.zero.checks import StepChecks
+from launcher.zero.copies import check_copies
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
@@ -61,6 +62,7 @@ class ZeroModel:
     ) -> None:
         self.module, self.policy, self.axes, self.units, self.pool = module, policy, axes, units, pool
         self.axis, self.tp = axes.dp, tp
+        self._copies_checked = False
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self.fetcher = Fetcher(policy)
@@ -108,6 +110,9 @@ class ZeroModel:
         Once a step: partial gradients become sums here. One collective along dp and tp for both answers. Marks slots
         unused everywhere as unused, and the others as used.
         """
+        if not self._copies_checked:
+            check_copies(self.gradients, self.axis, self.tp)
+            self._copies_checked = True
         sum_partial(self.gradients, self.tp, self.pool.device)
         if self.checks is not None:
             self.checks.compare()

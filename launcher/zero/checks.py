@@ -49,7 +49,7 @@ class StepChecks:
         Raises:
             LauncherError: on every rank: what differs first, and on which.
         """
-        streams = _streams(self._records)
+        streams = _streams(self._records, activations=self.zero.tp.name)
         self._records.clear()
         digest = {name: zlib.crc32("\n".join(lines).encode()) for name, lines in streams.items()}
         every = self._gather((digest, self._copies(), self._not_finite()))
@@ -110,11 +110,13 @@ def _gather_along(axis: Axis, mine: Any) -> list[Any]:
     return every
 
 
-def _streams(records: list[CollectiveRecord]) -> Streams:
+def _streams(records: list[CollectiveRecord], activations: str) -> Streams:
+    """Collectives by axis. Those of the axis `activations` are longer on dp ranks with longer sequences."""
     streams: Streams = defaultdict(list)
     for r in records:
         kind = "gathers" if r.op in ("all_gather", "broadcast") else "reductions"
-        streams[f"{kind} along {r.axis}"].append(f"{r.op} {r.tag} of {r.numel} elements")
+        size = "" if r.axis == activations else f" of {r.numel} elements"
+        streams[f"{kind} along {r.axis}"].append(f"{r.op} {r.tag}{size}")
     return dict(streams)
 
 

@@ -63,6 +63,9 @@ def GatheredParameters(
 ) -> Iterator[None]:
     """Whole parameters inside the `with`, at every stage. A collective: every rank must enter it.
 
+    Where layers are split over tensor-parallel ranks, each rank sees its own part whole, and `modifier_rank` is a
+    data-parallel rank.
+
     Args:
         params: a parameter, or any iterable of them; the units they lie in are gathered.
         modifier_rank: keep the edits of this rank and send them to all. None: edits to sharded parameters are lost.

@@ -69,11 +69,13 @@ def train_and_save(
 def load_and_train(ctx: RankContext, tp: int, stage: int, tied: bool, directory: Path) -> dict[str, Any]:
     engine = engine_of(tp, config_of(stage), llama(tied))
     advance(engine, [7])
+    torch.manual_seed(ctx.rank)
     engine.load_checkpoint(directory, "saved")
+    draws = torch.rand(2).tolist()
     engine.save_16bit_model(directory / f"model{tp}")
     state = whole_state(engine)
     losses, norms = advance(engine, [STEPS])
-    return {"losses": losses, "norms": norms, "state": state}
+    return {"losses": losses, "norms": norms, "state": state, "draws": draws}
 
 
 ACCUMULATION: dict[str, Any] = {"gradient_accumulation_steps": 2}
@@ -127,14 +129,20 @@ def test_it_trains_saves_and_exports_as_one_process_does(
 def save_alone(ctx: RankContext, directory: Path) -> dict[str, Tensor]:
     engine = engine_of(1, config_of(1), llama())
     advance(engine, range(STEPS))
+    torch.manual_seed(11)
     engine.save_checkpoint(directory, "saved")
     return whole_state(engine)
 
 
 def test_a_checkpoint_of_one_process_is_loaded_at_any_degree(pool: WorkerPool, tmp_path: Path) -> None:
     (state,) = pool.run(save_alone, 1, tmp_path)
+    drawn = torch.rand(2, generator=torch.Generator().manual_seed(11)).tolist()
     for tp, stage in ((4, 0), (2, 3)):
-        for rank in pool.run(load_and_train, 4, tp, stage, False, tmp_path):
+        ranks = pool.run(load_and_train, 4, tp, stage, False, tmp_path)
+        assert all(
+            rank["draws"] == drawn for rank in ranks[:tp]
+        )  # a tp group draws the same: that of its dp rank
+        for rank in ranks:
             assert rank["losses"] == pytest.approx(truth(False).losses[STEPS:], rel=1e-5)
             assert all(torch.equal(rank["state"][name], value) for name, value in state.items())
 
@@ -210,7 +218,10 @@ def test_all_ranks_see_the_overflow_of_one(pool: WorkerPool, stage: int) -> None
 def differing(ctx: RankContext, stage: int) -> list[str]:
     sections = {"zero_optimization": {"stage": stage, "enable_sanity_checks": True}}
     engine = engine_of(2, config_of(0, **sections), llama())
-    advance(engine, [0, 1])  # nothing to tell
+    for length in (16, 12):  # nothing to tell, though sequences of the second dp rank are shorter
+        ids = batch(0)[:4, : length - 2 * engine.mesh.dp.rank]
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
     if engine.zero.tp.rank == 1:
         for piece in engine.zero.slices():
             if piece.name == "model.layers.0.input_layernorm.weight":
