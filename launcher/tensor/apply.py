@@ -15,7 +15,7 @@ from launcher.comm import Axis, broadcast
 from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
 from launcher.models.units import unit_modules
-from launcher.tensor.counts import divide, head_size, resize
+from launcher.tensor.counts import divide, head_size, resize, shared_by_groups
 from launcher.tensor.dropout import Streams, drops_out
 from launcher.tensor.head import keep_logits_split
 from launcher.tensor.layers import Layer, swap
@@ -258,7 +258,7 @@ class _Splitter:
             unit = int(getattr(owner, rule.unit))
         else:
             unit = head_size(owner, name, parameter.shape[dim]) if of_heads else 1
-        replicates = rule.replicates or (unit > 1 and hasattr(owner, "num_key_value_groups"))
+        replicates = rule.replicates or (unit > 1 and shared_by_groups(owner, name))
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))
             parts = parts_of(shares, self.axis, unit=unit, uneven=style.uneven, replicates=replicates)

@@ -289,6 +289,10 @@ PLANS: dict[str, tuple[Case, ...]] = {
     for name in names.split()
 }
 
+# Types without a plan, and why.
+_RECURRENT = "its layers are recurrences along the sequence, which are not split"
+WITHOUT_PLAN = {name: _RECURRENT for name in ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")}
+
 # Types whose blocks do more with whole sequences than their parts do, and what.
 _STREAMS = "their blocks mix several residual streams (hyper-connections)"
 _PER_LAYER = "their blocks add an embedding of each token that belongs to the layer"

@@ -62,7 +62,9 @@ class SequenceParallel:
     ) -> None:
         self.axis, self.blocks, self.streams, self.overlaps = axis, blocks, streams, overlaps
         self.summed = summed
-        self.state = SequenceState()  # of the forward under way; afterwards, for recomputation, of the last to be trained
+        self.state = (
+            SequenceState()
+        )  # of the forward under way; afterwards, for recomputation, of the last to be trained
         self._trained = False, 0
         self._begun = False
         self.partial: set[nn.Parameter] = set()

@@ -1,8 +1,8 @@
 """What becomes of a causal-LM type under tensor parallelism, found by training its tiny model.
 
-One job on 4 ranks: each type is split at degree 4, and then by two pairs of ranks at degree 2, the second of which works
-on slices of the sequence. What a type misses in fp32 is tried once more in float64: sums of many terms that cancel are
-exact to no more digits than their terms have, in whatever order they are taken.
+One job on 4 ranks: each type is split at degree 4, and then by two pairs of ranks at degree 2, the second of which
+works on slices of the sequence. What a type misses in fp32 is tried once more in float64: a sum of terms that cancel
+has fewer right digits than its terms, and other ones in another order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from launcher.models.units import unit_modules
 from launcher.tensor.apply import Options, SplitModel, apply, ends_of
 from launcher.tensor.layers import ColumnParallel, VocabularyHead
 from launcher.tensor.plan import matching, model_type_of, plan_of
-from launcher.tensor.plans import PLANS, Rule
+from launcher.tensor.plans import PLANS
+from launcher.tensor.rule import Rule
 from tests.pool import RankContext
 from tests.tensor.transparency import CPU, all_ranks, compare_with, truth_of
 from tests.tensor.zoo import batch_of, tiny_model
@@ -107,7 +108,7 @@ def _judge(kind: str, four: Axis, pair: Axis, sequence: bool) -> Verdict:
         if all(o.difference <= tolerance for outcomes in found.values() for o in outcomes[dtype]):
             break
     refusals = [o.refusal for outcomes in found.values() for o in outcomes[torch.float32]]
-    reason = next(filter(None, refusals), "")
+    reason = next(filter(None, refusals), "").partition(": ")[2]
     words = {key: _word(outcomes) for key, outcomes in found.items()}
     return Verdict(kind, **words, reason=reason, **(facts if words["tensor"] != REFUSED else {}))
 
@@ -135,7 +136,9 @@ def _in_dtype(
     model = copy.deepcopy(model).to(dtype)
     if any("experts" in name for name, _ in model.named_modules()):
         model.set_experts_implementation("eager")  # others have kernels for fp32 only
-    return model, {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    return model, {
+        key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()
+    }
 
 
 def _outcomes(
@@ -225,4 +228,3 @@ def _without_split(
 def _starred(name: str) -> str:
     """A name for all blocks alike."""
     return re.sub(r"\.\d+", ".*", name)
-

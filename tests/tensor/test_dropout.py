@@ -53,7 +53,9 @@ def recomputed(ctx: RankContext, kind: str, sequence: bool) -> list[str]:
         for recompute in (False, True)
     )
     assert any(not torch.equal(plain[0][name], plain[1][name]) for name in plain[0])  # it does drop out
-    return [name for a, b in zip(plain, again, strict=True) for name in a if not torch.equal(a[name], b[name])]
+    return [
+        name for a, b in zip(plain, again, strict=True) for name in a if not torch.equal(a[name], b[name])
+    ]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -61,3 +63,29 @@ def recomputed(ctx: RankContext, kind: str, sequence: bool) -> list[str]:
 def test_recomputation_drops_out_the_same(pool: WorkerPool, kind: str, sequence: bool) -> None:
     for names in pool.run(recomputed, 2, kind, sequence):
         assert names == []
+
+
+def masks(ctx: RankContext, sequence: bool) -> list[tuple[str, Tensor]]:
+    """What GPT-2's dropouts dropped in one step: name of the module -> its mask, in order."""
+    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    model, _ = split_copy(tiny_model("gpt2", seed=0, **DROPOUT["gpt2"]), axis, Options(sequence=sequence))
+    found: list[tuple[str, Tensor]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(
+                lambda m, args, out, name=name: found.append((name, (out == 0) & (args[0] != 0)))
+            )
+    torch.manual_seed(11)
+    model(**batch_of("gpt2", seed=1, length=16))
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_masks_agree_where_activations_are_whole(pool: WorkerPool, sequence: bool) -> None:
+    """With sliced sequences only those of the embeddings are."""
+    first, second = pool.run(masks, 2, sequence)
+    assert {name for name, _ in first} >= {"transformer.drop", "transformer.h.0.attn.resid_dropout"}
+    for (name, mine), (other, theirs) in zip(first, second, strict=True):
+        assert name == other and mine.any() and theirs.any()
+        whole = name == "transformer.drop" or (not sequence)
+        assert torch.equal(mine, theirs) == whole, name
