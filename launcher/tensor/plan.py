@@ -90,9 +90,12 @@ def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str
                 where=rule.where,
                 fix="leave partition_dim out, or write the other partition_type",
             )
-        rows[name.removesuffix(".weight") if module else name] = Rule(
-            style, packed if len(packed) > 1 else (1,)
-        )
+        owner = name.rpartition(".")[0]
+        if (
+            module is None and rule.kind == "skip" and rule.where
+        ):  # what the plan says of its module counts no more
+            rows[owner] = Rule("replicate")
+        rows[owner if module else name] = Rule(style, packed if len(packed) > 1 else (1,))
     return rows
 
 

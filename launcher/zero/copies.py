@@ -8,7 +8,7 @@ are terms of a sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from launcher.comm import Axis, all_reduce
 from launcher.errors import LauncherError
+from launcher.tensor.split import Part
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import Slot
 
 UNLIKE = 1e-2  # kernels that sum in no fixed order make copies differ, but not by as much
 ALIKE = 1e-6
+SAMPLE = 1 << 14  # elements of a range that are looked at
 NOISE = 1e-6  # of the largest gradient: what is smaller is what rounding left
 
 
@@ -31,15 +33,15 @@ class _Copy:
     slot: Slot
     own: Tensor
     total: Tensor
-    holders: int
+    part: Part
 
     @property
     def distance(self) -> float:
-        return float((self.total / self.holders - self.own).abs().max())
+        return float((self.total / self.part.holders - self.own).abs().max())
 
     @property
     def size(self) -> float:
-        return float((self.total / self.holders).abs().max())
+        return float((self.total / self.part.holders).abs().max())
 
 
 def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
@@ -50,7 +52,8 @@ def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
     """
     if tp.degree == 1 or not gradients:
         return
-    copies = [copy for gradient in gradients for copy in _copies(gradient, tp)]
+    copies = [copy for gradient in gradients for copy in _own(gradient)]
+    _sum(copies, tp, gradients[0].flat.pool.device)
     index = {slot: i for i, slot in enumerate(s for gradient in gradients for s in gradient.flat.slots)}
     flags = torch.zeros(
         2, len(index), dtype=torch.float64
@@ -76,25 +79,26 @@ def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
         )
 
 
-def _copies(gradient: FlatGradient, tp: Axis) -> list[_Copy]:
+def _own(gradient: FlatGradient) -> Iterator[_Copy]:
     flat, owned = gradient.flat, gradient.owned
-    found: list[_Copy] = []
-    rows: list[tuple[Tensor, int]] = []
     for slot, start, stop in flat.overlaps(flat.owned):
         base = slot.offset - flat.owned.start
         for low, high, part in slot.split.shared(start, stop):
-            own = owned[base + low : base + high].float()
-            row = own.new_zeros(tp.degree // part.holders, own.numel())
-            row[part.group] = own
-            rows.append((row, part.group))
-            found.append(_Copy(slot, own, own, part.holders))
-    if rows:
-        sums = torch.cat([row.view(-1) for row, _ in rows])
-        all_reduce(sums, tp, f"{flat.name}/copies").wait()
-        ends = sums.split([row.numel() for row, _ in rows])
-        for copy, end, (row, group) in zip(found, ends, rows, strict=True):
-            copy.total = end.view_as(row)[group]
-    return found
+            own = owned[base + low : base + min(high, low + SAMPLE)].float()
+            yield _Copy(slot, own, own, part)
+
+
+def _sum(copies: list[_Copy], tp: Axis, device: torch.device) -> None:
+    """Fill in the totals over the holders. A range has a row for each group of holders; the others leave it zero."""
+    rows = []
+    for copy in copies:
+        row = copy.own.new_zeros(tp.degree // copy.part.holders, copy.own.numel())
+        row[copy.part.group] = copy.own
+        rows.append(row)
+    sums = torch.cat([torch.zeros(1, device=device), *(row.view(-1) for row in rows)])  # all ranks take part
+    all_reduce(sums, tp, "root/copies").wait()
+    for copy, total in zip(copies, sums[1:].split([row.numel() for row in rows]), strict=True):
+        copy.total = total.view(-1, copy.own.numel())[copy.part.group]
 
 
 def _wrong(names: list[str], what: str, how: str) -> LauncherError:
