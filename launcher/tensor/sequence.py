@@ -8,7 +8,11 @@ embedding -> slice -> [norm -> gather | region | reduce-scatter -> residual -> .
 A region is what needs whole sequences: the children of a block but norms and dropout (mostly attention and MLP). On its
 way in the sequence is gathered, once for all that read it. On its way out partial sums are reduce-scattered where a
 region ends in one row-parallel layer; any other region makes whole sequences, of which each rank takes its slice.
-Parameters of a block outside of its regions see a slice: their gradients are partial.
+Parameters of a block outside of its regions see a slice: their gradients are partial. A part that makes split features
+for the next one (BERT's intermediate) takes whole sequences and gives whole sequences.
+
+Hooks on blocks run in the forward only, those on regions again where a block is recomputed in backward: what the
+forward knew of its sequences is kept until the next forward that is trained.
 """
 
 from __future__ import annotations

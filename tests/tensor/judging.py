@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,10 +90,15 @@ class _Outcome:
 
 def judge(ctx: RankContext, types: list[str]) -> list[Verdict]:
     """The verdicts, on all ranks."""
-    four = Mesh.build(CPU, tp=4).axes["tp"]
-    pairs = Mesh.build(CPU, tp=2)
+    four, pairs = _meshes()
     sequence = pairs.axes["dp"].rank == 1
-    return [_judge(kind, four, pairs.axes["tp"], sequence) for kind in types]
+    return [_judge(kind, four.axes["tp"], pairs.axes["tp"], sequence) for kind in types]
+
+
+@cache
+def _meshes() -> tuple[Mesh, Mesh]:
+    """Once a process: every process group has threads of its own, which stay as long as the process."""
+    return Mesh.build(CPU, tp=4), Mesh.build(CPU, tp=2)
 
 
 def _judge(kind: str, four: Axis, pair: Axis, sequence: bool) -> Verdict:
