@@ -20,9 +20,10 @@ from tests.tensor.transparency import CPU, compare
 from tests.tensor.zoo import CAUSAL_TYPES, batch_of, tiny_model
 from tests.tensor.zoo_tables import KNOWN, UNRUNNABLE
 
-# every style; one block or several, of layers of one kind or several; an image tower; every refusal
-SAMPLE = ["llama", "gpt2", "bert", "bart", "gemma3", "deepseek_v3", "doge", "bitnet", "trocr", "dbrx", "ctrl"]
-SAMPLE += ["inkling_text", "rwkv", "longcat_flash"]
+# every style, but what is seen in one large type only; split heads and gathered ones; an image tower; each refusal
+SAMPLE = ["llama", "gpt2", "bert", "gemma3", "dbrx", "ctrl", "rwkv", "bitnet", "inkling2_text", "granite_swa"]
+SAMPLE += ["gpt_oss", "aria_text", "lfm2", "doge", "axk2", "longcat_flash", "bart"]
+ONLY_IN_ALL = {"embedding_colwise"}  # qwen4_exp, which takes as long as ten others
 
 
 def test_the_table_has_every_type() -> None:
@@ -43,7 +44,7 @@ def test_refusals_are_those_of_the_code() -> None:
 def test_the_sample_has_every_style() -> None:
     table = {verdict.type: set(verdict.styles.split()) for verdict in read_verdicts()}
     assert set().union(*table.values()) <= set(STYLES)
-    assert set().union(*(table[kind] for kind in SAMPLE)) == set().union(*table.values())
+    assert set().union(*(table[kind] for kind in SAMPLE)) == set().union(*table.values()) - ONLY_IN_ALL
 
 
 def test_a_sample_is_as_the_table_says(pool: WorkerPool) -> None:
