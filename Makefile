@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet -c constraints.txt
 
-.PHONY: train test lint parity clean
+.PHONY: train test lint parity models clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch --config ds_configs/zero2.json
@@ -22,6 +22,10 @@ lint: $(VENV)/.installed-dev
 # Against the real DeepSpeed: needs a C++ compiler.
 parity: $(VENV)/.installed-parity
 	LAUNCHER_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity_deepspeed
+
+# Every causal-LM type under tensor parallelism; writes docs/models.md, and fails where that has changed.
+models: $(VENV)/.installed-test
+	$(BIN)/python -m tests.tensor.models_table
 
 clean:
 	rm -rf $(VENV)

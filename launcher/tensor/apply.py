@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from launcher.comm import Axis, broadcast
 from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
 from launcher.models.units import unit_modules
-from launcher.tensor.counts import divide, head_size, resize
+from launcher.tensor.counts import divide, head_size, resize, shared_by_groups
 from launcher.tensor.dropout import Streams, drops_out
 from launcher.tensor.head import keep_logits_split
 from launcher.tensor.layers import Layer, swap
@@ -128,15 +129,16 @@ class _Splitter:
 
     def _slice_sequences(self) -> set[nn.Parameter]:
         """The parameters whose gradients become partial by it."""
-        kind = model_type_of(self.model)
-        if kind in WITHOUT_SEQUENCE:
+        text = self.config.get_text_config() if isinstance(self.model, PreTrainedModel) else None
+        for kind in {model_type_of(self.model), getattr(text, "model_type", "")} & set(WITHOUT_SEQUENCE):
             raise ConfigError(
                 f"models of type {kind} cannot work on slices of the sequence: {WITHOUT_SEQUENCE[kind]}",
                 where="tensor_parallel.sequence_parallel",
                 fix="set it to false",
             )
         known = {*self.split, *self.partial}
-        blocks = unit_modules(self.model)
+        inside = set(_decoder_of(self.model).modules())  # not the blocks of an image tower
+        blocks = [(name, block) for name, block in unit_modules(self.model) if block in inside]
         made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.options.overlaps)
         made.install()
         return made.partial
@@ -256,7 +258,7 @@ class _Splitter:
             unit = int(getattr(owner, rule.unit))
         else:
             unit = head_size(owner, name, parameter.shape[dim]) if of_heads else 1
-        replicates = rule.replicates or (unit > 1 and hasattr(owner, "num_key_value_groups"))
+        replicates = rule.replicates or (unit > 1 and shared_by_groups(owner, name))
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))
             parts = parts_of(shares, self.axis, unit=unit, uneven=style.uneven, replicates=replicates)
@@ -287,6 +289,12 @@ class _Splitter:
             where=WHERE,
             fix=f"use one of {', '.join(map(str, valid))}",
         )
+
+
+def _decoder_of(model: nn.Module) -> nn.Module:
+    """The part that sees tokens, where a model says which it is."""
+    found = model.get_decoder() if isinstance(model, PreTrainedModel) else None
+    return found if isinstance(found, nn.Module) else model
 
 
 def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

@@ -56,6 +56,11 @@ def head_size(owner: nn.Module, name: str, size: int) -> int:
     return int(head or 1) if heads else 1
 
 
+def shared_by_groups(owner: nn.Module, name: str) -> bool:
+    """Whether groups of query heads read what a projection of an attention module makes: one head for several ranks."""
+    return name.rpartition(".")[2] in ("k_proj", "v_proj") and hasattr(owner, "num_key_value_groups")
+
+
 def resize(module: nn.Module, side: str | None) -> None:
     """Attributes that say how large a module is."""
     weight = module._parameters.get("weight")

@@ -116,19 +116,20 @@ class RowParallel(SplitModule):
         if split.slices:
             x = slice_along(x, split.axis, -1, split.name)
         bias = self._parameters.get("bias")
-        if split.linear:
-            y = F.linear(x, _weight(self))
-        else:
-            self._parameters["bias"] = None
-            try:
+        try:
+            if split.linear:
+                y = F.linear(x, _weight(self))
+            else:
+                self._parameters["bias"] = None
                 y = super().forward(x, *args, **kwargs)
-            finally:
+        finally:
+            if not split.linear:
                 self._parameters["bias"] = bias
+            split.streams.end_split()  # also where a recomputation has all it needs, and ends by an exception
         if split.sequence is not None and split.sequence.active and 0 < split.scatters <= y.dim():
             y = leave_scattered(y, split.axis, split.name)
         else:
             y = leave(y, split.axis, split.name, fresh=True)
-            split.streams.end_split()
         y = y if bias is None else y + bias
         return slice_along(y, split.axis, -1, f"{split.name}.output") if split.takes else y
 
@@ -168,7 +169,7 @@ class PartialExperts(SplitModule):
             y = super().forward(x, *weighted, **keyed)
         finally:
             self._parameters.update(whole)
-        split.streams.end_split()
+            split.streams.end_split()  # as in RowParallel
         return leave(y, split.axis, split.name)
 
     def _entered(self, value: Any) -> Any:

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
-from launcher.tensor.plans import PLANS
+from launcher.tensor.plans import PLANS, WITHOUT_PLAN
 from launcher.tensor.rule import Rule
 from launcher.tensor.styles import STYLES, split_dim
 from launcher.tensor.user_plan import UserRule, check_rules, dim_along, rule_for, rules_of, sizes_along
@@ -48,8 +48,9 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, R
         return {**_rows_of(own, model, kind, planned=_named(plan, model)), **plan}
     # every HF plan gets a row for the head: alone it is no plan
     if not _named({pattern: rule for pattern, rule in plan.items() if "head" not in pattern}, model):
+        why = f": {WITHOUT_PLAN[kind]}" if kind in WITHOUT_PLAN else ""
         raise ConfigError(
-            f"nobody has written how to split a model of type {kind} over tensor-parallel ranks",
+            f"nobody has written how to split a model of type {kind} over tensor-parallel ranks{why}",
             where=WHERE,
             fix=_how_to_write_one(model),
         )

@@ -289,9 +289,14 @@ PLANS: dict[str, tuple[Case, ...]] = {
     for name in names.split()
 }
 
+# Types without a plan, and why.
+_RECURRENT = "its layers are recurrences along the sequence, which are not split"
+WITHOUT_PLAN = {name: _RECURRENT for name in ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")}
+
 # Types whose blocks do more with whole sequences than their parts do, and what.
 _STREAMS = "their blocks mix several residual streams (hyper-connections)"
 _PER_LAYER = "their blocks add an embedding of each token that belongs to the layer"
+_EMBEDDINGS = "their blocks join the embeddings to what the block before gives"
 WITHOUT_SEQUENCE: dict[str, str] = {
     "deepseek_v4": _STREAMS,
     "hy_v4": _STREAMS,
@@ -300,4 +305,13 @@ WITHOUT_SEQUENCE: dict[str, str] = {
     "gemma4_text": _PER_LAYER,
     "hrm_text": "its blocks run several times, each time with another state added",
     "inkling2_text": "its blocks look back at the outputs of earlier ones",
+    "zamba": _EMBEDDINGS,
+    "zamba2": _EMBEDDINGS,
+    "zaya": "the residuals of its blocks are added in modules with weights of their own",
+    "xlm": "it has no blocks: attention, feed forward and norms lie in three lists",
+    "xlnet": "its activations are [sequence, batch, hidden]",
+    "reformer": "its blocks are reversible: they work on two streams",
+    "blt": "some of its blocks work on bytes, others on patches of them",
+    "git": "its blocks see the patches of an image together with the tokens",
+    "gpt_neox_japanese": "its attention hands out a bias, which is added outside of it",
 }

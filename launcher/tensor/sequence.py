@@ -8,7 +8,11 @@ embedding -> slice -> [norm -> gather | region | reduce-scatter -> residual -> .
 A region is what needs whole sequences: the children of a block but norms and dropout (mostly attention and MLP). On its
 way in the sequence is gathered, once for all that read it. On its way out partial sums are reduce-scattered where a
 region ends in one row-parallel layer; any other region makes whole sequences, of which each rank takes its slice.
-Parameters of a block outside of its regions see a slice: their gradients are partial.
+Parameters of a block outside of its regions see a slice: their gradients are partial. A part that makes split features
+for the next one (BERT's intermediate) takes whole sequences and gives whole sequences.
+
+Hooks on blocks run in the forward only, those on regions again where a block is recomputed in backward: what the
+forward knew of its sequences is kept until the next forward that is trained.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ from launcher.tensor.layers import (
 
 WHERE = "tensor_parallel.sequence_parallel"
 _ELEMENTWISE = ("norm", "dropout", "identity", "activation", "gelu", "silu", "relu")  # in a class's name
+_REDUCING = (RowParallel, PartialExperts, SummedOutput)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 _STATES = ("hidden_states", "x", "hidden_state", "inputs")  # keywords of what travels from block to block
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -60,7 +66,11 @@ class SequenceParallel:
     ) -> None:
         self.axis, self.blocks, self.streams, self.overlaps = axis, blocks, streams, overlaps
         self.summed = summed
-        self.state = SequenceState()
+        self.state = (
+            SequenceState()
+        )  # of the forward under way; afterwards, for recomputation, of the last to be trained
+        self._trained = False, 0
+        self._begun = False
         self.partial: set[nn.Parameter] = set()
 
     def install(self) -> None:
@@ -85,9 +95,9 @@ class SequenceParallel:
             self._sees_a_slice(region)
             return
         region.register_forward_pre_hook(self._before_region(name), with_kwargs=True)
-        if isinstance(region, ColumnParallel):
+        reducing = [m for m in region.modules() if isinstance(m, _REDUCING)]
+        if not reducing and _splits_features(region):  # of whole sequences, for another region
             return
-        reducing = [m for m in region.modules() if isinstance(m, (RowParallel, PartialExperts, SummedOutput))]
         if len(reducing) == 1 and isinstance(reducing[0], RowParallel) and self._all_know(region):
             reducing[0].split.scatters = 3
             self._sees_a_slice(reducing[0])
@@ -115,8 +125,13 @@ class SequenceParallel:
     def _before_block(self, name: str, *, first: bool) -> Callable[..., Call]:
         def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
             if first:
-                states = _states_of(args, kwargs)
-                self.state.active, self.state.length = self._divides(states), states.shape[1]
+                self._begin(_states_of(args, kwargs))
+            elif not self._begun:
+                raise ConfigError(
+                    f"{name} runs before {self.blocks[0][0]}, where sequences are sliced",
+                    where=WHERE,
+                    fix="set it to false, or where the model skips layers at random set its layerdrop to 0",
+                )
             if not self.state.active:
                 return args, kwargs
             self.streams.begin_split(block.training)
@@ -129,12 +144,21 @@ class SequenceParallel:
     def _after_block(self, name: str, *, last: bool) -> Callable[..., Any]:
         def after(block: nn.Module, args: Any, output: Any) -> Any:
             self.streams.end_split()
-            if not (last and self.state.active):
+            if not last:
                 return None
-            self.state.active = False
+            active, self._begun = self.state.active, False
+            self.state.active, self.state.length = self._trained
+            if not active:
+                return None
             return _first(output, lambda x: gather_along(x, self.axis, 1, f"{name}.sequence"))
 
         return after
+
+    def _begin(self, states: Tensor) -> None:
+        self.state.active, self.state.length = self._divides(states), states.shape[1]
+        self._begun = True
+        if torch.is_grad_enabled():
+            self._trained = self.state.active, self.state.length
 
     def _divides(self, states: Tensor) -> bool:
         length = states.shape[1]
@@ -173,14 +197,21 @@ class SequenceParallel:
 
 
 def _regions(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children that need whole sequences; of lists, their elements."""
+    """The parts of a block that need whole sequences."""
     for key, child in block.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        elementwise = any(word in type(child).__name__.lower() for word in _ELEMENTWISE)
+        splits = [m for m in child.modules() if isinstance(m, SplitModule)]
+        # BERT has the row-parallel layer, the residual and the norm in one module; DBRX norm, attention and norm
+        ends = any(isinstance(m, RowParallel) and not m.split.slices for m in splits)
+        inner = (elementwise and splits) or (ends and not _splits_features(child))
+        if isinstance(child, _LISTS) or (inner and child not in splits):
             yield from _regions(f"{name}.{key}", child)
-        elif isinstance(child, SplitModule) or not any(
-            word in type(child).__name__.lower() for word in _ELEMENTWISE
-        ):
+        elif not elementwise or child in splits:
             yield f"{name}.{key}", child
+
+
+def _splits_features(module: nn.Module) -> bool:
+    return any(isinstance(m, ColumnParallel) and m.split.gathers is None for m in module.modules())
 
 
 def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -191,8 +222,9 @@ def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _mapped(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Call:
     """The arguments with what travels from block to block changed."""
-    if args and isinstance(args[0], Tensor):
-        return (change(args[0]), *args[1:]), kwargs
+    if args and isinstance(args[0], Tensor):  # some attention takes it three times, as query, key and value
+        changed = change(args[0])
+        return tuple(changed if arg is args[0] else arg for arg in args), kwargs
     for key in _STATES:
         if isinstance(kwargs.get(key), Tensor):
             return args, {**kwargs, key: change(kwargs[key])}

@@ -32,33 +32,78 @@ class Difference:
         return max(self.logits, self.loss, self.gradients, self.weights)
 
 
+@dataclass
+class Truth:
+    """What the plain model computes.
+
+    Args:
+        logits: in eval mode.
+        losses: of each step.
+        gradients: of the first step, by name; None: there is none.
+        weights: after the last step, by name.
+    """
+
+    logits: Tensor
+    losses: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    weights: dict[str, Tensor]
+
+
+def truth_of(model: nn.Module, batch: dict[str, Tensor]) -> Truth:
+    """Train a copy of `model`."""
+    model = copy.deepcopy(model)
+    logits = _logits(model, batch)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.detach())
+        if step == 0:
+            gradients = _gradients(model)
+        descend(model)
+    return Truth(logits, losses, gradients, {name: p.detach() for name, p in model.named_parameters()})
+
+
 def compare(
     model: nn.Module, batch: dict[str, Tensor], axis: Axis, options: Options | None = None
 ) -> Difference:
     """Train `model` plain and split. Every rank gives the same model and batch."""
     split_model = copy.deepcopy(model)
     made = apply(split_model, axis, options or Options(), device=CPU)
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    with torch.no_grad():
-        model.eval(), split_model.eval()
-        logits = relative(split_model(**inputs).logits, model(**inputs).logits)
-        model.train(), split_model.train()
+    return compare_with(truth_of(model, batch), split_model, made, batch)
+
+
+def compare_with(
+    truth: Truth, split_model: nn.Module, made: SplitModel, batch: dict[str, Tensor]
+) -> Difference:
+    """Train `split_model`."""
+    logits = relative(_logits(split_model, batch), truth.logits)
     loss = gradients = 0.0
     worst = ""
     for step in range(STEPS):
-        expected, found = model(**batch).loss, split_model(**batch).loss
-        loss = max(loss, relative(found, expected))
-        expected.backward()
+        found = split_model(**batch).loss
+        loss = max(loss, relative(found, truth.losses[step]))
         found.backward()
         sum_partial(split_model, made)
         if step == 0:
-            gradients, worst = gradient_difference(model, split_model, made)
-        descend(model), descend(split_model)
-    truth = dict(model.named_parameters())
+            gradients, worst = _gradient_difference(truth.gradients, split_model, made)
+        descend(split_model)
     weights = max(
-        relative(p, made.splits[name].take(truth[name])) for name, p in split_model.named_parameters()
+        relative(p, made.splits[name].take(truth.weights[name])) for name, p in split_model.named_parameters()
     )
     return Difference(logits, loss, gradients, weights, worst)
+
+
+def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        logits: Tensor = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    model.train()
+    return logits
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 def relative(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
@@ -73,18 +118,25 @@ def relative(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> fl
 
 
 def gradient_difference(model: nn.Module, split_model: nn.Module, made: SplitModel) -> tuple[float, str]:
+    """The largest difference of two models that have gone backward, and where it is."""
+    return _gradient_difference(_gradients(model), split_model, made)
+
+
+def _gradient_difference(
+    truth: dict[str, Tensor | None], split_model: nn.Module, made: SplitModel
+) -> tuple[float, str]:
     found = dict(split_model.named_parameters())
     worst = 0.0, ""
-    largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
-    for name, parameter in model.named_parameters():
+    largest = max(gradient.abs().max() for gradient in truth.values() if gradient is not None)
+    for name, gradient in truth.items():
         mine = found[name].grad
-        if parameter.grad is None or not parameter.grad.any():
+        if gradient is None or not gradient.any():
             difference = 0.0 if mine is None or not mine.abs().max() > 1e-7 else float("inf")
         elif mine is None:
             difference = float("inf")
         else:  # far below the largest lies what is zero but for rounding: a bias of keys
-            scale = parameter.grad.abs().max().clamp_min(NOISE * largest)
-            difference = relative(mine, made.splits[name].take(parameter.grad), scale)
+            scale = gradient.abs().max().clamp_min(NOISE * largest)
+            difference = relative(mine, made.splits[name].take(gradient), scale)
         worst = max(worst, (difference, name))
     return worst
 

@@ -115,6 +115,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "encoder_hash_byte_group_vocab": 64,
         "encoder_hash_byte_group_size": [3, 4],
     },
+    "codegen": {"n_head": 16},  # its heads lie in four parts
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {

@@ -1,0 +1,236 @@
+"""What becomes of a causal-LM type under tensor parallelism, found by training its tiny model.
+
+One job on 4 ranks: each type is split at degree 4, and then by two pairs of ranks at degree 2, the second of which
+works on slices of the sequence. What a type misses in fp32 is tried once more in float64: a sum of terms that cancel
+has fewer right digits than its terms, and other ones in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from launcher.comm import Axis, Mesh
+from launcher.errors import ConfigError
+from launcher.models.units import unit_modules
+from launcher.tensor.apply import Options, SplitModel, apply, ends_of
+from launcher.tensor.layers import ColumnParallel, VocabularyHead
+from launcher.tensor.plan import matching, model_type_of, plan_of
+from launcher.tensor.plans import PLANS
+from launcher.tensor.rule import Rule
+from tests.pool import RankContext
+from tests.tensor.transparency import CPU, all_ranks, compare_with, truth_of
+from tests.tensor.zoo import batch_of, tiny_model
+
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-6}
+LENGTH = 16  # of sequences: degrees divide it
+LARGE = 0.05  # of a model: what is smaller needs no mention
+WORKS, EXACTLY, REFUSED = "works", "works (float64)", "refused"
+
+
+@dataclass
+class Verdict:
+    """One row of the table.
+
+    Args:
+        type: model_type.
+        tensor, sequence: WORKS, EXACTLY or REFUSED; or what is wrong.
+        reason: why it is refused; of sequence parallelism alone where the other works.
+        plan: "transformers", "ours", or "both": ours over theirs.
+        head: "split" over the vocabulary to the loss, "gathered" before it, "whole" on every rank.
+        whole: large parts of the model that every rank has.
+        repeated: whose parameters are split, and which every rank computes as a whole.
+        styles: of the plan.
+    """
+
+    type: str
+    tensor: str
+    sequence: str
+    reason: str = ""
+    plan: str = ""
+    head: str = ""
+    whole: str = ""
+    repeated: str = ""
+    styles: str = ""
+
+
+KEYS = [field.name for field in fields(Verdict)]
+
+
+class InFloat64(TorchFunctionMode):
+    """Code that asks for fp32, whatever the dtype of the model, gets float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@dataclass
+class _Outcome:
+    """Of one model at one degree: a difference, a refusal or an error."""
+
+    difference: float = 0.0
+    worst: str = ""
+    refusal: str = ""
+    error: str = ""
+
+
+def judge(ctx: RankContext, types: list[str]) -> list[Verdict]:
+    """The verdicts, on all ranks."""
+    four, pairs = _meshes()
+    sequence = pairs.axes["dp"].rank == 1
+    return [_judge(kind, four.axes["tp"], pairs.axes["tp"], sequence) for kind in types]
+
+
+@cache
+def _meshes() -> tuple[Mesh, Mesh]:
+    """Once a process: every process group has threads of its own, which stay as long as the process."""
+    return Mesh.build(CPU, tp=4), Mesh.build(CPU, tp=2)
+
+
+def _judge(kind: str, four: Axis, pair: Axis, sequence: bool) -> Verdict:
+    model, batch = tiny_model(kind, seed=0), batch_of(kind, seed=0, length=LENGTH)
+    facts: dict[str, str] = {}
+    found: dict[str, dict[torch.dtype, list[_Outcome]]] = {"tensor": {}, "sequence": {}}
+    for dtype, tolerance in TOLERANCES.items():
+        with nullcontext() if dtype == torch.float32 else InFloat64():
+            mine = _outcomes(*_in_dtype(model, batch, dtype), four, pair, sequence, facts)
+        ranks = all_ranks(mine)
+        found["tensor"][dtype] = [at_four for at_four, _ in ranks] + [at_two for _, at_two in ranks[:2]]
+        found["sequence"][dtype] = [at_two for _, at_two in ranks[2:]]
+        if all(o.difference <= tolerance for outcomes in found.values() for o in outcomes[dtype]):
+            break
+    refusals = [o.refusal for outcomes in found.values() for o in outcomes[torch.float32]]
+    reason = next(filter(None, refusals), "").partition(": ")[2]
+    words = {key: _word(outcomes) for key, outcomes in found.items()}
+    return Verdict(kind, **words, reason=reason, **(facts if words["tensor"] != REFUSED else {}))
+
+
+def _word(outcomes: dict[torch.dtype, list[_Outcome]]) -> str:
+    """Of what the ranks found in fp32, and in float64 where that was tried."""
+    plain = outcomes[torch.float32]
+    errors = [o.error for o in plain if o.error]
+    if errors:
+        return f"error: {errors[0]}"
+    if any(o.refusal for o in plain):
+        return REFUSED if all(o.refusal for o in plain) else "error: refused at one degree only"
+    for (dtype, ranks), word in zip(outcomes.items(), (WORKS, EXACTLY), strict=False):
+        worst = max(ranks, key=lambda o: o.difference)
+        if worst.difference <= TOLERANCES[dtype]:
+            return word
+    return f"wrong: {worst.difference:.1e} at {worst.worst}"
+
+
+def _in_dtype(
+    model: PreTrainedModel, batch: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    if dtype == torch.float32:
+        return model, batch
+    model = copy.deepcopy(model).to(dtype)
+    if any("experts" in name for name, _ in model.named_modules()):
+        model.set_experts_implementation("eager")  # others have kernels for fp32 only
+    return model, {
+        key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()
+    }
+
+
+def _outcomes(
+    model: PreTrainedModel,
+    batch: dict[str, Tensor],
+    four: Axis,
+    pair: Axis,
+    sequence: bool,
+    facts: dict[str, str],
+) -> tuple[_Outcome, _Outcome]:
+    """At degree 4, and at degree 2."""
+    truth = truth_of(model, batch)
+    outcomes = []
+    for axis, options in ((four, Options()), (pair, Options(sequence=sequence))):
+        split_model = copy.deepcopy(model)
+        outcome = _Outcome()
+        try:
+            made = apply(split_model, axis, options, device=CPU)
+            if axis is four:
+                facts |= _facts(model, split_model, made)
+            found = compare_with(truth, split_model, made, batch)
+            outcome.difference, outcome.worst = found.largest, found.worst
+        except ConfigError as error:
+            outcome.refusal = error.what
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
+            outcome.error = f"{type(error).__name__}: {error}".splitlines()[0]
+        outcomes.append(outcome)
+    return outcomes[0], outcomes[1]
+
+
+# ---- what is split, and what is not -------------------------------------------------------------
+
+
+def _facts(plain: PreTrainedModel, model: PreTrainedModel, made: SplitModel) -> dict[str, str]:
+    """Of a split model, for `Verdict`."""
+    kind = model_type_of(plain)
+    theirs = any(
+        matching(pattern).fullmatch(name)
+        for pattern in (plain.tp_plan or {})
+        if "head" not in pattern
+        for name, _ in plain.named_modules()
+    )
+    head = ends_of(model)[1]
+    split_head = isinstance(head, VocabularyHead)
+    total = sum(p.numel() for p in plain.parameters())
+    split = {name for name, s in made.splits.items() if s.numel < s.shape.numel()}
+    blocks = {name for name, _ in unit_modules(model)}
+    ends = {id(end) for end in ends_of(model)}
+    whole: dict[str, int] = {}
+    for name, module in _without_split(model, "", split, blocks, ends):
+        name = _starred(name)
+        whole[name] = whole.get(name, 0) + sum(p.numel() for p in module.parameters())
+    repeated = {
+        _starred(name.rpartition(".")[0])
+        for name, module in model.named_modules()
+        if isinstance(module, ColumnParallel) and module.split.gathers is not None
+    }
+    return {
+        "plan": ("both" if theirs else "ours") if kind in PLANS else "transformers",
+        "head": "whole" if not split_head else "gathered" if head.split.gathers else "split",
+        "whole": " ".join(name for name, numel in whole.items() if numel >= LARGE * total),
+        "repeated": " ".join(sorted(repeated)),
+        "styles": " ".join(sorted({rule.style for rule in _rules(plain)})),
+    }
+
+
+def _rules(model: PreTrainedModel) -> Iterator[Rule]:
+    names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
+    for pattern, rule in plan_of(model).items():
+        if any(matching(pattern).fullmatch(name) for name in names):
+            yield rule
+
+
+def _without_split(
+    module: nn.Module, name: str, split: set[str], blocks: set[str], ends: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules none of whose parameters is split."""
+    for key, child in module.named_children():
+        full = f"{name}.{key}" if name else key
+        inside = any(parameter.startswith(f"{full}.") for parameter in split)
+        if inside or full in blocks:
+            yield from _without_split(child, full, split, blocks, ends)
+        elif id(child) not in ends and any(True for _ in child.parameters()):
+            yield full, child
+
+
+def _starred(name: str) -> str:
+    """A name for all blocks alike."""
+    return re.sub(r"\.\d+", ".*", name)
