@@ -127,6 +127,24 @@ class PeerMemory:
 
         return [self._reductions.start(run), self._all_have_read(sums + READ)]
 
+    def exchange(self, buffer: Tensor, number: int, add: Add) -> list[Waitable]:
+        """An all-reduce in one round: every rank reads all of its peers' buffers and sums them. Two ranks read as much as
+        in two rounds, and wait half as often."""
+        self._offer([buffer] * (len(self.peers) + 1), number)
+
+        def run() -> None:
+            terms = {self.rank: buffer}
+            for peer in self.peers:
+                terms[peer] = torch.empty_like(buffer)
+                self._copy(peer, self.mailbox.receive(peer, number), terms[peer])
+                self.mailbox.send(peer, number + READ)
+            self._all_have_read(number + READ).wait()
+            for start in range(0, buffer.numel(), BLOCK):
+                where = slice(start, start + BLOCK)
+                add({rank: term[where] for rank, term in terms.items()}, where)
+
+        return [self._reductions.start(run)]
+
     def _offer(self, slices: list[Tensor], number: int) -> None:
         for peer in self.peers:
             self.mailbox.send(peer, number, slices[peer].data_ptr())

@@ -30,7 +30,7 @@ def losses_of(ctx: RankContext, tp: int, precision: str) -> Losses:
     with patch.object(Mesh, "build", build):
         for stage, sequence in product(STAGES, SEQUENCE if tp > 1 else [False]):
             config = config_of(stage, **PRECISION[precision])
-            engine = engine_of(tp, config, tiny_llama(layers=2, vocab=VOCAB), sequence=sequence)
+            engine = engine_of(tp, config, tiny_llama(layers=1, vocab=VOCAB), sequence=sequence)
             found[stage, sequence] = advance(engine, range(STEPS))[0]
             engine.destroy()
     return found
@@ -39,7 +39,7 @@ def losses_of(ctx: RankContext, tp: int, precision: str) -> Losses:
 @cache
 def truth() -> PlainRun:
     adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1)
-    return train_plain(tiny_llama(layers=2, vocab=VOCAB), batch, adamw, STEPS, clip=CLIP)
+    return train_plain(tiny_llama(layers=1, vocab=VOCAB), batch, adamw, STEPS, clip=CLIP)
 
 
 @pytest.mark.parametrize("precision", PRECISION)
