@@ -128,8 +128,8 @@ class PeerMemory:
         return [self._reductions.start(run), self._all_have_read(sums + READ)]
 
     def exchange(self, buffer: Tensor, number: int, add: Add) -> list[Waitable]:
-        """An all-reduce in one round: every rank reads its peers' buffers whole and sums them. Two ranks read as much as in
-        two rounds, and wait half as often."""
+        """An all-reduce in one round: every rank reads its peers' buffers whole and sums them. Two ranks read as much
+        as in two rounds, and wait half as often."""
         self._offer([buffer] * (len(self.peers) + 1), number)
 
         def run() -> None:
