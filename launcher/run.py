@@ -102,7 +102,7 @@ class Run:
         if self.args.epochs is None:
             return default
         auto = self.auto_values(lr=1.0, total_steps=1, micro_batch=micro_batch)
-        dp_degree = dist.get_world_size() // self.config.tensor_parallel.degree
+        dp_degree = self.config.dp_degree(dist.get_world_size())
         batch = self.config.resolve(dp_degree=dp_degree, auto=auto).train_batch_size
         return max(1, int(self.args.epochs * (sequences // int(str(batch)))))
 

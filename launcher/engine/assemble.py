@@ -22,7 +22,7 @@ from launcher.errors import ConfigError, LauncherError
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.initialize import initializer
 from launcher.models.initialize_plan import plan_of
-from launcher.models.units import unit_modules
+from launcher.models.units import ends_of, unit_modules
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
@@ -241,14 +241,8 @@ def _split_layers(model: nn.Module, source: ParamSource, mesh: Mesh, config: Con
 
 def _units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Blocks, and the embedding and the head, which are used at the two ends of the model only."""
-    ends = []
-    for get in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            ends.append(getattr(model, get)())
-        except (AttributeError, NotImplementedError):
-            ends.append(None)
     names = {module: name for name, module in model.named_modules()}
-    first, last = ([(names[end], end)] if end in names else [] for end in ends)
+    first, last = ([(names[end], end)] if end is not None and end in names else [] for end in ends_of(model))
     return [*first, *blocks, *last]
 
 

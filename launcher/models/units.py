@@ -1,4 +1,5 @@
-"""Which modules are transformer blocks: the units that are gathered, reduced and checkpointed one by one."""
+"""Which modules are transformer blocks, the units that are gathered, reduced and checkpointed one by one; and which are
+the two ends of a model."""
 
 from __future__ import annotations
 
@@ -58,3 +59,14 @@ def _outermost(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.M
         if not nested and not any(module is other for _, other in chosen):
             chosen.append((name, module))
     return chosen
+
+
+def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The input embedding and the output head, where a model says which they are."""
+    found = []
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(model, get)())
+        except (AttributeError, NotImplementedError):
+            found.append(None)
+    return found[0], found[1]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from launcher.comm import Axis, broadcast
 from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
-from launcher.models.units import unit_modules
+from launcher.models.units import ends_of, unit_modules
 from launcher.tensor.counts import divide, head_size, resize, shared_by_groups
 from launcher.tensor.dropout import Streams, drops_out
 from launcher.tensor.head import keep_logits_split
@@ -65,7 +65,6 @@ def apply(
     options: Options,
     *,
     device: torch.device,
-    plan: Mapping[str, Rule] | None = None,
 ) -> SplitModel:
     """Split the layers of `model` over the axis, in place.
 
@@ -73,17 +72,13 @@ def apply(
 
     Args:
         device: on which the model will compute.
-        plan: by name pattern; default: the model's.
 
     Raises:
         ConfigError: there is no plan, or the degree does not divide what the plan splits.
     """
     if axis.degree == 1:
         return SplitModel(axis)
-    splitter = _Splitter(
-        model, axis, options, device, plan_of(model, options.rules) if plan is None else plan
-    )
-    return SplitModel(axis, splitter.run())
+    return SplitModel(axis, _Splitter(model, axis, options, device, plan_of(model, options.rules)).run())
 
 
 class _Splitter:
@@ -104,14 +99,12 @@ class _Splitter:
         # With sliced sequences whole blocks are split: their layers need not say where.
         self.streams = Streams(axis, device, on=False) if options.sequence else streams
         self._all_streams = streams
-        self.local: dict[
-            nn.Parameter, nn.Parameter
-        ] = {}  # parameter of the model -> what stands in its place
-        self.split: dict[nn.Parameter, Split] = {}  # of what stands there
+        # parameter of the model -> what stands in its place -> the split of that
+        self.local: dict[nn.Parameter, nn.Parameter] = {}
+        self.split: dict[nn.Parameter, Split] = {}
         self.partial: set[nn.Parameter] = set()
-        self.holders: dict[
-            nn.Module, int
-        ] = {}  # attention -> how many ranks hold each of its key-value heads
+        # attention -> how many ranks hold each of its key-value heads
+        self.holders: dict[nn.Module, int] = {}
 
     def run(self) -> dict[str, Split]:
         for name, module, rule in list(self._modules()):
@@ -295,14 +288,3 @@ def _decoder_of(model: nn.Module) -> nn.Module:
     """The part that sees tokens, where a model says which it is."""
     found = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     return found if isinstance(found, nn.Module) else model
-
-
-def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The input embedding and the output head, where a model says which they are."""
-    found = []
-    for get in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            found.append(getattr(model, get)())
-        except (AttributeError, NotImplementedError):
-            found.append(None)
-    return found[0], found[1]

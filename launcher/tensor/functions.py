@@ -161,14 +161,11 @@ def enter(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
     """`x` for layers that are split over the axis; several of them that read the same tensor get the same one."""
     if axis.degree == 1 or not (torch.is_grad_enabled() and x.requires_grad) or hasattr(x, _STATE):
         return x
-    version, known = getattr(x, _ENTERED, (None, None))
-    if known is not None and version == x._version:
+    known = _known(x)
+    if known is not None:
         return known
-    entered = Entered(axis, f"{tag}/backward", overlaps=overlaps)
-    made: Tensor = _Enter.apply(x, entered, None)
-    setattr(made, _STATE, entered)
-    if not x.is_leaf:  # a leaf outlives the graph
-        setattr(x, _ENTERED, (x._version, made))
+    made = _made(x, Entered(axis, f"{tag}/backward", overlaps=overlaps), None)
+    _remember(x, made)
     return made
 
 
@@ -178,19 +175,34 @@ def enter_gathered(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) ->
     Split layers that read the result send back partial sums, which are reduce-scattered; what else reads it has the
     same gradient on all ranks, of which each rank takes its slice.
     """
-    version, known = getattr(x, _ENTERED, (None, None))
-    if known is not None and version == x._version:
+    known = _known(x)
+    if known is not None:
         return known
     dim = sequence_dim(x)
     full: Tensor = gather_along(x, axis, dim, tag)
     if torch.is_grad_enabled() and x.requires_grad:
         entered = Entered(axis, f"{tag}/backward", overlaps=overlaps, sequence=dim)
-        made = _Enter.apply(x, entered, full.detach())
-        setattr(made, _STATE, entered)
-        setattr(full, _ENTERED, (full._version, made))
-    if not x.is_leaf:
-        setattr(x, _ENTERED, (x._version, full))
+        _remember(full, _made(x, entered, full.detach()))
+    _remember(x, full)
     return full
+
+
+def _made(x: Tensor, entered: Entered, full: Tensor | None) -> Tensor:
+    """What split layers read in the place of `x`."""
+    made: Tensor = _Enter.apply(x, entered, full)
+    setattr(made, _STATE, entered)
+    return made
+
+
+def _known(x: Tensor) -> Tensor | None:
+    """What was remembered for `x`, if `x` has not been changed since."""
+    version, known = getattr(x, _ENTERED, (None, None))
+    return known if known is not None and version == x._version else None
+
+
+def _remember(x: Tensor, read: Tensor) -> None:
+    if not x.is_leaf:  # a leaf outlives the graph
+        setattr(x, _ENTERED, (x._version, read))
 
 
 def sequence_dim(x: Tensor) -> int:

@@ -91,10 +91,8 @@ def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str
                 fix="leave partition_dim out, or write the other partition_type",
             )
         owner = name.rpartition(".")[0]
-        if (
-            module is None and rule.kind == "skip" and rule.where
-        ):  # what the plan says of its module counts no more
-            rows[owner] = Rule("replicate")
+        if module is None and rule.kind == "skip" and rule.where:
+            rows[owner] = Rule("replicate")  # what the plan says of its module counts no more
         rows[owner if module else name] = Rule(style, packed if len(packed) > 1 else (1,))
     return rows
 

@@ -66,9 +66,8 @@ class SequenceParallel:
     ) -> None:
         self.axis, self.blocks, self.streams, self.overlaps = axis, blocks, streams, overlaps
         self.summed = summed
-        self.state = (
-            SequenceState()
-        )  # of the forward under way; afterwards, for recomputation, of the last to be trained
+        # of the forward under way; afterwards, for recomputation, of the last to be trained
+        self.state = SequenceState()
         self._trained = False, 0
         self._begun = False
         self.partial: set[nn.Parameter] = set()
@@ -125,7 +124,7 @@ class SequenceParallel:
     def _before_block(self, name: str, *, first: bool) -> Callable[..., Call]:
         def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
             if first:
-                self._begin(_states_of(args, kwargs))
+                self._begin(_states_of(args, kwargs)[1])
             elif not self._begun:
                 raise ConfigError(
                     f"{name} runs before {self.blocks[0][0]}, where sequences are sliced",
@@ -214,20 +213,23 @@ def _splits_features(module: nn.Module) -> bool:
     return any(isinstance(m, ColumnParallel) and m.split.gathers is None for m in module.modules())
 
 
-def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    found: list[Tensor] = []
-    _mapped(args, kwargs, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
-    return found[0]
-
-
 def _mapped(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Call:
     """The arguments with what travels from block to block changed."""
-    if args and isinstance(args[0], Tensor):  # some attention takes it three times, as query, key and value
-        changed = change(args[0])
-        return tuple(changed if arg is args[0] else arg for arg in args), kwargs
+    key, states = _states_of(args, kwargs)
+    changed = change(states)
+    if key is not None:
+        return args, {**kwargs, key: changed}
+    # some attention takes it three times, as query, key and value
+    return tuple(changed if arg is states else arg for arg in args), kwargs
+
+
+def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Tensor]:
+    """What travels from block to block, and its keyword; None: it comes first."""
+    if args and isinstance(args[0], Tensor):
+        return None, args[0]
     for key in _STATES:
         if isinstance(kwargs.get(key), Tensor):
-            return args, {**kwargs, key: change(kwargs[key])}
+            return key, kwargs[key]
     raise ConfigError(
         f"no argument of a block or of one of its parts is known to be its activations: {list(kwargs)}",
         where=WHERE,

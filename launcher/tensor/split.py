@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -107,9 +107,6 @@ class Split:
     @property
     def is_whole(self) -> bool:
         return self.local_shape == self.shape
-
-    def with_partial(self, partial: bool) -> Split:
-        return replace(self, partial=partial)
 
     def take(self, logical: Tensor) -> Tensor:
         """The local part of a logical tensor: itself if that is all of it, else a copy."""

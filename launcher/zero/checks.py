@@ -86,7 +86,7 @@ class StepChecks:
                 copies[f"unit {flat.name}{part}"] = _checksum(flat.full)
             elif self.zero.axes.replicate.degree > 1:
                 copies[f"shard {shard.rank} of unit {flat.name}{part}"] = _checksum(values)
-            for at, held in shared(flat, flat.owned):
+            for at, held, _ in shared(flat, flat.owned):
                 name = f"what {held.holders} tp ranks hold of unit {flat.name} ({held.group}, dp rank {flat.axis.rank})"
                 copies[name] = copies.get(name, 0) + _checksum(values[at])
         return copies

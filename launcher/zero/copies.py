@@ -8,16 +8,15 @@ are terms of a sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from launcher.comm import Axis, all_reduce
 from launcher.errors import LauncherError
-from launcher.tensor.split import Part
 from launcher.zero.gradients import FlatGradient
+from launcher.zero.shared import shared, sum_over_holders
 from launcher.zero.slot import Slot
 
 UNLIKE = 1e-2  # kernels that sum in no fixed order make copies differ, but not by as much
@@ -28,20 +27,11 @@ NOISE = 1e-6  # of the largest gradient: what is smaller is what rounding left
 
 @dataclass
 class _Copy:
-    """This rank's gradient of a part of a parameter, and how far it is from the mean of the holders'."""
+    """A part of a parameter: the size of its gradient, the mean of the holders', and how far this rank's is from it."""
 
     slot: Slot
-    own: Tensor
-    total: Tensor
-    part: Part
-
-    @property
-    def distance(self) -> float:
-        return float((self.total / self.part.holders - self.own).abs().max())
-
-    @property
-    def size(self) -> float:
-        return float((self.total / self.part.holders).abs().max())
+    size: float
+    distance: float
 
 
 def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
@@ -52,18 +42,17 @@ def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
     """
     if tp.degree == 1 or not gradients:
         return
-    copies = [copy for gradient in gradients for copy in _own(gradient)]
-    _sum(copies, tp, gradients[0].flat.pool.device)
+    device = gradients[0].flat.pool.device
+    copies = _copies(gradients, tp, device)
     index = {slot: i for i, slot in enumerate(s for gradient in gradients for s in gradient.flat.slots)}
-    flags = torch.zeros(
-        2, len(index), dtype=torch.float64
-    )  # for each slot: ranges that differ, that are alike
+    # for each slot: ranges that differ, that are alike
+    flags = torch.zeros(2, len(index), dtype=torch.float64)
     floor = NOISE * max((copy.size for copy in copies), default=0.0)
     for copy in copies:
         if copy.size > floor and math.isfinite(copy.distance):
             flags[0, index[copy.slot]] += copy.distance > UNLIKE * copy.size
             flags[1, index[copy.slot]] += copy.distance <= ALIKE * copy.size
-    flags = flags.to(gradients[0].flat.pool.device)
+    flags = flags.to(device)
     for axis in (dp, tp):
         all_reduce(flags.view(-1), axis, "root/copies").wait()
     found = list(zip(index, *flags.tolist(), strict=True))
@@ -79,26 +68,19 @@ def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
         )
 
 
-def _own(gradient: FlatGradient) -> Iterator[_Copy]:
-    flat, owned = gradient.flat, gradient.owned
-    for slot, start, stop in flat.overlaps(flat.owned):
-        base = slot.offset - flat.owned.start
-        for low, high, part in slot.split.shared(start, stop):
-            own = owned[base + low : base + min(high, low + SAMPLE)].float()
-            yield _Copy(slot, own, own, part)
-
-
-def _sum(copies: list[_Copy], tp: Axis, device: torch.device) -> None:
-    """Fill in the totals over the holders. A range has a row for each group of holders; the others leave it zero."""
-    rows = []
-    for copy in copies:
-        row = copy.own.new_zeros(tp.degree // copy.part.holders, copy.own.numel())
-        row[copy.part.group] = copy.own
-        rows.append(row)
-    sums = torch.cat([torch.zeros(1, device=device), *(row.view(-1) for row in rows)])  # all ranks take part
-    all_reduce(sums, tp, "root/copies").wait()
-    for copy, total in zip(copies, sums[1:].split([row.numel() for row in rows]), strict=True):
-        copy.total = total.view(-1, copy.own.numel())[copy.part.group]
+def _copies(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -> list[_Copy]:
+    found = [
+        (gradient.owned[span][:SAMPLE].float(), part, slot)
+        for gradient in gradients
+        for span, part, slot in shared(gradient.flat, gradient.flat.owned)
+    ]
+    owns, parts = [own for own, _, _ in found], [part for _, part, _ in found]
+    totals = sum_over_holders(owns, parts, tp, device, "root/copies")
+    copies = []
+    for (own, part, slot), total in zip(found, totals, strict=True):
+        mean = total / part.holders
+        copies.append(_Copy(slot, float(mean.abs().max()), float((mean - own).abs().max())))
+    return copies
 
 
 def _wrong(names: list[str], what: str, how: str) -> LauncherError:

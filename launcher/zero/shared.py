@@ -13,11 +13,14 @@ from launcher.comm import Axis, all_reduce
 from launcher.tensor.split import Part
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
+from launcher.zero.slot import Slot
 
 NORM_CHUNK = 4096  # fp32 sums of squares lose digits over long runs: chunks this long, summed in fp64
 
 
-def shared(flat: FlatBuffer, span: slice, *, partial_only: bool = False) -> Iterator[tuple[slice, Part]]:
+def shared(
+    flat: FlatBuffer, span: slice, *, partial_only: bool = False
+) -> Iterator[tuple[slice, Part, Slot]]:
     """Ranges of a buffer over `span` of the flat buffer that several tp ranks hold. These ranks have the same ranges.
 
     Args:
@@ -27,32 +30,41 @@ def shared(flat: FlatBuffer, span: slice, *, partial_only: bool = False) -> Iter
         if slot.split.partial or not partial_only:
             base = slot.offset - span.start
             for low, high, part in slot.split.shared(start, stop):
-                yield slice(base + low, base + high), part
+                yield slice(base + low, base + high), part, slot
 
 
-def sum_partial(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -> None:
-    """Give the holders of partial gradients their sum. One collective along tp, after the reduction over dp.
+def sum_over_holders(
+    terms: Sequence[Tensor], parts: Sequence[Part], tp: Axis, device: torch.device, tag: str
+) -> list[Tensor]:
+    """fp32 sums of each term over the ranks that hold its part. One collective along tp, of nothing where there are no
+    terms.
 
     A part that not all ranks hold has as many rows in the buffer as there are groups of holders; the other groups
     leave the row zero.
     """
+    places, end = [], 0
+    for term, part in zip(terms, parts, strict=True):
+        places.append(slice(end + part.group * term.numel(), end + (part.group + 1) * term.numel()))
+        end += tp.degree // part.holders * term.numel()
+    sums = torch.zeros(max(1, end), device=device)
+    rows = [sums[place] for place in places]
+    if rows:
+        torch._foreach_copy_(rows, list(terms))
+    all_reduce(sums, tp, tag).wait()
+    return rows
+
+
+def sum_partial(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -> None:
+    """Give the holders of partial gradients their sum. One collective along tp, after the reduction over dp."""
     terms: list[Tensor] = []
-    places: list[slice] = []
-    end = 0
+    parts: list[Part] = []
     for gradient in gradients:
         owned = gradient.owned
-        for span, part in shared(gradient.flat, gradient.flat.owned, partial_only=True):
-            size = span.stop - span.start
+        for span, part, _ in shared(gradient.flat, gradient.flat.owned, partial_only=True):
             terms.append(owned[span])
-            places.append(slice(end + part.group * size, end + (part.group + 1) * size))
-            end += tp.degree // part.holders * size
-    if not terms:
-        return
-    sums = torch.zeros(end, device=device)
-    rows = [sums[place] for place in places]
-    torch._foreach_copy_(rows, terms)
-    all_reduce(sums, tp, "root/partial").wait()
-    torch._foreach_copy_(terms, rows)
+            parts.append(part)
+    if terms:
+        torch._foreach_copy_(terms, sum_over_holders(terms, parts, tp, device, "root/partial"))
 
 
 def sum_of_squares(gradient: FlatGradient) -> Tensor:
@@ -60,7 +72,7 @@ def sum_of_squares(gradient: FlatGradient) -> Tensor:
     share = gradient.share
     total = _squares(share)
     held: dict[int, list[Tensor]] = defaultdict(list)
-    for span, part in shared(gradient.flat, gradient.flat.shard_span):
+    for span, part, _ in shared(gradient.flat, gradient.flat.shard_span):
         held[part.holders].append(share[span])
     if torch.isfinite(total):  # infinity minus infinity is no number
         for holders, parts in held.items():

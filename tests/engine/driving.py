@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher
+from launcher.models.load import SafetensorsSource
 from tests.pool import RankContext
 from tests.zero.models import points, stack
 
@@ -101,3 +105,19 @@ def truth(
         optimizer.zero_grad()
         losses.append(total)
     return losses
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """The elements of every box that is read from safetensors inside."""
+    read: list[int] = []
+    real = SafetensorsSource.read_box
+
+    def counting(
+        source: SafetensorsSource, name: str, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> Tensor:
+        read.append(math.prod(sizes))
+        return real(source, name, offsets, sizes)
+
+    with patch.object(SafetensorsSource, "read_box", counting):
+        yield read

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ import launcher
 from launcher.engine.weights import model_with_source
 from launcher.errors import CheckpointError, ConfigError
 from launcher.models.build import load_config
-from launcher.models.load import SafetensorsSource
-from tests.engine.driving import CPU, advance, config_of, engine_of, whole_weights
+from tests.engine.driving import CPU, advance, config_of, counted_reads, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, share, tiny_gpt2, tiny_llama
 from tests.zero.models import stack
@@ -138,20 +135,9 @@ def test_a_failure_to_write_is_told_on_every_rank(pool: WorkerPool, tmp_path: Pa
 
 def start_from(ctx: RankContext, directory: Path, stage: int, sections: dict[str, Any]) -> tuple[Any, int]:
     """Weights after initialize(), and the elements that this rank read."""
-    read = 0
-    real = SafetensorsSource.read_box
-
-    def counting(
-        source: SafetensorsSource, name: str, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> Tensor:
-        nonlocal read
-        read += math.prod(sizes)
-        return real(source, name, offsets, sizes)
-
     made = model_with_source(load_config(str(directory)), str(directory), from_scratch=False, seed=0)
     assert all(p.is_meta for p in made.model.parameters())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SafetensorsSource, "read_box", counting)
+    with counted_reads() as read:
         engine = launcher.initialize(
             model=made.model, config=config_of(stage, **sections), source=made.source, device=CPU
         )[0]
@@ -159,7 +145,7 @@ def start_from(ctx: RankContext, directory: Path, stage: int, sections: dict[str
     engine.eval()
     with torch.no_grad():
         logits = engine(input_ids=batch(7)).logits
-    return (weights, logits), read
+    return (weights, logits), sum(read)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from launcher.comm import Axis, Mesh
 from launcher.errors import ConfigError
-from launcher.models.units import unit_modules
-from launcher.tensor.apply import Options, SplitModel, apply, ends_of
+from launcher.models.units import ends_of, unit_modules
+from launcher.tensor.apply import Options, SplitModel, apply
 from launcher.tensor.layers import ColumnParallel, VocabularyHead
 from launcher.tensor.plan import matching, model_type_of, plan_of
 from launcher.tensor.plans import PLANS

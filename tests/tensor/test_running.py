@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from launcher.engine.weights import model_with_source
 from launcher.errors import LauncherError
 from launcher.models.build import build_on_meta, load_config
 from launcher.models.initialize import materialize
-from launcher.models.load import SafetensorsSource
 from launcher.zero.overflow import find_overflows, watch_gradients
+from tests.engine.driving import counted_reads
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import PlainRun, batch, tiny_llama, train_plain
 from tests.tensor.running import CLIP, LR, advance, config_of, engine_of, whole_state
@@ -152,24 +151,13 @@ def test_a_checkpoint_of_one_process_is_loaded_at_any_degree(pool: WorkerPool, t
 
 def start(ctx: RankContext, directory: Path, stage: int) -> tuple[list[dict[str, Tensor]], int]:
     """Weights from a file and from the seed, and the elements that this rank read."""
-    read = 0
-    real = SafetensorsSource.read_box
-
-    def counting(
-        source: SafetensorsSource, name: str, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> Tensor:
-        nonlocal read
-        read += math.prod(sizes)
-        return real(source, name, offsets, sizes)
-
     stored = model_with_source(load_config(str(directory)), str(directory), from_scratch=False, seed=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SafetensorsSource, "read_box", counting)
+    with counted_reads() as read:
         engines = [engine_of(2, config_of(stage), stored.model, source=stored.source)]
     engines.append(engine_of(2, config_of(stage), build_on_meta(load_config(str(directory))), seed=5))
     # each rank has built another model: the first one's counts
     engines.append(engine_of(2, config_of(stage), tiny_llama(vocab=VOCAB, layers=2, seed=ctx.rank)))
-    return [{name: p.clone() for name, p in engine.zero.full_parameters()} for engine in engines], read
+    return [{name: p.clone() for name, p in engine.zero.full_parameters()} for engine in engines], sum(read)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
