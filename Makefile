@@ -3,7 +3,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet -c constraints.txt
+PIP := $(BIN)/pip install --quiet --no-compile -c constraints.txt
 
 .PHONY: train test lint parity models clean
 

@@ -194,6 +194,10 @@ def _settle(context: RankContext) -> bool:
     if not dist.is_initialized() or dist.group.WORLD is not context.group:
         return False
     dist.barrier()
+    # A group that the function made has threads of its own, which would stay as long as the process.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not context.group:
+            dist.destroy_process_group(group)
     gc.collect()
     return True
 

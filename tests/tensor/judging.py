@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from launcher.tensor.plan import matching, model_type_of, plan_of
 from launcher.tensor.plans import PLANS
 from launcher.tensor.rule import Rule
 from tests.pool import RankContext
-from tests.tensor.transparency import CPU, all_ranks, compare_with, truth_of
+from tests.tensor.transparency import CPU, Truth, all_ranks, compare_with, truth_of
 from tests.tensor.zoo import batch_of, tiny_model
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-6}
@@ -90,24 +89,37 @@ class _Outcome:
 
 def judge(ctx: RankContext, types: list[str]) -> list[Verdict]:
     """The verdicts, on all ranks."""
-    four, pairs = _meshes()
+    four, pairs = Mesh.build(CPU, tp=4), Mesh.build(CPU, tp=2)
     sequence = pairs.axes["dp"].rank == 1
-    return [_judge(kind, four.axes["tp"], pairs.axes["tp"], sequence) for kind in types]
+    verdicts = []
+    for start in range(0, len(types), ctx.world):
+        kinds = types[start : start + ctx.world]
+        truths = all_ranks(_truth(kinds[ctx.rank]) if ctx.rank < len(kinds) else None)  # one each
+        verdicts += [
+            _judge(kind, truth, four.axes["tp"], pairs.axes["tp"], sequence)
+            for kind, truth in zip(kinds, truths, strict=False)
+        ]
+    return verdicts
 
 
-@cache
-def _meshes() -> tuple[Mesh, Mesh]:
-    """Once a process: every process group has threads of its own, which stay as long as the process."""
-    return Mesh.build(CPU, tp=4), Mesh.build(CPU, tp=2)
+def _model_and_batch(kind: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    return tiny_model(kind, seed=0), batch_of(kind, seed=0, length=LENGTH)
 
 
-def _judge(kind: str, four: Axis, pair: Axis, sequence: bool) -> Verdict:
-    model, batch = tiny_model(kind, seed=0), batch_of(kind, seed=0, length=LENGTH)
+def _truth(kind: str) -> Truth:
+    return truth_of(*_model_and_batch(kind))
+
+
+def _judge(kind: str, truth: Truth, four: Axis, pair: Axis, sequence: bool) -> Verdict:
+    model, batch = _model_and_batch(kind)
     facts: dict[str, str] = {}
     found: dict[str, dict[torch.dtype, list[_Outcome]]] = {"tensor": {}, "sequence": {}}
     for dtype, tolerance in TOLERANCES.items():
         with nullcontext() if dtype == torch.float32 else InFloat64():
-            mine = _outcomes(*_in_dtype(model, batch, dtype), four, pair, sequence, facts)
+            model, batch = _in_dtype(model, batch, dtype)
+            if dtype != torch.float32:
+                truth = truth_of(model, batch)
+            mine = _outcomes(model, batch, truth, four, pair, sequence, facts)
         ranks = all_ranks(mine)
         found["tensor"][dtype] = [at_four for at_four, _ in ranks] + [at_two for _, at_two in ranks[:2]]
         found["sequence"][dtype] = [at_two for _, at_two in ranks[2:]]
@@ -150,13 +162,13 @@ def _in_dtype(
 def _outcomes(
     model: PreTrainedModel,
     batch: dict[str, Tensor],
+    truth: Truth,
     four: Axis,
     pair: Axis,
     sequence: bool,
     facts: dict[str, str],
 ) -> tuple[_Outcome, _Outcome]:
     """At degree 4, and at degree 2."""
-    truth = truth_of(model, batch)
     outcomes = []
     for axis, options in ((four, Options()), (pair, Options(sequence=sequence))):
         split_model = copy.deepcopy(model)
