@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from launcher.comm import Axis, Mesh
@@ -73,8 +72,12 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        kwargs = {key: _widened(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_widened, args), **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 @dataclass
