@@ -159,4 +159,4 @@ def test_what_cannot_stand_beside_it() -> None:
 
 
 def test_a_typo_is_answered() -> None:
-    assert "did you mean `pipeline.schedule`" in wrong(shedule="gpipe")
+    assert "did you mean `pipeline.chunks`" in wrong(chunk=2)
