@@ -16,7 +16,8 @@ from launcher.errors import ConfigError
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
     """Cut layers into neighbouring parts: the dearest stage is as cheap as can be; among those cuts the squares of the
-    stages' costs have the smallest sum; among those the squares of their numbers of layers.
+    stages' costs have the smallest sum; among those the squares of their numbers of layers. Of equal cuts
+    the one with fewer layers in front is taken: the first stages keep more microbatches.
 
     Args:
         costs: of each layer, at least 0; whole numbers are summed exactly.
