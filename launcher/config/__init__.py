@@ -20,6 +20,7 @@ from launcher.config.deepspeed_schedules import (
 from launcher.config.load import load
 from launcher.config.optimizer import OptimizerConfig, OptimizerParams
 from launcher.config.partition import LayerSpec, PartitionConfig
+from launcher.config.pipeline import PipelineConfig
 from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import ConfigProblems, Problem
 from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
@@ -54,6 +55,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerParams",
     "PartitionConfig",
+    "PipelineConfig",
     "Problem",
     "ResolvedAuto",
     "SchedulerConfig",

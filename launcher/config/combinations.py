@@ -31,7 +31,7 @@ class Combination(NamedTuple):
     fix: str
 
 
-ZERO, TENSOR = "zero_optimization", "tensor_parallel"
+ZERO, TENSOR, STAGES = "zero_optimization", "tensor_parallel", "pipeline.stages"
 
 
 def _device(config: Config, section: str) -> str:
@@ -69,6 +69,16 @@ def _tp_dtype_is_not(config: Config) -> bool:
     """Whether tensor_parallel.dtype contradicts fp16 and bf16, both being known."""
     wanted, open_ = config.tensor_parallel.dtype, AUTO in (config.fp16.enabled, config.bf16.enabled)
     return _splits(config) and wanted not in (None, AUTO) and not open_ and wanted != config.dtype
+
+
+def _is_cut(config: Config) -> bool:
+    """Whether layers are dealt out to pipeline stages."""
+    return config.pipeline.degree > 1
+
+
+def _two_choices_of_blocks(config: Config) -> bool:
+    section, interval = config.activation_checkpointing, config.pipeline.activation_checkpoint_interval
+    return section is not None and section.number_checkpoints is not None and interval not in (0, AUTO)
 
 
 def _no_norm(config: Config) -> bool:
@@ -119,6 +129,19 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{TENSOR}.sequence_parallel gives each rank a slice of a block's inputs, and partition_activations is for "
         "inputs that all ranks have",
         "delete activation_checkpointing.partition_activations: the saved inputs are split already",
+    ),
+    Combination(
+        ("managed_gradient_accumulation", STAGES),
+        lambda config: _is_cut(config) and config.managed_gradient_accumulation is False,
+        f"managed_gradient_accumulation is false, and {STAGES} above 1 needs all microbatches of a step at once",
+        "set managed_gradient_accumulation to true, or pipeline.stages to 1",
+    ),
+    Combination(
+        ("pipeline.activation_checkpoint_interval", "activation_checkpointing.number_checkpoints"),
+        _two_choices_of_blocks,
+        "pipeline.activation_checkpoint_interval and activation_checkpointing.number_checkpoints both say which blocks "
+        "are recomputed",
+        "delete one of them",
     ),
     Combination(
         (f"{ZERO}.compute_grad_norm", "gradient_clipping"),

@@ -40,14 +40,6 @@ tensor_parallel
     tp_group | | a process group of Python, which JSON cannot hold | delete it; neighbouring ranks share a layer
 sequence_parallel_size | 1 | degree of sequence parallelism
 data_parallel_size | | data-parallel degree beside sequence parallelism
-pipeline
-  stages | "auto" | number of pipeline stages
-  partition | "best" | how layers are dealt out
-  seed_layers | false | each layer is seeded
-  activation_checkpoint_interval | 0 | layers between two checkpoints
-  pipe_partitioned | true | activations between stages are split
-  grad_partitioned | true | gradients between stages are split
-  use_reentrant | true | flavour of checkpointing
 use_data_before_expert_parallelism | false | order of ranks in expert groups
 expert_parallel
   enabled | false | experts are spread over ranks

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from launcher.config import combinations
+from launcher.config import ranks as ranks_of
 from launcher.config.activation import ActivationCheckpointingConfig
 from launcher.config.checkpoint import CheckpointConfig
 from launcher.config.compile import CompileConfig
@@ -18,6 +19,7 @@ from launcher.config.data_types import DataTypesConfig, Dtype
 from launcher.config.monitor import CometConfig, CsvMonitorConfig, TensorboardConfig, WandbConfig
 from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
+from launcher.config.pipeline import PipelineConfig, remarks_beside
 from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
 from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
@@ -28,17 +30,10 @@ from launcher.config.section import AUTO, Conflict, Count, Remark, Section
 from launcher.config.tensor_parallel import TensorParallelConfig
 from launcher.config.timers import TimersConfig
 from launcher.config.zero import ZeroConfig
-from launcher.errors import ConfigError
 
 
 def _infinite_is_never(value: Any) -> Any:
     return None if isinstance(value, float) and math.isinf(value) else value
-
-
-def _either(numbers: list[int]) -> str:
-    """ "1, 2 or 4"."""
-    texts = [str(number) for number in numbers]
-    return " or ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
 class Config(Section):
@@ -88,6 +83,9 @@ class Config(Section):
 
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig.model_construct)
     """Layers split over ranks."""
+
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig.model_construct)
+    """Layers dealt out to ranks."""
 
     aio: AioConfig = Field(default_factory=AioConfig.model_construct)
     """File requests of NVMe offload; nothing acts on it while nothing is offloaded to NVMe."""
@@ -216,20 +214,20 @@ class Config(Section):
         return "fp16" if self.fp16.enabled is True else "bf16" if self.bf16.enabled is True else "fp32"
 
     def dp_degree(self, ranks: int) -> int:
-        """Data-parallel ranks among `ranks` ranks: those of a tensor-parallel group work on the same sequences.
+        """Data-parallel ranks among `ranks` ranks: pipeline stages x data-parallel x tensor-parallel ranks are all.
 
         Raises:
-            ConfigError: `autotp_size` does not divide the number of ranks.
+            ConfigError: the degrees do not divide the number of ranks.
         """
-        degree = self.tensor_parallel.degree
-        if ranks % degree == 0:
-            return ranks // degree
-        fitting = [size for size in range(1, ranks + 1) if ranks % size == 0]
-        raise ConfigError(
-            f"tensor_parallel.autotp_size {degree} does not divide the number of ranks, {ranks}",
-            where=self.where("tensor_parallel.autotp_size"),
-            fix=f"write {_either(fitting)}, or start {degree} ranks or a multiple of that",
-        )
+        return ranks_of.dp_degree(self, ranks)
+
+    def with_stages(self, stages: int) -> Config:
+        """A copy with so many pipeline stages, for a model that says them itself.
+
+        Raises:
+            ConfigError: the JSON says another number.
+        """
+        return ranks_of.with_stages(self, stages)
 
     def resolve(self, *, dp_degree: int, auto: Mapping[str, Any] = MappingProxyType({})) -> Config:
         """A copy in which the batch equation is solved and no value is "auto".
@@ -256,8 +254,10 @@ class Config(Section):
             what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
             yield Remark("zero_optimization.stage", what)
         yield from remarks_on_momentum(self.scheduler, self.optimizer)
+        stage, tp_degree = self.zero_optimization.stage, self.tensor_parallel.degree
+        yield from remarks_beside(self.pipeline, self.gradient_accumulation_steps, stage, tp_degree)
         activation = self.activation_checkpointing
-        if activation and activation.partition_activations is True and self.tensor_parallel.degree == 1:
+        if activation and activation.partition_activations is True and tp_degree == 1:
             what = "acts with tensor parallelism: one tensor-parallel rank keeps the whole inputs"
             yield Remark("activation_checkpointing.partition_activations", what)
         if self.prescale_gradients is True and self.gradient_predivide_factor not in (1.0, AUTO):

@@ -1,0 +1,180 @@
+"""`pipeline`: the blocks of a model are dealt out to stages (Huang et al. 2018, arXiv:1811.06965)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from launcher.config.problems import show
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, complaint
+
+METHODS = ("best", "uniform", "parameters", "profile")
+TYPE = "type:"
+CHUNKS = {"interleaved": 2, "zbv": 2}
+"""Schedule -> virtual stages of a rank unless `chunks` says otherwise; those not named have one."""
+TICKS = {"gpipe": 1, "1f1b": 1, "interleaved": 1, "zb-h1": 3}
+"""Schedule -> work of a microbatch in a virtual stage, in units of what a rank waits for at each stage before it: with
+zb-h1 forward, input gradient and weight gradient take 1 each. zbv hardly waits."""
+MUCH = 0.2
+"""Share of its time that a rank may stand still before it is worth a word."""
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _method(value: Any) -> Any:
+    """A method of dealing out, in small letters; the regular expression keeps its own."""
+    name = value.strip() if isinstance(value, str) else ""
+    if name.lower() in METHODS:
+        return name.lower()
+    if not name.lower().startswith(TYPE) or len(name) == len(TYPE):
+        known = ", ".join(map(show, METHODS))
+        raise complaint(f'must be one of {known} or "type:REGEX", not {show(value)}', 'write "best"')
+    pattern = name[len(TYPE) :]
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        what = f"{show(pattern)} is no regular expression: {error.msg}"
+        raise complaint(what, 'write for example "type:decoderlayer"') from None
+    return TYPE + pattern
+
+
+def idle_share(ticks: int, stages: int, microbatches: int) -> float:
+    """Share of a step that a rank stands still, where all stages take the same time: (P - 1) / (m + P - 1).
+
+    Args:
+        ticks: work of a microbatch on a rank, in units of the time until the next rank can start.
+    """
+    return (stages - 1) / (microbatches * ticks + stages - 1)
+
+
+class PipelineConfig(Section):
+    """The blocks of a Hugging Face causal LM, or the layers of a `PipelineModule`, are dealt out to stages of ranks.
+
+    A microbatch goes through the stages one after the other; a step has `gradient_accumulation_steps` of them. All
+    ranks are stages x data-parallel ranks x `tensor_parallel.autotp_size`, and ZeRO shards what a stage holds over its
+    data-parallel ranks. Arguments of a PipelineModule hold where a key is left out.
+    """
+
+    without_effect: ClassVar[dict[str, str]] = {
+        "use_reentrant": "checkpoints have one flavour here; gradients are the same",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "stages": "is the degree, for a Hugging Face model too; DeepSpeed reads it and does nothing",
+        "partition": "deals layers out; DeepSpeed reads it and does nothing",
+        "seed_layers": "acts on a PipelineModule; DeepSpeed reads it and does nothing",
+        "schedule": "a key of this launcher; DeepSpeed has 1f1b alone",
+        "chunks": "a key of this launcher",
+        "reduce_per_microbatch": "a key of this launcher; DeepSpeed refuses stage 2 in a pipeline",
+        "gather_per_microbatch": "a key of this launcher; DeepSpeed refuses stage 3 in a pipeline",
+    }
+
+    stages: Count | None = None
+    """Stages: groups of ranks that each hold a part of the layers. Null: 1, or what a PipelineModule says."""
+
+    partition: Annotated[str, BeforeValidator(_method)] = "best"
+    """What is made even among the stages: "best" the estimated operations of a forward, "uniform" the number of layers,
+    "parameters" their elements, "type:REGEX" the layers whose class name matches, "profile" measured times."""
+
+    seed_layers: bool = False
+    """The layer i of a PipelineModule is made under the seed `base_seed` + i. False: under one of its own, too, from
+    `base_seed` and i; first values never depend on the cut."""
+
+    activation_checkpoint_interval: Whole = 0
+    """So many neighbouring layers of a stage are recomputed together in backward. 0: what `activation_checkpointing`,
+    or the PipelineModule, says."""
+
+    pipe_partitioned: bool = True
+    """Each tensor-parallel rank sends its share of the activations to the next stage, where they are gathered."""
+
+    grad_partitioned: bool = True
+    """The same for the gradients that go back."""
+
+    use_reentrant: bool = True
+    """DeepSpeed has two flavours of checkpointing."""
+
+    schedule: Annotated[Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"], BeforeValidator(_lower)] = (
+        "1f1b"
+    )
+    """The order of work: "gpipe" all forwards first (arXiv:1811.06965); "1f1b" each forward after a backward, which
+    keeps at most as many microbatches as stages (arXiv:2006.09503); "interleaved" several chunks a rank
+    (arXiv:2104.04473); "zb-h1" and "zbv" put off weight gradients to fill the gaps (arXiv:2401.10241)."""
+
+    chunks: Count | None = None
+    """Parts of the model that a rank has, which are not neighbours. Null: 2 for "interleaved" and "zbv", else 1."""
+
+    reduce_per_microbatch: bool = False
+    """ZeRO stages 2 and 3 reduce gradients after every microbatch, and hold a shard of them. False: once a step, with
+    whole gradients of the rank's layers in the meantime."""
+
+    gather_per_microbatch: bool = False
+    """ZeRO stage 3 gathers parameters for every forward and backward of a microbatch. False: once a step; they are kept
+    until its last backward."""
+
+    @property
+    def degree(self) -> int:
+        """Ranks that the layers are dealt out to, at least 1."""
+        return 1 if self.stages in (None, AUTO) else int(self.stages or 1)
+
+    @property
+    def chunks_of_rank(self) -> int:
+        """Virtual stages of a rank, at least 1."""
+        return CHUNKS.get(self.schedule, 1) if self.chunks in (None, AUTO) else int(self.chunks or 1)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.chunks in (None, AUTO) or self.schedule == AUTO:
+            return
+        keys = ("chunks", "schedule")
+        if self.schedule == "interleaved" and self.chunks == 1:
+            fix = 'write "chunks": 2, or "schedule": "1f1b"'
+            yield Conflict(keys, 'schedule "interleaved" with chunks 1 is "1f1b"', fix)
+        elif self.schedule == "zbv" and self.chunks != 2:
+            what = f'chunks {self.chunks} does not fit schedule "zbv", whose ranks have 2'
+            yield Conflict(keys, what, 'write "chunks": 2, or leave it out')
+        elif self.schedule not in CHUNKS and self.chunks != 1:
+            what = f'chunks {self.chunks} does not fit schedule "{self.schedule}", whose ranks have one'
+            yield Conflict(keys, what, 'write "schedule": "interleaved", or leave chunks out')
+
+    def remarks(self) -> Iterator[Remark]:
+        if self.stages == 1 and self.schedule != "1f1b":
+            yield Remark("schedule", "does nothing while one stage has all layers")
+
+
+def remarks_beside(
+    pipeline: PipelineConfig, microbatches: int | str | None, zero_stage: int | str, tp_degree: int
+) -> Iterator[Remark]:
+    """What a person should know of a pipeline beside other sections.
+
+    Args:
+        microbatches: gradient_accumulation_steps as far as it is known.
+    """
+    yield from _on_idle_ranks(pipeline, microbatches)
+    for key, least in (("reduce_per_microbatch", 2), ("gather_per_microbatch", 3)):
+        if getattr(pipeline, key) is True and isinstance(zero_stage, int) and zero_stage < least:
+            yield Remark(f"pipeline.{key}", f"does nothing below zero_optimization.stage {least}")
+    for key in ("pipe_partitioned", "grad_partitioned"):
+        if key in pipeline.model_fields_set and getattr(pipeline, key) is True and tp_degree == 1:
+            yield Remark(
+                f"pipeline.{key}", "acts with tensor parallelism: one tensor-parallel rank sends all"
+            )
+
+
+def _on_idle_ranks(pipeline: PipelineConfig, microbatches: int | str | None) -> Iterator[Remark]:
+    stages, ticks = pipeline.degree, TICKS.get(pipeline.schedule, 0) * pipeline.chunks_of_rank
+    if stages == 1 or ticks == 0 or not isinstance(microbatches, int):
+        return
+    idle = idle_share(ticks, stages, microbatches)
+    if idle <= MUCH:
+        return
+    enough = next(
+        more for more in range(microbatches, 4 * stages + 1) if idle_share(ticks, stages, more) <= MUCH
+    )
+    noun = "microbatch leaves" if microbatches == 1 else "microbatches leave"
+    what = f"{microbatches} {noun} each of {stages} pipeline stages idle for {idle:.0%} of a step"
+    yield Remark(
+        "gradient_accumulation_steps", f"{what}; {enough} for {idle_share(ticks, stages, enough):.0%}"
+    )

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the layers of a model dealt out to the stages of the pp axis."""

@@ -1,0 +1,241 @@
+"""What the blocks and the two ends of a Hugging Face model cost, from shapes alone: a model on meta is enough.
+
+before   what runs in front of the blocks: embeddings; on the first virtual stage
+blocks   one after the other
+after    what runs behind them: the last norm, the head; on the last virtual stage
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from launcher.errors import ConfigError
+from launcher.models.units import ends_of, unit_modules
+from launcher.pipeline.partition import Balance, partition
+
+WHERE = "pipeline.partition"
+TYPE = "type:"
+_NO_SCORES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
+"""Types of layers, as configs name them, whose work does not grow with the square of the sequence."""
+
+
+class Costs(NamedTuple):
+    """Costs in the unit of their method: 1 a layer, elements, operations, or seconds."""
+
+    before: float
+    blocks: tuple[float, ...]
+    after: float
+
+
+def deal(costs: Costs, virtual_stages: int) -> list[int]:
+    """Boundaries over the blocks [virtual stages + 1], in the order of the model; what a stage costs counts the ends.
+
+    Raises:
+        ConfigError: there are fewer blocks than virtual stages.
+    """
+    return partition(_with_ends(costs), virtual_stages)
+
+
+def model_costs(
+    model: nn.Module, method: str, *, sequence: int = 2048, tp: int = 1, measured: Costs | None = None
+) -> Costs:
+    """Costs of a causal LM by a method of `pipeline.partition`.
+
+    Args:
+        model: Hugging Face's; on meta or not, its layers split over tensor-parallel ranks or not.
+        method: "best", "uniform", "parameters", "profile" or "type:REGEX".
+        sequence: tokens of a sequence, for "best": how much scores of attention weigh.
+        tp: ranks over which the layers of `model` are split already.
+        measured: for "profile", in seconds.
+
+    Raises:
+        ConfigError: the model has no blocks, no class matches the regular expression, nothing was measured, or there is
+            no such method.
+    """
+    parts = _parts_of(model)
+    if method == "uniform":
+        return Costs(0, (1,) * len(parts.blocks), 0)
+    if method == "parameters":
+        return _each(parts, elements)
+    if method == "best":
+        return _operations(model, parts, sequence, tp)
+    if method.startswith(TYPE):
+        return _matching(parts, method.removeprefix(TYPE))
+    if method != "profile":
+        raise no_method(method)
+    if measured is None or len(measured.blocks) != len(parts.blocks):
+        raise not_measured(f"{len(parts.blocks)} blocks", None if measured is None else len(measured.blocks))
+    return measured
+
+
+def balance(model: nn.Module, costs: Costs, boundaries: Sequence[int]) -> Balance:
+    """What each virtual stage has; a head that is tied to the embedding counts at both ends."""
+    counted = _with_ends(_each(_parts_of(model), elements))
+    of_stages = list(pairwise(boundaries))
+    return Balance(
+        tuple(boundaries),
+        tuple(sum(_with_ends(costs)[begin:end]) for begin, end in of_stages),
+        tuple(int(sum(counted[begin:end])) for begin, end in of_stages),
+    )
+
+
+def elements(modules: Iterable[nn.Module]) -> int:
+    """Elements of the parameters of `modules`, each parameter once."""
+    found = {id(parameter): parameter.numel() for module in modules for parameter in module.parameters()}
+    return sum(found.values())
+
+
+def products(module: nn.Module, *, as_head: bool = False, experts: float = 1.0) -> float:
+    """Elements of the weights inside that are multiplied with every token: matrices and kernels, no lookup tables.
+
+    Args:
+        as_head: the module's own weight is a matrix though the module is an embedding.
+        experts: share of the experts that a token goes through.
+    """
+    total = 0.0
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.Embedding) and not (as_head and inner is module):
+            continue
+        for key, parameter in inner.named_parameters(recurse=False):
+            if parameter.dim() >= 2:
+                share = experts if "experts" in f"{name}.{key}".split(".") else 1.0
+                total += share * parameter.numel()
+    return total
+
+
+def no_method(method: str) -> ConfigError:
+    """There is no such method of dealing layers out."""
+    return ConfigError(
+        f"there is no method {method!r} to deal layers out",
+        where=WHERE,
+        fix='write "best", "uniform", "parameters", "profile" or "type:REGEX"',
+    )
+
+
+def no_match(pattern: str, classes: Iterable[str]) -> ConfigError:
+    """No class of a layer matches."""
+    return ConfigError(
+        f'"{TYPE}{pattern}" matches no layer: their classes are {", ".join(dict.fromkeys(classes))}',
+        where=WHERE,
+        fix='write for example "type:" and one of these names',
+    )
+
+
+def not_measured(wanted: str, given: int | None) -> ConfigError:
+    """ "profile" without numbers, or with too many or too few."""
+    have = "none were given" if given is None else f"{given} were given"
+    return ConfigError(
+        f'"profile" needs the measured seconds of {wanted}, and {have}',
+        where=WHERE,
+        fix='measure, or write "best"',
+    )
+
+
+class _Parts(NamedTuple):
+    """The modules of a model by where they run; those of the ends are outermost, and hold no block."""
+
+    before: list[nn.Module]
+    blocks: list[nn.Module]
+    after: list[nn.Module]
+
+
+def _parts_of(model: nn.Module) -> _Parts:
+    blocks = [block for _, block in unit_modules(model)]
+    if not blocks:
+        raise ConfigError(
+            f"{type(model).__name__} has no list of blocks that could be dealt out",
+            where="pipeline.stages",
+            fix="write a PipelineModule, whose layers you name yourself, or delete the section pipeline",
+        )
+    embedding, head = ends_of(model)
+    parts, ids, passed = _Parts([], blocks, []), {id(block) for block in blocks}, False
+    for module in _around(model, ids):
+        if id(module) in ids:
+            passed = True
+        elif module is embedding or (module is not head and not passed):
+            parts.before.append(module)
+        else:
+            parts.after.append(module)
+    return parts
+
+
+def _around(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
+    """The blocks, and the largest modules without one, in registration order."""
+    for child in module.children():
+        inside = {id(inner) for inner in child.modules()}
+        if id(child) in blocks or not inside & blocks:
+            yield child
+        else:
+            yield from _around(child, blocks)
+
+
+def _each(parts: _Parts, cost: Callable[[Sequence[nn.Module]], float]) -> Costs:
+    return Costs(cost(parts.before), tuple(cost([block]) for block in parts.blocks), cost(parts.after))
+
+
+def _with_ends(costs: Costs) -> list[float]:
+    """Costs of the blocks; the ends go with the first and the last of them, wherever the cuts are."""
+    blocks = list(costs.blocks)
+    blocks[0] += costs.before
+    blocks[-1] += costs.after
+    return blocks
+
+
+def _operations(model: nn.Module, parts: _Parts, sequence: int, tp: int) -> Costs:
+    """Operations of the forward of one sequence; the backward has twice as many, everywhere but in lookup tables."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    experts = _share_of_experts(text)
+
+    def cost(modules: Sequence[nn.Module]) -> float:
+        return 2 * sequence * sum(products(module, experts=experts) for module in modules)
+
+    scores = 2 * sequence * sequence * _width_of_scores(text) / tp
+    kinds = getattr(text, "layer_types", None) or ()
+    found = _each(parts, cost)
+    blocks = (
+        block + (0 if index < len(kinds) and kinds[index] in _NO_SCORES else scores)
+        for index, block in enumerate(found.blocks)
+    )
+    return Costs(found.before, tuple(blocks), found.after)
+
+
+def _width_of_scores(config: Any) -> int:
+    """Numbers of a token that all heads multiply to get scores, and then the outputs; 0 without attention."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * (
+        (getattr(config, "qk_head_dim", None) or size) + (getattr(config, "v_head_dim", None) or size)
+    )
+
+
+def _share_of_experts(config: Any) -> float:
+    """Share of the routed experts that one token goes through."""
+
+    def first(*names: str) -> int:
+        return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+
+    chosen = first("num_experts_per_tok", "moe_topk", "top_k_experts")
+    number = first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return min(1.0, chosen / number) if chosen and number else 1.0
+
+
+def _matching(parts: _Parts, pattern: str) -> Costs:
+    """1 for each block whose class matches; an end counts where one of its modules with parameters does."""
+    matches = re.compile(pattern, re.IGNORECASE).search
+
+    def cost(modules: Sequence[nn.Module]) -> float:
+        return float(any(matches(type(module).__name__) for module in modules if elements([module])))
+
+    found = _each(parts, cost)
+    if not any(_with_ends(found)):
+        modules = (*parts.before, *parts.blocks, *parts.after)
+        raise no_match(pattern, (type(module).__name__ for module in modules))
+    return found

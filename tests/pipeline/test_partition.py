@@ -1,0 +1,79 @@
+"""The best cut of a row of layers: against every cut there is, at size, and what a person is told."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.errors import ConfigError
+from launcher.pipeline.partition import Balance, partition
+
+
+def quality(costs: Sequence[float], boundaries: Sequence[int]) -> tuple[float, float, int]:
+    """What is made small: the dearest stage, the squares of costs, the squares of numbers of layers."""
+    parts = [sum(costs[begin:end]) for begin, end in pairwise(boundaries)]
+    counts = [end - begin for begin, end in pairwise(boundaries)]
+    return max(parts), sum(part**2 for part in parts), sum(count**2 for count in counts)
+
+
+def best(costs: Sequence[float], stages: int) -> tuple[float, float, int]:
+    """By trying every cut."""
+    cuts = itertools.combinations(range(1, len(costs)), stages - 1)
+    return min(quality(costs, [0, *cut, len(costs)]) for cut in cuts)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_no_other_cut_is_better(data: st.DataObject) -> None:
+    costs = data.draw(st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 7, 50]), min_size=1, max_size=9))
+    stages = data.draw(st.integers(1, len(costs)))
+    boundaries = partition(costs, stages)
+    assert boundaries[0] == 0 and boundaries[-1] == len(costs) and len(boundaries) == stages + 1
+    assert all(begin < end for begin, end in pairwise(boundaries))
+    assert quality(costs, boundaries) == best(costs, stages)
+
+
+def test_cuts_that_can_be_seen() -> None:
+    assert partition([1] * 8, 4) == [0, 2, 4, 6, 8]
+    assert partition([1, 1, 1, 1, 2], 2) == [0, 3, 5]  # the head is as dear as two blocks
+    assert partition([1] * 7, 2) == [
+        0,
+        3,
+        7,
+    ]  # the first stage keeps more microbatches: it is the smaller one
+    assert partition([5, 1, 1, 1, 1, 1], 2) == [0, 1, 6]
+    assert partition([0] * 6, 3) == [0, 2, 4, 6]
+    assert partition([0.5], 1) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "costs", [[1.1] * 1000, [1e9, *[1.0] * 999], [0] * 1000], ids=["even", "one", "none"]
+)
+def test_many_layers_take_no_time(costs: list[float]) -> None:
+    began = time.process_time()
+    partition(costs, 64)
+    assert time.process_time() - began < 3.0
+
+
+def test_too_few_layers_and_wrong_costs() -> None:
+    with pytest.raises(ConfigError, match=r"2 layers cannot be dealt out to 3 stages(?s:.)*at most 2 stages"):
+        partition([1, 1], 3)
+    for costs in ([-1.0, 1.0], [float("nan"), 1.0], [float("inf"), 1.0]):
+        with pytest.raises(ConfigError, match="a cost of"):
+            partition(costs, 1)
+
+
+def test_the_balance_is_a_line_a_stage() -> None:
+    balance = Balance((0, 3, 4), (6.0, 4.0), (12_000_000, 8_400_000))
+    assert balance.lines() == [
+        "stage 0  layers 0-2  60.0% of the cost  12.0 M parameters  20% over the mean",
+        "stage 1  layer 3     40.0% of the cost   8.4 M parameters  20% under the mean",
+    ]
+    assert balance.over_the_mean == pytest.approx(0.2)
+    assert "the mean" in Balance((0, 1), (0.0,), (0,)).lines()[0]
