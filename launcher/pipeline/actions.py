@@ -60,6 +60,8 @@ class Schedule:
         update_every: microbatches between two updates of the weights.
         flushes: whether the pipeline drains before the weights change. Where it does not, training is NOT that of
             one process: a microbatch sees weights that are some updates old (`streams.py`).
+        delay: by how many updates the weights of a microbatch are older than one process would have them, the same on
+            all ranks; None: each rank takes its newest.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Schedule:
     weight_versions: tuple[int, ...]
     update_every: int
     flushes: bool = True
+    delay: int | None = 0
 
     @property
     def virtual_stages(self) -> int:

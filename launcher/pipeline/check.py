@@ -39,7 +39,7 @@ def _complete(schedule: Schedule) -> None:
 
 def _expected(schedule: Schedule, rank: int, there: Counter[Action]) -> dict[Action, None]:
     """What the rank has to do. A backward is split where either half of it is there."""
-    expected = {}
+    expected: dict[Action, None] = {}
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.microbatches):
             halves = [Action(kind, stage, microbatch) for kind in (Kind.INPUT, Kind.WEIGHT)]

@@ -53,7 +53,9 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
         chunks = 2 if chunks is None else chunks
         if chunks < 2:
             raise ConfigError(
-                f"{name} with {chunks} chunks", where=where, fix='chunks from 2 on; with one chunk it is "1f1b"'
+                f"{name} with {chunks} chunks",
+                where=where,
+                fix='chunks from 2 on; with one chunk it is "1f1b"',
             )
         return maker.make(stages, microbatches, chunks)
     if chunks not in (None, maker.chunks):
@@ -118,7 +120,7 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     """ZB-V (Qi et al. 2401.10241, 2405.15362): rank r has virtual stages r and 2P - 1 - r, a V through the ranks.
 
     First and last stage lie on rank 0, and all ranks hold the same: 2P halves, what 1F1B's first rank holds. Where
-    F = I = W and m >= 2P - 2 no rank ever waits after its first action.
+    F = I = W and m >= 2P - 2 the step takes no longer than the last rank computes, and waits for its first microbatch.
     """
 
     def rank_actions(rank: int) -> list[Action]:
@@ -144,12 +146,14 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 def pipedream(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """PipeDream (Narayanan et al., SOSP 2019): 1F1B that never drains; the weights change after each backward.
 
-    NOT equal to synchronous training. The forward of a microbatch takes the newest weights of its rank, and its backward
-    the same ones, which are kept for it: up to P - r versions on rank r. Ranks differ in how old the weights are.
+    NOT equal to synchronous training. The forward of a microbatch takes the newest weights of its rank, and its
+    backward the same ones, which are kept for it: up to P - r versions on rank r. Ranks differ in how old they are.
     The list is that of one step between an empty pipeline and an empty one; `streams.stream` joins steps.
     """
     drained = one_f_one_b(stages, microbatches)
-    return replace(drained, name="pipedream", weight_versions=drained.held, update_every=1, flushes=False)
+    return replace(
+        drained, name="pipedream", weight_versions=drained.held, update_every=1, flushes=False, delay=None
+    )
 
 
 def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -168,8 +172,7 @@ def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> Sch
             fix=f"{stages} microbatches or more",
         )
     drained = one_f_one_b(stages, microbatches)
-    versions = (1,) if stages == 1 else (2,) * stages
-    return replace(drained, name="2bw", weight_versions=versions, flushes=False)
+    return replace(drained, name="2bw", weight_versions=(2,) * stages, flushes=False, delay=1)
 
 
 SCHEDULES = {

@@ -33,11 +33,9 @@ def weights_used(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     Counted from the first action of the schedule. 0 throughout where the pipeline drains. pipedream takes the newest
     weights of the rank; 2bw those from before the last step, on all ranks, so that they agree.
     """
-    if schedule.flushes:
-        return ((0,) * schedule.microbatches,) * schedule.stages
-    if schedule.update_every > 1:
-        late = tuple(max(0, number // schedule.update_every - 1) for number in range(schedule.microbatches))
-        return (late,) * schedule.stages
+    if schedule.delay is not None:
+        steps = (number // schedule.update_every for number in range(schedule.microbatches))
+        return (tuple(max(0, step - schedule.delay) for step in steps),) * schedule.stages
     used = []
     for actions in schedule.actions:
         updates, of_rank = 0, []
