@@ -64,6 +64,10 @@ def _launch(argv: list[str]) -> int:
         from launcher.cli.check import check
 
         return check(argv[1:])
+    if argv[:1] == ["schedule"]:
+        from launcher.cli.schedule import schedule
+
+        return schedule(argv[1:])
     parser = launch_parser()
     own, recipe = split_argv(parser, argv)
     flags = parser.parse_args(own)

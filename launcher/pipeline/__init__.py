@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the layers of a model dealt out to the stages of the pp axis."""
+"""Pipeline parallelism: a model cut into stages along the pp axis, run by lists of actions."""

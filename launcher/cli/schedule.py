@@ -1,0 +1,207 @@
+"""`launch schedule`: a pipeline schedule drawn and measured, without GPUs, without a model and without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.cli.flags import FlagParser, positive
+from launcher.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launcher.pipeline.actions import Schedule
+    from launcher.pipeline.simulate import Costs, Timeline
+
+DESCRIPTION = """\
+Shows what each rank of a pipeline does and when, what part of the time it is idle (the bubble), and how many
+activations it holds. Needs no GPU and no model."""
+EPILOG = """\
+schedules: gpipe, 1f1b, interleaved, zb-h1, zbv; asynchronous, not equal to training on one process: pipedream, 2bw
+
+examples:
+  launch schedule 1f1b --stages 4 --microbatches 8
+  launch schedule interleaved --stages 4 --microbatches 8 --chunks 2 --out interleaved.svg
+  launch schedule zbv --stages 4 --microbatches 8 --costs 1,1.2,0.8
+  launch schedule 1f1b --stages 2 --microbatches 8 --costs 1,1,1/2,2,2    (the second stage takes twice as long)
+  launch schedule --trace run.json --out run.svg           (a run, under what its mean costs predict)
+
+docs/schedules.md describes the schedules.
+"""
+
+
+def schedule_parser() -> FlagParser:
+    """The parser of `launch schedule`."""
+    parser = FlagParser(
+        prog="launch schedule",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the schedule; --trace brings it along")
+    parser.add_argument("--stages", type=positive, metavar="P", help="ranks of the pipeline")
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="of a step")
+    parser.add_argument("--chunks", type=positive, metavar="V", help="virtual stages of a rank (interleaved)")
+    parser.add_argument(
+        "--costs",
+        metavar="F,I,W",
+        help="time of forward, input gradient and weight gradient of a microbatch: of a rank's whole share (default:"
+        " 1,1,1), or of every virtual stage, separated by /",
+    )
+    parser.add_argument(
+        "--transfer", type=_time, default=0.0, metavar="T", help="time of a transfer (default: 0)"
+    )
+    parser.add_argument("--trace", metavar="RUN.json", help="a measured step, drawn under the predicted one")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write a picture (.svg), or a trace for Perfetto (.json)"
+    )
+    return parser
+
+
+def schedule(argv: Sequence[str]) -> int:
+    """Run `launch schedule`; returns 0."""
+    flags = schedule_parser().parse_args(argv)
+    from launcher.pipeline.draw import grid
+    from launcher.pipeline.recording import read
+    from launcher.pipeline.simulate import Costs, simulate
+
+    measured = None if flags.trace is None else read(flags.trace)
+    made = _made(flags, measured)
+    costs = _costs(flags, made)
+    if measured is not None and flags.costs is None:
+        costs = Costs.measured(measured)
+    predicted = simulate(made, costs)
+    if flags.out is not None:
+        _write(Path(flags.out), made, predicted, measured)
+    elif measured is None:
+        print(grid(made))
+    for line in _told(flags, made, predicted, measured):
+        print(line)
+    return 0
+
+
+def _made(flags: argparse.Namespace, measured: Timeline | None) -> Schedule:
+    """The schedule asked for, or the measured one; both must be the same where both are named."""
+    from launcher.pipeline.schedules import schedule as make
+
+    wanted = {"NAME": flags.name, "--stages": flags.stages, "--microbatches": flags.microbatches}
+    chunks = flags.chunks
+    if measured is not None:
+        found = {"NAME": measured.name, "--stages": measured.stages, "--microbatches": measured.microbatches}
+        for flag, value in (wanted | {"--chunks": chunks}).items():
+            there = (found | {"--chunks": measured.chunks})[flag]
+            if value not in (None, there):
+                raise ConfigError(
+                    f"{flag} is {value}, the run had {there}", where=flags.trace, fix=f"leave {flag} out"
+                )
+        wanted, chunks = found, measured.chunks
+    missing = [flag for flag, value in wanted.items() if value is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            where="command line",
+            fix="for example: launch schedule 1f1b --stages 4 --microbatches 8",
+        )
+    return make(wanted["NAME"], wanted["--stages"], wanted["--microbatches"], chunks)
+
+
+def _costs(flags: argparse.Namespace, made: Schedule) -> Costs:
+    from launcher.pipeline.simulate import Costs
+
+    text = flags.costs or "1,1,1"
+    try:
+        rows = [[_time(number) for number in row.split(",")] for row in text.split("/")]
+        if any(len(row) != 3 for row in rows):
+            raise argparse.ArgumentTypeError("not three numbers")
+        if len(rows) not in (1, made.virtual_stages):
+            raise argparse.ArgumentTypeError(f"{len(rows)} rows for {made.virtual_stages} virtual stages")
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(
+            f"--costs {text}: {error}",
+            where="command line",
+            fix="F,I,W, for example 1,1,1; or that for each virtual stage, separated by /",
+        ) from None
+    if len(rows) == 1:
+        shared = [number / made.chunks for number in rows[0]]
+        rows = [shared] * made.virtual_stages
+    forward, input, weight = (tuple(column) for column in zip(*rows, strict=True))
+    return Costs(forward, input, weight, flags.transfer)
+
+
+def _told(
+    flags: argparse.Namespace, made: Schedule, predicted: Timeline, measured: Timeline | None
+) -> list[str]:
+    """The lines under the grid."""
+    lines = []
+    for called, shown in (("predicted" if measured else "simulated", predicted), ("measured", measured)):
+        if shown is not None:
+            lines.append(
+                f"bubble, {called}: {shown.bubble:.1%} of the time, {shown.bubble_over_ideal:.1%} of the ideal time"
+                f" (total {shown.total:.6g})"
+            )
+    if measured is None:
+        lines.append(f"bubble, closed form: {_closed_form(flags, made)}")
+    each = (
+        "microbatches"
+        if made.chunks == 1
+        else f"microbatches x chunks (each 1/{made.chunks} of a rank's layers)"
+    )
+    lines.append(f"activations held, by rank: {' '.join(map(str, predicted.peak_held))} {each}")
+    if any(made.deferred):
+        lines.append(f"deferred weight gradients, by rank, at most: {' '.join(map(str, made.deferred))}")
+    if not made.flushes:
+        versions = " ".join(map(str, made.weight_versions))
+        lines.append(
+            f"asynchronous: NOT equal to training on one process; versions of the weights, by rank: {versions}; "
+            "the bubble is that of the first and the last step together, there is none between"
+        )
+    return lines
+
+
+def _closed_form(flags: argparse.Namespace, made: Schedule) -> str:
+    """The bubble by formula, in the words of the line before."""
+    from launcher.pipeline.bubble import bubble_time
+
+    costs = _costs(flags, made)
+    if "/" in (flags.costs or "") or flags.transfer:
+        return "none for uneven costs or transfers"
+    forward, input, weight = (rows[0] * made.chunks for rows in (costs.forward, costs.input, costs.weight))
+    idle = bubble_time(
+        made.name, made.stages, made.microbatches, made.chunks, forward=forward, input=input, weight=weight
+    )
+    if idle is None:
+        return "none for these numbers"
+    ideal = made.microbatches * (forward + input + weight)
+    return f"{idle / (ideal + idle):.1%} of the time, {idle / ideal:.1%} of the ideal time"
+
+
+def _write(out: Path, made: Schedule, predicted: Timeline, measured: Timeline | None) -> None:
+    from launcher.pipeline.picture import svg
+    from launcher.pipeline.recording import trace
+
+    if out.suffix == ".svg":
+        chunks = f", {made.chunks} chunks" if made.chunks > 1 else ""
+        title = f"{made.name}: {made.stages} stages{chunks}, {made.microbatches} microbatches"
+        text = svg(predicted, title, measured, unit="s" if measured else "")
+    elif out.suffix == ".json":
+        text = json.dumps(trace(predicted, *([measured] if measured else []))) + "\n"
+    else:
+        raise ConfigError(f"--out {out}: of no known type", where="command line", fix="FILE.svg or FILE.json")
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}", where="--out") from None
+    print(f"written: {out}")
+
+
+def _time(text: str) -> float:
+    """The type of a time: a finite number from 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"needs a number from 0, not {text!r}")
+    return number

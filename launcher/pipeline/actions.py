@@ -1,0 +1,141 @@
+"""`Action` and `Schedule`: what each rank of a pipeline does, as data. The room's glossary.
+
+stages (P)      ranks of the pp axis.
+chunks (v)      virtual stages of a rank.
+virtual stage   k in 0 .. P*v - 1, in the order of the model; `rank_of[k]` holds it.
+microbatch      number in 0 .. m - 1.
+
+One runtime executes any schedule; the same lists are checked, simulated and drawn. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What an action does for one microbatch at one virtual stage."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # all of it: gradients of the input and of the weights
+    INPUT = "I"  # the gradient of the input only
+    WEIGHT = "W"  # the gradients of the weights, which INPUT left
+    SEND_F = "SEND_F"  # the stage's output to the next virtual stage
+    RECV_F = "RECV_F"  # wait for the stage's input
+    SEND_B = "SEND_B"  # the gradient of the stage's input to the virtual stage before
+    RECV_B = "RECV_B"  # wait for the gradient of the stage's output
+
+
+GIVES_INPUT_GRADIENT = (Kind.BACKWARD, Kind.INPUT)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One thing that a rank does. `str` is `F2.0`: kind, virtual stage, microbatch."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of a pipeline does in a step, in order.
+
+    Args:
+        name: as in `schedules.SCHEDULES`.
+        stages, chunks, microbatches: P, v and m.
+        rank_of: the pp rank of each virtual stage.
+        actions: the compute actions of each rank (F, and B or I and W); transfers follow from them (`transfers.py`).
+        held: a bound for each rank: how many (virtual stage, microbatch) it holds the activations of. An activation
+            is held from its F to the end of its B, or of its I.
+        deferred: the same for what an I leaves until its W: the inputs of the layers that have weights, and the
+            gradients of their outputs. The rest of the activation is free after the I. 0 without I and W.
+        weight_versions: how many versions of its weights each rank keeps.
+        update_every: microbatches between two updates of the weights.
+        flushes: whether the pipeline drains before the weights change. Where it does not, training is NOT that of
+            one process: a microbatch sees weights that are some updates old (`streams.py`).
+        delay: by how many updates the weights of a microbatch are older than one process would have them, the same on
+            all ranks; None: each rank takes its newest.
+    """
+
+    name: str
+    stages: int
+    chunks: int
+    microbatches: int
+    rank_of: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    held: tuple[int, ...]
+    deferred: tuple[int, ...]
+    weight_versions: tuple[int, ...]
+    update_every: int
+    flushes: bool = True
+    delay: int | None = 0
+
+    @property
+    def virtual_stages(self) -> int:
+        """P * v."""
+        return self.stages * self.chunks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The virtual stages of a rank, in the order of the model; the position is the chunk."""
+        return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
+
+
+def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
+    """For each action those that must have ended before it starts.
+
+    F(k, m) needs F(k-1, m). B(k, m) and I(k, m) need F(k, m), and B or I of (k+1, m). W(k, m) needs I(k, m).
+    Where an action is missing in the lists, so it is here: `check` finds it.
+    """
+    known = {action for actions in schedule.actions for action in actions}
+    return {action: _needs(action, schedule.virtual_stages, known) for action in known}
+
+
+def _needs(action: Action, virtual_stages: int, known: set[Action]) -> tuple[Action, ...]:
+    kind, stage, microbatch = action.kind, action.stage, action.microbatch
+    if kind is Kind.WEIGHT:
+        return (Action(Kind.INPUT, stage, microbatch),)
+    if kind is Kind.FORWARD:
+        return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage else ()
+    after = (Action(back, stage + 1, microbatch) for back in GIVES_INPUT_GRADIENT)
+    return (Action(Kind.FORWARD, stage, microbatch), *(needed for needed in after if needed in known))
+
+
+def walk(
+    schedule: Schedule, needs: dict[Action, tuple[Action, ...]]
+) -> tuple[list[tuple[int, Action]], dict[int, Action]]:
+    """Execute the lists: each rank in its order, an action when all that it needs is done.
+
+    Returns:
+        (rank, action) in an order in which every action stands after what it needs; and for each rank that came to a
+        halt the action at which it waits for ever: empty where the schedule has no deadlock.
+    """
+    order: list[tuple[int, Action]] = []
+    done: set[Action] = set()
+    position = [0] * len(schedule.actions)
+    waiting: dict[Action, list[int]] = {}  # ranks by what they wait for
+    ready = deque(range(len(schedule.actions)))
+    while ready:
+        rank = ready.popleft()
+        while position[rank] < len(schedule.actions[rank]):
+            action = schedule.actions[rank][position[rank]]
+            missing = next((needed for needed in needs[action] if needed not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            done.add(action)
+            order.append((rank, action))
+            position[rank] += 1
+            ready.extend(waiting.pop(action, ()))
+    stuck = {
+        rank: actions[position[rank]]
+        for rank, actions in enumerate(schedule.actions)
+        if position[rank] < len(actions)
+    }
+    return order, stuck

@@ -1,0 +1,64 @@
+"""What ranks send each other: follows from who computes what.
+
+A SEND stands right after the action that makes what is sent, and does not wait. A RECV stands right before the action
+that needs what is received, and is the wait for it: receives are posted ahead, in the order in which they arrive
+(`arrivals`), because a pair of ranks has no tags. Nothing is sent between virtual stages of one rank.
+"""
+
+from __future__ import annotations
+
+from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Action, Kind, Schedule
+
+
+def with_transfers(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """All that each rank does, in order: the schedule's actions with SEND and RECV between them."""
+    return tuple(
+        tuple(step for action in actions for step in _surrounded(schedule, action))
+        for actions in schedule.actions
+    )
+
+
+def arrivals(schedule: Schedule) -> tuple[dict[tuple[int, Kind], tuple[Action, ...]], ...]:
+    """What reaches each rank, in the order in which the sender sends it.
+
+    Returns:
+        for each rank, by (source rank, RECV_F or RECV_B): the RECV actions of this rank. This order need not be the one
+        in which the rank waits for them.
+    """
+    inbound: list[dict[tuple[int, Kind], list[Action]]] = [{} for _ in schedule.actions]
+    for source, actions in enumerate(with_transfers(schedule)):
+        for action in actions:
+            if action.kind in (Kind.SEND_F, Kind.SEND_B):
+                received = matching_receive(action)
+                target = schedule.rank_of[received.stage]
+                inbound[target].setdefault((source, received.kind), []).append(received)
+    return tuple({key: tuple(received) for key, received in of_rank.items()} for of_rank in inbound)
+
+
+def matching_receive(send: Action) -> Action:
+    """The RECV of a SEND, at the virtual stage after or before it."""
+    if send.kind is Kind.SEND_F:
+        return Action(Kind.RECV_F, send.stage + 1, send.microbatch)
+    return Action(Kind.RECV_B, send.stage - 1, send.microbatch)
+
+
+def _surrounded(schedule: Schedule, action: Action) -> list[Action]:
+    """An action with what it receives and sends."""
+    stage, microbatch = action.stage, action.microbatch
+
+    def away(other: int) -> bool:
+        inside = 0 <= other < schedule.virtual_stages
+        return inside and schedule.rank_of[other] != schedule.rank_of[stage]
+
+    steps = [action]
+    if action.kind is Kind.FORWARD:
+        if away(stage - 1):
+            steps.insert(0, Action(Kind.RECV_F, stage, microbatch))
+        if away(stage + 1):
+            steps.append(Action(Kind.SEND_F, stage, microbatch))
+    elif action.kind in GIVES_INPUT_GRADIENT:
+        if away(stage + 1):
+            steps.insert(0, Action(Kind.RECV_B, stage, microbatch))
+        if away(stage - 1):
+            steps.append(Action(Kind.SEND_B, stage, microbatch))
+    return steps
