@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -126,6 +126,17 @@ class Mesh:
         across, inside = self._inside_dp(**sizes)
         return replace(shard, levels=(across, inside))
 
+    def part_of(self, name: str, coordinates: Sequence[int]) -> Axis:
+        """An axis of some coordinates of the axis `name`, in their order; on the other ranks it has degree 1. Every
+        rank must call it."""
+        whole = self.axes[name]
+        if len(coordinates) == whole.degree:
+            return whole
+        ranks = torch.arange(self.world_size).view([self.axes[axis].degree for axis in AXES])
+        dim = AXES.index(name)
+        axis = _line(name, self.device, ranks.index_select(dim, torch.tensor(coordinates)), dim)
+        return axis if whole.rank in coordinates else Axis(name)
+
     def _inside_dp(self, **sizes: int) -> list[Axis]:
         """An axis for each size; together they are dp, outermost first. One without a name is left out."""
         degrees = [self.axes[name].degree for name in AXES]
@@ -178,7 +189,9 @@ def _line(name: str, device: torch.device, ranks: torch.Tensor, dim: int) -> Axi
     if degree == 1:
         return Axis(name)
     group = _twin(ranks, dim)
-    assert group is not None
+    if group is None:  # this rank is on no such line; it helped to make the groups
+        _twin(ranks, dim) if device.type == "cuda" else None
+        return Axis(name)
     reductions = _twin(ranks, dim) if device.type == "cuda" else group
     memory, transport = (None, "") if device.type == "cuda" else _memory(group)
     return Axis(name, degree, group.rank(), group, reductions, memory, transport)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.comm import Mesh, init_distributed, pick_device
+from launcher.comm import Axis, Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
 from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes, state_dtype
 from launcher.engine.engine import Engine
@@ -26,6 +26,10 @@ from launcher.models.units import ends_of, unit_modules
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
+from launcher.pipeline.costs import balance, deal, model_costs
+from launcher.pipeline.runtime import Runtime
+from launcher.pipeline.schedules import schedule
+from launcher.pipeline.staged import StagedModel
 from launcher.tensor.apply import Options, SplitModel
 from launcher.tensor.apply import apply as split_layers
 from launcher.zero import (
@@ -96,13 +100,16 @@ def initialize(
     init_distributed(device)
     loaded = _loaded(args, config if config is not None else config_params)
     dp = loaded.dp_degree(dist.get_world_size())
-    mesh = Mesh.build(device, dp=dp, tp=loaded.tensor_parallel.degree)
+    mesh = Mesh.build(device, pp=loaded.pipeline.degree, dp=dp, tp=loaded.tensor_parallel.degree)
     resolved = _resolved(loaded, mesh, model, auto or {})
     monitor = open_monitor(resolved, mesh)
     chosen = choose(resolved, optimizer, model_parameters, model)
     source = source or _source(model, seed)
-    split_model = _split_layers(model, source, mesh, resolved)
-    blocks = unit_modules(model)
+    if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
+        source.keep_whole()
+    split_model = _split_layers(model, mesh, resolved)
+    staged = _cut(model, mesh, resolved)
+    blocks = staged.blocks if staged is not None else unit_modules(model)
     checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
     _mark_leaves(model, resolved)
     zero = apply_zero(
@@ -114,6 +121,8 @@ def initialize(
         source=source,
         splits=split_model.splits,
         tp=split_model.axis,
+        pp=mesh.axes["pp"],
+        holders=_holders(staged, mesh),
     )
     cast_buffers(resolved, model)
     stepper = (
@@ -129,7 +138,8 @@ def initialize(
     )
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
     loader = _dataloader(training_data, resolved, mesh, collate_fn, seed)
-    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader, checkpointer, monitor)
+    runtime = _runtime(staged, mesh, resolved)
+    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader, checkpointer, monitor, runtime)
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
     return engine, stepper, loader, scheduler
@@ -225,11 +235,37 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
     return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
 
 
-def _split_layers(model: nn.Module, source: ParamSource, mesh: Mesh, config: Config) -> SplitModel:
+def _cut(model: nn.Module, mesh: Mesh, config: Config) -> StagedModel | None:
+    """Cut the model into stages along pp, and say how even they are."""
+    pp, section = mesh.axes["pp"], config.pipeline
+    if pp.degree == 1:
+        return None
+    virtual = pp.degree * section.chunks_of_rank
+    costs = model_costs(model, section.partition, tp=mesh.axes["tp"].degree)
+    boundaries = deal(costs, virtual)
+    if mesh.rank == 0:
+        print(balance(model, costs, boundaries), flush=True)
+    rank_of = schedule(section.schedule, pp.degree, 1, section.chunks_of_rank).rank_of
+    return StagedModel(model, boundaries, rank_of, pp.rank)
+
+
+def _holders(staged: StagedModel | None, mesh: Mesh) -> dict[str, Axis]:
+    """The stages that hold a parameter, where there are several. Every rank must call it."""
+    shared = staged.shared if staged is not None else {}
+    axes = {ranks: mesh.part_of("pp", ranks) for ranks in sorted(set(shared.values()))}
+    return {name: axes[ranks] for name, ranks in shared.items()}
+
+
+def _runtime(staged: StagedModel | None, mesh: Mesh, config: Config) -> Runtime | None:
+    if staged is None:
+        return None
+    section = config.pipeline
+    return Runtime(staged, mesh.axes["pp"], section.schedule, section.chunks_of_rank, mesh.device)
+
+
+def _split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
     """Split the layers of the model along tp."""
     tp, section = mesh.axes["tp"], config.tensor_parallel
-    if isinstance(source, MadeOnMeta) and tp.degree > 1:
-        source.keep_whole()
     options = Options(
         overlaps=section.tp_overlap_comm,
         sequence=section.sequence_parallel,

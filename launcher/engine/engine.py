@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from launcher.checkpoint.saver import Saver
 from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
+from launcher.engine import pipelined
 from launcher.engine.answers import Answers
 from launcher.engine.batches import call, cast, forever, loss_in, to_device
 from launcher.engine.curriculum import Curriculum
@@ -32,6 +33,7 @@ from launcher.monitor.log import set_level
 from launcher.monitor.writers import Monitor
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
+from launcher.pipeline.runtime import Runtime
 from launcher.tensor.head import loss_only
 from launcher.zero import ZeroModel
 from launcher.zero.overflow import watch_gradients
@@ -61,10 +63,11 @@ class Engine(Answers, Saving, nn.Module):
         training_dataloader: Any = None,
         checkpointer: Checkpointer | None = None,
         monitor: Monitor | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         super().__init__()
         self.module = zero.module
-        self.zero, self.mesh, self._config = zero, mesh, config
+        self.zero, self.mesh, self._config, self.runtime = zero, mesh, config, runtime
         self.optimizer, self.lr_scheduler, self.training_dataloader = (
             optimizer,
             lr_scheduler,
@@ -96,6 +99,7 @@ class Engine(Answers, Saving, nn.Module):
     # ---- one microbatch ---------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_stages("engine(...)")
         self._announce_boundary()
         if self.module.training:
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
@@ -103,6 +107,15 @@ class Engine(Answers, Saving, nn.Module):
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
         with self.watch.phase("forward", self), self._autocasting():
             return self.module(*args, **kwargs)
+
+    def _refuse_stages(self, what: str) -> None:
+        if self.runtime is not None:
+            raise ConfigError(
+                f"{what} is one microbatch on one rank, and the model is cut into "
+                f"{self.mesh.axes['pp'].degree} stages",
+                where="pipeline.stages",
+                fix="call engine.train_batch(data_iter) or engine.eval_batch(data_iter)",
+            )
 
     def _autocasting(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
@@ -257,6 +270,8 @@ class Engine(Answers, Saving, nn.Module):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """gradient_accumulation_steps microbatches and one step; returns the mean loss over them and over dp."""
         self.train()
+        if self.runtime is not None:
+            return self._train_stages(data_iter)
         data = data_iter if data_iter is not None else self._own_data()
         total = torch.zeros((), device=self.device)
         for left in reversed(range(self.gradient_accumulation_steps())):
@@ -274,10 +289,55 @@ class Engine(Answers, Saving, nn.Module):
         self.eval()
         batches = num_micro_batches or self.gradient_accumulation_steps()
         total = torch.zeros((), device=self.device)
-        for _ in range(batches):
-            total += self._loss_of(next(data_iter)).float()
+        if self.runtime is not None:
+            total += math.fsum(pipelined.evaluate(self, self._pulled(data_iter, batches)))
+        else:
+            for _ in range(batches):
+                total += self._loss_of(next(data_iter)).float()
         self.train(training)
         return self._mean(total / batches)
+
+    def _train_stages(self, data_iter: Iterator[Any] | None) -> Tensor:
+        number = self.gradient_accumulation_steps()
+        batches = self._pulled(data_iter, number)
+        losses = self.run_microbatches(batches, [1 / number] * number)
+        self.step()
+        return self._mean(torch.tensor(math.fsum(losses) / number, device=self.device))
+
+    def run_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> list[float]:
+        """Forward and backward of all microbatches of a step through all stages; `step()` comes next.
+
+        Args:
+            batches: read on the ranks of the first stage only.
+            weights: of each microbatch in the loss.
+
+        Returns:
+            the loss of each microbatch, on all ranks.
+        """
+        self._scaled = True
+        watch_gradients(self.zero, self.loss_scaler.at_floor)
+        losses = pipelined.train(self, batches, weights)
+        for loss, weight in zip(losses, weights, strict=True):
+            self.watch.loss(torch.tensor(loss), weight)
+        self._backwards += len(losses)
+        self._microbatches += len(losses) - 1
+        self.micro_steps += len(losses) - 1
+        return losses
+
+    def _pulled(self, data_iter: Iterator[Any] | None, number: int) -> list[Any]:
+        """The next microbatches; nothing on ranks that read no data."""
+        if not self.is_first_stage():
+            return []
+        data = data_iter if data_iter is not None else self._own_data()
+        return [next(data) for _ in range(number)]
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the embeddings, and reads data."""
+        return self.mesh.axes["pp"].rank == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the head, and computes the loss."""
+        return self.runtime is None or self.runtime.staged.rank_of[-1] == self.mesh.axes["pp"].rank
 
     def _own_data(self) -> Iterator[Any]:
         if self.training_dataloader is None:

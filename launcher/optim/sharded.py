@@ -69,10 +69,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
         options = {key: value for key, value in group.items() if key not in ("names", "params")}
-        assert all(name in self.zero.slots for name in group["names"]), (
-            "groups are made of the model's own names"
-        )
-        # A rank may own nothing of a group: torch wants a parameter in each, so a group of none gets an empty one.
+        # A rank may own nothing of a group, and another stage may hold it: torch wants a parameter in each, so a group
+        # of none gets an empty one.
         owned = [self.tensors[name] for name in group["names"] if name in self.tensors]
         return {**options, "params": owned or [nn.Parameter(torch.empty(0, device=self.zero.pool.device))]}
 

@@ -27,6 +27,8 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"  # the gradient of the stage's input to the virtual stage before
     RECV_B = "RECV_B"  # wait for the gradient of the stage's output
 
+    __hash__ = str.__hash__  # Enum's own is Python code, and actions are looked up by the thousand
+
 
 GIVES_INPUT_GRADIENT = (Kind.BACKWARD, Kind.INPUT)
 

@@ -8,7 +8,7 @@ from launcher.pipeline.actions import Kind
 from launcher.pipeline.simulate import Timeline
 
 WIDTH, LEFT, RIGHT = 1120, 74, 20
-LANE, GAP, TOP = 30, 4, 46  # heights: of a box, between boxes, of title and legend
+LANE, GAP, TOP = 30, 4, 36  # heights: of a box, between boxes, of title and legend
 AXIS, CAPTION, BETWEEN = 24, 20, 18
 INK, PALE, GROUND = "#1f2933", "#7b8794", "#f0f2f5"
 COLOURS = {Kind.FORWARD: "#3b7dd8", Kind.BACKWARD: "#2f9e6e", Kind.INPUT: "#2f9e6e", Kind.WEIGHT: "#e08e2b"}
@@ -92,8 +92,9 @@ def _legend(timelines: list[Timeline]) -> list[str]:
     x = float(WIDTH - RIGHT)
     for kind in sorted(kinds, key=list(COLOURS).index, reverse=True):
         label = f"{kind} {MEANING[kind]}"
-        x -= 6.2 * len(label) + 6
+        x -= 6.4 * len(label) + 4
         drawn.append(_text(x, 20, label, size=12))
+        x -= 4
         for chunk in reversed(range(chunks)):
             x -= 16
             colour = _colour(kind, chunk, chunks)
@@ -105,7 +106,7 @@ def _legend(timelines: list[Timeline]) -> list[str]:
 
 
 def _axis(longest: float, top: int, scale: float, unit: str) -> list[str]:
-    step = _nice(longest / 12)
+    step = _nice(longest / 20)
     drawn = []
     for tick in range(int(longest / step + 1e-9) + 1):
         x = LEFT + tick * step * scale

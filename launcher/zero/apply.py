@@ -26,12 +26,13 @@ from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer
-from launcher.zero.shared import sum_of_squares, sum_partial
+from launcher.zero.shared import sum_of_squares, sum_over_stages, sum_partial, use_over_stages
 from launcher.zero.slot import ParamSlice, Slot
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
 from launcher.zero.unit import Unit
 
 _NO_SPLITS: Mapping[str, Split] = MappingProxyType({})
+_ALONE: Mapping[str, Axis] = MappingProxyType({})
 _live: weakref.WeakSet[ZeroModel] = weakref.WeakSet()
 
 
@@ -49,6 +50,7 @@ class ZeroModel:
         axes: dp, and along which axis of it is sharded.
         units: root unit last.
         tp: along it parameters are split; each of its ranks has a ZeRO run of its own over what it holds.
+        pp: along it the model is cut into stages; the same of its ranks.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class ZeroModel:
         units: list[Unit],
         pool: BufferPool,
         tp: Axis,
+        pp: Axis,
     ) -> None:
         self.module, self.policy, self.axes, self.units, self.pool = module, policy, axes, units, pool
-        self.axis, self.tp = axes.dp, tp
+        self.axis, self.tp, self.pp = axes.dp, tp, pp
         self._copies_checked = False
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
@@ -114,6 +117,7 @@ class ZeroModel:
             check_copies(self.gradients, self.axis, self.tp)
             self._copies_checked = True
         sum_partial(self.gradients, self.tp, self.pool.device)
+        sum_over_stages(self.gradients)
         if self.checks is not None:
             self.checks.compare()
         slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
@@ -125,6 +129,8 @@ class ZeroModel:
         report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
         for axis in (self.axis, self.tp):
             all_reduce(report, axis, "root/norm").wait()
+        all_reduce(report[:1], self.pp, "root/norm").wait()
+        use_over_stages(slots, report[1:])
         flags = [bool(count) for count in report[1:].tolist()]
         for slot, flag in zip(slots, flags, strict=True):
             slot.used = flag
@@ -227,6 +233,8 @@ def apply(
     source: ParamSource | None = None,
     splits: Mapping[str, Split] = _NO_SPLITS,
     tp: Axis | None = None,
+    pp: Axis | None = None,
+    holders: Mapping[str, Axis] = _ALONE,
 ) -> ZeroModel:
     """Move the parameters of `module` into flat buffers.
 
@@ -239,11 +247,13 @@ def apply(
         source: the first values; default: what the module holds, rank 0's for all.
         splits: which elements of logical parameters the module holds, by name; default: all of them.
         tp: the axis that they are split along.
+        pp: the axis along which the model is cut into stages.
+        holders: the stages that hold a parameter, by name, where there are several.
     """
     source = source or ModelValues()
     pool = BufferPool(device)
     units = []
-    for planned in assign_units(module, with_leaves(module, blocks), policy, splits):
+    for planned in assign_units(module, with_leaves(module, blocks), policy, splits, holders):
         flats = []
         for i, group in enumerate(planned.groups):
             name = planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}"
@@ -260,7 +270,7 @@ def apply(
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
-    return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"))
+    return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"))
 
 
 def _nbytes(tensor: Tensor | None) -> int:

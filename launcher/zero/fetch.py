@@ -8,6 +8,8 @@ order is gathered when it is met, and the order is recorded again. Nothing depen
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 from launcher.zero.policy import ZeroPolicy
@@ -39,6 +41,7 @@ class Fetcher:
         self._with_grad = False
         self._active = False
         self.gathered: dict[Unit, None] = {}  # in order of gathering
+        self.keeps = False  # gather once and free nothing: many forwards and backwards come
 
     # ---- one iteration ----------------------------------------------------------------------
 
@@ -72,10 +75,22 @@ class Fetcher:
             self.free(unit)
 
     def free(self, unit: Unit) -> None:
+        if self.keeps:
+            return
         unit.free()
         self.gathered.pop(unit, None)
 
     # ---- inside -----------------------------------------------------------------------------
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, what was gathered stays."""
+        self.keeps = True
+        try:
+            yield
+        finally:
+            self.keeps = False
+            self.end()
 
     @property
     def live(self) -> int:

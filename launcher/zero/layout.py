@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from launcher.comm import Axis
 from launcher.errors import LauncherError
 from launcher.tensor.split import Split
 from launcher.zero.policy import ZeroPolicy
-from launcher.zero.slot import Slot
+from launcher.zero.slot import NO_OTHERS, Slot
 
 
 @dataclass
@@ -33,33 +34,39 @@ class PlannedUnit:
 
 
 def assign_units(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]], policy: ZeroPolicy, splits: Mapping[str, Split]
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    policy: ZeroPolicy,
+    splits: Mapping[str, Split],
+    holders: Mapping[str, Axis],
 ) -> list[PlannedUnit]:
     """Give every parameter of `model` to one unit: the block it lies in, else the root unit, which comes last.
 
     A parameter that several units show (tied weights) belongs to the root unit, whose parameters are there from the
     start of the forward to the end of the backward. So do the small ones that persist under ZeRO-3: together
-    they are one collective instead of one a block.
+    they are one collective instead of one a block. What several pipeline stages hold has flat buffers of its own,
+    so that these are alike on all of them.
     """
     units = [PlannedUnit(name, module) for name, module in blocks]
     root = PlannedUnit("root", model)
     unit_of_module = {inner: unit for unit in units for inner in unit.module.modules()}
-    buffers: dict[tuple[str, object, bool, bool], PlannedBuffer] = {}
+    buffers: dict[tuple[object, ...], PlannedBuffer] = {}
     persisted = 0
-    for slot in _slots(model, splits):
+    for slot in _slots(model, splits, holders):
         homes = {
             unit_of_module[owner].name if owner in unit_of_module else "root" for owner, _ in slot.owners
         }
         home = unit_of_module[slot.owners[0][0]] if len(homes) == 1 and "root" not in homes else root
         sharded = policy.shard_params
-        if sharded and slot.room < policy.persistence_threshold:
+        alone = slot.holders.degree == 1
+        if sharded and alone and slot.room < policy.persistence_threshold:
             persisted += slot.room
             if persisted <= policy.model_persistence_threshold:
                 sharded, home = False, root
         dtype = slot.leaf.dtype
         if dtype.is_floating_point:
             dtype = policy.special_dtypes.get(slot.name, policy.param_dtype)
-        key = (home.name, dtype, slot.leaf.requires_grad, sharded)
+        key = (home.name, dtype, slot.leaf.requires_grad, sharded, None if alone else id(slot.holders))
         if key not in buffers:
             buffers[key] = PlannedBuffer(sharded, dtype)
             home.groups.append(buffers[key])
@@ -67,7 +74,7 @@ def assign_units(
     return [unit for unit in units if unit.groups] + [root]
 
 
-def _slots(model: nn.Module, splits: Mapping[str, Split]) -> list[Slot]:
+def _slots(model: nn.Module, splits: Mapping[str, Split], holders: Mapping[str, Axis]) -> list[Slot]:
     """One slot for each parameter, in the order of named_parameters(), with every module that shows it."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -76,11 +83,15 @@ def _slots(model: nn.Module, splits: Mapping[str, Split]) -> list[Slot]:
             if parameter is not None:
                 owners.setdefault(parameter, []).append((module, attribute))
                 names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
-    return [_slot(names[parameter], parameter, where, splits) for parameter, where in owners.items()]
+    return [_slot(names[p], p, where, splits, holders) for p, where in owners.items()]
 
 
 def _slot(
-    name: str, parameter: nn.Parameter, owners: list[tuple[nn.Module, str]], splits: Mapping[str, Split]
+    name: str,
+    parameter: nn.Parameter,
+    owners: list[tuple[nn.Module, str]],
+    splits: Mapping[str, Split],
+    holders: Mapping[str, Axis],
 ) -> Slot:
     split = splits.get(name) or Split.whole(parameter.shape)
     if parameter.shape != split.local_shape or split.room < split.numel:
@@ -90,4 +101,4 @@ def _slot(
             where="zero.apply(splits=...)",
             fix="split the parameters of the model before ZeRO takes them, and name them as named_parameters() does",
         )
-    return Slot(name, split, parameter, owners)
+    return Slot(name, split, parameter, owners, holders=holders.get(name, NO_OTHERS))

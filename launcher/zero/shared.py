@@ -67,8 +67,29 @@ def sum_partial(gradients: Sequence[FlatGradient], tp: Axis, device: torch.devic
         torch._foreach_copy_(terms, sum_over_holders(terms, parts, tp, device, "root/partial"))
 
 
+def sum_over_stages(gradients: Sequence[FlatGradient]) -> None:
+    """Give the pipeline stages that hold a parameter the sum of their gradients, after the reduction over dp. Their
+    buffers are alike, so each owns the same elements there as its neighbours."""
+    for gradient in gradients:
+        if (holders := gradient.flat.slots[0].holders).degree > 1:
+            all_reduce(gradient.owned, holders, f"{gradient.flat.name}/stages").wait()
+
+
+def use_over_stages(slots: Sequence[Slot], flags: Tensor) -> None:
+    """Let a flag of use [slots] hold where any stage that holds the parameter has used it."""
+    axes = {id(slot.holders): slot.holders for slot in slots if slot.holders.degree > 1}
+    for key, holders in axes.items():
+        places = [place for place, slot in enumerate(slots) if id(slot.holders) == key]
+        used = flags[places]
+        all_reduce(used, holders, "root/used").wait()
+        flags[places] = used
+
+
 def sum_of_squares(gradient: FlatGradient) -> Tensor:
-    """Of this rank's share of a reduced gradient, fp64 scalar on the CPU; what h tp ranks hold counts 1/h."""
+    """Of this rank's share of a reduced gradient, fp64 scalar on the CPU; what h tp ranks hold counts 1/h, and of the
+    pipeline stages that hold a parameter the first one counts it."""
+    if gradient.flat.slots[0].holders.rank > 0:
+        return torch.zeros((), dtype=torch.float64)
     share = gradient.share
     total = _squares(share)
     held: dict[int, list[Tensor]] = defaultdict(list)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from launcher.comm import Axis
 from launcher.tensor.split import Split
 from launcher.zero.sharded_parameter import ShardedParameter
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 # reads elements [start, stop) of a local parameter, flat: (name, start, stop) -> [stop - start]
 Reader = Callable[[str, int, int], Tensor]
+
+
+NO_OTHERS = Axis("pp")
 
 
 @dataclass(eq=False)
@@ -29,6 +33,7 @@ class Slot:
         leaf: what autograd differentiates.
         owners: every (module, attribute) that shows this parameter; more than one for tied parameters.
         offset: first element in the flat buffer.
+        holders: the pipeline stages that hold this parameter, each with its term of the gradient.
         used: a gradient arrived since the last step.
 
     Attributes:
@@ -41,6 +46,7 @@ class Slot:
     owners: list[tuple[nn.Module, str]]
     offset: int = 0
     used: bool = False
+    holders: Axis = NO_OTHERS
     flat: FlatBuffer = field(init=False, repr=False)
     handle: ShardedParameter = field(init=False, repr=False)
 

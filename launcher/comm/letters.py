@@ -1,0 +1,55 @@
+"""Tensors from one rank of an axis to another: asynchronous, in the order of sending, tagged and recorded.
+
+What goes forward along an axis and what comes back use a process group each where that matters: NCCL keeps one order in
+a group, and a pipeline sends both ways at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from launcher.comm.collectives import CollectiveRecord, Pending, _keep
+from launcher.comm.mesh import Axis
+
+_NUMBERS = 1 << 20
+
+
+@dataclass
+class Letters:
+    """What two ranks send each other. Numbers keep messages apart: both sides count them.
+
+    Args:
+        axis: of the ranks.
+    """
+
+    axis: Axis
+    _sent: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    _received: Counter[tuple[int, bool]] = field(default_factory=Counter)
+
+    def send(self, tensor: Tensor, to: int, tag: str, *, back: bool = False) -> Pending:
+        """Start sending a contiguous tensor to a coordinate of the axis; it must not change until it was waited for."""
+        number = self._number(self._sent, to, back)
+        nbytes = tensor.numel() * tensor.element_size()
+        _keep(CollectiveRecord("send", tag, self.axis.name, tensor.numel(), nbytes, nbytes), self.axis)
+        group = self.axis.reductions if back else self.axis.group
+        assert group is not None
+        with record_function(f"{tag}/send"):
+            return Pending([group.send([tensor], to, number)])
+
+    def receive(self, tensor: Tensor, source: int, tag: str, *, back: bool = False) -> Pending:
+        """Start receiving into a contiguous tensor."""
+        number = self._number(self._received, source, back)
+        group = self.axis.reductions if back else self.axis.group
+        assert group is not None
+        with record_function(f"{tag}/receive"):
+            return Pending([group.recv([tensor], source, number)])
+
+    def _number(self, counts: Counter[tuple[int, bool]], peer: int, back: bool) -> int:
+        counts[peer, back] += 1
+        return (
+            counts[peer, back] * 2 + back
+        ) % _NUMBERS * 4 + 3  # the other three of four are of collectives

@@ -1,0 +1,100 @@
+"""An optimizer step of an engine whose model is cut into stages: its microbatches go through `pipeline/runtime.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.comm import broadcast
+from launcher.engine.batches import call, cast, loss_in, to_device
+from launcher.pipeline.batches import share
+from launcher.tensor.head import loss_only
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+
+class Work:
+    """What the runtime asks of an engine in one step.
+
+    Args:
+        weights: of each microbatch in the loss; they add up to 1.
+    """
+
+    def __init__(self, engine: Engine, weights: Sequence[float]) -> None:
+        self.engine, self.weights = engine, weights
+
+    def forward(self, module: nn.Module, batch: Any) -> Any:
+        engine = self.engine
+        if engine.resolved.fp16.enabled and engine.resolved.fp16.auto_cast:
+            batch = cast(batch, torch.float16)
+        with engine.watch.phase("forward", engine), engine._autocasting(), loss_only():
+            return call(module, batch)
+
+    def loss(self, output: Any) -> Tensor:
+        return loss_in(output)
+
+    def root_gradient(self, microbatch: int) -> float:
+        return self.weights[microbatch] * self.engine.loss_scaler.scale
+
+    def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, last: bool) -> None:
+        engine, reducer = self.engine, self.engine.zero.reducer
+        section = engine.resolved.pipeline
+        reducer.sync = section.reduce_per_microbatch or (last and section.chunks_of_rank == 1)
+        reducer.boundary = last
+        with engine.watch.phase("backward", engine):
+            torch.autograd.backward(tensors, gradients)
+
+
+def train(engine: Engine, batches: Sequence[Any], weights: Sequence[float]) -> list[float]:
+    """Forward and backward of all microbatches of a step; the optimizer has not stepped.
+
+    Args:
+        batches: on the ranks of the first stage; others may give None.
+
+    Returns:
+        the loss of each microbatch, on all ranks.
+    """
+    assert engine.runtime is not None
+    batches = share(to_device(batches, engine.device), engine.mesh.axes["pp"], engine.device)
+    reducer = engine.zero.reducer
+    with _gathering(engine):
+        try:
+            losses = engine.runtime.run(batches, Work(engine, weights), training=True)
+            if not reducer.sync:
+                reducer.boundary = True
+                reducer.settle()
+        finally:
+            reducer.sync = True
+    return _told(engine, losses, len(batches))
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, batches: Sequence[Any]) -> list[float]:
+    """The loss of each microbatch, without gradients, on all ranks."""
+    assert engine.runtime is not None
+    batches = share(to_device(batches, engine.device), engine.mesh.axes["pp"], engine.device)
+    with _gathering(engine):
+        losses = engine.runtime.run(batches, Work(engine, ()), training=False)
+    return _told(engine, losses, len(batches))
+
+
+def _gathering(engine: Engine) -> AbstractContextManager[Any]:
+    """Parameters of ZeRO-3 are gathered once a step, unless the JSON says once a microbatch."""
+    return nullcontext() if engine.resolved.pipeline.gather_per_microbatch else engine.zero.fetcher.keeping()
+
+
+def _told(engine: Engine, losses: list[Tensor], number: int) -> list[float]:
+    """What the last stage knows, on all."""
+    assert engine.runtime is not None
+    pp, last = engine.mesh.axes["pp"], engine.runtime.staged.rank_of[-1]
+    found = torch.zeros(number, dtype=torch.float64, device=engine.device)
+    if losses:
+        found.copy_(torch.stack([loss.double() for loss in losses]))
+    broadcast(found, pp, "root/loss", source=last).wait()
+    told: list[float] = found.tolist()
+    return told

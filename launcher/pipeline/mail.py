@@ -1,0 +1,124 @@
+"""What crosses between stages on different ranks. Receives are posted ahead, in the order in which they were sent.
+
+A stage that leaves with a kind of batch for the first time sends first what it has learned (`Learned`): shapes, and how
+the next stage must go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from launcher.comm import Pending
+from launcher.comm.letters import Letters
+from launcher.pipeline.actions import Action, Kind, Schedule
+from launcher.pipeline.batches import packed, unpacked
+from launcher.pipeline.route import Learned, Shape, Signature
+from launcher.pipeline.staged import StagedModel
+from launcher.pipeline.transfers import arrivals, matching_receive
+
+AHEAD = 2  # messages of each kind from each rank that are received before they are needed
+
+
+class Mail:
+    """The messages of one step.
+
+    Args:
+        staged: knows the shapes, and learns them.
+        letters: of the pp axis.
+        schedule: what is sent, and in which order.
+        signatures: of the microbatches.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        letters: Letters,
+        schedule: Schedule,
+        signatures: Sequence[Signature],
+        device: torch.device,
+    ) -> None:
+        self.staged, self.letters, self.schedule, self.signatures = staged, letters, schedule, signatures
+        self.device = device
+        self._expected = {
+            key: deque(actions) for key, actions in arrivals(schedule)[letters.axis.rank].items()
+        }
+        self._boxes: dict[Action, tuple[tuple[Tensor, ...], list[Pending]]] = {}
+        self._posted: dict[tuple[int, Kind], int] = {}
+        self._outgoing: deque[list[Pending]] = deque()
+
+    def send(self, action: Action, tensors: tuple[Tensor, ...], learned: Learned | None) -> None:
+        """Start sending what an action made.
+
+        Args:
+            action: SEND_F or SEND_B.
+            learned: goes before the tensors; None: the receiver knows it.
+        """
+        to = self.schedule.rank_of[matching_receive(action).stage]
+        back, tag = action.kind is Kind.SEND_B, f"stage{action.stage}/{action.kind.lower()}"
+        pendings: list[Pending] = []
+        if learned is not None:
+            content = packed(learned).to(self.device)
+            size = torch.tensor([content.numel()], device=self.device)
+            pendings += [self.letters.send(part, to, tag) for part in (size, content)]
+        pendings += [self.letters.send(tensor, to, tag, back=back) for tensor in tensors]
+        self._outgoing.append(pendings)
+
+    def receive(self, action: Action) -> tuple[Tensor, ...]:
+        """Wait for what RECV_F or RECV_B stands for."""
+        key = self._source(action), action.kind
+        while action not in self._boxes:
+            self._post(key)
+        tensors, pendings = self._boxes.pop(action)
+        self._posted[key] -= 1
+        self._post_ahead(key)
+        for pending in pendings:
+            pending.wait()
+        return tensors
+
+    def finish(self) -> None:
+        """Wait until everything was sent."""
+        while self._outgoing:
+            for pending in self._outgoing.popleft():
+                pending.wait()
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _source(self, action: Action) -> int:
+        return self.schedule.rank_of[action.stage + (1 if action.kind is Kind.RECV_B else -1)]
+
+    def _post_ahead(self, key: tuple[int, Kind]) -> None:
+        """Post the next receives whose shapes are known."""
+        expected = self._expected[key]
+        while expected and self._posted.get(key, 0) < AHEAD and self._shapes(expected[0]) is not None:
+            self._post(key)
+
+    def _post(self, key: tuple[int, Kind]) -> None:
+        source, kind = key
+        action = self._expected[key].popleft()
+        back, tag = kind is Kind.RECV_B, f"stage{action.stage}/{kind.lower()}"
+        shapes = self._shapes(action)
+        if shapes is None:
+            shapes = self._learn(action, source, tag)
+        tensors = tuple(torch.empty(shape.size, dtype=shape.dtype, device=self.device) for shape in shapes)
+        pendings = [self.letters.receive(tensor, source, tag, back=back) for tensor in tensors]
+        self._boxes[action] = tensors, pendings
+        self._posted[key] = self._posted.get(key, 0) + 1
+
+    def _shapes(self, action: Action) -> tuple[Shape, ...] | None:
+        """Gradients are shaped like what was sent; None: still to be learned."""
+        edge = action.stage if action.kind is Kind.RECV_B else action.stage - 1
+        learned = self.staged.learned(edge, self.signatures[action.microbatch])
+        return None if learned is None else learned.shapes
+
+    def _learn(self, action: Action, source: int, tag: str) -> tuple[Shape, ...]:
+        size = torch.empty(1, dtype=torch.int64, device=self.device)
+        self.letters.receive(size, source, tag).wait()
+        content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        self.letters.receive(content, source, tag).wait()
+        learned: Learned = unpacked(content)
+        self.staged.tell(action.stage - 1, self.signatures[action.microbatch], learned)
+        return learned.shapes

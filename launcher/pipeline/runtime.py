@@ -1,0 +1,196 @@
+"""Executes a list of actions: any schedule, any model in stages.
+
+What an action needs and makes, for virtual stage k and microbatch m:
+
+F(k, m)   takes what k - 1 left with for m; its outputs wait for B or I
+B(k, m)   takes the gradients of these outputs; gives those of what F took, and of the weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from launcher.comm import Axis
+from launcher.comm.letters import Letters
+from launcher.errors import LauncherError
+from launcher.pipeline.actions import Action, Kind, Schedule
+from launcher.pipeline.mail import Mail
+from launcher.pipeline.route import Learned, Signature, signature_of
+from launcher.pipeline.schedules import schedule as schedule_of
+from launcher.pipeline.staged import StagedModel
+from launcher.pipeline.transfers import with_transfers
+
+Key = tuple[int, int]  # virtual stage, microbatch
+
+
+class Work(Protocol):
+    """What the engine does for an action."""
+
+    def forward(self, module: nn.Module, batch: Any) -> Any:
+        """The model's output, under autocast and timers."""
+
+    def loss(self, output: Any) -> Tensor:
+        """The scalar in the output of the last stage."""
+
+    def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, last: bool) -> None:
+        """From outputs to leaves; `last`: of this rank in this step."""
+
+    def root_gradient(self, microbatch: int) -> float:
+        """What the loss of a microbatch is multiplied with."""
+
+
+@dataclass
+class Kept:
+    """Of a forward whose backward is to come."""
+
+    received: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+class Runtime:
+    """The stages of a rank, step by step.
+
+    Args:
+        staged: the rank's part of the model.
+        axis: pp.
+        name, chunks: of the schedule.
+
+    Attributes:
+        most_held: (virtual stage, microbatch) whose activations were held at once in the last step.
+    """
+
+    def __init__(self, staged: StagedModel, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
+        self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
+        self.letters = Letters(axis)
+        self.most_held = 0
+
+    def schedule(self, microbatches: int) -> Schedule:
+        return schedule_of(self.name, self.axis.degree, microbatches, self.chunks)
+
+    def run(self, batches: Sequence[Any], work: Work, *, training: bool) -> list[Tensor]:
+        """Take microbatches through all stages, and back where `training`.
+
+        Returns:
+            their losses, detached, on the rank of the last virtual stage; elsewhere nothing.
+        """
+        schedule = self.schedule(len(batches))
+        if not training:
+            schedule = _forwards(schedule)
+        signatures = [signature_of(batch) for batch in batches]
+        mail = Mail(self.staged, self.letters, schedule, signatures, self.device)
+        step = _Step(self, mail, batches, signatures, work, training)
+        self.most_held = 0
+        actions = with_transfers(schedule)[self.axis.rank]
+        last = next((a for a in reversed(actions) if a.kind is Kind.BACKWARD), None)
+        for action in actions:
+            step.do(action, last=action is last)
+            self.most_held = max(self.most_held, len(step.kept))
+        mail.finish()
+        return [step.losses[m] for m in sorted(step.losses)]
+
+
+class _Step:
+    """The state of one step.
+
+    Attributes:
+        kept: forwards whose backward is to come.
+        arrived: inputs of forwards to come.
+        gradients: of the outputs of forwards.
+        leaving: what is to be sent.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        mail: Mail,
+        batches: Sequence[Any],
+        signatures: Sequence[Signature],
+        work: Work,
+        training: bool,
+    ) -> None:
+        self.staged, self.rank, self.mail = runtime.staged, runtime.axis.rank, mail
+        self.batches, self.signatures, self.work, self.training = batches, signatures, work, training
+        self.kept: dict[Key, Kept] = {}
+        self.arrived: dict[Key, tuple[Tensor, ...]] = {}
+        self.gradients: dict[Key, tuple[Tensor, ...]] = {}
+        self.leaving: dict[Action, tuple[tuple[Tensor, ...], Learned | None]] = {}
+        self.losses: dict[int, Tensor] = {}
+
+    def do(self, action: Action, *, last: bool) -> None:
+        key = action.stage, action.microbatch
+        match action.kind:
+            case Kind.RECV_F:
+                self.arrived[key] = self.mail.receive(action)
+            case Kind.RECV_B:
+                self.gradients[key] = self.mail.receive(action)
+            case Kind.SEND_F | Kind.SEND_B:
+                self.mail.send(action, *self.leaving.pop(action))
+            case Kind.FORWARD:
+                self._forward(*key)
+            case Kind.BACKWARD:
+                self._backward(*key, last=last)
+            case _:
+                raise LauncherError(f"{action} cannot be executed yet", where="pipeline.schedule")
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        received = tuple(_start(tensor) for tensor in self.arrived.pop((stage, microbatch), ()))
+        signature, batch = self.signatures[microbatch], self.batches[microbatch]
+        new = self.staged.learned(stage, signature) is None
+        output = self.staged.forward(
+            stage, received, signature, lambda module: self.work.forward(module, batch)
+        )
+        if stage == self.staged.virtual_stages - 1:
+            loss = self.work.loss(output)
+            self.losses[microbatch] = loss.detach()
+            outputs: tuple[Tensor, ...] = (loss,)
+        else:
+            outputs = output
+            self._hand_on(stage, microbatch, outputs, new)
+        if self.training:
+            self.kept[stage, microbatch] = Kept(received, outputs)
+
+    def _hand_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...], new: bool) -> None:
+        tensors = tuple(output.detach().contiguous() for output in outputs)
+        if self.staged.rank_of[stage + 1] == self.rank:
+            self.arrived[stage + 1, microbatch] = tensors
+            return
+        learned = self.staged.learned(stage, self.signatures[microbatch]) if new else None
+        self.leaving[Action(Kind.SEND_F, stage, microbatch)] = tensors, learned
+
+    def _backward(self, stage: int, microbatch: int, *, last: bool) -> None:
+        kept = self.kept.pop((stage, microbatch))
+        if stage == self.staged.virtual_stages - 1:
+            factor = self.work.root_gradient(microbatch)
+            gradients: tuple[Tensor, ...] = (torch.full_like(kept.outputs[0], factor),)
+        else:
+            gradients = self.gradients.pop((stage, microbatch))
+        pairs = [(out, grad) for out, grad in zip(kept.outputs, gradients, strict=True) if out.requires_grad]
+        if pairs:
+            self.work.backward([out for out, _ in pairs], [grad for _, grad in pairs], last=last)
+        if stage == 0:
+            return
+        back = tuple(_gradient_of(tensor) for tensor in kept.received)
+        if self.staged.rank_of[stage - 1] == self.rank:
+            self.gradients[stage - 1, microbatch] = back
+        else:
+            self.leaving[Action(Kind.SEND_B, stage, microbatch)] = back, None
+
+
+def _start(tensor: Tensor) -> Tensor:
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    gradient, tensor.grad = tensor.grad, None
+    return torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+
+
+def _forwards(schedule: Schedule) -> Schedule:
+    """Only the forwards of a schedule, in their order."""
+    actions = tuple(tuple(a for a in of_rank if a.kind is Kind.FORWARD) for of_rank in schedule.actions)
+    return replace(schedule, actions=actions)

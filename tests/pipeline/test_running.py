@@ -1,0 +1,193 @@
+"""What can go wrong with lists: mutations that `check` must find, deadlocks under any timing, orders of messages."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from launcher.errors import LauncherError
+from launcher.pipeline.actions import Action, Kind, Schedule, dependencies
+from launcher.pipeline.check import check
+from launcher.pipeline.schedules import SCHEDULES, schedule
+from launcher.pipeline.simulate import Costs, simulate
+from launcher.pipeline.transfers import arrivals, matching_receive, with_transfers
+
+CHOSEN = [("gpipe", None), ("1f1b", None), ("interleaved", 3), ("zb-h1", None), ("zbv", None)]
+
+
+def with_rank(made: Schedule, rank: int, actions: list[Action]) -> Schedule:
+    lists = list(made.actions)
+    lists[rank] = tuple(actions)
+    return replace(made, actions=tuple(lists))
+
+
+@pytest.mark.parametrize(("name", "chunks"), CHOSEN)
+def test_a_dropped_or_doubled_action_is_found(name: str, chunks: int | None) -> None:
+    made = schedule(name, 3, 4, chunks)
+    for rank, actions in enumerate(made.actions):
+        for at, action in enumerate(actions):
+            rest = [*actions[:at], *actions[at + 1 :]]
+            with pytest.raises(LauncherError, match=f"rank {rank}: .* is missing"):
+                check(with_rank(made, rank, rest))
+            with pytest.raises(LauncherError, match=f"rank {rank}: {action} is there 2 times"):
+                check(with_rank(made, rank, [*actions, action]))
+            if rank:
+                with pytest.raises(LauncherError, match=f"rank 0: {action} has no business on this rank"):
+                    check(with_rank(with_rank(made, rank, rest), 0, [*made.actions[0], action]))
+
+
+@pytest.mark.parametrize(("name", "chunks"), CHOSEN)
+def test_a_swap_against_a_dependency_is_found(name: str, chunks: int | None) -> None:
+    """An action before one of its own rank that it needs; and any other swap is refused or still runs."""
+    made = schedule(name, 3, 4, chunks)
+    needs = dependencies(made)
+    swapped = 0
+    for rank, actions in enumerate(made.actions):
+        for first in range(len(actions)):
+            for second in range(first + 1, len(actions)):
+                if actions[first] not in needs[actions[second]]:
+                    continue
+                wrong = list(actions)
+                wrong[first], wrong[second] = wrong[second], wrong[first]
+                with pytest.raises(LauncherError, match=rf"rank {rank}: .* stands before .*, which it needs"):
+                    check(with_rank(made, rank, wrong))
+                swapped += 1
+    assert swapped >= 12
+
+
+def test_what_needs_what() -> None:
+    whole, split = schedule("1f1b", 2, 1), schedule("zb-h1", 2, 1)
+    told = [
+        {str(action): " ".join(map(str, needed)) for action, needed in dependencies(made).items()}
+        for made in (whole, split)
+    ]
+    assert told[0] == {"F0.0": "", "F1.0": "F0.0", "B1.0": "F1.0", "B0.0": "F0.0 B1.0"}
+    assert told[1] == {
+        "F0.0": "",
+        "F1.0": "F0.0",
+        "I1.0": "F1.0",
+        "W1.0": "I1.0",
+        "I0.0": "F0.0 I1.0",
+        "W0.0": "I0.0",
+    }
+
+
+def test_a_deadlock_names_who_waits_for_whom() -> None:
+    """Rank 0 wants the first backward before it gives the microbatch that rank 1 wants first."""
+    made = schedule("gpipe", 2, 2)
+    reordered = {0: "F0.0 B0.0 F0.1 B0.1", 1: "F1.0 F1.1 B1.0 B1.1"}
+    for rank, words in reordered.items():
+        by_name = {str(action): action for action in made.actions[rank]}
+        made = with_rank(made, rank, [by_name[word] for word in words.split()])
+    with pytest.raises(LauncherError) as error:
+        check(made)
+    assert "rank 0 at B0.0 for B1.0 of rank 1; rank 1 at F1.1 for F0.1 of rank 0" in str(error.value)
+
+
+def test_memory_above_the_promise_is_found() -> None:
+    made = schedule("1f1b", 3, 5)
+    with pytest.raises(LauncherError, match=r"rank 0: F0\.2 makes 3 activations held, 2 are promised"):
+        check(replace(made, held=(2, 2, 1)))
+    split = schedule("zb-h1", 3, 5)
+    with pytest.raises(LauncherError, match=r"rank 2: I2\.2 makes 3 deferred weight gradients"):
+        check(replace(split, deferred=(1, 2, 2)))
+
+
+def test_simulations_with_any_costs_and_delays() -> None:
+    """200 of them: no deadlock, nothing before what it needs, one action at a time, nothing faster than the work."""
+    dice = random.Random(7)
+    for _ in range(200):
+        name = dice.choice(list(SCHEDULES))
+        stages = dice.randint(1, 5)
+        made = schedule(
+            name,
+            stages,
+            dice.randint(stages, 9) if name == "2bw" else dice.randint(1, 9),
+            dice.randint(2, 4) if name == "interleaved" else None,
+        )
+        check(made)
+        rows = [[dice.uniform(0, 3) for _ in range(made.virtual_stages)] for _ in range(3)]
+        costs = Costs(*(tuple(row) for row in rows), transfer=dice.choice((0, 0.5)))
+        delays = {action: dice.uniform(0, 20) for action in dice.sample(made.actions[0], 2)}
+        timeline = simulate(made, costs, delays)
+        assert tuple(tuple(span.action for span in spans) for spans in timeline.spans) == made.actions
+        span_of = {span.action: span for spans in timeline.spans for span in spans}
+        for action, needed in dependencies(made).items():
+            for before in needed:
+                away = made.rank_of[before.stage] != made.rank_of[action.stage]
+                assert span_of[action].start >= span_of[before].end + costs.transfer * away
+        for spans in timeline.spans:
+            assert all(one.end <= two.start for one, two in pairwise(spans))
+        assert timeline.total >= max(timeline.busy) and 0 <= timeline.bubble < 1
+        assert all(peak <= bound for peak, bound in zip(timeline.peak_held, made.held, strict=True))
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    """Costs of each virtual stage count: one stage twice as slow takes all the time there is."""
+    made = schedule("1f1b", 4, 16)
+    costs = Costs((1, 1, 2, 1), (1, 1, 2, 1), (1, 1, 2, 1), transfer=0.25)
+    timeline = simulate(made, costs)
+    assert timeline.busy == (48, 48, 96, 48)
+    assert 96 + 2 * 3 < timeline.total < 96 + 16
+    with pytest.raises(LauncherError, match="3 virtual stages for a schedule that has 4"):
+        simulate(made, Costs.even(3, 1, 1, 1))
+
+
+def test_the_curve_of_what_is_held() -> None:
+    timeline = simulate(schedule("1f1b", 2, 2), Costs.even(2, 1, 1, 1))
+    assert timeline.held(0) == [(0, 1), (1, 2), (6, 1), (9, 0)]
+    assert timeline.peak_held == (2, 1)
+
+
+@pytest.mark.parametrize(("name", "chunks"), CHOSEN)
+def test_transfers_reach_who_waits_for_them(name: str, chunks: int | None) -> None:
+    """Run with queues that have no tags, as pairs of ranks do: receives posted in the order of `arrivals` match."""
+    made = schedule(name, 3, 5, chunks)
+    full, inbound = with_transfers(made), arrivals(made)
+    computed = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+    assert tuple(tuple(step for step in steps if step.kind in computed) for steps in full) == made.actions
+    posted = [{key: deque(order) for key, order in of_rank.items()} for of_rank in inbound]
+    arrived: set[Action] = set()
+    position = [0] * 3
+    moved = True
+    while moved:
+        moved = False
+        for rank, steps in enumerate(full):
+            while position[rank] < len(steps):
+                step = steps[position[rank]]
+                if step.kind in (Kind.RECV_F, Kind.RECV_B) and step not in arrived:
+                    break
+                if step.kind in (Kind.SEND_F, Kind.SEND_B):
+                    wanted = matching_receive(step)
+                    target = made.rank_of[wanted.stage]
+                    assert target != rank
+                    assert posted[target][rank, wanted.kind].popleft() == wanted
+                    arrived.add(wanted)
+                position[rank] += 1
+                moved = True
+    assert position == [len(steps) for steps in full]
+    assert not any(queue for of_rank in posted for queue in of_rank.values())
+    kinds = Counter(step.kind for steps in full for step in steps)
+    crossings = sum(one != two for one, two in pairwise(made.rank_of))
+    assert (
+        kinds[Kind.SEND_F] == kinds[Kind.RECV_F] == kinds[Kind.SEND_B] == kinds[Kind.RECV_B] == 5 * crossings
+    )
+
+
+def test_where_transfers_stand() -> None:
+    """A send right after what makes it, a receive right before what needs it, none inside of a rank."""
+    full = [" ".join(map(str, steps)) for steps in with_transfers(schedule("zbv", 2, 1))]
+    assert full == [
+        "F0.0 SEND_F0.0 RECV_F3.0 F3.0 I3.0 SEND_B3.0 W3.0 RECV_B0.0 I0.0 W0.0",
+        "RECV_F1.0 F1.0 F2.0 SEND_F2.0 RECV_B2.0 I2.0 I1.0 SEND_B1.0 W2.0 W1.0",
+    ]
+    looped = arrivals(schedule("interleaved", 2, 2, 2))[0]
+    assert {key: list(map(str, order)) for key, order in looped.items()} == {
+        (1, Kind.RECV_F): ["RECV_F2.0", "RECV_F2.1"],
+        (1, Kind.RECV_B): ["RECV_B2.0", "RECV_B2.1", "RECV_B0.0", "RECV_B0.1"],
+    }
+    assert with_transfers(schedule("1f1b", 1, 2)) == schedule("1f1b", 1, 2).actions
