@@ -26,21 +26,26 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-def _method(value: Any) -> Any:
-    """A method of dealing out, in small letters; the regular expression keeps its own."""
-    name = value.strip() if isinstance(value, str) else ""
+def method_of(text: Any) -> str | None:
+    """A method of dealing out in small letters, a regular expression in its own; None where it is none."""
+    name = text.strip() if isinstance(text, str) else ""
     if name.lower() in METHODS:
         return name.lower()
-    if not name.lower().startswith(TYPE) or len(name) == len(TYPE):
+    pattern = name[len(TYPE) :]
+    return TYPE + pattern if name.lower().startswith(TYPE) and pattern else None
+
+
+def _method(value: Any) -> Any:
+    method = method_of(value)
+    if method is None:
         known = ", ".join(map(show, METHODS))
         raise complaint(f'must be one of {known} or "type:REGEX", not {show(value)}', 'write "best"')
-    pattern = name[len(TYPE) :]
     try:
-        re.compile(pattern)
+        re.compile(method.removeprefix(TYPE))
     except re.error as error:
-        what = f"{show(pattern)} is no regular expression: {error.msg}"
+        what = f"{show(method.removeprefix(TYPE))} is no regular expression: {error.msg}"
         raise complaint(what, 'write for example "type:decoderlayer"') from None
-    return TYPE + pattern
+    return method
 
 
 def idle_share(ticks: int, stages: int, microbatches: int) -> float:
