@@ -66,7 +66,7 @@ class PipelineConfig(Section):
     """
 
     without_effect: ClassVar[dict[str, str]] = {
-        "use_reentrant": "checkpoints have one flavour here; gradients are the same",
+        "use_reentrant": "checkpoints have one flavour; gradients are the same",
     }
     differs: ClassVar[dict[str, str]] = {
         "stages": "is the degree, for a Hugging Face model too; DeepSpeed reads it and does nothing",
