@@ -59,6 +59,11 @@ def values(built: list[PipelineStage]) -> Iterator[tuple[str, Tensor]]:
         yield from stage.state_dict().items()
 
 
+def another_rank(seed: int) -> None:
+    """Random numbers of its own."""
+    torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+
+
 INPUTS = torch.arange(5)
 
 
@@ -66,9 +71,9 @@ INPUTS = torch.arange(5)
 @pytest.mark.parametrize("boundaries", [[0, 3, 7], [0, 1, 2, 4, 7], [0, 6, 7]])
 def test_any_cut_makes_the_same_model(boundaries: list[int], seed_layers: bool) -> None:
     module = PipelineModule(row(), num_stages=2, seed_layers=seed_layers)
-    torch.manual_seed(7)
+    another_rank(7)
     whole = module.build(0, 7)
-    torch.manual_seed(8)  # another rank
+    another_rank(8)
     cut = stages(module, boundaries)
     assert list(whole.state_dict()) == [
         "0.weight", "1.noise", "1.linear.weight", "1.linear.bias", "3.noise", "3.linear.weight", "3.linear.bias",
@@ -140,6 +145,9 @@ def test_a_sequential_keeps_its_names() -> None:
     cut = stages(module, [0, 1, 2])
     assert [name for name, _ in values(cut)] == list(plain.state_dict())
     assert torch.equal(cut[1](cut[0](INPUTS)), plain(INPUTS))
+    twice = nn.Linear(2, 2)
+    again = PipelineModule(nn.Sequential(twice, nn.ReLU(), twice), num_stages=1)
+    assert len(again) == 3 and again.tied == {"layer 0": [0, 2]}
 
 
 def test_costs_by_every_method() -> None:
@@ -201,8 +209,8 @@ def test_groups_of_layers_are_recomputed() -> None:
         calls.append(len(inputs))
         return function(*inputs)
 
-    pair = [LayerSpec(Block, WIDTH), lambda inputs: (inputs, inputs), lambda pair: (pair[0] + pair[1],),
-            lambda one: one[0], LayerSpec(Block, WIDTH), nn.ReLU()]  # fmt: skip
+    pair = [LayerSpec(Block, WIDTH), lambda inputs: (inputs, inputs), lambda two: two[0] + two[1],
+            LayerSpec(Block, WIDTH), nn.ReLU(), nn.ReLU()]  # fmt: skip
     plain = PipelineModule(pair, num_stages=1)
     inputs = torch.randn(3, WIDTH)
     expected = plain.build(0, 6)(inputs)
@@ -219,7 +227,7 @@ def test_groups_of_layers_are_recomputed() -> None:
     named = PipelineModule(pair, activation_checkpoint_interval=1, activation_checkpoint_func=count,
                            checkpointable_layers=["ReLU"])  # fmt: skip
     named.build(0, 6)(inputs)
-    assert len(calls) == 1
+    assert len(calls) == 2
     ours = PipelineModule(pair, activation_checkpoint_interval=2).build(0, 6)
     kept = plain.build(0, 6)
     for stage in (ours, kept):
