@@ -19,10 +19,19 @@ _HOMES = {
     "init_distributed": "launcher.comm",
     "add_config_arguments": "launcher.arguments",
     "checkpointing": "launcher.checkpointing",
+    "pipe": "launcher.pipe",
     "zero": "launcher.zero",
 }
 
-__all__ = ["Engine", "add_config_arguments", "checkpointing", "init_distributed", "initialize", "zero"]
+__all__ = [
+    "Engine",
+    "add_config_arguments",
+    "checkpointing",
+    "init_distributed",
+    "initialize",
+    "pipe",
+    "zero",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,6 +40,6 @@ def __getattr__(name: str) -> Any:
             f"module 'launcher' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}"
         )
     module = import_module(_HOMES[name])
-    value = module if name in ("checkpointing", "zero") else getattr(module, name)
+    value = module if name in ("checkpointing", "pipe", "zero") else getattr(module, name)
     globals()[name] = value
     return value

@@ -15,9 +15,6 @@ METHODS = ("best", "uniform", "parameters", "profile")
 TYPE = "type:"
 CHUNKS = {"interleaved": 2, "zbv": 2}
 """Schedule -> virtual stages of a rank unless `chunks` says otherwise; those not named have one."""
-TICKS = {"gpipe": 1, "1f1b": 1, "interleaved": 1, "zb-h1": 3}
-"""Schedule -> work of a microbatch in a virtual stage, in units of what a rank waits for at each stage before it: with
-zb-h1 forward, input gradient and weight gradient take 1 each. zbv hardly waits."""
 MUCH = 0.2
 """Share of its time that a rank may stand still before it is worth a word."""
 
@@ -26,30 +23,42 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-def _method(value: Any) -> Any:
-    """A method of dealing out, in small letters; the regular expression keeps its own."""
-    name = value.strip() if isinstance(value, str) else ""
+def method_of(text: Any) -> str | None:
+    """A method of dealing out in small letters, a regular expression in its own; None where it is none."""
+    name = text.strip() if isinstance(text, str) else ""
     if name.lower() in METHODS:
         return name.lower()
-    if not name.lower().startswith(TYPE) or len(name) == len(TYPE):
+    pattern = name[len(TYPE) :]
+    return TYPE + pattern if name.lower().startswith(TYPE) and pattern else None
+
+
+def _method(value: Any) -> Any:
+    method = method_of(value)
+    if method is None:
         known = ", ".join(map(show, METHODS))
         raise complaint(f'must be one of {known} or "type:REGEX", not {show(value)}', 'write "best"')
-    pattern = name[len(TYPE) :]
     try:
-        re.compile(pattern)
+        re.compile(method.removeprefix(TYPE))
     except re.error as error:
-        what = f"{show(pattern)} is no regular expression: {error.msg}"
+        what = f"{show(method.removeprefix(TYPE))} is no regular expression: {error.msg}"
         raise complaint(what, 'write for example "type:decoderlayer"') from None
-    return TYPE + pattern
+    return method
 
 
-def idle_share(ticks: int, stages: int, microbatches: int) -> float:
-    """Share of a step that a rank stands still, where all stages take the same time: (P - 1) / (m + P - 1).
+def idle_share(schedule: str, stages: int, microbatches: int, chunks: int) -> float | None:
+    """Share of a step in which a rank stands still, all stages being alike: (P - 1) / (m + P - 1) for "1f1b", "gpipe".
 
-    Args:
-        ticks: work of a microbatch on a rank, in units of the time until the next rank can start.
+    None where no formula is known, and for "zbv", which hardly waits. "zb-h1": forward, input gradient and weight
+    gradient take the same time.
     """
-    return (stages - 1) / (microbatches * ticks + stages - 1)
+    waits, works = stages - 1, microbatches * chunks
+    if schedule == "interleaved":
+        waits += max(0, stages - microbatches) * (chunks - 1)
+    elif schedule == "zb-h1" and microbatches >= stages:
+        works *= 3
+    elif schedule not in ("1f1b", "gpipe"):
+        return None
+    return waits / (works + waits)
 
 
 class PipelineConfig(Section):
@@ -61,7 +70,7 @@ class PipelineConfig(Section):
     """
 
     without_effect: ClassVar[dict[str, str]] = {
-        "use_reentrant": "checkpoints have one flavour here; gradients are the same",
+        "use_reentrant": "checkpoints have one flavour; gradients are the same",
     }
     differs: ClassVar[dict[str, str]] = {
         "stages": "is the degree, for a Hugging Face model too; DeepSpeed reads it and does nothing",
@@ -164,17 +173,17 @@ def remarks_beside(
 
 
 def _on_idle_ranks(pipeline: PipelineConfig, microbatches: int | str | None) -> Iterator[Remark]:
-    stages, ticks = pipeline.degree, TICKS.get(pipeline.schedule, 0) * pipeline.chunks_of_rank
-    if stages == 1 or ticks == 0 or not isinstance(microbatches, int):
+    stages = pipeline.degree
+    if stages == 1 or not isinstance(microbatches, int):
         return
-    idle = idle_share(ticks, stages, microbatches)
-    if idle <= MUCH:
-        return
-    enough = next(
-        more for more in range(microbatches, 4 * stages + 1) if idle_share(ticks, stages, more) <= MUCH
+    shares = (
+        (number, idle_share(pipeline.schedule, stages, number, pipeline.chunks_of_rank))
+        for number in range(microbatches, microbatches + 4 * stages)
     )
+    now = next(shares)[1]
+    if now is None or now <= MUCH:
+        return
+    enough, then = next((number, share) for number, share in shares if share is not None and share <= MUCH)
     noun = "microbatch leaves" if microbatches == 1 else "microbatches leave"
-    what = f"{microbatches} {noun} each of {stages} pipeline stages idle for {idle:.0%} of a step"
-    yield Remark(
-        "gradient_accumulation_steps", f"{what}; {enough} for {idle_share(ticks, stages, enough):.0%}"
-    )
+    what = f"{microbatches} {noun} each of {stages} pipeline stages idle for {now:.0%} of a step"
+    yield Remark("gradient_accumulation_steps", f"{what}; {enough} for {then:.0%}")

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from launcher.config.pipeline import TYPE
 from launcher.errors import ConfigError
 from launcher.models.units import ends_of, unit_modules
 from launcher.pipeline.partition import Balance, partition
 
 WHERE = "pipeline.partition"
-TYPE = "type:"
 _NO_SCORES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
 """Types of layers, as configs name them, whose work does not grow with the square of the sequence."""
 
@@ -106,6 +106,15 @@ def products(module: nn.Module, *, as_head: bool = False, experts: float = 1.0) 
                 share = experts if "experts" in f"{name}.{key}".split(".") else 1.0
                 total += share * parameter.numel()
     return total
+
+
+def matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
+    """Looks for the regular expression of "type:REGEX" in the name of a class, large and small letters alike."""
+    try:
+        return re.compile(pattern, re.IGNORECASE).search
+    except re.error as error:
+        what = f"{pattern!r} is no regular expression: {error.msg}"
+        raise ConfigError(what, where=WHERE, fix='write for example "type:decoderlayer"') from None
 
 
 def no_method(method: str) -> ConfigError:
@@ -229,7 +238,7 @@ def _share_of_experts(config: Any) -> float:
 
 def _matching(parts: _Parts, pattern: str) -> Costs:
     """1 for each block whose class matches; an end counts where one of its modules with parameters does."""
-    matches = re.compile(pattern, re.IGNORECASE).search
+    matches = matcher(pattern)
 
     def cost(modules: Sequence[nn.Module]) -> float:
         return float(any(matches(type(module).__name__) for module in modules if elements([module])))

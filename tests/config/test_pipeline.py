@@ -103,8 +103,9 @@ def test_schedules_and_their_chunks() -> None:
 BUBBLES: list[tuple[dict[str, Any], int, str | None]] = [  # section, microbatches, what is said
     ({}, 4, "4 microbatches leave each of 4 pipeline stages idle for 43% of a step; 12 for 20%"),
     ({"schedule": "gpipe"}, 1, "1 microbatch leaves each of 4 pipeline stages idle for 75% of a step; 12 for 20%"),
-    ({"schedule": "interleaved", "chunks": 3}, 3, "idle for 25% of a step; 4 for 20%"),
-    ({"schedule": "zb-h1"}, 2, "idle for 33% of a step; 4 for 20%"),
+    ({"schedule": "interleaved", "chunks": 3}, 3, "idle for 36% of a step; 4 for 20%"),
+    ({"schedule": "zb-h1", "stages": 8}, 8, "idle for 23% of a step; 10 for 19%"),
+    ({"schedule": "zb-h1"}, 2, None),
     ({}, 12, None),
     ({"schedule": "zbv"}, 2, None),
     ({"stages": 1}, 1, None),

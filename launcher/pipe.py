@@ -1,0 +1,23 @@
+"""`launcher.pipe`: models that are cut into stages as a row of layers. DeepSpeed's names, of `deepspeed.pipe`.
+
+from launcher.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+"""
+
+from __future__ import annotations
+
+from launcher.pipeline.layers import PipelineModule
+from launcher.pipeline.specs import LayerSpec, TiedLayerSpec
+from launcher.pipeline.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+
+__all__ = [
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "ProcessTopology",
+    "TiedLayerSpec",
+]

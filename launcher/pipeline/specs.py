@@ -1,0 +1,159 @@
+"""What the layers of a `PipelineModule` are made from, and which of them are one. DeepSpeed's names.
+
+home   the index of the layer whose module a layer runs: its own, unless it is tied to an earlier one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from launcher.errors import ConfigError
+
+Source: TypeAlias = "LayerSpec | nn.Module | Callable[..., Any]"
+WHERE = "PipelineModule(layers=...)"
+
+
+class LayerSpec:
+    """A layer that is not built yet.
+
+    Args:
+        typename: a class of nn.Module.
+        module_args, module_kwargs: its arguments.
+
+    Raises:
+        ConfigError: `typename` is no class of nn.Module.
+    """
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise ConfigError(
+                f"{typename!r} is no class of nn.Module",
+                where=type(self).__name__,
+                fix="name the class, and then its arguments; a function or a module stands in the list as it is",
+            )
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self) -> nn.Module:
+        """The layer, with values from the random numbers of now."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self) -> str:
+        given = [
+            *map(repr, self.module_args),
+            *(f"{key}={value!r}" for key, value in self.module_kwargs.items()),
+        ]
+        return f"{type(self).__name__}({', '.join([self.typename.__name__, *given])})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that is one module with all others of the same key, wherever they run; the first one's arguments make it.
+
+    Args:
+        key: of the layers that are one.
+        forward_fn: called as forward_fn(module, inputs) in place of the module.
+        tied_weight_attr: an attribute, or several, that the module must have. All parameters of the module are tied; in
+            DeepSpeed only these are, between stages.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = (
+            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        )
+
+
+class _Again(NamedTuple):
+    """The key of a module that may stand in the row twice: no key of a TiedLayerSpec."""
+
+    identity: int
+
+
+class Layer(NamedTuple):
+    """One layer of the row: what it is made from, and the home of its module."""
+
+    source: Source
+    home: int
+
+
+def row_of(sources: Sequence[Any]) -> tuple[tuple[Layer, ...], dict[str, list[int]]]:
+    """The row with the home of each layer, and which layers are one."""
+    layers: list[Layer] = []
+    uses: dict[Any, list[int]] = {}
+    for index, source in enumerate(sources):
+        _check_source(index, source)
+        own = any(True for _ in source.parameters()) if isinstance(source, nn.Module) else False
+        key = source.key if isinstance(source, TiedLayerSpec) else _Again(id(source)) if own else None
+        places = [index] if key is None else uses.setdefault(key, [])
+        if key is not None:
+            places.append(index)
+        layers.append(Layer(source, places[0]))
+        first = sources[places[0]]
+        if isinstance(source, TiedLayerSpec) and first.typename is not source.typename:
+            raise ConfigError(
+                f"layers {places[0]} and {index} are tied by {source.key!r}, and are a {first.typename.__name__} and "
+                f"a {source.typename.__name__}",
+                where="TiedLayerSpec",
+                fix="tie layers of one class; what the second one does otherwise is its forward_fn",
+            )
+    _check_shared_parameters(layers)
+    several = ((key, use) for key, use in uses.items() if len(use) > 1)
+    return tuple(layers), {f"layer {use[0]}" if isinstance(key, _Again) else key: use for key, use in several}
+
+
+def _check_source(index: int, source: Any) -> None:
+    if not isinstance(source, LayerSpec) and not callable(source):
+        raise ConfigError(
+            f"layer {index} is {source!r}",
+            where=WHERE,
+            fix="write a LayerSpec, an nn.Module or a function",
+        )
+
+
+def _check_shared_parameters(layers: Sequence[Layer]) -> None:
+    """Two modules with one parameter would have two of them as soon as they are on two stages."""
+    seen: dict[int, int] = {}
+    for index, (source, home) in enumerate(layers):
+        if not isinstance(source, nn.Module):
+            continue
+        for name, parameter in source.named_parameters():
+            other = seen.setdefault(id(parameter), home)
+            if other != home:
+                raise ConfigError(
+                    f"layer {index} shares its parameter {name} with layer {other}, which another stage may hold",
+                    where=WHERE,
+                    fix="write both as TiedLayerSpec with one key; forward_fn says what the second one does",
+                )
+
+
+def check_attributes(spec: TiedLayerSpec, module: nn.Module) -> None:
+    """The module has what the layer says is tied."""
+    for name in spec.tied_weight_attr:
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if not isinstance(found, torch.Tensor):
+            raise ConfigError(
+                f"{type(module).__name__} has no weight {name!r} to tie by {spec.key!r}",
+                where="TiedLayerSpec(tied_weight_attr=...)",
+                fix=f"name one of {', '.join(name for name, _ in module.named_parameters()) or 'its parameters'}",
+            )
+
+
+def class_of(source: Source) -> str:
+    """Name of the class of a layer, or of a function."""
+    if isinstance(source, LayerSpec):
+        return source.typename.__name__
+    return type(source).__name__ if isinstance(source, nn.Module) else getattr(source, "__name__", "")

@@ -1,0 +1,113 @@
+"""The layers of one stage of a `PipelineModule`, and the random numbers that they are made from."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from launcher import checkpointing
+
+
+class Call(NamedTuple):
+    """How a layer runs: the module of this name on the inputs, or function(module, inputs), or function(inputs)."""
+
+    module: str | None
+    function: Callable[..., Any] | None
+
+
+class PipelineStage(nn.Module):
+    """Neighbouring layers. Its forward takes what the layer before the first one returns.
+
+    Args:
+        modules: by name; layers that are tied run the same one.
+        calls: of each layer.
+        interval, checkpoint, checkpointable: as PipelineModule's.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        calls: tuple[Call, ...],
+        *,
+        interval: int = 0,
+        checkpoint: Callable[..., Any] | None = None,
+        checkpointable: tuple[str, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.calls, self.interval, self.checkpointable = calls, interval, checkpointable
+        self._checkpoint = checkpoint or checkpointing.checkpoint
+
+    def forward(self, inputs: Any) -> Any:
+        if not self.interval or not torch.is_grad_enabled():
+            return self._run(self.calls, inputs)
+        for begin in range(0, len(self.calls), self.interval):
+            calls = self.calls[begin : begin + self.interval]
+            inputs = (
+                self._recomputed(calls, inputs) if self._may_recompute(calls) else self._run(calls, inputs)
+            )
+        return inputs
+
+    def _run(self, calls: tuple[Call, ...], inputs: Any) -> Any:
+        for name, function in calls:
+            module = None if name is None else self.get_submodule(name)
+            if function is None:
+                assert module is not None
+                inputs = module(inputs)
+            else:
+                inputs = function(inputs) if module is None else function(module, inputs)
+        return inputs
+
+    def _recomputed(self, calls: tuple[Call, ...], inputs: Any) -> Any:
+        def layers(*given: Any) -> Any:
+            return self._run(calls, given if isinstance(inputs, tuple) else given[0])
+
+        return self._checkpoint(layers, *(inputs if isinstance(inputs, tuple) else (inputs,)))
+
+    def _may_recompute(self, calls: tuple[Call, ...]) -> bool:
+        """Whether these layers are worth it: those of the named classes, or any with parameters."""
+        modules = [self.get_submodule(name) for name, _ in calls if name is not None]
+        if self.checkpointable is None:
+            return any(True for module in modules for _ in module.parameters())
+        return len(modules) == len(calls) and all(type(m).__name__ in self.checkpointable for m in modules)
+
+
+def number_of(seed: int, index: int) -> int:
+    """A seed for the layer `index`, unlike those of its neighbours and of other seeds; 0 .. 2**31 - 1."""
+    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+@contextmanager
+def drawn_from(number: int, seed_fn: Callable[[int], Any] | None = None) -> Iterator[None]:
+    """Random numbers of Python, numpy and torch start from `number` inside, and go on outside as if nothing had been.
+
+    Args:
+        seed_fn: seeds in place of it.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            (seed_fn or _seed)(number)
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(of_numpy)
+
+
+def _seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    # Not torch.manual_seed: that would reseed every other device as well.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(number)

@@ -1,0 +1,110 @@
+"""Ranks by coordinates: DeepSpeed's process topologies. Plain arithmetic; the mesh itself is `launcher.comm.Mesh`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import namedtuple
+from collections.abc import Sequence
+from typing import Any, cast
+
+from launcher.errors import ConfigError
+
+
+class ProcessTopology:
+    """Ranks 0 .. n - 1 laid out in rows: the last axis runs fastest.
+
+    Args:
+        axes: names of the axes, outermost first.
+        dims: degree of each.
+
+    Raises:
+        ConfigError: not as many names as degrees, a name twice, or a degree below 1.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(dim < 1 for dim in dims):
+            raise ConfigError(
+                f"a topology of the axes {list(axes)} with the degrees {list(dims)} cannot be",
+                where="ProcessTopology(axes, dims)",
+                fix="give each axis a name of its own and a degree of at least 1",
+            )
+        self.axes, self.dims = list(axes), list(dims)
+        self.ProcessCoord = cast(Any, namedtuple("ProcessCoord", axes))  # type: ignore[misc]
+        self._coords = [self.ProcessCoord(*numbers) for numbers in itertools.product(*map(range, dims))]
+        self._ranks = {coord: rank for rank, coord in enumerate(self._coords)}
+
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.dims)
+
+    def get_axis_names(self) -> list[str]:
+        """Outermost first."""
+        return list(self.axes)
+
+    def get_dim(self, axis: str) -> int:
+        """Degree of an axis; 0 where there is no such axis, as in DeepSpeed."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_rank(self, **coords: int) -> int:
+        """The rank at a coordinate of every axis.
+
+        Raises:
+            ConfigError: an axis is missing or not there, or a coordinate is outside.
+        """
+        if set(coords) != set(self.axes):
+            raise ConfigError(
+                f"get_rank({', '.join(coords)}) does not name the axes {', '.join(self.axes)}",
+                fix="give a coordinate for each; filter_match() takes some of them",
+            )
+        rank = self._ranks.get(self.ProcessCoord(**coords))
+        if rank is None:
+            raise ConfigError(f"{coords} lies outside of {dict(zip(self.axes, self.dims, strict=True))}")
+        return rank
+
+    def get_coord(self, rank: int) -> Any:
+        """A named tuple of the coordinates of a rank.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= rank < len(self._coords):
+            raise ConfigError(f"there is no rank {rank} among {len(self._coords)}")
+        return self._coords[rank]
+
+    def filter_match(self, **coords: int) -> list[int]:
+        """The ranks that have these coordinates."""
+        return [
+            rank
+            for rank, coord in enumerate(self._coords)
+            if all(getattr(coord, axis) == value for axis, value in coords.items())
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at one coordinate of an axis."""
+        return self.filter_match(**{axis: idx})
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """Groups of ranks that differ along `axis` only; none where there is no such axis."""
+        if axis not in self.axes:
+            return []
+        others = [name for name in self.axes if name != axis]
+        spans = itertools.product(*(range(self.get_dim(name)) for name in others))
+        return [self.filter_match(**dict(zip(others, numbers, strict=True))) for numbers in spans]
+
+    def __str__(self) -> str:
+        return str(self._ranks)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages outermost: data-parallel ranks are neighbours."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages outermost, tensor-parallel ranks innermost; as the ranks of a run here always lie."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
