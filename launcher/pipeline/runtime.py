@@ -4,11 +4,14 @@ What an action needs and makes, for virtual stage k and microbatch m:
 
 F(k, m)   takes what k - 1 left with for m; its outputs wait for B or I
 B(k, m)   takes the gradients of these outputs; gives those of what F took, and of the weights
+I(k, m)   the same, but leaves the weights of linear layers
+W(k, m)   the gradients of these
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,13 +20,14 @@ from torch import Tensor, nn
 
 from launcher.comm import Axis
 from launcher.comm.letters import Letters
-from launcher.errors import LauncherError
 from launcher.pipeline.actions import Action, Kind, Schedule
 from launcher.pipeline.mail import Mail
 from launcher.pipeline.route import Learned, Signature, signature_of
 from launcher.pipeline.schedules import schedule as schedule_of
+from launcher.pipeline.split_backward import SplitLinears
 from launcher.pipeline.staged import StagedModel
 from launcher.pipeline.transfers import with_transfers
+from launcher.tensor.weight_gradients import PutOff, putting_off
 
 Key = tuple[int, int]  # virtual stage, microbatch
 
@@ -62,12 +66,13 @@ class Runtime:
 
     Attributes:
         most_held: (virtual stage, microbatch) whose activations were held at once in the last step.
+        most_deferred: (virtual stage, microbatch) whose weight gradients waited at once.
     """
 
     def __init__(self, staged: StagedModel, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.letters = Letters(axis)
-        self.most_held = 0
+        self.most_held = self.most_deferred = 0
 
     def schedule(self, microbatches: int) -> Schedule:
         return schedule_of(self.name, self.axis.degree, microbatches, self.chunks)
@@ -86,10 +91,14 @@ class Runtime:
         step = _Step(self, mail, batches, signatures, work, training)
         self.most_held = 0
         actions = with_transfers(schedule)[self.axis.rank]
-        last = next((a for a in reversed(actions) if a.kind is Kind.BACKWARD), None)
-        for action in actions:
-            step.do(action, last=action is last)
-            self.most_held = max(self.most_held, len(step.kept))
+        last = next((a for a in reversed(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)), None)
+        splits = any(action.kind is Kind.INPUT for action in actions)
+        self.most_deferred = 0
+        with SplitLinears() if splits else nullcontext():
+            for action in actions:
+                step.do(action, last=action is last)
+                self.most_held = max(self.most_held, len(step.kept))
+                self.most_deferred = max(self.most_deferred, len(step.deferred))
         mail.finish()
         return [step.losses[m] for m in sorted(step.losses)]
 
@@ -101,6 +110,7 @@ class _Step:
         kept: forwards whose backward is to come.
         arrived: inputs of forwards to come.
         gradients: of the outputs of forwards.
+        deferred: weight gradients to come.
         leaving: what is to be sent.
     """
 
@@ -118,6 +128,7 @@ class _Step:
         self.kept: dict[Key, Kept] = {}
         self.arrived: dict[Key, tuple[Tensor, ...]] = {}
         self.gradients: dict[Key, tuple[Tensor, ...]] = {}
+        self.deferred: dict[Key, PutOff] = {}
         self.leaving: dict[Action, tuple[tuple[Tensor, ...], Learned | None]] = {}
         self.losses: dict[int, Tensor] = {}
 
@@ -134,8 +145,13 @@ class _Step:
                 self._forward(*key)
             case Kind.BACKWARD:
                 self._backward(*key, last=last)
-            case _:
-                raise LauncherError(f"{action} cannot be executed yet", where="pipeline.schedule")
+            case Kind.INPUT:
+                with putting_off() as self.deferred[key]:
+                    self._backward(*key, last=False)
+            case Kind.WEIGHT:
+                leaves, gradients = self.deferred.pop(key).computed()
+                if leaves:
+                    self.work.backward(leaves, gradients, last=last)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         received = tuple(_start(tensor) for tensor in self.arrived.pop((stage, microbatch), ()))

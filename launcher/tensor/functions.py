@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from launcher.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from launcher.tensor.parts import even_sizes
+from launcher.tensor.weight_gradients import put_off
 
 # ---- collectives on tensors of any shape ------------------------------------------------------
 
@@ -214,7 +215,7 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entered: Entered | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.entered, ctx.has_bias = entered, bias is not None
+        ctx.entered, ctx.has_bias, ctx.leaf = entered, bias is not None, weight
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -227,8 +228,9 @@ class _ColumnLinear(torch.autograd.Function):
         elif ctx.needs_input_grad[0]:
             dx = gradient @ weight
         rows = gradient.reshape(-1, weight.shape[0])  # [tokens, out]
-        if ctx.needs_input_grad[1]:
-            dw = rows.t() @ x.reshape(-1, weight.shape[1])
+        columns = x.reshape(-1, weight.shape[1])
+        if ctx.needs_input_grad[1] and not put_off(ctx.leaf, lambda: rows.t() @ columns):
+            dw = rows.t() @ columns
         if ctx.has_bias and ctx.needs_input_grad[2]:
             db = rows.sum(0)
         return dx, dw, db, None
