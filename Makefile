@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile -c constraints.txt
 
-.PHONY: train test lint parity models clean
+.PHONY: train test lint parity models stages clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch --config ds_configs/zero2.json
@@ -26,6 +26,10 @@ parity: $(VENV)/.installed-parity
 # Every causal-LM type under tensor parallelism; writes docs/models.md, and fails where that has changed.
 models: $(VENV)/.installed-test
 	$(BIN)/python -m tests.tensor.models_table
+
+# Every pipeline schedule beside one process; writes docs/stages.md, and fails where they differ.
+stages: $(VENV)/.installed-test
+	$(BIN)/python -m tests.pipeline.parity_table
 
 clean:
 	rm -rf $(VENV)

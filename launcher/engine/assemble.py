@@ -108,7 +108,7 @@ def initialize(
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = _split_layers(model, mesh, resolved)
-    staged = _cut(model, mesh, resolved)
+    staged = _cut(model, split_model, mesh, resolved)
     blocks = staged.blocks if staged is not None else unit_modules(model)
     checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
     _mark_leaves(model, resolved)
@@ -235,7 +235,7 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
     return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
 
 
-def _cut(model: nn.Module, mesh: Mesh, config: Config) -> StagedModel | None:
+def _cut(model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Config) -> StagedModel | None:
     """Cut the model into stages along pp, and say how even they are."""
     pp, section = mesh.axes["pp"], config.pipeline
     if pp.degree == 1:
@@ -246,7 +246,7 @@ def _cut(model: nn.Module, mesh: Mesh, config: Config) -> StagedModel | None:
     if mesh.rank == 0:
         print(balance(model, costs, boundaries), flush=True)
     rank_of = schedule(section.schedule, pp.degree, 1, section.chunks_of_rank).rank_of
-    return StagedModel(model, boundaries, rank_of, pp.rank)
+    return StagedModel(model, boundaries, rank_of, pp.rank, split_model.sequence)
 
 
 def _holders(staged: StagedModel | None, mesh: Mesh) -> dict[str, Axis]:

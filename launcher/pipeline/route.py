@@ -46,6 +46,7 @@ class Learned:
         positions: which of them cross.
         others: sums of the leaves that each stage makes itself, by position.
         shapes: of what crosses.
+        slicing: how sequences are sliced over tp.
     """
 
     returns: dict[str, Any] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class Learned:
     positions: tuple[int, ...] = ()
     others: dict[int, float] = field(default_factory=dict)
     shapes: tuple[Shape, ...] = ()
+    slicing: tuple[bool, int] | None = None
 
 
 def signature_of(batch: Any) -> Signature:

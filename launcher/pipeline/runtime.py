@@ -11,7 +11,6 @@ W(k, m)   the gradients of these
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,9 +23,9 @@ from launcher.pipeline.actions import Action, Kind, Schedule
 from launcher.pipeline.mail import Mail
 from launcher.pipeline.route import Learned, Signature, signature_of
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.split_backward import SplitLinears
 from launcher.pipeline.staged import StagedModel
 from launcher.pipeline.transfers import with_transfers
+from launcher.tensor.layers import let_put_off
 from launcher.tensor.weight_gradients import PutOff, putting_off
 
 Key = tuple[int, int]  # virtual stage, microbatch
@@ -72,6 +71,9 @@ class Runtime:
     def __init__(self, staged: StagedModel, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.letters = Letters(axis)
+        if any(action.kind is Kind.INPUT for actions in self.schedule(1).actions for action in actions):
+            for _, block in staged.blocks:
+                let_put_off(block)
         self.most_held = self.most_deferred = 0
 
     def schedule(self, microbatches: int) -> Schedule:
@@ -92,13 +94,11 @@ class Runtime:
         self.most_held = 0
         actions = with_transfers(schedule)[self.axis.rank]
         last = next((a for a in reversed(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)), None)
-        splits = any(action.kind is Kind.INPUT for action in actions)
         self.most_deferred = 0
-        with SplitLinears() if splits else nullcontext():
-            for action in actions:
-                step.do(action, last=action is last)
-                self.most_held = max(self.most_held, len(step.kept))
-                self.most_deferred = max(self.most_deferred, len(step.deferred))
+        for action in actions:
+            step.do(action, last=action is last)
+            self.most_held = max(self.most_held, len(step.kept))
+            self.most_deferred = max(self.most_deferred, len(step.deferred))
         mail.finish()
         return [step.losses[m] for m in sorted(step.losses)]
 
@@ -187,6 +187,7 @@ class _Step:
             gradients = self.gradients.pop((stage, microbatch))
         pairs = [(out, grad) for out, grad in zip(kept.outputs, gradients, strict=True) if out.requires_grad]
         if pairs:
+            self.staged.before_backward(stage, self.signatures[microbatch])
             self.work.backward([out for out, _ in pairs], [grad for _, grad in pairs], last=last)
         if stage == 0:
             return

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from launcher.pipeline.parts import Parts, parts_of
 from launcher.pipeline.route import BlockElsewhere, Learned, Left, PartElsewhere, Route, Shape, Signature
+from launcher.tensor.sequence import SequenceParallel
 
 Swap = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, what it holds, its stand-in
 
@@ -28,6 +29,7 @@ class StagedModel:
         boundaries: over the blocks, [virtual stages + 1].
         rank_of: the pp rank of each virtual stage.
         rank: this one.
+        sequence: what slices sequences over tp; None: nothing does.
 
     Attributes:
         blocks: (name, module) of this rank.
@@ -35,8 +37,14 @@ class StagedModel:
     """
 
     def __init__(
-        self, model: nn.Module, boundaries: Sequence[int], rank_of: Sequence[int], rank: int
+        self,
+        model: nn.Module,
+        boundaries: Sequence[int],
+        rank_of: Sequence[int],
+        rank: int,
+        sequence: SequenceParallel | None = None,
     ) -> None:
+        self.sequence = sequence
         self.model, self.boundaries, self.rank_of, self.rank = model, list(boundaries), list(rank_of), rank
         self.route = Route()
         parts = parts_of(model)
@@ -164,6 +172,10 @@ class StagedModel:
         Returns:
             What the next one needs; of the last one what the model returns.
         """
+        if stage and self.sequence is not None:
+            slicing = self._learned[stage - 1, signature].slicing
+            assert slicing is not None
+            self.sequence.go_on(slicing)
         known = self.learned(stage, signature)
         before = self._learned[stage - 1, signature] if stage else Learned()
         learned = known or Learned(dict(before.returns), dict(before.outputs))
@@ -177,10 +189,19 @@ class StagedModel:
                 output = call(self.model)
         except Left as left:
             crossing = self.route.crossing(self._names[leave], left.call)
+            learned.slicing = self.sequence.pause() if self.sequence is not None else None
             self._learned[stage, signature] = learned
             return crossing
+        if self.sequence is not None and stage:
+            learned.slicing = before.slicing
         self._learned[stage, signature] = learned
         return output
+
+    def before_backward(self, stage: int, signature: Signature) -> None:
+        """Blocks may be recomputed: as they were in the forward of this signature."""
+        slicing = self._learned[stage, signature].slicing
+        if self.sequence is not None and slicing is not None:
+            self.sequence.recall(slicing)
 
 
 @contextmanager

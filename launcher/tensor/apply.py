@@ -53,10 +53,12 @@ class SplitModel:
     Args:
         axis: the tp axis.
         splits: of every parameter, by the name that named_parameters() gives; empty where nothing is split.
+        sequence: what slices sequences; None: nothing does.
     """
 
     axis: Axis
     splits: dict[str, Split] = field(default_factory=dict)
+    sequence: SequenceParallel | None = None
 
 
 def apply(
@@ -78,7 +80,9 @@ def apply(
     """
     if axis.degree == 1:
         return SplitModel(axis)
-    return SplitModel(axis, _Splitter(model, axis, options, device, plan_of(model, options.rules)).run())
+    splitter = _Splitter(model, axis, options, device, plan_of(model, options.rules))
+    splits = splitter.run()
+    return SplitModel(axis, splits, splitter.sequence)
 
 
 class _Splitter:
@@ -103,6 +107,7 @@ class _Splitter:
         self.local: dict[nn.Parameter, nn.Parameter] = {}
         self.split: dict[nn.Parameter, Split] = {}
         self.partial: set[nn.Parameter] = set()
+        self.sequence: SequenceParallel | None = None
         # attention -> how many ranks hold each of its key-value heads
         self.holders: dict[nn.Module, int] = {}
 
@@ -134,6 +139,7 @@ class _Splitter:
         blocks = [(name, block) for name, block in unit_modules(self.model) if block in inside]
         made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.options.overlaps)
         made.install()
+        self.sequence = made
         return made.partial
 
     def _follow(self) -> None:

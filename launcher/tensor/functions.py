@@ -211,35 +211,50 @@ def sequence_dim(x: Tensor) -> int:
     return min(1, x.dim() - 2)
 
 
-class _ColumnLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entered: Entered | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        entered: Entered | None,
+        of: tuple[Tensor, bool],
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.entered, ctx.has_bias, ctx.leaf = entered, bias is not None, weight
+        ctx.entered, ctx.has_bias, ctx.of = entered, bias is not None, of
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
+        leaf, transposed = ctx.of
         dx = dw = db = None
         if ctx.entered is not None:
             ctx.entered.add(gradient, weight)
         elif ctx.needs_input_grad[0]:
             dx = gradient @ weight
         rows = gradient.reshape(-1, weight.shape[0])  # [tokens, out]
-        columns = x.reshape(-1, weight.shape[1])
-        if ctx.needs_input_grad[1] and not put_off(ctx.leaf, lambda: rows.t() @ columns):
+        columns = x.reshape(-1, weight.shape[1])  # [tokens, in]
+
+        def of_leaf() -> Tensor:
+            return (columns.t() @ rows if transposed else rows.t() @ columns).to(leaf.dtype)
+
+        if ctx.needs_input_grad[1] and not put_off(leaf, of_leaf):
             dw = rows.t() @ columns
         if ctx.has_bias and ctx.needs_input_grad[2]:
             db = rows.sum(0)
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] times this rank's rows of a weight [out / degree, in]; `x` comes from `enter`."""
+def linear(x: Tensor, leaf: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor:
+    """x [..., in] times a weight [out, in] (`transposed`: [in, out]), or this rank's rows of it where `x` comes from
+    `enter`. Its backward can put the gradient of the weight off (`weight_gradients.py`)."""
     entered: Entered | None = getattr(x, _STATE, None)
-    device = x.device.type
+    device, weight = x.device.type, leaf.t() if transposed else leaf
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -247,7 +262,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             x, entered = x.to(dtype), None
     if entered is not None:
         entered.read()
-    made: Tensor = _ColumnLinear.apply(x, weight, bias, entered)
+    made: Tensor = _Linear.apply(x, weight, bias, entered, (leaf, transposed))
     return made
 
 

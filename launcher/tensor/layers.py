@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from launcher.comm import Axis
 from launcher.tensor.dropout import Streams
 from launcher.tensor.functions import (
-    column_linear,
     enter,
     gather_along,
     leave,
     leave_scattered,
+    linear,
     slice_along,
 )
 
@@ -85,7 +84,7 @@ class ColumnParallel(SplitModule):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         split = self.split
         x = enter(x, split.axis, split.name, overlaps=split.overlaps)
-        y = _linear(self, x) if split.linear else super().forward(x, *args, **kwargs)
+        y = linear_of(self, x) if split.linear else super().forward(x, *args, **kwargs)
         if split.gathers is None:
             split.streams.begin_split(self.training)
             return y
@@ -102,7 +101,7 @@ class VocabularyHead(SplitModule):
 
     def forward(self, x: Tensor) -> Tensor:
         split = self.split
-        logits = _linear(self, enter(x, split.axis, split.name, overlaps=split.overlaps))
+        logits = linear_of(self, enter(x, split.axis, split.name, overlaps=split.overlaps))
         if split.gathers is None:
             return logits
         return gather_along(logits, split.axis, -1, split.name, split.gathers[0])
@@ -118,7 +117,7 @@ class RowParallel(SplitModule):
         bias = self._parameters.get("bias")
         try:
             if split.linear:
-                y = F.linear(x, _weight(self))
+                y = linear_of(self, x, biased=False)
             else:
                 self._parameters["bias"] = None
                 y = super().forward(x, *args, **kwargs)
@@ -228,7 +227,7 @@ class LatentAndRope(SplitModule):
         return torch.cat([latent, enter(rope, split.axis, split.name, overlaps=split.overlaps)], -1)
 
 
-_classes: dict[tuple[type[SplitModule], type[nn.Module]], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def swap(module: nn.Module, mixin: type[SplitModule], layer: Layer) -> None:
@@ -236,18 +235,34 @@ def swap(module: nn.Module, mixin: type[SplitModule], layer: Layer) -> None:
     own = type(module)
     layer.linear = own.forward in (nn.Linear.forward, Conv1D.forward)
     module.split = layer  # type: ignore[assignment]
+    module.__class__ = _mixed(mixin, own)
+
+
+def _mixed(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     if (mixin, own) not in _classes:
         _classes[mixin, own] = type(
             f"{mixin.__name__}{own.__name__}", (mixin, own), {"__module__": own.__module__}
         )
-    module.__class__ = _classes[mixin, own]
+    return _classes[mixin, own]
 
 
-def _weight(module: nn.Module) -> Tensor:
-    """[out, in]"""
+def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
+    """What a Linear or Conv1D computes."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight.t() if isinstance(module, Conv1D) else weight
+    bias = module._parameters.get("bias") if biased else None
+    return linear(x, weight, bias, transposed=isinstance(module, Conv1D))
 
 
-def _linear(module: nn.Module, x: Tensor) -> Tensor:
-    return column_linear(x, _weight(module), module._parameters.get("bias"))
+class PutsOff(nn.Module):
+    """A linear layer whose backward can put the gradient of its weight off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_of(self, x)
+
+
+def let_put_off(module: nn.Module) -> None:
+    """Have every linear layer inside put the gradient of its weight off where it is asked to."""
+    for inner in module.modules():
+        own = type(inner)
+        if own.forward in (nn.Linear.forward, Conv1D.forward):
+            inner.__class__ = _mixed(PutsOff, own)

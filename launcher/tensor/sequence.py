@@ -43,6 +43,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 _STATES = ("hidden_states", "x", "hidden_state", "inputs")  # keywords of what travels from block to block
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Slicing = tuple[bool, int]  # whether sequences are sliced, and how long they are
 
 
 class SequenceParallel:
@@ -119,6 +120,26 @@ class SequenceParallel:
         """Its bias is added to this rank's slice."""
         self.partial |= {p for key, p in row._parameters.items() if key == "bias" and p is not None}
 
+    # ---- pipeline stages --------------------------------------------------------------------
+
+    def pause(self) -> Slicing:
+        """The forward leaves this stage between two blocks; the next stage goes on as this says."""
+        found = self.state.active, self.state.length
+        self._begun = False
+        self.recall(self._trained)
+        return found
+
+    def go_on(self, slicing: Slicing) -> None:
+        """A forward enters this stage between two blocks."""
+        self.recall(slicing)
+        self._begun = True
+        if torch.is_grad_enabled():
+            self._trained = slicing
+
+    def recall(self, slicing: Slicing) -> None:
+        """Blocks of a forward that sliced so are recomputed now."""
+        self.state.active, self.state.length = slicing
+
     # ---- blocks -----------------------------------------------------------------------------
 
     def _before_block(self, name: str, *, first: bool) -> Callable[..., Call]:
@@ -146,7 +167,7 @@ class SequenceParallel:
             if not last:
                 return None
             active, self._begun = self.state.active, False
-            self.state.active, self.state.length = self._trained
+            self.recall(self._trained)
             if not active:
                 return None
             return _first(output, lambda x: gather_along(x, self.axis, 1, f"{name}.sequence"))

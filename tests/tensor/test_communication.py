@@ -59,7 +59,7 @@ def order(ctx: RankContext, overlaps: bool) -> list[str]:
     for name in "qk":
         weight = torch.randn(6, 8, requires_grad=True)
         weight.register_hook(lambda _, name=name: events.append(name))
-        outputs.append(functions.column_linear(entered, weight, None))
+        outputs.append(functions.linear(entered, weight, None))
     start, wait = functions.all_reduce, Pending.wait
     told = lambda *args: (events.append("reduce"), start(*args))[1]  # noqa: E731
     waits = lambda self: (events.append("wait"), wait(self))[1]  # noqa: E731
