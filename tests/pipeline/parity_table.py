@@ -126,11 +126,10 @@ def page_of(rows: list[str]) -> str:
     lines = [
         "# Stages beside one process",
         "",
-        f"Largest relative difference of the loss and of the gradient norm of each of {STEPS} steps, and of the weights "
-        "after them, from a",
-        "run of plain PyTorch in one process: a tiny Llama in fp32, AdamW with clipping, one rank a stage. Tied: embedding",
-        "and head share their weight. Held: microbatches, of each chunk, whose activations a rank kept at once, rank by "
-        "rank.",
+        f"Largest relative difference of the loss and of the gradient norm of each of {STEPS} steps, and of the",
+        "weights after them, from a run of plain PyTorch in one process: a tiny Llama in fp32, AdamW with clipping, one",
+        "rank a stage. Tied: embedding and head share their weight. Held: microbatches, of each chunk, whose activations a",
+        "rank kept at once, rank by rank.",
         "Written by `make stages`, which fails above 1e-5.",
         "",
         f"| schedule | stages | microbatches | {stages} | held |",

@@ -59,7 +59,6 @@ def test_as_one_process(pool: WorkerPool, world: int, pp: int, tp: int, schedule
     for got in pool.run(train, world, pp, tp, schedule, stage, tied, sequence, sections):
         assert got["losses"] == pytest.approx(want.losses, rel=1e-5)
         assert got["norms"] == pytest.approx(want.grad_norms, rel=1e-5)
-        print(worst)
         assert got["weights"].keys() == want.weights.keys()
         for name, weight in want.weights.items():
             off = (got["weights"][name] - weight).norm() / weight.norm()
