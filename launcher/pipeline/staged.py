@@ -105,9 +105,9 @@ class StagedModel:
                 continue
             for inner in module.modules():  # it stays for the names of those that are kept
                 inner._buffers.clear()
-                for key, shown in inner._parameters.items():
+                for one, shown in inner._parameters.items():
                     if shown not in kept:
-                        inner._parameters[key] = None
+                        inner._parameters[one] = None
 
     @contextmanager
     def _showing(self, stage: int) -> Iterator[None]:
