@@ -39,3 +39,7 @@ class ShardedParameterError(LauncherError, RuntimeError):
 
 class SplitLogitsError(LauncherError, RuntimeError):
     """Logits were touched of which this rank has some columns only."""
+
+
+class ElsewhereError(LauncherError, AttributeError):
+    """A part of the model was touched that another pipeline stage holds."""

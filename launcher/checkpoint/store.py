@@ -1,6 +1,6 @@
 """Checkpoints of logical tensors in a directory: any topology writes one, any topology reads it.
 
-Collective over `group`: every rank calls `save` and `load` with the same names. A rank that fails tells the
+Collective over `group`: every rank calls `save` and `load` with the names that it has. A rank that fails tells the
 others, so all of them raise the same error and none waits for ever.
 """
 

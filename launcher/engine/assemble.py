@@ -123,6 +123,7 @@ def initialize(
         tp=split_model.axis,
         pp=mesh.axes["pp"],
         holders=_holders(staged, mesh),
+        elsewhere=staged.elsewhere if staged is not None else {},
     )
     cast_buffers(resolved, model)
     stepper = (

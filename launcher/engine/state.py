@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from launcher.checkpoint.ranks import Ranks
 from launcher.checkpoint.reader import read_metadata
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
 from launcher.checkpoint.values import decode, encode
 from launcher.engine.random_state import random_states, restore_random_states
+from launcher.engine.whole import of_stages
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
 from launcher.zero import ParamSlice
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
 # Names in a checkpoint: model/<parameter>, buffer/<buffer>, optimizer/<state>/<parameter> (shaped like the parameter),
-# scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<dp rank>
+# scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<place>
 Tensors = dict[str, Tensor | FlatSlice]
 Stored = dict[str, torch.dtype]  # name -> dtype
 
@@ -36,14 +38,14 @@ def save_state(
     exclude_frozen: bool = False,
     latest: bool = True,
 ) -> None:
-    """Write the checkpoint DIRECTORY/TAG: each rank writes its slice of everything. Collective."""
+    """Write the checkpoint DIRECTORY/TAG: each rank writes its slice of everything in its stage. Collective."""
     tensors: Tensors = {}
     for piece in _written(engine):
         if not (exclude_frozen and not engine.zero.slots[piece.name].leaf.requires_grad):
             tensors[f"model/{piece.name}"] = _flat_slice(engine, piece, piece.data)
     tensors |= _buffers(engine)
     tensors |= _optimizer_state(engine)
-    tensors |= random_states(engine.mesh.dp.rank, engine.device)
+    tensors |= _random_states(engine)
     engine.saver.save(directory, tag, tensors, _meta(engine, client_state), latest)
 
 
@@ -63,9 +65,8 @@ def load_state(
         return None, {}
     tag, meta = found[0], decode(found[1])
     path = tag_path(directory, tag)
-    stored = _stored(path)
     stepper = engine.optimizer if optimizer else None
-    _check_fit(engine, path, stored, meta, strict=strict, optimizer=stepper is not None)
+    stored = _fitting(engine, path, meta, strict=strict, optimizer=stepper is not None)
     engine.zero.free_gathered()
     engine.abandon_step()
     tensors: Tensors = {
@@ -87,17 +88,32 @@ def load_state(
     return str(path), meta["client_state"]
 
 
+def _fitting(engine: Engine, path: Path, meta: dict[str, Any], *, strict: bool, optimizer: bool) -> Stored:
+    """What is stored. Before anything is changed: what loading tensor by tensor would not notice."""
+    mine = {f"model/{name}" for name in engine.zero.slots} | _buffers(engine).keys()
+    known = set().union(*of_stages(engine, mine))
+
+    def look() -> Stored:
+        stored = _stored(path)
+        _check_fit(engine, path, stored, known, meta, strict=strict, optimizer=optimizer)
+        return stored
+
+    return Ranks(None).together(look)  # each node may have a directory of its own
+
+
 def _check_fit(
     engine: Engine,
     path: Path,
     stored: Stored,
+    known: set[str],
     meta: dict[str, Any],
     *,
     strict: bool,
     optimizer: bool,
 ) -> None:
-    """Before anything is changed: what loading tensor by tensor would not notice."""
-    known = {f"model/{name}" for name in engine.zero.slots} | _buffers(engine).keys()
+    """Args:
+    known: names of the model and its buffers, on all stages.
+    """
     others = [n for n in stored if n.startswith(("model/", "buffer/")) and n not in known]
     if strict and others:
         raise CheckpointError(
@@ -153,9 +169,15 @@ def _restore(engine: Engine, meta: dict[str, Any], rng: dict[str, Tensor]) -> No
 
 
 def _rng_to_load(engine: Engine, stored: Stored) -> dict[str, Tensor]:
-    """A dp rank that was not there when saving keeps its own random state."""
-    mine = random_states(engine.mesh.dp.rank, engine.device)
-    return {name: state for name, state in mine.items() if name in stored}
+    """A place that was not there when saving keeps its own random state."""
+    return {name: state for name, state in _random_states(engine).items() if name in stored}
+
+
+def _random_states(engine: Engine) -> dict[str, Tensor]:
+    """Pipeline stages draw numbers of their own. Those of the first one are named as where there is only one."""
+    stage = engine.mesh.axes["pp"].rank
+    place = f"{engine.mesh.dp.rank}/stage{stage}" if stage else str(engine.mesh.dp.rank)
+    return random_states(place, engine.device)
 
 
 def _stored(path: Path) -> Stored:

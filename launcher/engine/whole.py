@@ -1,24 +1,33 @@
-"""Whole weights out of an engine, one unit gathered at a time: safetensors, or a state dict."""
+"""The whole model out of an engine, one unit gathered at a time: safetensors, or a state dict.
+
+Every rank asks for the same tensors in the same order. Those of other pipeline stages come to global rank 0 along its
+line of pp, one at a time.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from launcher.checkpoint import export
+from launcher.comm.letters import Letters
 from launcher.errors import CheckpointError
-from launcher.models.names import persistent_buffers
+from launcher.models.names import persistent_buffers, state_names
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
-    from launcher.zero.slot import Slot
     from launcher.zero.unit import Unit
+
+T = TypeVar("T")
 
 
 def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) -> None:
@@ -30,12 +39,8 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
     writer = engine.global_rank == 0
     with _Whole(engine) as whole:
         entries: list[export.Entry] = [
-            (slot.name, slot.leaf.dtype, tuple(slot.split.shape), partial(whole.fetch, unit, slot))
-            for unit, slot in whole.slots(exclude_frozen)
-        ]
-        entries += [
-            (name, buffer.dtype, tuple(buffer.shape), partial(_itself, buffer))
-            for name, buffer in persistent_buffers(engine.module)
+            (found.names[0], found.dtype, tuple(found.shape), partial(whole.fetch, found))
+            for found in whole.tensors(exclude_frozen)
         ]
         failure: CheckpointError | None = None
         try:
@@ -52,39 +57,100 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
 
 def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, Tensor] | None:
     """What module.state_dict() would be without sharding, on the CPU of rank 0; None elsewhere. Collective."""
+    writer = engine.global_rank == 0
     state: dict[str, Tensor] = {}
-    names = {module: name for name, module in engine.module.named_modules()}
-    for name, value in engine.zero.full_parameters():
-        slot = engine.zero.slots[name]
-        if engine.global_rank == 0 and (slot.leaf.requires_grad or not exclude_frozen):
-            kept = value.to("cpu", copy=True)
-            for module, attribute in slot.owners:  # tied: one tensor under every name
-                state[f"{names[module]}.{attribute}" if names[module] else attribute] = kept
-    state |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(engine.module)}
-    return state if engine.global_rank == 0 else None
+    with _Whole(engine) as whole:
+        for found in whole.tensors(exclude_frozen):
+            value = whole.fetch(found)
+            if writer:
+                assert value is not None
+                state |= dict.fromkeys(found.names, value.to("cpu", copy=True))  # tied: one under every name
+        return {name: state[name] for name in sorted(state, key=whole.place)} if writer else None
+
+
+def of_stages(engine: Engine, value: T) -> list[T]:
+    """What the pipeline stages say, in their order. Collective."""
+    pp = engine.mesh.axes["pp"]
+    values = [value] * pp.degree
+    if pp.degree > 1:
+        dist.all_gather_object(values, value, group=pp.group)
+    return values
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A parameter or a persistent buffer of the model.
+
+    Attributes:
+        names: all of it, in the order of the model; several where it is tied.
+        shape: of the logical tensor.
+        stage: the first one that holds it.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: torch.Size
+    frozen: bool
+    stage: int
 
 
 class _Whole:
-    """Whole parameters, one unit gathered at a time; every rank asks for them in the same order."""
+    """Whole tensors, one unit gathered at a time."""
 
     def __init__(self, engine: Engine) -> None:
-        self.zero, self._open = engine.zero, ExitStack()
-        self.unit: Unit | None = None
+        self.engine, self.zero, self.pp = engine, engine.zero, engine.mesh.axes["pp"]
+        order = engine.runtime.staged.names if engine.runtime else state_names(engine.module)
+        self._places = {name: place for place, name in enumerate(order)}
+        self._buffers = dict(persistent_buffers(engine.module))
+        self._letters, self._open = Letters(self.pp), ExitStack()
+        self._unit: Unit | None = None
 
-    def slots(self, exclude_frozen: bool) -> list[tuple[Unit, Slot]]:
-        return [
-            (unit, slot)
-            for unit in self.zero.units
-            for flat in unit.flats
-            for slot in flat.slots
-            if slot.leaf.requires_grad or not exclude_frozen
-        ]
+    def tensors(self, exclude_frozen: bool) -> list[_Found]:
+        """All of the model, in its order. Collective."""
+        found: dict[str, _Found] = {}
+        for of_stage in of_stages(self.engine, list(self._held())):
+            for one in of_stage:
+                found.setdefault(one.names[0], one)
+        kept = [one for one in found.values() if not (exclude_frozen and one.frozen)]
+        return sorted(kept, key=lambda one: self.place(one.names[0]))
 
-    def fetch(self, unit: Unit, slot: Slot) -> Tensor:
-        if unit is not self.unit:
+    def place(self, name: str) -> int:
+        """In the order of the model; what it got later comes last."""
+        return self._places.get(name, len(self._places))
+
+    def _held(self) -> Iterator[_Found]:
+        prefixes = {module: f"{name}." if name else "" for name, module in self.engine.module.named_modules()}
+        for slot in self.zero.slots.values():
+            names = tuple(prefixes[module] + attribute for module, attribute in slot.owners)
+            frozen = not slot.leaf.requires_grad
+            yield _Found(names, slot.leaf.dtype, slot.split.shape, frozen, self.pp.rank)
+        for name, buffer in self._buffers.items():
+            yield _Found((name,), buffer.dtype, buffer.shape, False, self.pp.rank)
+
+    def fetch(self, found: _Found) -> Tensor | None:
+        """The whole tensor on global rank 0; elsewhere it, or None. Collective."""
+        mine = found.stage == self.pp.rank
+        value = self._own(found.names[0]) if mine else None
+        along_pp = all(axis.rank == 0 for name, axis in self.engine.mesh.axes.items() if name != "pp")
+        if found.stage == 0 or not along_pp:
+            return value
+        if value is not None:
+            self._letters.send(_bytes(value.contiguous()), 0, "root/whole").wait()
+        elif self.pp.rank == 0:
+            value = torch.empty(found.shape, dtype=found.dtype, device=self.engine.device)
+            self._letters.receive(_bytes(value), found.stage, "root/whole").wait()
+        return value
+
+    def _own(self, name: str) -> Tensor:
+        """What this stage has. Collective in it."""
+        if name in self._buffers:
+            return self._buffers[name]
+        slot = self.zero.slots[name]
+        unit = self.zero.unit_of(slot)
+        if slot.flat.sharded and unit is not self._unit:
             self._open.close()
             self._open.enter_context(self.zero.gathered([s.leaf for flat in unit.flats for s in flat.slots]))
-            self.unit = unit
+            self._unit = unit
         return self.zero.logical(slot)
 
     def __enter__(self) -> _Whole:
@@ -94,6 +160,10 @@ class _Whole:
         self._open.close()
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
 def _write_config(engine: Engine, directory: Path) -> None:
     config: Any = getattr(engine.module, "config", None)
     if hasattr(config, "save_pretrained"):
@@ -101,7 +171,3 @@ def _write_config(engine: Engine, directory: Path) -> None:
         config.architectures = [type(engine.module).__name__]
         config.dtype = str(engine.zero.policy.param_dtype).removeprefix("torch.")
         config.save_pretrained(directory)
-
-
-def _itself(buffer: Tensor) -> Tensor:
-    return buffer

@@ -86,6 +86,17 @@ def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{key}" if prefix else key), buffer
 
 
+def state_names(model: nn.Module) -> list[str]:
+    """The names of parameters and persistent buffers in the order of state_dict(); tied ones under each name."""
+    return [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for tensors in (module._parameters, module._buffers)
+        for key, tensor in tensors.items()
+        if tensor is not None and key not in module._non_persistent_buffers_set
+    ]
+
+
 def _target(
     model: PreTrainedModel, stored: str, by_alias: dict[str, str], renamings: list[WeightRenaming]
 ) -> str | None:

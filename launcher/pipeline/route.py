@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from launcher.errors import LauncherError
+from launcher.errors import ElsewhereError, LauncherError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Signature = tuple[Any, ...]  # of a batch: structure, shapes and dtypes
@@ -120,16 +120,37 @@ class Route:
         return crossing
 
 
-class BlockElsewhere(nn.Module):
-    """Stands for a block that does not run in this forward. It has the plain attributes of the block: models ask
-    blocks for the kind of their attention."""
+class Elsewhere(nn.Module):
+    """Stands for a module that does not run in this forward. It has its plain attributes: models ask blocks for the
+    kind of their attention.
 
-    def __init__(self, block: nn.Module, index: int, route: Route) -> None:
+    Args:
+        where: the module's name and stage, in words.
+    """
+
+    def __init__(self, module: nn.Module, where: str, route: Route) -> None:
         super().__init__()
         own = set(self.__dict__)
-        self.__dict__.update({key: value for key, value in block.__dict__.items() if key not in own})
+        self.__dict__.update({key: value for key, value in module.__dict__.items() if key not in own})
         self.__dict__.pop("forward", None)
-        self.of, self.index, self.route = type(block).__qualname__, index, route
+        self.where, self.route = where, route
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise ElsewhereError(
+                f"{self.__dict__.get('where')}: here is no {name!r} of it",
+                fix="ask on the ranks of that stage, or for the whole model: engine.save_16bit_model()",
+            ) from None
+
+
+class BlockElsewhere(Elsewhere):
+    """A block."""
+
+    def __init__(self, block: nn.Module, where: str, route: Route, index: int) -> None:
+        super().__init__(block, where, route)
+        self.of, self.index = type(block).__qualname__, index
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.index == self.route.leave:
@@ -141,16 +162,13 @@ class BlockElsewhere(nn.Module):
         return tree_map(lambda value: states if isinstance(value, Shape) else value, template)
 
 
-class PartElsewhere(nn.Module):
-    """Stands for a part before or after the blocks that does not run in this forward. In front of the blocks it gives
-    zeros of the shape that the part gave on the first stage: what they lead to is replaced at the first block."""
+class PartElsewhere(Elsewhere):
+    """A part before or after the blocks. In front of the blocks it gives zeros of the shape that the part gave on the
+    first stage: what they lead to is replaced at the first block."""
 
-    def __init__(self, part: nn.Module, name: str, route: Route, *, before: bool) -> None:
-        super().__init__()
-        own = set(self.__dict__)
-        self.__dict__.update({key: value for key, value in part.__dict__.items() if key not in own})
-        self.__dict__.pop("forward", None)
-        self.name, self.route, self.before = name, route, before
+    def __init__(self, part: nn.Module, where: str, route: Route, name: str, *, before: bool) -> None:
+        super().__init__(part, where, route)
+        self.name, self.before = name, before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         template = self.route.learned.outputs.get(self.name) if self.before else None

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from launcher.models.names import state_names
 from launcher.pipeline.parts import Parts, parts_of
 from launcher.pipeline.route import BlockElsewhere, Learned, Left, PartElsewhere, Route, Shape, Signature
 from launcher.tensor.sequence import SequenceParallel
@@ -34,6 +36,8 @@ class StagedModel:
     Attributes:
         blocks: (name, module) of this rank.
         shared: names of parameters that other ranks hold as well -> pp ranks that hold them, in order.
+        names: of parameters and persistent buffers of the whole model, in the order of its state_dict().
+        elsewhere: parameters that only other ranks hold -> where they are, in words.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class StagedModel:
         self.sequence = sequence
         self.model, self.boundaries, self.rank_of, self.rank = model, list(boundaries), list(rank_of), rank
         self.route = Route()
+        self.names = state_names(model)
+        self.elsewhere = WeakTensorKeyDictionary()
         parts = parts_of(model)
         self.virtual_stages = len(self.rank_of)
         self._names = [name for name, _ in parts.blocks]
@@ -65,11 +71,14 @@ class StagedModel:
         for k in range(self.virtual_stages):
             for i in range(self.boundaries[k], self.boundaries[k + 1]):
                 name, block = parts.blocks[i]
-                self._plan_swap(name, {k}, block, BlockElsewhere(block, i, self.route))
+                self._plan_swap(
+                    name, {k}, block, BlockElsewhere(block, self._where(name, {k}), self.route, i)
+                )
         for part, stage in ((parts.before, 0), (parts.after, last)):
             for name, module in part:
                 if any(True for _ in module.parameters()):
-                    other = PartElsewhere(module, name, self.route, before=stage == 0)
+                    where = self._where(name, {stage})
+                    other = PartElsewhere(module, where, self.route, name, before=stage == 0)
                     self._plan_swap(name, {stage}, module, other)
 
     def _plan_swap(self, name: str, stages: set[int], module: nn.Module, other: nn.Module) -> None:
@@ -79,24 +88,34 @@ class StagedModel:
     def _holders(self, stages: set[int]) -> set[int]:
         return {self.rank_of[stage] for stage in stages}
 
+    def _where(self, name: str, stages: set[int]) -> str:
+        (rank,) = self._holders(stages)
+        return f"{name} is on pipeline stage {rank}"
+
     def _put_stand_ins(self) -> None:
-        """For good, where this rank never runs a module and no parameter of it is in one that runs here."""
+        """For good, where this rank never runs a module and no parameter of it is in one that runs here. Nothing here
+        keeps the module then, nor its memory."""
         kept = {
             parameter
             for stages, (_, _, module, _) in self._swaps.values()
             if self.rank in self._holders(stages)
             for parameter in module.parameters()
         }
-        for stages, (parent, key, module, other) in self._swaps.values():
+        for name, (stages, (parent, key, module, other)) in self._swaps.items():
             if self.rank in self._holders(stages):
                 continue
+            for own, parameter in module.named_parameters():
+                if parameter not in kept:
+                    self.elsewhere[parameter] = self._where(f"{name}.{own}", stages)
             if not any(parameter in kept for parameter in module.parameters()):
                 parent._modules[key] = other
+                self._swaps[name] = stages, (parent, key, other, other)
                 continue
             for inner in module.modules():  # it stays for the names of those that are kept
-                for own, parameter in inner._parameters.items():
-                    if parameter not in kept:
-                        inner._parameters[own] = None
+                inner._buffers.clear()
+                for one, shown in inner._parameters.items():
+                    if shown not in kept:
+                        inner._parameters[one] = None
 
     @contextmanager
     def _showing(self, stage: int) -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Axis, all_reduce
+from launcher.errors import ElsewhereError
 from launcher.tensor.assemble import whole
 from launcher.tensor.split import Split
 from launcher.zero.axes import ShardAxes
@@ -33,6 +34,7 @@ from launcher.zero.unit import Unit
 
 _NO_SPLITS: Mapping[str, Split] = MappingProxyType({})
 _ALONE: Mapping[str, Axis] = MappingProxyType({})
+_NONE: Mapping[Tensor, str] = MappingProxyType({})
 _live: weakref.WeakSet[ZeroModel] = weakref.WeakSet()
 
 
@@ -51,6 +53,7 @@ class ZeroModel:
         units: root unit last.
         tp: along it parameters are split; each of its ranks has a ZeRO run of its own over what it holds.
         pp: along it the model is cut into stages; the same of its ranks.
+        elsewhere: parameters of the model that only other stages hold -> where they are, in words.
     """
 
     def __init__(
@@ -62,9 +65,10 @@ class ZeroModel:
         pool: BufferPool,
         tp: Axis,
         pp: Axis,
+        elsewhere: Mapping[Tensor, str] = _NONE,
     ) -> None:
         self.module, self.policy, self.axes, self.units, self.pool = module, policy, axes, units, pool
-        self.axis, self.tp, self.pp = axes.dp, tp, pp
+        self.axis, self.tp, self.pp, self.elsewhere = axes.dp, tp, pp, elsewhere
         self._copies_checked = False
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
@@ -95,10 +99,12 @@ class ZeroModel:
 
     def written_slices(self) -> list[ParamSlice]:
         """What this rank writes into a checkpoint: the pieces of all ranks of dp together cover every local parameter
-        once. What several tp ranks hold is in the pieces of each; its split says who is the first of them."""
+        once. What several tp ranks hold is in the pieces of each; its split says who is the first of them. What several
+        pipeline stages hold is in those of the first one."""
         if self.axes.replicate.rank > 0:  # the first shard group writes for all
             return []
-        return [piece for flat in self.flats for piece in flat.slices(flat.values(), flat.shard_span)]
+        flats = [flat for flat in self.flats if flat.slots[0].holders.rank == 0]
+        return [piece for flat in flats for piece in flat.slices(flat.values(), flat.shard_span)]
 
     def publish(self) -> None:
         """Bring changed master weights into every rank's parameters."""
@@ -188,11 +194,25 @@ class ZeroModel:
         return list(dict.fromkeys(slot for slot in slots if slot is not None))
 
     def slot_of(self, parameter: Tensor) -> Slot | None:
-        """The slot of a parameter (leaf or handle) of this model; None for any other tensor."""
+        """The slot of a parameter (leaf or handle) of this model; None for any other tensor.
+
+        Raises:
+            ElsewhereError: it was a parameter of the model, and another pipeline stage has it now.
+        """
+        if (where := self.elsewhere.get(parameter)) is not None:
+            raise ElsewhereError(
+                f"{where}, and this rank is stage {self.pp.rank}",
+                fix="name on each rank parameters of its own stage: engine.module.named_parameters()",
+            )
         return self._slot_of_parameter.get(id(parameter))
 
+    def unit_of(self, slot: Slot) -> Unit:
+        """The unit that a slot is gathered with."""
+        return self._unit_of[slot]
+
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every logical parameter, one unit gathered at a time. A collective: all ranks iterate to the end."""
+        """Every logical parameter of this pipeline stage, one unit gathered at a time. A collective of its ranks: all
+        iterate to the end."""
         for unit in self.units:
             names = [slot for flat in unit.flats for slot in flat.slots]
             with self.gathered([slot.leaf for slot in names]):
@@ -235,6 +255,7 @@ def apply(
     tp: Axis | None = None,
     pp: Axis | None = None,
     holders: Mapping[str, Axis] = _ALONE,
+    elsewhere: Mapping[Tensor, str] = _NONE,
 ) -> ZeroModel:
     """Move the parameters of `module` into flat buffers.
 
@@ -249,6 +270,7 @@ def apply(
         tp: the axis that they are split along.
         pp: the axis along which the model is cut into stages.
         holders: the stages that hold a parameter, by name, where there are several.
+        elsewhere: parameters that only other stages hold -> where they are, in words.
     """
     source = source or ModelValues()
     pool = BufferPool(device)
@@ -270,7 +292,7 @@ def apply(
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
-    return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"))
+    return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"), elsewhere)
 
 
 def _nbytes(tensor: Tensor | None) -> int:

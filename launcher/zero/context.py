@@ -64,13 +64,16 @@ def GatheredParameters(
     """Whole parameters inside the `with`, at every stage. A collective: every rank must enter it.
 
     Where layers are split over tensor-parallel ranks, each rank sees its own part whole, and `modifier_rank` is a
-    data-parallel rank.
+    data-parallel rank. Where the model is cut into stages, each stage enters it for parameters of its own.
 
     Args:
         params: a parameter, or any iterable of them; the units they lie in are gathered.
         modifier_rank: keep the edits of this rank and send them to all. None: edits to sharded parameters are lost.
         fwd_module: not needed.
         enabled: false makes this do nothing.
+
+    Raises:
+        ElsewhereError: one is on another pipeline stage.
     """
     with ExitStack() as stack:
         if enabled:
