@@ -19,10 +19,9 @@ from launcher.comm import Axis
 from launcher.comm.letters import Letters
 from launcher.errors import LauncherError
 from launcher.pipeline.actions import Action, Kind, Schedule
+from launcher.pipeline.crossing import Crossing, Signature, Staged, signature_of
 from launcher.pipeline.mail import Mail
-from launcher.pipeline.route import Learned, Signature, signature_of
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.staged import StagedModel
 from launcher.pipeline.transfers import with_transfers
 
 Key = tuple[int, int]  # virtual stage, microbatch
@@ -38,7 +37,7 @@ class Work(Protocol):
         """The scalar in the output of the last stage."""
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, last: bool) -> None:
-        """From outputs to leaves; `last`: of this rank in this step."""
+        """From outputs to leaves; `last`: of this rank in this step. No tensors: nothing before them is trained."""
 
     def root_gradient(self, microbatch: int) -> float:
         """What the loss of a microbatch is multiplied with."""
@@ -64,7 +63,7 @@ class Runtime:
         most_held: (virtual stage, microbatch) whose activations were held at once in the last step.
     """
 
-    def __init__(self, staged: StagedModel, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
+    def __init__(self, staged: Staged, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.letters = Letters(axis)
         self.most_held = 0
@@ -118,7 +117,7 @@ class _Step:
         self.kept: dict[Key, Kept] = {}
         self.arrived: dict[Key, tuple[Tensor, ...]] = {}
         self.gradients: dict[Key, tuple[Tensor, ...]] = {}
-        self.leaving: dict[Action, tuple[tuple[Tensor, ...], Learned | None]] = {}
+        self.leaving: dict[Action, tuple[tuple[Tensor, ...], Crossing | None]] = {}
         self.losses: dict[int, Tensor] = {}
 
     def do(self, action: Action, *, last: bool) -> None:
@@ -169,12 +168,12 @@ class _Step:
             gradients: tuple[Tensor, ...] = (torch.full_like(kept.outputs[0], factor),)
         else:
             gradients = self.gradients.pop((stage, microbatch))
-        pairs = [(out, grad) for out, grad in zip(kept.outputs, gradients, strict=True) if out.requires_grad]
-        if pairs:
-            self.work.backward([out for out, _ in pairs], [grad for _, grad in pairs], last=last)
+        outputs = [output for output in kept.outputs if output.is_floating_point()]
+        pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if out.requires_grad]
+        self.work.backward([out for out, _ in pairs], [grad for _, grad in pairs], last=last)
         if stage == 0:
             return
-        back = tuple(_gradient_of(tensor) for tensor in kept.received)
+        back = tuple(_gradient_of(tensor) for tensor in kept.received if tensor.is_floating_point())
         if self.staged.rank_of[stage - 1] == self.rank:
             self.gradients[stage - 1, microbatch] = back
         else:

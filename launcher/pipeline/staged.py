@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from launcher.pipeline.crossing import Shape, Signature
 from launcher.pipeline.parts import Parts, parts_of
-from launcher.pipeline.route import BlockElsewhere, Learned, Left, PartElsewhere, Route, Shape, Signature
+from launcher.pipeline.route import BlockElsewhere, Learned, Left, PartElsewhere, Route
 
 Swap = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, what it holds, its stand-in
 
