@@ -116,6 +116,7 @@ class StagedRow:
         self.part = RowPart(modules, stages, self.virtual_stages - 1, row.loss_fn)
         self.blocks = _blocks(modules, stages.values())
         self.shared = _shared(row, spans, self.rank_of)
+        self._in_place = {k for k, layers in stages.items() if k and _works_in_place(layers)}
         self._last_layer = [last - 1 for _, last in spans]
         self._learned: dict[tuple[int, Signature], Nest] = {}
 
@@ -132,7 +133,7 @@ class StagedRow:
     ) -> Any:
         """See `Staged`."""
         part = self.part
-        if stage and _changes_inputs(part, stage):
+        if stage in self._in_place:
             received = tuple(tensor.clone() for tensor in received)  # autograd wants them as they came
         part.stage = stage
         part.received = self._learned[stage - 1, signature].filled(received) if stage else None
@@ -193,10 +194,9 @@ def _shared(
     }
 
 
-def _changes_inputs(part: RowPart, stage: int) -> bool:
-    """Whether the first layer says that it works in place, as nn.ReLU(inplace=True) does."""
-    name, _ = part.stages[stage].calls[0]
-    return name is not None and any(getattr(m, "inplace", False) for m in part.get_submodule(name).modules())
+def _works_in_place(layers: PipelineStage) -> bool:
+    """Whether a layer says that it changes what it takes, as nn.ReLU(inplace=True) does."""
+    return any(getattr(module, "inplace", False) for module in layers.modules())
 
 
 def _cannot_cross(what: str, fix: str) -> LauncherError:
