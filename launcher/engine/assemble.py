@@ -13,23 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.comm import Axis, Mesh, init_distributed, pick_device
+from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
 from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes, state_dtype
 from launcher.engine.engine import Engine
+from launcher.engine.staging import agree, cut_model, cut_row, holders_of, recompute, row_in, runtime_of
 from launcher.engine.watch import open_monitor
 from launcher.errors import ConfigError, LauncherError
-from launcher.models.activation import checkpoint_blocks
 from launcher.models.initialize import initializer
 from launcher.models.initialize_plan import plan_of
 from launcher.models.units import ends_of, unit_modules
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.pipeline.costs import balance, deal, model_costs
-from launcher.pipeline.runtime import Runtime
-from launcher.pipeline.schedules import schedule
-from launcher.pipeline.staged import StagedModel
+from launcher.pipeline.crossing import Staged
 from launcher.tensor.apply import Options, SplitModel
 from launcher.tensor.apply import apply as split_layers
 from launcher.zero import (
@@ -70,7 +67,8 @@ def initialize(
 
     Args:
         args: only `args.deepspeed_config` is read, when `config` is not given.
-        model: any nn.Module; on meta it gets its values unit by unit, so that no rank ever holds all of them.
+        model: any nn.Module; on meta it gets its values unit by unit, so that no rank ever holds all of them. Of a
+            PipelineModule a rank builds its own layers only.
         optimizer: a torch optimizer or a callable that takes the parameters; beats the JSON's.
         model_parameters: parameters or param groups to train; default: all that require gradients.
         training_data: a dataset; the engine deals it out by data-parallel rank.
@@ -99,19 +97,29 @@ def initialize(
     device = device or pick_device()
     init_distributed(device)
     loaded = _loaded(args, config if config is not None else config_params)
+    row, loaded = row_in(model, loaded)
     dp = loaded.dp_degree(dist.get_world_size())
     mesh = Mesh.build(device, pp=loaded.pipeline.degree, dp=dp, tp=loaded.tensor_parallel.degree)
     resolved = _resolved(loaded, mesh, model, auto or {})
     monitor = open_monitor(resolved, mesh)
-    chosen = choose(resolved, optimizer, model_parameters, model)
+    staged: Staged | None = None
+    if row is None:
+        chosen = choose(resolved, optimizer, model_parameters, model)
+    else:  # before it is built it has no parameters to give: none means all
+        model_parameters = list(model_parameters or ()) or None
+        chosen = choose(resolved, optimizer, model_parameters, row.whole())
+        staged = own = cut_row(row, mesh, resolved)
+        model = own.part
     source = source or _source(model, seed)
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = _split_layers(model, mesh, resolved)
-    staged = _cut(model, split_model, mesh, resolved)
+    staged = staged or cut_model(model, split_model, mesh, resolved)
     blocks = staged.blocks if staged is not None else unit_modules(model)
-    checkpointer = checkpoint_blocks(model, blocks, resolved.activation_checkpointing, mesh.axes["tp"])
+    checkpointer = recompute(model, blocks, staged, resolved, mesh.axes["tp"])
     _mark_leaves(model, resolved)
+    holders = holders_of(staged, mesh)
+    agree(model, holders, device)
     zero = apply_zero(
         model,
         axes_of(resolved, mesh),
@@ -122,7 +130,7 @@ def initialize(
         splits=split_model.splits,
         tp=split_model.axis,
         pp=mesh.axes["pp"],
-        holders=_holders(staged, mesh),
+        holders=holders,
         elsewhere=staged.elsewhere if staged is not None else {},
     )
     cast_buffers(resolved, model)
@@ -139,7 +147,7 @@ def initialize(
     )
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
     loader = _dataloader(training_data, resolved, mesh, collate_fn, seed)
-    runtime = _runtime(staged, mesh, resolved)
+    runtime = runtime_of(staged, mesh, resolved)
     engine = Engine(zero, resolved, mesh, stepper, scheduler, loader, checkpointer, monitor, runtime)
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
@@ -234,34 +242,6 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
             fix="build the whole model under zero.Init() or torch.device('meta'), or none of it",
         )
     return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
-
-
-def _cut(model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Config) -> StagedModel | None:
-    """Cut the model into stages along pp, and say how even they are."""
-    pp, section = mesh.axes["pp"], config.pipeline
-    if pp.degree == 1:
-        return None
-    virtual = pp.degree * section.chunks_of_rank
-    costs = model_costs(model, section.partition, tp=mesh.axes["tp"].degree)
-    boundaries = deal(costs, virtual)
-    if mesh.rank == 0:
-        print(balance(model, costs, boundaries), flush=True)
-    rank_of = schedule(section.schedule, pp.degree, 1, section.chunks_of_rank).rank_of
-    return StagedModel(model, boundaries, rank_of, pp.rank, split_model.sequence)
-
-
-def _holders(staged: StagedModel | None, mesh: Mesh) -> dict[str, Axis]:
-    """The stages that hold a parameter, where there are several. Every rank must call it."""
-    shared = staged.shared if staged is not None else {}
-    axes = {ranks: mesh.part_of("pp", ranks) for ranks in sorted(set(shared.values()))}
-    return {name: axes[ranks] for name, ranks in shared.items()}
-
-
-def _runtime(staged: StagedModel | None, mesh: Mesh, config: Config) -> Runtime | None:
-    if staged is None:
-        return None
-    section = config.pipeline
-    return Runtime(staged, mesh.axes["pp"], section.schedule, section.chunks_of_rank, mesh.device)
 
 
 def _split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:

@@ -62,5 +62,19 @@ def loss_in(output: Any) -> Tensor:
     return loss
 
 
+def outputs_in(output: Any) -> Any:
+    """The logits, of what models return; else the output itself."""
+    if isinstance(output, dict):
+        return output.get("logits", output)
+    return output
+
+
+def without_labels(batch: Any) -> Any:
+    """The inputs of a batch."""
+    if isinstance(batch, dict):
+        return {key: value for key, value in batch.items() if key != "labels"}
+    return type(batch)(batch[:1]) if isinstance(batch, list | tuple) else batch
+
+
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, change, value)

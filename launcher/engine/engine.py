@@ -18,10 +18,12 @@ from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.engine import pipelined
 from launcher.engine.answers import Answers
-from launcher.engine.batches import call, cast, forever, loss_in, to_device
+from launcher.engine.batches import call, cast, loss_in, to_device
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
+from launcher.engine.evaluating import losses_and_outputs, reduced
+from launcher.engine.feeding import Feeding
 from launcher.engine.finite import check_unused, clip_factor, skips_overflow, tell_overflow
 from launcher.engine.python_gc import hold
 from launcher.engine.saving import Saving
@@ -39,7 +41,7 @@ from launcher.zero import ZeroModel
 from launcher.zero.overflow import watch_gradients
 
 
-class Engine(Answers, Saving, nn.Module):
+class Engine(Answers, Feeding, Saving, nn.Module):
     """A model in training. Made by `launcher.initialize`.
 
     The loop is `loss = engine(batch); engine.backward(loss); engine.step()` for every microbatch; the real step
@@ -90,7 +92,6 @@ class Engine(Answers, Saving, nn.Module):
         self._norm: float | None = None
         self._applied = False
         self._scaled = False  # gradients of this step came through backward(), which scales the loss
-        self._data: Iterator[Any] | None = None
         self._gc = hold(self) if config.disable_python_gc else None
         set_level(config.log_level)
         if config.dump_state and mesh.rank == 0:
@@ -111,8 +112,7 @@ class Engine(Answers, Saving, nn.Module):
     def _refuse_stages(self, what: str) -> None:
         if self.runtime is not None:
             raise ConfigError(
-                f"{what} is one microbatch on one rank, and the model is cut into "
-                f"{self.mesh.axes['pp'].degree} stages",
+                f"{what} is one microbatch on one rank, and the model runs in stages: {self.num_stages}",
                 where="pipeline.stages",
                 fix="call engine.train_batch(data_iter) or engine.eval_batch(data_iter)",
             )
@@ -131,6 +131,7 @@ class Engine(Answers, Saving, nn.Module):
         Returns:
             The loss as it was given, detached; DeepSpeed returns the scaled one.
         """
+        self._refuse_stages("engine.backward()")
         self._announce_boundary()
         self._scaled = True
         self._backwards += 1
@@ -147,6 +148,8 @@ class Engine(Answers, Saving, nn.Module):
 
         With `managed_gradient_accumulation: false` every call is a boundary.
         """
+        if self._backwards == 0:
+            self._refuse_stages("engine.step()")  # after run_microbatches it is what comes next
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         if boundary and not self.zero.reducer.sync:
             raise LauncherError(
@@ -272,10 +275,9 @@ class Engine(Answers, Saving, nn.Module):
         self.train()
         if self.runtime is not None:
             return self._train_stages(data_iter)
-        data = data_iter if data_iter is not None else self._own_data()
         total = torch.zeros((), device=self.device)
         for left in reversed(range(self.gradient_accumulation_steps())):
-            loss = self._loss_of(next(data))
+            loss = self._loss_of(self._read(data_iter))
             self.backward(loss)
             total += loss.detach().float()
             if left == 0 or self.managed_gradient_accumulation():
@@ -283,19 +285,36 @@ class Engine(Answers, Saving, nn.Module):
         return self._mean(total / self.gradient_accumulation_steps())
 
     @torch.no_grad()
-    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
-        """The mean loss over gradient_accumulation_steps (or so many) microbatches and over dp, without gradients."""
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Without gradients: the mean loss over gradient_accumulation_steps microbatches and over dp.
+
+        Args:
+            data_iter: read on the ranks of the first stage.
+            return_logits: (loss, outputs of the last microbatch); the outputs are on the last stage, None elsewhere.
+            compute_loss: false: the outputs take the place of the losses; labels are not looked at.
+            reduce_output: "avg", or None for a list of all microbatches.
+            bcast_loss: false: stages before the last one get None.
+            num_micro_batches: another number of them.
+        """
         training = self.training
         self.eval()
-        batches = num_micro_batches or self.gradient_accumulation_steps()
-        total = torch.zeros((), device=self.device)
-        if self.runtime is not None:
-            total += math.fsum(pipelined.evaluate(self, self._pulled(data_iter, batches)))
-        else:
-            for _ in range(batches):
-                total += self._loss_of(next(data_iter)).float()
+        number = num_micro_batches or self.gradient_accumulation_steps()
+        keeps = return_logits or not compute_loss
+        losses, outputs = losses_and_outputs(
+            self, self._pulled(data_iter, number), with_loss=compute_loss, with_outputs=keeps
+        )
         self.train(training)
-        return self._mean(total / batches)
+        told = self.is_last_stage() or (compute_loss and bcast_loss)
+        value = reduced(self, losses if compute_loss else outputs, reduce_output) if told else None
+        return (value, outputs[-1] if outputs else None) if return_logits else value
 
     def _train_stages(self, data_iter: Iterator[Any] | None) -> Tensor:
         number = self.gradient_accumulation_steps()
@@ -323,31 +342,6 @@ class Engine(Answers, Saving, nn.Module):
         self._microbatches += len(losses) - 1
         self.micro_steps += len(losses) - 1
         return losses
-
-    def _pulled(self, data_iter: Iterator[Any] | None, number: int) -> list[Any]:
-        """The next microbatches; nothing on ranks that read no data."""
-        if not self.is_first_stage():
-            return []
-        data = data_iter if data_iter is not None else self._own_data()
-        return [next(data) for _ in range(number)]
-
-    def is_first_stage(self) -> bool:
-        """Whether this rank has the embeddings, and reads data."""
-        return self.mesh.axes["pp"].rank == 0
-
-    def is_last_stage(self) -> bool:
-        """Whether this rank has the head, and computes the loss."""
-        return self.runtime is None or self.runtime.staged.rank_of[-1] == self.mesh.axes["pp"].rank
-
-    def _own_data(self) -> Iterator[Any]:
-        if self.training_dataloader is None:
-            raise ConfigError(
-                "train_batch() has no data", fix="pass an iterator, or initialize(training_data=...)"
-            )
-        if self._data is None:
-            sampling = self._config.data_efficiency.sampling
-            self._data = forever(self.training_dataloader, sampling.num_epochs if sampling else None)
-        return self._data
 
     def _loss_of(self, batch: Any) -> Tensor:
         with loss_only():

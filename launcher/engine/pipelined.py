@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import broadcast
-from launcher.engine.batches import call, cast, loss_in, to_device
+from launcher.engine.batches import call, cast, loss_in, outputs_in, to_device
+from launcher.errors import ConfigError
 from launcher.pipeline.batches import share
 from launcher.tensor.head import loss_only
 
@@ -23,20 +24,41 @@ class Work:
 
     Args:
         weights: of each microbatch in the loss; they add up to 1.
+        outputs: gets what the last stage returns for each microbatch; None: nobody wants it.
+        with_loss: false: there is none.
     """
 
-    def __init__(self, engine: Engine, weights: Sequence[float]) -> None:
-        self.engine, self.weights = engine, weights
+    def __init__(
+        self,
+        engine: Engine,
+        weights: Sequence[float],
+        outputs: list[Any] | None = None,
+        *,
+        with_loss: bool = True,
+    ) -> None:
+        self.engine, self.weights, self.outputs, self.with_loss = engine, weights, outputs, with_loss
 
     def forward(self, module: nn.Module, batch: Any) -> Any:
         engine = self.engine
         if engine.resolved.fp16.enabled and engine.resolved.fp16.auto_cast:
             batch = cast(batch, torch.float16)
-        with engine.watch.phase("forward", engine), engine._autocasting(), loss_only():
+        logits = loss_only() if self.outputs is None else nullcontext()
+        with engine.watch.phase("forward", engine), engine._autocasting(), logits:
             return call(module, batch)
 
     def loss(self, output: Any) -> Tensor:
-        return loss_in(output)
+        if self.outputs is not None:
+            self.outputs.append(outputs_in(output))
+        if not self.with_loss:
+            return torch.zeros((), device=self.engine.device)
+        if isinstance(output, dict) and output.get("loss") is None:
+            raise ConfigError(
+                "the last stage returns no loss",
+                where="engine.train_batch()",
+                fix="give labels with every batch, and a PipelineModule its loss_fn, or let its last layer return the "
+                "loss, one number",
+            )
+        return loss_in(output).reshape(())
 
     def root_gradient(self, microbatch: int) -> float:
         return self.weights[microbatch] * self.engine.loss_scaler.scale
@@ -46,6 +68,9 @@ class Work:
         section = engine.resolved.pipeline
         reducer.sync = section.reduce_per_microbatch or (last and section.chunks_of_rank == 1)
         reducer.boundary = last
+        if not tensors:
+            reducer.sync = False  # nothing is reduced here: `settle` does it
+            return
         with engine.watch.phase("backward", engine):
             torch.autograd.backward(tensors, gradients)
 
@@ -74,12 +99,18 @@ def train(engine: Engine, batches: Sequence[Any], weights: Sequence[float]) -> l
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: Sequence[Any]) -> list[float]:
-    """The loss of each microbatch, without gradients, on all ranks."""
+def evaluate(
+    engine: Engine, batches: Sequence[Any], outputs: list[Any] | None = None, *, with_loss: bool = True
+) -> list[float]:
+    """The loss of each microbatch, without gradients, on all ranks; zeros without `with_loss`.
+
+    Args:
+        outputs: gets what the model returns for each, its logits where it has such, on the ranks of the last stage.
+    """
     assert engine.runtime is not None
     batches = share(to_device(batches, engine.device), engine.mesh.axes["pp"], engine.device)
     with _gathering(engine):
-        losses = engine.runtime.run(batches, Work(engine, ()), training=False)
+        losses = engine.runtime.run(batches, Work(engine, (), outputs, with_loss=with_loss), training=False)
     return _told(engine, losses, len(batches))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from launcher.checkpoint import export
 from launcher.comm.letters import Letters
 from launcher.errors import CheckpointError
-from launcher.models.names import persistent_buffers, state_names
+from launcher.models.names import persistent_buffers, places_of
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -99,8 +99,7 @@ class _Whole:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.zero, self.pp = engine, engine.zero, engine.mesh.axes["pp"]
-        order = engine.runtime.staged.names if engine.runtime else state_names(engine.module)
-        self._places = {name: place for place, name in enumerate(order)}
+        self.place = engine.runtime.staged.place if engine.runtime else places_of(engine.module)
         self._buffers = dict(persistent_buffers(engine.module))
         self._letters, self._open = Letters(self.pp), ExitStack()
         self._unit: Unit | None = None
@@ -113,10 +112,6 @@ class _Whole:
                 found.setdefault(one.names[0], one)
         kept = [one for one in found.values() if not (exclude_frozen and one.frozen)]
         return sorted(kept, key=lambda one: self.place(one.names[0]))
-
-    def place(self, name: str) -> int:
-        """In the order of the model; what it got later comes last."""
-        return self._places.get(name, len(self._places))
 
     def _held(self) -> Iterator[_Found]:
         prefixes = {module: f"{name}." if name else "" for name, module in self.engine.module.named_modules()}

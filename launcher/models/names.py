@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,15 +86,17 @@ def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{key}" if prefix else key), buffer
 
 
-def state_names(model: nn.Module) -> list[str]:
-    """The names of parameters and persistent buffers in the order of state_dict(); tied ones under each name."""
-    return [
+def places_of(model: nn.Module) -> Callable[[str], int]:
+    """Where a name stands in the order of state_dict(), as the model is now; what it gets later comes last."""
+    names = [
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules()
         for tensors in (module._parameters, module._buffers)
         for key, tensor in tensors.items()
         if tensor is not None and key not in module._non_persistent_buffers_set
     ]
+    places = {name: place for place, name in enumerate(names)}
+    return lambda name: places.get(name, len(places))
 
 
 def _target(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from launcher.comm import Axis, broadcast
-from launcher.pipeline.route import Shape
+from launcher.pipeline.crossing import Shape
 
 TAG = "pipeline/batch"
 

@@ -32,9 +32,7 @@ from launcher.pipeline.specs import (
     row_of,
 )
 from launcher.pipeline.stage import Call, PipelineStage, drawn_from, number_of
-from launcher.pipeline.topology import ProcessTopology
-
-OUR_AXES = ("pipe", "data", "model")
+from launcher.pipeline.topology import ProcessTopology, stages_of
 
 
 class PipelineModule(nn.Module):
@@ -81,7 +79,7 @@ class PipelineModule(nn.Module):
         named = _named(layers)
         self._names = tuple(name for name, _ in named)
         self._layers, self.tied = row_of([source for _, source in named])
-        self.num_stages = _stages(num_stages, topology)
+        self.num_stages = stages_of(num_stages, topology)
         self._topology = topology
         # Not as attributes of an nn.Module: it would take their parameters for those of a stage.
         self._functions = (_checked_loss(loss_fn), seed_fn, activation_checkpoint_func)
@@ -173,11 +171,14 @@ class PipelineModule(nn.Module):
             raise no_match(known.removeprefix(TYPE), names)
         return costs
 
-    def build(self, first: int, last: int, seed: int | None = None) -> PipelineStage:
+    def build(
+        self, first: int, last: int, seed: int | None = None, made: dict[int, nn.Module] | None = None
+    ) -> PipelineStage:
         """The layers `first` .. `last` - 1, on the device of the context; the random state stays as it was.
 
         Args:
             seed: in place of `base_seed`.
+            made: modules by the index of their home, which are there already; gets those that are made.
 
         Raises:
             ConfigError: there are no such layers, or a tied layer lacks its `tied_weight_attr`.
@@ -187,17 +188,19 @@ class PipelineModule(nn.Module):
                 f"layers {first} to {last - 1} are not among the {len(self)} of this PipelineModule"
             )
         seed = self.base_seed if seed is None else seed
+        made = {} if made is None else made
         modules: dict[int, nn.Module] = {}
         calls = []
         for source, home in self._layers[first:last]:
             if not isinstance(source, LayerSpec | nn.Module):
                 calls.append(Call(None, source))
                 continue
-            if home not in modules:
-                modules[home] = self._module(home, seed)
+            if home not in made:
+                made[home] = self._module(home, seed)
+            module = modules[home] = made[home]
             function = None
             if isinstance(source, TiedLayerSpec):
-                check_attributes(source, modules[home])
+                check_attributes(source, module)
                 function = source.forward_fn
             calls.append(Call(self._names[home], function))
         return PipelineStage(
@@ -207,6 +210,18 @@ class PipelineModule(nn.Module):
             checkpoint=self._functions[2],
             checkpointable=self.checkpointable_layers,
         )
+
+    def name_of(self, index: int) -> str:
+        """Under which the module of a layer stands: the first part of the names of its parameters."""
+        return self._names[self._layers[index].home]
+
+    def whole(self) -> nn.Module:
+        """All layers under their names, for names and shapes: what is not built yet is on meta."""
+        whole = nn.Module()
+        for index, (source, home) in enumerate(self._layers):
+            if home == index and isinstance(source, LayerSpec | nn.Module):
+                whole.add_module(self._names[index], self._shapes(index))
+        return whole
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise LauncherError(
@@ -267,30 +282,6 @@ def _checked_loss(loss_fn: Any) -> Any:
             fix="make what has parameters the last layer",
         )
     return loss_fn
-
-
-def _stages(num_stages: int | None, topology: ProcessTopology | None) -> int | None:
-    """What the arguments say of the number of stages."""
-    if topology is not None:
-        axes = [axis for axis in OUR_AXES if axis in topology.axes]
-        if axes != topology.axes or "pipe" not in axes:
-            raise ConfigError(
-                f"a topology with the axes {topology.axes} cannot be laid out",
-                where="PipelineModule(topology=...)",
-                fix="name pipe, data and model, in this order; data and model may be left out",
-            )
-        if num_stages not in (None, topology.get_dim("pipe")):
-            raise ConfigError(
-                f"num_stages {num_stages} contradicts the topology, whose axis pipe has {topology.get_dim('pipe')}",
-                where="PipelineModule(num_stages=..., topology=...)",
-                fix="give one of the two",
-            )
-        return topology.get_dim("pipe")
-    if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
-        raise ConfigError(
-            f"num_stages is {num_stages!r}", where="PipelineModule", fix="give a whole number from 1"
-        )
-    return num_stages
 
 
 def _known_method(method: str) -> str:

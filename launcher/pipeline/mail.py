@@ -1,7 +1,7 @@
 """What crosses between stages on different ranks. Receives are posted ahead, in the order in which they were sent.
 
-A stage that leaves with a kind of batch for the first time sends first what it has learned (`Learned`): shapes, and how
-the next stage must go on.
+A stage that leaves with a kind of batch for the first time sends first what it has learned (`Crossing`): shapes, and
+how the next stage must go on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from launcher.comm import Pending
 from launcher.comm.letters import Letters
 from launcher.pipeline.actions import Action, Kind, Schedule
 from launcher.pipeline.batches import packed, unpacked
-from launcher.pipeline.route import Learned, Shape, Signature
-from launcher.pipeline.staged import StagedModel
+from launcher.pipeline.crossing import Crossing, Shape, Signature, Staged
 from launcher.pipeline.transfers import arrivals, matching_receive
 
 AHEAD = 2  # messages of each kind from each rank that are received before they are needed
@@ -35,7 +34,7 @@ class Mail:
 
     def __init__(
         self,
-        staged: StagedModel,
+        staged: Staged,
         letters: Letters,
         schedule: Schedule,
         signatures: Sequence[Signature],
@@ -50,7 +49,7 @@ class Mail:
         self._posted: dict[tuple[int, Kind], int] = {}
         self._outgoing: deque[list[Pending]] = deque()
 
-    def send(self, action: Action, tensors: tuple[Tensor, ...], learned: Learned | None) -> None:
+    def send(self, action: Action, tensors: tuple[Tensor, ...], learned: Crossing | None) -> None:
         """Start sending what an action made.
 
         Args:
@@ -109,16 +108,18 @@ class Mail:
         self._posted[key] = self._posted.get(key, 0) + 1
 
     def _shapes(self, action: Action) -> tuple[Shape, ...] | None:
-        """Gradients are shaped like what was sent; None: still to be learned."""
+        """Gradients are shaped like the floats that were sent; None: still to be learned."""
         edge = action.stage if action.kind is Kind.RECV_B else action.stage - 1
         learned = self.staged.learned(edge, self.signatures[action.microbatch])
-        return None if learned is None else learned.shapes
+        if learned is None:
+            return None
+        return learned.returning if action.kind is Kind.RECV_B else learned.shapes
 
     def _learn(self, action: Action, source: int, tag: str) -> tuple[Shape, ...]:
         size = torch.empty(1, dtype=torch.int64, device=self.device)
         self.letters.receive(size, source, tag).wait()
         content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         self.letters.receive(content, source, tag).wait()
-        learned: Learned = unpacked(content)
+        learned: Crossing = unpacked(content)
         self.staged.tell(action.stage - 1, self.signatures[action.microbatch], learned)
         return learned.shapes

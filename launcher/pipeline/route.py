@@ -15,29 +15,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from launcher.errors import ElsewhereError, LauncherError
+from launcher.pipeline.crossing import Crossing, Shape
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Signature = tuple[Any, ...]  # of a batch: structure, shapes and dtypes
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is known of a tensor."""
-
-    size: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        """A tensor's shape; anything else that is not plain data is None."""
-        if isinstance(value, Tensor):
-            return cls(value.shape, value.dtype)
-        return value if isinstance(value, bool | int | float | str) else None
 
 
 @dataclass
-class Learned:
-    """What earlier stages tell later ones of a model's forward; it goes with the first batch of each signature.
+class Learned(Crossing):
+    """What earlier stages tell later ones of a model's forward.
 
     Attributes:
         returns: class of a block -> what it returns, with a `Shape` for each tensor.
@@ -45,7 +30,6 @@ class Learned:
         leaves: number of leaves in the arguments of a block.
         positions: which of them cross.
         others: sums of the leaves that each stage makes itself, by position.
-        shapes: of what crosses.
         slicing: how sequences are sliced over tp.
     """
 
@@ -54,14 +38,7 @@ class Learned:
     leaves: int = 0
     positions: tuple[int, ...] = ()
     others: dict[int, float] = field(default_factory=dict)
-    shapes: tuple[Shape, ...] = ()
     slicing: tuple[bool, int] | None = None
-
-
-def signature_of(batch: Any) -> Signature:
-    """What the shapes in a forward depend on. Equal signatures, equal shapes."""
-    leaves, spec = tree_flatten(batch)
-    return repr(spec), *(Shape.of(leaf) for leaf in leaves)
 
 
 class Left(Exception):

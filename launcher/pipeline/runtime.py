@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from launcher.comm import Axis
 from launcher.comm.letters import Letters
 from launcher.pipeline.actions import Action, Kind, Schedule
+from launcher.pipeline.crossing import Crossing, Signature, Staged, signature_of
 from launcher.pipeline.mail import Mail
-from launcher.pipeline.route import Learned, Signature, signature_of
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.staged import StagedModel
 from launcher.pipeline.transfers import with_transfers
 from launcher.tensor.layers import let_put_off
 from launcher.tensor.weight_gradients import PutOff, putting_off
@@ -41,7 +40,7 @@ class Work(Protocol):
         """The scalar in the output of the last stage."""
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, last: bool) -> None:
-        """From outputs to leaves; `last`: of this rank in this step."""
+        """From outputs to leaves; `last`: of this rank in this step. No tensors: nothing before them is trained."""
 
     def root_gradient(self, microbatch: int) -> float:
         """What the loss of a microbatch is multiplied with."""
@@ -68,7 +67,7 @@ class Runtime:
         most_deferred: (virtual stage, microbatch) whose weight gradients waited at once.
     """
 
-    def __init__(self, staged: StagedModel, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
+    def __init__(self, staged: Staged, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.letters = Letters(axis)
         if any(action.kind is Kind.INPUT for actions in self.schedule(1).actions for action in actions):
@@ -129,7 +128,7 @@ class _Step:
         self.arrived: dict[Key, tuple[Tensor, ...]] = {}
         self.gradients: dict[Key, tuple[Tensor, ...]] = {}
         self.deferred: dict[Key, PutOff] = {}
-        self.leaving: dict[Action, tuple[tuple[Tensor, ...], Learned | None]] = {}
+        self.leaving: dict[Action, tuple[tuple[Tensor, ...], Crossing | None]] = {}
         self.losses: dict[int, Tensor] = {}
 
     def do(self, action: Action, *, last: bool) -> None:
@@ -185,13 +184,13 @@ class _Step:
             gradients: tuple[Tensor, ...] = (torch.full_like(kept.outputs[0], factor),)
         else:
             gradients = self.gradients.pop((stage, microbatch))
-        pairs = [(out, grad) for out, grad in zip(kept.outputs, gradients, strict=True) if out.requires_grad]
-        if pairs:
-            self.staged.before_backward(stage, self.signatures[microbatch])
-            self.work.backward([out for out, _ in pairs], [grad for _, grad in pairs], last=last)
+        outputs = [output for output in kept.outputs if output.is_floating_point()]
+        pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if out.requires_grad]
+        self.staged.before_backward(stage, self.signatures[microbatch])
+        self.work.backward([out for out, _ in pairs], [grad for _, grad in pairs], last=last)
         if stage == 0:
             return
-        back = tuple(_gradient_of(tensor) for tensor in kept.received)
+        back = tuple(_gradient_of(tensor) for tensor in kept.received if tensor.is_floating_point())
         if self.staged.rank_of[stage - 1] == self.rank:
             self.gradients[stage - 1, microbatch] = back
         else:

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,12 @@ class PipelineStage(nn.Module):
             self.add_module(name, module)
         self.calls, self.interval, self.checkpointable = calls, interval, checkpointable
         self._checkpoint = checkpoint or checkpointing.checkpoint
+        self._own = checkpoint is not None
+
+    def recompute_by(self, run: Callable[..., Any]) -> None:
+        """Recompute by run(name, function, *inputs), unless the user gave a function for it."""
+        if not self._own:
+            self._checkpoint = partial(run, "layers")
 
     def forward(self, inputs: Any) -> Any:
         if not self.interval or not torch.is_grad_enabled():

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from launcher.models.names import state_names
+from launcher.models.names import places_of
+from launcher.pipeline.crossing import Shape, Signature
 from launcher.pipeline.parts import Parts, parts_of
-from launcher.pipeline.route import BlockElsewhere, Learned, Left, PartElsewhere, Route, Shape, Signature
+from launcher.pipeline.route import BlockElsewhere, Learned, Left, PartElsewhere, Route
 from launcher.tensor.sequence import SequenceParallel
 
 Swap = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, what it holds, its stand-in
@@ -36,7 +37,6 @@ class StagedModel:
     Attributes:
         blocks: (name, module) of this rank.
         shared: names of parameters that other ranks hold as well -> pp ranks that hold them, in order.
-        names: of parameters and persistent buffers of the whole model, in the order of its state_dict().
         elsewhere: parameters that only other ranks hold -> where they are, in words.
     """
 
@@ -51,7 +51,7 @@ class StagedModel:
         self.sequence = sequence
         self.model, self.boundaries, self.rank_of, self.rank = model, list(boundaries), list(rank_of), rank
         self.route = Route()
-        self.names = state_names(model)
+        self.place = places_of(model)
         self.elsewhere = WeakTensorKeyDictionary()
         parts = parts_of(model)
         self.virtual_stages = len(self.rank_of)

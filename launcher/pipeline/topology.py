@@ -10,6 +10,8 @@ from typing import Any, cast
 
 from launcher.errors import ConfigError
 
+OUR_AXES = ("pipe", "data", "model")
+
 
 class ProcessTopology:
     """Ranks 0 .. n - 1 laid out in rows: the last axis runs fastest.
@@ -108,3 +110,31 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+def stages_of(num_stages: int | None, topology: ProcessTopology | None) -> int | None:
+    """What the arguments of a PipelineModule say of the number of stages; None: nothing.
+
+    Raises:
+        ConfigError: they contradict each other, or the topology has other axes than a run here.
+    """
+    if topology is not None:
+        axes = [axis for axis in OUR_AXES if axis in topology.axes]
+        if axes != topology.axes or "pipe" not in axes:
+            raise ConfigError(
+                f"a topology with the axes {topology.axes} cannot be laid out",
+                where="PipelineModule(topology=...)",
+                fix="name pipe, data and model, in this order; data and model may be left out",
+            )
+        if num_stages not in (None, topology.get_dim("pipe")):
+            raise ConfigError(
+                f"num_stages {num_stages} contradicts the topology, whose axis pipe has {topology.get_dim('pipe')}",
+                where="PipelineModule(num_stages=..., topology=...)",
+                fix="give one of the two",
+            )
+        return topology.get_dim("pipe")
+    if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
+        raise ConfigError(
+            f"num_stages is {num_stages!r}", where="PipelineModule", fix="give a whole number from 1"
+        )
+    return num_stages

@@ -1,7 +1,7 @@
 """What the real DeepSpeed does, in processes of its own (it patches torch): called by `conftest.py`.
 
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
-python -m tests.parity_deepspeed.deepspeed_side schedules|difficulties|loss_scales|optimizers CASES.json OUT.json
+python -m tests.parity_deepspeed.deepspeed_side schedules|difficulties|loss_scales|optimizers|rows CASES.json OUT.json
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from tests.parity_deepspeed.fields import REST, STEPS, Fields, gradients
 from tests.parity_deepspeed.fields import follow as step_fields
 from tests.parity_deepspeed.job import Job, train
 from tests.parity_deepspeed.rates import follow
+from tests.parity_deepspeed.rows import config_of, module_of
+from tests.parity_deepspeed.rows import train as train_row
 from tests.parity_deepspeed.scales import follow_scale
 
 
@@ -127,6 +129,22 @@ def _class_steps(case: dict[str, Any]) -> dict[str, list[float]]:
     return {name: p.detach().flatten().tolist() for name, p in model.named_parameters()}
 
 
+def rows(cases: list[tuple[int, bool]]) -> list[list[float]]:
+    """Losses of DeepSpeed's PipelineModule, for each (ZeRO stage, ties)."""
+    import deepspeed
+    import deepspeed.pipe
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    losses = []
+    for stage, tied in cases:
+        module = module_of(deepspeed.pipe, tied=tied)
+        config = {**config_of(stage), "zero_force_ds_cpu_optimizer": False}
+        engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+        losses.append(train_row(engine))
+    return losses
+
+
 def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
@@ -136,6 +154,7 @@ def main() -> None:
         "difficulties": difficulties,
         "loss_scales": loss_scales,
         "optimizers": optimizers,
+        "rows": rows,
     }
     result = tasks[task](given) if task in tasks else train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":

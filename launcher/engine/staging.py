@@ -1,0 +1,141 @@
+"""From a model to its stages: which model is cut how, and what runs it. A row of layers runs in stages, be it one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.comm import Axis, Mesh, broadcast
+from launcher.config import ActivationCheckpointingConfig, Config
+from launcher.errors import ConfigError
+from launcher.models.activation import Checkpointer, checkpoint_blocks
+from launcher.pipeline.costs import balance, deal, model_costs
+from launcher.pipeline.crossing import Staged
+from launcher.pipeline.layers import PipelineModule
+from launcher.pipeline.rows import StagedRow
+from launcher.pipeline.runtime import Runtime
+from launcher.pipeline.schedules import schedule
+from launcher.pipeline.staged import StagedModel
+from launcher.tensor.apply import SplitModel
+
+INTERVAL = "pipeline.activation_checkpoint_interval"
+
+
+def row_in(model: nn.Module, config: Config) -> tuple[PipelineModule | None, Config]:
+    """The model as a row of layers, if it is one, and the JSON with its number of stages.
+
+    An nn.Sequential is one where the JSON asks for stages; else it is a module like any other.
+
+    Raises:
+        ConfigError: the JSON and the row contradict each other, or the JSON asks for what a row cannot do.
+    """
+    if isinstance(model, nn.Sequential) and config.pipeline.degree > 1:
+        model = PipelineModule(model)
+    if not isinstance(model, PipelineModule):
+        return None, config
+    if model.num_stages is not None:
+        config = config.with_stages(model.num_stages)
+    for key, wrong, fix in (
+        ("managed_gradient_accumulation", not config.managed_gradient_accumulation, "set it to true"),
+        ("compile", config.compile.on, "delete the section: layers can be compiled as they are made"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"{key} does not go with a row of layers in stages", where=config.where(key), fix=fix
+            )
+    model.settle(config.pipeline)
+    return model, config
+
+
+def cut_row(row: PipelineModule, mesh: Mesh, config: Config) -> StagedRow:
+    """This rank's layers of a row, built; says how even the stages are."""
+    axes, section = mesh.axes, config.pipeline
+    row.check_degrees(pipe=axes["pp"].degree, data=mesh.dp.degree, model=axes["tp"].degree)
+    boundaries = row.boundaries(axes["pp"].degree * section.chunks_of_rank)
+    if mesh.rank == 0 and len(boundaries) > 2:
+        print(row.balance(boundaries), flush=True)
+    return StagedRow(row, boundaries, _rank_of(mesh, config), axes["pp"].rank)
+
+
+def cut_model(model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Config) -> StagedModel | None:
+    """Cut a Hugging Face model into stages along pp, and say how even they are; None where there is one."""
+    pp, section = mesh.axes["pp"], config.pipeline
+    if pp.degree == 1:
+        return None
+    costs = model_costs(model, section.partition, tp=mesh.axes["tp"].degree)
+    boundaries = deal(costs, pp.degree * section.chunks_of_rank)
+    if mesh.rank == 0:
+        print(balance(model, costs, boundaries), flush=True)
+    return StagedModel(model, boundaries, _rank_of(mesh, config), pp.rank, split_model.sequence)
+
+
+def holders_of(staged: Staged | None, mesh: Mesh) -> dict[str, Axis]:
+    """The stages that hold a parameter, where there are several. Every rank must call it."""
+    shared = staged.shared if staged is not None else {}
+    axes = {ranks: mesh.part_of("pp", ranks) for ranks in sorted(set(shared.values()))}
+    return {name: axes[ranks] for name, ranks in shared.items()}
+
+
+@torch.no_grad()
+def agree(model: nn.Module, holders: Mapping[str, Axis], device: torch.device) -> None:
+    """Give parameters that several stages hold the values of the first of them."""
+    named = dict(model.named_parameters())
+    for name, axis in sorted(holders.items()):
+        parameter = named.get(name)
+        if parameter is not None and axis.degree > 1 and not parameter.is_meta:
+            values = parameter.detach().to(device).contiguous()
+            broadcast(values, axis, "root/shared").wait()
+            parameter.copy_(values)
+
+
+def runtime_of(staged: Staged | None, mesh: Mesh, config: Config) -> Runtime | None:
+    """What runs the stages of this rank."""
+    if staged is None:
+        return None
+    section = config.pipeline
+    return Runtime(staged, mesh.axes["pp"], section.schedule, section.chunks_of_rank, mesh.device)
+
+
+def recompute(
+    model: nn.Module, blocks: list[tuple[str, nn.Module]], staged: Staged | None, config: Config, tp: Axis
+) -> Checkpointer | None:
+    """Let blocks, or groups of layers of a row, keep only their inputs and be recomputed in backward.
+
+    Raises:
+        ConfigError: the JSON asks for groups of blocks of a Hugging Face model.
+    """
+    section, interval = config.activation_checkpointing, config.pipeline.activation_checkpoint_interval
+    if isinstance(staged, StagedRow):
+        return _recompute_row(staged, section, tp) or checkpoint_blocks(model, blocks, section, tp)
+    if interval > 1 and staged is not None:
+        raise ConfigError(
+            f"{INTERVAL} {interval} groups neighbouring blocks, and the blocks of {type(model).__name__} are called "
+            "one by one by its own forward",
+            where=config.where(INTERVAL),
+            fix="write 1, or delete it and write the section activation_checkpointing; both recompute each block",
+        )
+    if interval == 1 and staged is not None:
+        section = section or ActivationCheckpointingConfig()
+    return checkpoint_blocks(model, blocks, section, tp)
+
+
+def _recompute_row(
+    staged: StagedRow, section: ActivationCheckpointingConfig | None, tp: Axis
+) -> Checkpointer | None:
+    """Groups of layers, by the row's interval, keep their inputs as the section says."""
+    stages = [stage for stage in staged.part.stages.values() if stage.interval]
+    if section is None or not stages:
+        return None
+    checkpointer = Checkpointer.of(section, tp, sum(-(-len(s.calls) // s.interval) for s in stages))
+    for stage in stages:
+        stage.recompute_by(checkpointer.run)
+    checkpointer.names = ["layers"]
+    return checkpointer
+
+
+def _rank_of(mesh: Mesh, config: Config) -> Any:
+    section = config.pipeline
+    return schedule(section.schedule, mesh.axes["pp"].degree, 1, section.chunks_of_rank).rank_of
