@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -50,17 +51,19 @@ class Work:
             torch.autograd.backward(tensors, gradients)
 
 
-def train(engine: Engine, batches: Sequence[Any], weights: Sequence[float]) -> list[float]:
+def train(
+    engine: Engine, batches: Sequence[Any], weights: Sequence[float]
+) -> tuple[list[float], list[float]]:
     """Forward and backward of all microbatches of a step; the optimizer has not stepped.
 
     Args:
-        batches: on the ranks of the first stage; others may give None.
+        batches, weights: those of the first stage are taken.
 
     Returns:
-        the loss of each microbatch, on all ranks.
+        the loss of each microbatch and its weight, on all ranks.
     """
     assert engine.runtime is not None
-    batches = share(to_device(batches, engine.device), engine.mesh.axes["pp"], engine.device)
+    batches, weights = _shared(engine, batches, weights)
     reducer = engine.zero.reducer
     with _gathering(engine):
         try:
@@ -70,17 +73,33 @@ def train(engine: Engine, batches: Sequence[Any], weights: Sequence[float]) -> l
                 reducer.settle()
         finally:
             reducer.sync = True
-    return _told(engine, losses, len(batches))
+    return _told(engine, losses, len(batches)), weights
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: Sequence[Any]) -> list[float]:
-    """The loss of each microbatch, without gradients, on all ranks."""
+def evaluate(
+    engine: Engine, batches: Sequence[Any], weights: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """As `train`, without gradients."""
     assert engine.runtime is not None
-    batches = share(to_device(batches, engine.device), engine.mesh.axes["pp"], engine.device)
+    batches, weights = _shared(engine, batches, weights)
     with _gathering(engine):
-        losses = engine.runtime.run(batches, Work(engine, ()), training=False)
-    return _told(engine, losses, len(batches))
+        losses = engine.runtime.run(batches, Work(engine, weights), training=False)
+    return _told(engine, losses, len(batches)), weights
+
+
+def weighted(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """The sum of weight x loss. A microbatch of weight 0 has no token to learn, and a loss that is no number."""
+    return math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+
+
+def _shared(
+    engine: Engine, batches: Sequence[Any], weights: Sequence[float]
+) -> tuple[list[Any], list[float]]:
+    """Those of the first stage, on all."""
+    mine = [to_device(batch, engine.device) for batch in batches], list(weights)
+    shared: tuple[list[Any], list[float]] = share(mine, engine.mesh.axes["pp"], engine.device)
+    return shared
 
 
 def _gathering(engine: Engine) -> AbstractContextManager[Any]:
