@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launcher.comm import all_reduce, log_summary
 from launcher.data.loader import GlobalBatchLoader
-from launcher.engine import Engine
+from launcher.engine import Engine, pipelined
 from launcher.errors import ConfigError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
@@ -228,11 +228,12 @@ class Training:
             self.save()
         self.engine.save_16bit_model(output / "model")
         self.engine.saver.wait()
-        ranks = self._memory()
+        ranks, parameters = self._memory(), pipelined.parameters(self.engine)
+        pipeline = pipelined.report(self.engine, output / "schedule.json" if self.run.rank == 0 else None)
         if self.run.rank == 0:
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(output / "model")
-            self._write_summary(ranks)
+            self._write_summary(ranks, parameters, {"pipeline": pipeline} if pipeline else {})
         if self.engine.resolved.comms_logger.enabled:
             log_summary()
         self.engine.watch.close()
@@ -242,6 +243,7 @@ class Training:
         held = self.engine.held_bytes()
         mine = RankMemory(
             rank=self.run.rank,
+            coordinates={name: axis.rank for name, axis in self.engine.mesh.axes.items() if axis.degree > 1},
             peak_memory_bytes=peak_memory_bytes(self.engine.device),
             parameter_bytes=held["parameters"],
             gradient_bytes=held["gradients"],
@@ -251,7 +253,7 @@ class Training:
         dist.all_gather_object(every, mine)
         return every
 
-    def _write_summary(self, ranks: list[RankMemory]) -> None:
+    def _write_summary(self, ranks: list[RankMemory], parameters: int, more: dict[str, Any]) -> None:
         output, engine = self.run.output_dir, self.engine
         metrics = output / "metrics.jsonl"
         stage = engine.zero_optimization_stage()
@@ -260,11 +262,12 @@ class Training:
             world_size=engine.world_size,
             degrees=engine.mesh.degrees,
             model=self.name,
-            parameters=sum(slot.logical_numel for slot in engine.zero.slots.values()),
+            parameters=parameters,
             records=read_metrics(metrics),
             ranks=ranks,
             zero_stage=stage,
             device=str(engine.device),
+            **more,
         )
         title = f"{self.name}, ZeRO stage {stage}, {engine.world_size} rank{'s' * (engine.world_size > 1)}"
         plot_loss(metrics, output / "loss.png", title=title)
@@ -273,6 +276,7 @@ class Training:
             "summary": output / "summary.json",
             "config": output / "config.json",
             "loss curve": output / "loss.png",
+            **({"schedule": output / "schedule.json"} if more else {}),
             "checkpoints": self.run.checkpoints,
             "model": output / "model",
             "logs": output / "logs",

@@ -244,7 +244,8 @@ def _cut(model: nn.Module, mesh: Mesh, config: Config) -> StagedModel | None:
     costs = model_costs(model, section.partition, tp=mesh.axes["tp"].degree)
     boundaries = deal(costs, virtual)
     if mesh.rank == 0:
-        print(balance(model, costs, boundaries), flush=True)
+        lines = balance(model, costs, boundaries).lines()
+        print(*(f"{'' if i else 'stages':8}{line}" for i, line in enumerate(lines)), sep="\n", flush=True)
     rank_of = schedule(section.schedule, pp.degree, 1, section.chunks_of_rank).rank_of
     return StagedModel(model, boundaries, rank_of, pp.rank)
 

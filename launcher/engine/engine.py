@@ -317,7 +317,7 @@ class Engine(Answers, Saving, nn.Module):
         batches = [self.curriculum.cut(batch, self.global_steps) for batch in batches]
         if self.runtime is not None:
             return self._run_stages(batches, weights)
-        losses = []
+        losses: list[Tensor] = []
         for batch, weight in zip(batches, weights, strict=True):
             if losses and self.managed_gradient_accumulation():
                 self.step()  # of the microbatch before: it only counts

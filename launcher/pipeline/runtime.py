@@ -8,11 +8,13 @@ B(k, m)   takes the gradients of these outputs; gives those of what F took, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.comm import Axis
@@ -23,6 +25,7 @@ from launcher.pipeline.mail import Mail
 from launcher.pipeline.route import Learned, Signature, signature_of
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.staged import StagedModel
+from launcher.pipeline.stopwatch import Stopwatch
 from launcher.pipeline.transfers import with_transfers
 
 Key = tuple[int, int]  # virtual stage, microbatch
@@ -62,12 +65,14 @@ class Runtime:
 
     Attributes:
         most_held: (virtual stage, microbatch) whose activations were held at once in the last step.
+        stopwatch: when its actions ran.
     """
 
     def __init__(self, staged: StagedModel, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.letters = Letters(axis)
         self.most_held = 0
+        self.stopwatch = Stopwatch(device)
 
     def schedule(self, microbatches: int) -> Schedule:
         return schedule_of(self.name, self.axis.degree, microbatches, self.chunks)
@@ -84,14 +89,30 @@ class Runtime:
         signatures = [signature_of(batch) for batch in batches]
         mail = Mail(self.staged, self.letters, schedule, signatures, self.device)
         step = _Step(self, mail, batches, signatures, work, training)
-        self.most_held = 0
         actions = with_transfers(schedule)[self.axis.rank]
         last = next((a for a in reversed(actions) if a.kind is Kind.BACKWARD), None)
+        if training:
+            self.most_held = 0
+            self.stopwatch.begin(schedule)
         for action in actions:
-            step.do(action, last=action is last)
+            with self._naming(action), self.stopwatch.action(action) if training else nullcontext():
+                step.do(action, last=action is last)
             self.most_held = max(self.most_held, len(step.kept))
         mail.finish()
         return [step.losses[m] for m in sorted(step.losses)]
+
+    @contextmanager
+    def _naming(self, action: Action) -> Iterator[None]:
+        """What is raised inside says where."""
+        try:
+            yield
+        except Exception as error:
+            place = f"stage {self.axis.rank} (rank {dist.get_rank()}), {action}: {action.in_words}"
+            if isinstance(error, LauncherError):
+                error.where = f"{error.where}, {place}" if error.where else place
+            else:
+                error.add_note(place)
+            raise
 
 
 class _Step:

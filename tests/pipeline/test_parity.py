@@ -16,12 +16,23 @@ STEPS = 3
 
 
 def train(
-    ctx: RankContext, stages: int, schedule: str, stage: int, microbatches: int, tied: bool, kind: str = "llama"
+    ctx: RankContext,
+    stages: int,
+    schedule: str,
+    stage: int,
+    microbatches: int,
+    tied: bool,
+    kind: str = "llama",
 ) -> dict[str, Any]:
     model = tiny_llama(tied, layers=4) if kind == "llama" else tiny_gpt2(tied, layers=4)
     engine = engine_of(config_of(stage, microbatches, {"stages": stages, "schedule": schedule}), model)
     losses, norms = advance(engine, range(STEPS))
-    found = {"losses": losses, "norms": norms, "weights": whole_weights(engine), "held": engine.runtime.most_held}
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "weights": whole_weights(engine),
+        "held": engine.runtime.most_held,
+    }
     engine.destroy()
     return found
 
