@@ -3,7 +3,7 @@
     python -m benchmarks.curves ds_configs/3d.json --num-gpus 8 --out docs/3d.png
 
 The one process has the same JSON without stages and without tensor parallelism, and accumulates what the ranks share.
-It runs a second time with twice as many sequences in a microbatch: how far the two are apart is what rounding alone does.
+It runs a second time with twice as many sequences in a microbatch: that difference is what rounding alone does.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _plan(run: _Request, flags: argparse.Namespace, config: Config | None) -> Lo
     places: list[str] = []
     if config is not None:
         dp = config.dp_degree(ranks)  # raises where the degrees do not make the number of ranks
-        if run.is_ours:  # a script may have a model that says more than the JSON
+        if run.is_ours or config.pipeline.stages is not None:  # else a script's model may say
             places = places_of(config.pipeline.degree, dp, config.tensor_parallel.degree)
     shares = None
     if flags.bind_cores_to_rank or flags.bind_core_list:
