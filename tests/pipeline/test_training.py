@@ -28,8 +28,8 @@ from tests.pool.worker_pool import RanksFailed
 class Rows:
     """Rows with prompts of 1 to 9 tokens, so that microbatches have different numbers of learned tokens."""
 
-    def __init__(self) -> None:
-        self.ids, self.reads = batch(0, 48), 0
+    def __init__(self, number: int = 48) -> None:
+        self.ids, self.reads = batch(0, number), 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -50,7 +50,7 @@ def fit(ctx: RankContext, directory: str, pipeline: dict[str, Any], tp: int, mic
     run = Run(args, engine.resolved, Path(directory), CPU, console, ctx.rank)
     rows = Rows()
     run.describe(engine, "tiny", "rows")
-    Training(run, engine, rows, Rows(), STEPS, "tiny").fit()
+    Training(run, engine, rows, Rows(21), STEPS, "tiny").fit()
     engine.destroy()
     return rows.reads
 
