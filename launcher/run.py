@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from rich.console import Console
 
 from launcher.comm import init_distributed, pick_device
 from launcher.config import Config, load
-from launcher.engine import Engine
+from launcher.config.ranks import mesh_lines
+from launcher.engine import Engine, pipelined
 from launcher.errors import ConfigError
 from launcher.monitor.summary import write_json
 
@@ -107,11 +109,11 @@ class Run:
         return max(1, int(self.args.epochs * (sequences // int(str(batch)))))
 
     def describe(self, engine: Engine, model: str, data: str) -> None:
-        """Say what will run, and what every "auto" and surprising default became."""
+        """Say what will run, and what every "auto" and surprising default became. Every rank must call it."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         through = engine.mesh.dp.transport or engine.mesh.axes["tp"].transport
         autocast = engine.resolved.torch_autocast
-        parameters = sum(slot.logical_numel for slot in engine.zero.slots.values())
+        parameters = pipelined.parameters(engine)
         self.say(f"model   {model}: {parameters:,} parameters")
         self.say(f"data    {data}")
         self.say(
@@ -120,6 +122,9 @@ class Run:
             + f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
             + (f" under autocast to {autocast.dtype or 'bf16'}" if autocast.enabled else "")
         )
+        mesh = mesh_lines(engine.mesh.degrees, socket.gethostname())
+        for i, line in enumerate(mesh):
+            self.say(f"{'' if i else 'mesh':8}{line}")
         self.say(
             f"batch   {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} a microbatch x "
             f"{engine.gradient_accumulation_steps()} accumulated x {engine.dp_world_size} ranks"

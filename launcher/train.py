@@ -13,8 +13,7 @@ from torch import Tensor
 
 from launcher.comm import all_reduce, log_summary
 from launcher.data.loader import GlobalBatchLoader
-from launcher.engine import Engine
-from launcher.engine.batches import to_device
+from launcher.engine import Engine, pipelined
 from launcher.errors import ConfigError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
@@ -24,7 +23,6 @@ from launcher.monitor.summary import RankMemory, print_summary, write_summary
 from launcher.monitor.trace import Trace
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.run import Run
-from launcher.tensor.head import loss_only
 
 EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
 IGNORED = -100  # label of a token that is not learned
@@ -51,6 +49,7 @@ class Training:
     name: str
     tokenizer: Any = None
     loader: GlobalBatchLoader = field(init=False)
+    width: int = field(init=False)  # tokens of a sequence, before a curriculum
     tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +62,9 @@ class Training:
             dp_rank=engine.mesh.dp.rank,
             dp_degree=engine.mesh.dp.degree,
             seed=self.run.args.seed,
+            reads=engine.is_first_stage(),
         )
+        self.width = collate([self.train_set[0]])["input_ids"].shape[1]
         self._check_length()
 
     def _check_length(self) -> None:
@@ -137,18 +138,13 @@ class Training:
         microbatches = [engine.curriculum.cut(batch, engine.global_steps) for batch in microbatches]
         counts = [learned_tokens(batch) for batch in microbatches]
         total = max(1.0, self._sum(sum(counts)))
-        loss_sum = torch.zeros((), dtype=torch.float64)
+        # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
+        weights = [count * engine.dp_world_size / total for count in counts]
         engine.train()
-        for index, (batch, count) in enumerate(zip(microbatches, counts, strict=True), start=1):
-            loss = engine(**to_device(batch, engine.device)).loss
-            # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
-            engine.backward(loss * (count * engine.dp_world_size / total), scale_wrt_gas=False)
-            if count:  # a curriculum may leave nothing but a prompt, whose mean loss is no number
-                loss_sum += loss.detach().double().cpu() * count
-            if engine.managed_gradient_accumulation() or index == len(counts):
-                engine.step()
-        mean_loss = self._sum(float(loss_sum)) / total
-        seen = engine.train_batch_size() * microbatches[0]["input_ids"].shape[1]
+        loss = engine.run_microbatches(microbatches, weights)
+        engine.step()
+        mean_loss = self._sum(loss) / engine.dp_world_size
+        seen = engine.train_batch_size() * min(seqlen or self.width, self.width)
         self.tokens += seen
         seconds = time.perf_counter() - began
         record: dict[str, Any] = {
@@ -189,19 +185,17 @@ class Training:
         engine.eval()
         micro, axis = engine.train_micro_batch_size_per_gpu(), engine.mesh.dp
         rows = min(len(self.eval_set), most_batches * micro)
-        loss_sum, count = 0.0, 0
-        for start in range(0, -(-rows // (micro * axis.degree))):
+        batches, counts = [], []
+        for start in range(0, -(-rows // (micro * axis.degree))) if engine.is_first_stage() else ():
             # Every rank runs as many forwards as the others: under ZeRO-3 each one is a collective.
             first = (start * axis.degree + axis.rank) * micro
             chosen = [i for i in range(first, first + micro) if i < rows]
-            batch = collate([self.eval_set[i] for i in chosen or [0]])
-            with loss_only():
-                loss = engine(**to_device(batch, engine.device)).loss
-            if chosen:
-                loss_sum += float(loss) * learned_tokens(batch)
-                count += learned_tokens(batch)
+            batches.append(collate([self.eval_set[i] for i in chosen or [0]]))
+            counts.append(learned_tokens(batches[-1]) if chosen else 0)
+        total = max(1.0, self._sum(sum(counts)))
+        loss = engine.eval_microbatches(batches, [count / total for count in counts])
         engine.train()
-        return self._sum(loss_sum) / max(1.0, self._sum(count))
+        return self._sum(loss)
 
     # ---- saving -----------------------------------------------------------------------------
 
@@ -234,11 +228,12 @@ class Training:
             self.save()
         self.engine.save_16bit_model(output / "model")
         self.engine.saver.wait()
-        ranks = self._memory()
+        ranks, parameters = self._memory(), pipelined.parameters(self.engine)
+        pipeline = pipelined.report(self.engine, output / "schedule.json" if self.run.rank == 0 else None)
         if self.run.rank == 0:
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(output / "model")
-            self._write_summary(ranks)
+            self._write_summary(ranks, parameters, {"pipeline": pipeline} if pipeline else {})
         if self.engine.resolved.comms_logger.enabled:
             log_summary()
         self.engine.watch.close()
@@ -248,6 +243,7 @@ class Training:
         held = self.engine.held_bytes()
         mine = RankMemory(
             rank=self.run.rank,
+            coordinates={name: axis.rank for name, axis in self.engine.mesh.axes.items() if axis.degree > 1},
             peak_memory_bytes=peak_memory_bytes(self.engine.device),
             parameter_bytes=held["parameters"],
             gradient_bytes=held["gradients"],
@@ -257,7 +253,7 @@ class Training:
         dist.all_gather_object(every, mine)
         return every
 
-    def _write_summary(self, ranks: list[RankMemory]) -> None:
+    def _write_summary(self, ranks: list[RankMemory], parameters: int, more: dict[str, Any]) -> None:
         output, engine = self.run.output_dir, self.engine
         metrics = output / "metrics.jsonl"
         stage = engine.zero_optimization_stage()
@@ -266,11 +262,12 @@ class Training:
             world_size=engine.world_size,
             degrees=engine.mesh.degrees,
             model=self.name,
-            parameters=sum(slot.logical_numel for slot in engine.zero.slots.values()),
+            parameters=parameters,
             records=read_metrics(metrics),
             ranks=ranks,
             zero_stage=stage,
             device=str(engine.device),
+            **more,
         )
         title = f"{self.name}, ZeRO stage {stage}, {engine.world_size} rank{'s' * (engine.world_size > 1)}"
         plot_loss(metrics, output / "loss.png", title=title)
@@ -279,6 +276,7 @@ class Training:
             "summary": output / "summary.json",
             "config": output / "config.json",
             "loss curve": output / "loss.png",
+            **({"schedule": output / "schedule.json"} if more else {}),
             "checkpoints": self.run.checkpoints,
             "model": output / "model",
             "logs": output / "logs",

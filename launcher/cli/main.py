@@ -141,11 +141,15 @@ def _source(path: str) -> str:
 
 def _plan(run: _Request, flags: argparse.Namespace, config: Config | None) -> LocalRun:
     from launcher.cluster import cores, local
+    from launcher.config.ranks import places as places_of
 
     wanted = (run.is_ours and value_of(run.arguments, "--device")) or flags.device
     device, ranks = local.choose_device(wanted, flags.num_gpus)
+    places: list[str] = []
     if config is not None:
-        config.dp_degree(ranks)  # raises where the ranks do not make whole tensor-parallel groups
+        dp = config.dp_degree(ranks)  # raises where the degrees do not make the number of ranks
+        if run.is_ours or config.pipeline.stages is not None:  # else a script's model may say
+            places = places_of(config.pipeline.degree, dp, config.tensor_parallel.degree)
     shares = None
     if flags.bind_cores_to_rank or flags.bind_core_list:
         listed = cores.parse_core_list(flags.bind_core_list) if flags.bind_core_list else cores.usable_cores()
@@ -169,6 +173,7 @@ def _plan(run: _Request, flags: argparse.Namespace, config: Config | None) -> Lo
         target=run.target,
         arguments=run.arguments,
         ranks=ranks,
+        places=places,
         log_dir=Path(to_files).resolve() if to_files else output_dir / "logs",
         log_prefix=time.strftime("%Y%m%d-%H%M%S_") if to_files else "",
         show_rank_0=not to_files,

@@ -63,16 +63,17 @@ def first_failure(
     return Failure(rank, pids[rank], exit_codes.get(rank), records.get(rank))
 
 
-def describe(failure: Failure, log: Path, *, log_was_shown: bool) -> str:
+def describe(failure: Failure, log: Path, *, log_was_shown: bool, place: str = "") -> str:
     """The message for the terminal, without the leading `error:`.
 
     Args:
         failure: the first failure.
         log: that rank's log file.
         log_was_shown: the rank's output is on the terminal already and its end need not be repeated.
+        place: what the rank is in the mesh.
     """
     record = failure.record
-    who = f"rank {failure.rank} (pid {failure.pid})"
+    who = f"rank {failure.rank} ({place}{', ' if place else ''}pid {failure.pid})"
     if record is not None and record.kind == "mendable":
         return f"{record.message}\n  said by: {who}; log: {log}"
     if record is not None and record.kind == "exception":

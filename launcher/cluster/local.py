@@ -48,6 +48,8 @@ class LocalRun:
     arguments: Sequence[str]
     ranks: int
     log_dir: Path
+    places: Sequence[str] = ()
+    """What each rank is in the mesh, for people: "stage 1, dp 0"; empty where nobody knows."""
     log_prefix: str = ""
     show_rank_0: bool = True
     """Copy rank 0's output to the terminal as well as to its log."""
@@ -96,7 +98,9 @@ def run(spec: LocalRun) -> Outcome:
     failure, records = ranks.first_failure(alive_at)
     append_to_logs(records, {local_rank: spec.log(local_rank) for local_rank in range(spec.ranks)})
     shown = spec.show_rank_0 and failure.rank == 0
-    return Outcome(exit_code(failure), describe(failure, spec.log(failure.rank), log_was_shown=shown))
+    place = spec.places[failure.rank] if spec.places else ""
+    log = spec.log(failure.rank)
+    return Outcome(exit_code(failure), describe(failure, log, log_was_shown=shown, place=place))
 
 
 def choose_device(wanted: str, ranks: int | None) -> tuple[str, int]:

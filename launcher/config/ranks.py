@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from launcher.errors import ConfigError
@@ -41,6 +43,42 @@ def with_stages(config: Config, stages: int) -> Config:
             fix=f'write "stages": {stages}, or leave it out',
         )
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
+
+
+def places(pp: int, dp: int, tp: int) -> list[str]:
+    """What each rank is: "stage 1, dp 0, tp 1", in axes that have several ranks. Nothing where that is dp alone."""
+    if pp == tp == 1:
+        return []
+    sizes = {"stage": pp, "dp": dp, "tp": tp}
+    return [
+        ", ".join(f"{name} {at}" for (name, size), at in zip(sizes.items(), where, strict=True) if size > 1)
+        for where in itertools.product(*map(range, sizes.values()))
+    ]
+
+
+def mesh_lines(degrees: Mapping[str, int], host: str) -> list[str]:
+    """Which rank is what, for people: nothing for dp alone, a line for another axis alone, else a table.
+
+    Args:
+        degrees: of the axes, outermost first.
+    """
+    several = {name: degree for name, degree in degrees.items() if degree > 1}
+    if not several.keys() - {"dp"}:
+        return []
+    title = f"{' x '.join(f'{name} {degree}' for name, degree in several.items())} on {host}"
+    pp, dp, tp = (degrees.get(name, 1) for name in ("pp", "dp", "tp"))
+    if len(several) == 1:
+        return [f"{title}: ranks {'are the stages' if pp > 1 else 'share every layer'}"]
+    cells = [["", *(f"dp {i}" for i in range(dp))]]
+    for stage in range(pp):
+        firsts = [(stage * dp + i) * tp for i in range(dp)]
+        ranks = [" ".join(map(str, range(first, first + tp))) for first in firsts]
+        cells.append([f"stage {stage}" if pp > 1 else "ranks", *ranks])
+    if dp == 1:
+        cells.pop(0)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rows = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells)
+    return [title, *(row.rstrip() for row in rows)]
 
 
 def _ways_out(written: dict[str, int], ranks: int) -> list[str]:

@@ -40,6 +40,7 @@ class GlobalBatchLoader:
         dp_degree: degree of the dp axis.
         seed: of the order.
         shuffle: False reads in the order of the dataset in every epoch.
+        reads: False, on ranks that train on what others read: the place moves on, and `steps` gives nothing.
         drop_last: drop the sequences of an epoch that fill no global batch; False fills the last global batch
             with the first sequences of the same epoch, so every rank has work of the same shape.
 
@@ -62,6 +63,7 @@ class GlobalBatchLoader:
         seed: int,
         shuffle: bool = True,
         drop_last: bool = True,
+        reads: bool = True,
     ) -> None:
         _check_numbers(len(dataset), global_batch, micro_batch, dp_rank, dp_degree)
         self.dataset = dataset
@@ -72,6 +74,7 @@ class GlobalBatchLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self.reads = reads
         self.epoch = 0
         self.samples = 0
         self._order: tuple[int, np.ndarray] | None = None
@@ -103,7 +106,7 @@ class GlobalBatchLoader:
     def steps(self) -> Iterator[list[Batch]]:
         """One list of microbatches for each optimizer step, epoch after epoch without end."""
         while True:
-            microbatches = self._microbatches()
+            microbatches = self._microbatches() if self.reads else []
             self._advance()
             yield microbatches
 

@@ -319,29 +319,49 @@ class Engine(Answers, Feeding, Saving, nn.Module):
     def _train_stages(self, data_iter: Iterator[Any] | None) -> Tensor:
         number = self.gradient_accumulation_steps()
         batches = self._pulled(data_iter, number)
-        losses = self.run_microbatches(batches, [1 / number] * number)
+        loss = self.run_microbatches(batches, [1 / number] * number)
         self.step()
-        return self._mean(torch.tensor(math.fsum(losses) / number, device=self.device))
+        return self._mean(torch.tensor(loss, device=self.device))
 
-    def run_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> list[float]:
-        """Forward and backward of all microbatches of a step through all stages; `step()` comes next.
+    def run_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
+        """Forward and backward of all microbatches of a step, through all stages; `step()` comes next.
 
         Args:
-            batches: read on the ranks of the first stage only.
-            weights: of each microbatch in the loss.
+            batches: read on the ranks of the first stage only, and so are the weights.
+            weights: of each microbatch in the loss; its gradient is multiplied with that.
 
         Returns:
-            the loss of each microbatch, on all ranks.
+            the sum of weight x loss over the microbatches, on all stages; those of weight 0 do not count.
         """
+        batches = [self.curriculum.cut(batch, self.global_steps) for batch in batches]
+        if self.runtime is not None:
+            return self._run_stages(batches, weights)
+        losses: list[Tensor] = []
+        for batch, weight in zip(batches, weights, strict=True):
+            if losses and self.managed_gradient_accumulation():
+                self.step()  # of the microbatch before: it only counts
+            loss = self._loss_of(batch)
+            self.backward(loss * weight, scale_wrt_gas=False)
+            losses.append(loss.detach())
+        return pipelined.weighted([float(loss) for loss in losses], weights)
+
+    def _run_stages(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
         self._scaled = True
         watch_gradients(self.zero, self.loss_scaler.at_floor)
-        losses = pipelined.train(self, batches, weights)
-        for loss, weight in zip(losses, weights, strict=True):
-            self.watch.loss(torch.tensor(loss), weight)
+        losses, weights = pipelined.train(self, batches, weights)
+        total = pipelined.weighted(losses, weights)
+        self.watch.loss(torch.tensor(total), 1.0)
         self._backwards += len(losses)
         self._microbatches += len(losses) - 1
         self.micro_steps += len(losses) - 1
-        return losses
+        return total
+
+    @torch.no_grad()
+    def eval_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
+        """As `run_microbatches`, without gradients."""
+        if self.runtime is not None:
+            return pipelined.weighted(*pipelined.evaluate(self, batches, weights))
+        return pipelined.weighted([float(self._loss_of(batch)) for batch in batches], weights)
 
     def _loss_of(self, batch: Any) -> Tensor:
         with loss_only():

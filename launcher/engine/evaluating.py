@@ -31,7 +31,7 @@ def losses_and_outputs(
     if not with_loss:
         batches = [without_labels(batch) for batch in batches]
     if engine.runtime is not None:
-        found = pipelined.evaluate(engine, batches, outputs, with_loss=with_loss)
+        found, _ = pipelined.evaluate(engine, batches, outputs=outputs, with_loss=with_loss)
         return [torch.tensor(loss, device=engine.device) for loss in found], outputs or []
     losses = []
     for batch in batches:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import broadcast
+from launcher.comm import all_reduce, broadcast
 from launcher.engine.batches import call, cast, loss_in, outputs_in, to_device
 from launcher.errors import ConfigError
 from launcher.pipeline.batches import share
+from launcher.pipeline.recording import write
+from launcher.pipeline.simulate import Costs, simulate
 from launcher.tensor.head import loss_only
 
 if TYPE_CHECKING:
@@ -75,17 +79,19 @@ class Work:
             torch.autograd.backward(tensors, gradients)
 
 
-def train(engine: Engine, batches: Sequence[Any], weights: Sequence[float]) -> list[float]:
+def train(
+    engine: Engine, batches: Sequence[Any], weights: Sequence[float]
+) -> tuple[list[float], list[float]]:
     """Forward and backward of all microbatches of a step; the optimizer has not stepped.
 
     Args:
-        batches: on the ranks of the first stage; others may give None.
+        batches, weights: those of the first stage are taken.
 
     Returns:
-        the loss of each microbatch, on all ranks.
+        the loss of each microbatch and its weight, on all ranks.
     """
     assert engine.runtime is not None
-    batches = share(to_device(batches, engine.device), engine.mesh.axes["pp"], engine.device)
+    batches, weights = _shared(engine, batches, weights)
     reducer = engine.zero.reducer
     with _gathering(engine):
         try:
@@ -95,23 +101,81 @@ def train(engine: Engine, batches: Sequence[Any], weights: Sequence[float]) -> l
                 reducer.settle()
         finally:
             reducer.sync = True
-    return _told(engine, losses, len(batches))
+    return _told(engine, losses, len(batches)), weights
 
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, batches: Sequence[Any], outputs: list[Any] | None = None, *, with_loss: bool = True
-) -> list[float]:
-    """The loss of each microbatch, without gradients, on all ranks; zeros without `with_loss`.
+    engine: Engine,
+    batches: Sequence[Any],
+    weights: Sequence[float] = (),
+    outputs: list[Any] | None = None,
+    *,
+    with_loss: bool = True,
+) -> tuple[list[float], list[float]]:
+    """As `train`, without gradients; losses are zeros without `with_loss`.
 
     Args:
         outputs: gets what the model returns for each, its logits where it has such, on the ranks of the last stage.
     """
     assert engine.runtime is not None
-    batches = share(to_device(batches, engine.device), engine.mesh.axes["pp"], engine.device)
+    batches, weights = _shared(engine, batches, weights)
     with _gathering(engine):
-        losses = engine.runtime.run(batches, Work(engine, (), outputs, with_loss=with_loss), training=False)
-    return _told(engine, losses, len(batches))
+        losses = engine.runtime.run(
+            batches, Work(engine, weights, outputs, with_loss=with_loss), training=False
+        )
+    return _told(engine, losses, len(batches)), weights
+
+
+def weighted(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """The sum of weight x loss. A microbatch of weight 0 has no token to learn, and a loss that is no number."""
+    return math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+
+
+def _shared(
+    engine: Engine, batches: Sequence[Any], weights: Sequence[float]
+) -> tuple[list[Any], list[float]]:
+    """Those of the first stage, on all."""
+    mine = [to_device(batch, engine.device) for batch in batches], list(weights)
+    shared: tuple[list[Any], list[float]] = share(mine, engine.mesh.axes["pp"], engine.device)
+    return shared
+
+
+def parameters(engine: Engine) -> int:
+    """Elements of the logical parameters of all stages. Every rank must call it."""
+    runtime, pp = engine.runtime, engine.mesh.axes["pp"]
+    shared = runtime.staged.shared if runtime is not None else {}
+    mine = sum(
+        slot.logical_numel
+        for name, slot in engine.zero.slots.items()
+        if name not in shared or shared[name][0] == pp.rank
+    )
+    count = torch.tensor(mine, dtype=torch.float64, device=engine.device)
+    all_reduce(count, pp, "root/parameters").wait()
+    return int(count)
+
+
+def report(engine: Engine, path: Path | None) -> dict[str, Any] | None:
+    """Numbers of the last step for people; None without stages. Every rank must call it.
+
+    Args:
+        path: where the record of the step goes (`pipeline/recording.py`); None: nowhere.
+    """
+    runtime = engine.runtime
+    if runtime is None or runtime.stopwatch.schedule is None:
+        return None
+    made, measured = runtime.stopwatch.schedule, runtime.stopwatch.timeline(runtime.axis)
+    if path is not None:
+        write(path, measured)
+    return {
+        "schedule": made.name,
+        "stages": made.stages,
+        "chunks": made.chunks,
+        "microbatches": made.microbatches,
+        "bubble": measured.bubble,
+        "bubble_predicted": simulate(made, Costs.measured(measured)).bubble,
+        "most_held": list(measured.peak_held),
+    }
 
 
 def _gathering(engine: Engine) -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.costs import balance, deal, model_costs
 from launcher.pipeline.crossing import Staged
 from launcher.pipeline.layers import PipelineModule
+from launcher.pipeline.partition import Balance
 from launcher.pipeline.rows import StagedRow
 from launcher.pipeline.runtime import Runtime
 from launcher.pipeline.schedules import schedule
@@ -56,7 +57,7 @@ def cut_row(row: PipelineModule, mesh: Mesh, config: Config) -> StagedRow:
     row.check_degrees(pipe=axes["pp"].degree, data=mesh.dp.degree, model=axes["tp"].degree)
     boundaries = row.boundaries(axes["pp"].degree * section.chunks_of_rank)
     if mesh.rank == 0 and len(boundaries) > 2:
-        print(row.balance(boundaries), flush=True)
+        _tell(row.balance(boundaries))
     return StagedRow(row, boundaries, _rank_of(mesh, config), axes["pp"].rank)
 
 
@@ -68,8 +69,13 @@ def cut_model(model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Con
     costs = model_costs(model, section.partition, tp=mesh.axes["tp"].degree)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)
     if mesh.rank == 0:
-        print(balance(model, costs, boundaries), flush=True)
+        _tell(balance(model, costs, boundaries))
     return StagedModel(model, boundaries, _rank_of(mesh, config), pp.rank, split_model.sequence)
+
+
+def _tell(balance: Balance) -> None:
+    lines = balance.lines()
+    print(*(f"{'' if i else 'stages':8}{line}" for i, line in enumerate(lines)), sep="\n", flush=True)
 
 
 def holders_of(staged: Staged | None, mesh: Mesh) -> dict[str, Axis]:

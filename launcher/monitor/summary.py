@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ _PACKAGES = ("launcher", "torch", "transformers", "datasets", "numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What one rank held, in bytes."""
+    """What one rank held, in bytes, and where it is on the axes that have several ranks."""
 
     rank: int
+    coordinates: dict[str, int] = field(default_factory=dict)
     peak_memory_bytes: int
     parameter_bytes: int
     gradient_bytes: int
@@ -149,6 +150,23 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         if summary["ranks"]:
             most = max(rank[key] for rank in summary["ranks"])
             rows.append((f"{label}, most of a rank", f"{most / 2**20:.1f} MiB"))
+    if summary.get("pipeline"):
+        rows += _pipeline_rows(summary["pipeline"], summary["ranks"])
+    return rows
+
+
+def _pipeline_rows(pipeline: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    predicted = f"{pipeline['bubble']:.1%} of the last step ({pipeline['bubble_predicted']:.1%} predicted)"
+    rows = [("bubble", predicted)]
+    for stage, held in enumerate(pipeline["most_held"]):
+        mine = [rank for rank in ranks if rank["coordinates"]["pp"] == stage]
+        peak, own = (
+            max(rank[key] for rank in mine) / 2**20 for key in ("peak_memory_bytes", "parameter_bytes")
+        )
+        noun = "activation" if held == 1 else "activations"
+        rows.append(
+            (f"stage {stage}", f"peak {peak:.1f} MiB, parameters {own:.1f} MiB, {held} {noun} held at most")
+        )
     return rows
 
 

@@ -30,6 +30,16 @@ class Kind(StrEnum):
     __hash__ = str.__hash__  # Enum's own is Python code, and actions are looked up by the thousand
 
 
+WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input gradient",
+    Kind.WEIGHT: "weight gradients",
+    Kind.SEND_F: "sending the activations",
+    Kind.RECV_F: "receiving the activations",
+    Kind.SEND_B: "sending the gradients",
+    Kind.RECV_B: "receiving the gradients",
+}
 GIVES_INPUT_GRADIENT = (Kind.BACKWARD, Kind.INPUT)
 
 
@@ -43,6 +53,11 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.microbatch}"
+
+    @property
+    def in_words(self) -> str:
+        """ "forward of microbatch 2"."""
+        return f"{WORDS[self.kind]} of microbatch {self.microbatch}"
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,23 @@ W(k, m)   the gradients of these
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.comm import Axis
 from launcher.comm.letters import Letters
+from launcher.errors import LauncherError
 from launcher.pipeline.actions import Action, Kind, Schedule
 from launcher.pipeline.crossing import Crossing, Signature, Staged, signature_of
 from launcher.pipeline.mail import Mail
 from launcher.pipeline.schedules import schedule as schedule_of
+from launcher.pipeline.stopwatch import Stopwatch
 from launcher.pipeline.transfers import with_transfers
 from launcher.tensor.layers import let_put_off
 from launcher.tensor.weight_gradients import PutOff, putting_off
@@ -65,6 +69,7 @@ class Runtime:
     Attributes:
         most_held: (virtual stage, microbatch) whose activations were held at once in the last step.
         most_deferred: (virtual stage, microbatch) whose weight gradients waited at once.
+        stopwatch: when its actions ran.
     """
 
     def __init__(self, staged: Staged, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
@@ -74,6 +79,7 @@ class Runtime:
             for _, block in staged.blocks:
                 let_put_off(block)
         self.most_held = self.most_deferred = 0
+        self.stopwatch = Stopwatch(device)
 
     def schedule(self, microbatches: int) -> Schedule:
         return schedule_of(self.name, self.axis.degree, microbatches, self.chunks)
@@ -90,16 +96,31 @@ class Runtime:
         signatures = [signature_of(batch) for batch in batches]
         mail = Mail(self.staged, self.letters, schedule, signatures, self.device)
         step = _Step(self, mail, batches, signatures, work, training)
-        self.most_held = 0
         actions = with_transfers(schedule)[self.axis.rank]
         last = next((a for a in reversed(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)), None)
-        self.most_deferred = 0
+        if training:
+            self.most_held = self.most_deferred = 0
+            self.stopwatch.begin(schedule)
         for action in actions:
-            step.do(action, last=action is last)
+            with self._naming(action), self.stopwatch.action(action) if training else nullcontext():
+                step.do(action, last=action is last)
             self.most_held = max(self.most_held, len(step.kept))
             self.most_deferred = max(self.most_deferred, len(step.deferred))
         mail.finish()
         return [step.losses[m] for m in sorted(step.losses)]
+
+    @contextmanager
+    def _naming(self, action: Action) -> Iterator[None]:
+        """What is raised inside says where."""
+        try:
+            yield
+        except Exception as error:
+            place = f"stage {self.axis.rank} (rank {dist.get_rank()}), {action}: {action.in_words}"
+            if isinstance(error, LauncherError):
+                error.where = f"{error.where}, {place}" if error.where else place
+            else:
+                error.add_note(place)
+            raise
 
 
 class _Step:

@@ -6,11 +6,13 @@ from launcher.config import Config, load
 
 DIRECTORY = Path(__file__).parents[2] / "ds_configs"
 FILES = sorted(DIRECTORY.glob("*.json"))
+STAGES = {"pp2": 0, "pp2_zero3": 3, "3d": 1}
+"""Those with two pipeline stages -> their stage of ZeRO."""
 
 
 def test_the_files() -> None:
     names = {"zero0", "zero1", "zero2", "zero3", "bf16_zero2", "bf16_zero3", "fp16_zero1", "tp2_zero1"}
-    assert {path.stem for path in FILES} >= names
+    assert {path.stem for path in FILES} >= names | set(STAGES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -18,10 +20,12 @@ def test_each_file_is_what_its_name_says_on_any_number_of_ranks(path: Path) -> N
     for ranks in (1, 2, 3, 4, 7):
         config = load(path).resolve(dp_degree=ranks)
         assert config.train_batch_size == 4 * ranks
-        assert config.zero_optimization.stage == int(path.stem[-1])
+        zero = STAGES[path.stem] if path.stem in STAGES else int(path.stem[-1])
+        assert config.zero_optimization.stage == zero
+        assert config.pipeline.degree == (2 if path.stem in STAGES else 1)
         first = path.stem.partition("_")[0]
         assert config.dtype == (first if first in ("bf16", "fp16") else "fp32")
-        assert config.tensor_parallel.degree == (2 if first == "tp2" else 1)
+        assert config.tensor_parallel.degree == (2 if first in ("tp2", "3d") else 1)
         assert config.notes == ()
 
 

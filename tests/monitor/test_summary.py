@@ -52,7 +52,7 @@ def test_the_file_has_what_was_promised(tmp_path: Path) -> None:
     assert content["train_time_s"] == 4.0
     assert [rank["rank"] for rank in content["ranks"]] == [0, 1]
     assert content["ranks"][0] == {
-        "rank": 0, "peak_memory_bytes": 300 << 20,
+        "rank": 0, "coordinates": {}, "peak_memory_bytes": 300 << 20,
         "parameter_bytes": 4000, "gradient_bytes": 2000, "optimizer_bytes": 8000,
     }  # fmt: skip
     assert content["versions"]["torch"].startswith(torch.__version__.split("+")[0])

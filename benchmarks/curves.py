@@ -1,0 +1,105 @@
+"""The loss of a run on many ranks and that of one process, on the same sequences:
+
+    python -m benchmarks.curves ds_configs/3d.json --num-gpus 8 --out docs/3d.png
+
+The one process has the same JSON without stages and without tensor parallelism, and accumulates what the ranks share.
+It runs a second time with twice as many sequences in a microbatch: that difference is what rounding alone does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher.config import load
+from launcher.monitor.metrics import read_metrics
+from launcher.monitor.plot import DPI, HEIGHT, WIDTH, curve
+
+FLOOR = 1e-8  # of the differences that are drawn: below the rounding of fp32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config")
+    parser.add_argument("--num-gpus", type=int, required=True)
+    parser.add_argument("--max-steps", type=int, default=50)
+    parser.add_argument("--seq-length", type=int, default=64)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--out", type=Path, required=True, help="the picture")
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        many = run(flags, flags.config, flags.num_gpus, directory / "many")
+        for times in (1, 2):
+            tree = one_process(flags.config, flags.num_gpus, times)
+            (directory / f"{times}.json").write_text(json.dumps(tree), encoding="utf-8")
+        one, again = (run(flags, str(directory / f"{n}.json"), 1, directory / f"one{n}") for n in (1, 2))
+    off, rounding = (np.abs(other - one) / one for other in (many, again))
+    for name, difference in ((flags.config, off), ("one process, larger microbatches", rounding)):
+        print(
+            f"{name}: largest relative difference {difference[: len(one) // 2].max():.2g} in the first half, "
+            f"{difference.max():.2g} in all {len(one)} steps"
+        )
+    plot(one, many, off, rounding, f"{Path(flags.config).stem}.json on {flags.num_gpus} ranks", flags.out)
+
+
+def one_process(path: str, ranks: int, times: int) -> dict[str, Any]:
+    """The JSON of `path` for one rank, with the same sequences in a step, `times` as many in a microbatch."""
+    config = load(path)
+    dp = config.dp_degree(ranks)
+    tree = config.to_dict()
+    for section in ("pipeline", "tensor_parallel", "zero_optimization"):
+        tree.pop(section)
+    tree["gradient_accumulation_steps"] = int(tree["gradient_accumulation_steps"]) * dp // times
+    tree["train_micro_batch_size_per_gpu"] = int(tree["train_micro_batch_size_per_gpu"]) * times
+    return tree
+
+
+def run(flags: argparse.Namespace, config: str, ranks: int, output: Path) -> np.ndarray:
+    """Loss of each step of a run of `pretrain`."""
+    command = [sys.executable, "-m", "launcher.cli.main", "--config", config, "--device", "cpu"]
+    command += ["--num_gpus", str(ranks), "pretrain", "--model", flags.model, "--output-dir", str(output)]
+    command += ["--max-steps", str(flags.max_steps), "--seq-length", str(flags.seq_length)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return curve(read_metrics(output / "metrics.jsonl"), "loss")[1]
+
+
+def plot(
+    one: np.ndarray, many: np.ndarray, off: np.ndarray, rounding: np.ndarray, name: str, out: Path
+) -> None:
+    """Both curves above each other, and below how far they are apart."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH / DPI, 1.4 * HEIGHT / DPI), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    steps = np.arange(1, len(one) + 1)
+    above.plot(steps, one, color="#9db8d9", linewidth=5, label="one process")
+    above.plot(steps, many, color="#c8501e", linewidth=1.5, linestyle="--", label=name)
+    above.set_ylabel("loss (nats per token)")
+    below.semilogy(
+        steps, np.maximum(rounding, FLOOR), color="#9db8d9", label="one process, larger microbatches"
+    )
+    below.semilogy(steps, np.maximum(off, FLOOR), color="#c8501e", linestyle="--", label=name)
+    below.set_ylabel("relative difference")
+    below.set_xlabel("optimizer step")
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(out, dpi=DPI)
+
+
+if __name__ == "__main__":
+    main()
