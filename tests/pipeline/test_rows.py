@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import launcher
 from launcher.errors import ConfigError
 from launcher.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, TiedLayerSpec
 from tests.pipeline.running import CLIP, LR, config_of, engine_of, whole_weights
@@ -100,12 +101,16 @@ def plainly(module: nn.Module, loss_fn: Any, make: Any = pairs) -> dict[str, Any
         for inputs, labels in parts:
             loss = loss_fn(module(inputs), labels) / len(parts)
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in module.named_parameters()}}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {n: p.detach() for n, p in module.named_parameters()},
+    }
 
 
 @cache
@@ -189,7 +194,7 @@ def surface(ctx: RankContext) -> dict[str, Any]:
     """DeepSpeed's names on an engine of two stages."""
     module = row(True, num_stages=2, topology=PipeDataParallelTopology(2, 1))
     rows = [row_ for step in range(4) for row_ in batch(step)]
-    engine, _, loader, _ = __import__("launcher").initialize(
+    engine, _, loader, _ = launcher.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
         config=config_of(1, 4, {}),
@@ -206,7 +211,11 @@ def surface(ctx: RankContext) -> dict[str, Any]:
     each = engine.eval_batch(iter(held_out), reduce_output=None, num_micro_batches=3)
     mine = engine.eval_batch(iter(held_out), bcast_loss=False, num_micro_batches=3)
     outputs = engine.eval_batch(iter(held_out), compute_loss=False, reduce_output=None, num_micro_batches=3)
-    refusals = [refusal(engine.forward, rows[0]), refusal(engine.backward, torch.ones(())), refusal(engine.step)]
+    refusals = [
+        refusal(engine.forward, rows[0]),
+        refusal(engine.backward, torch.ones(())),
+        refusal(engine.step),
+    ]
     ends = (engine.is_first_stage(), engine.is_last_stage(), engine.stage_id, engine.num_stages)
     weights = whole_weights(engine)
     engine.destroy()
@@ -231,7 +240,9 @@ def test_deepspeed_surface(pool: WorkerPool) -> None:
     for found in (start, end):
         assert float(found["loss"]) == pytest.approx(sum(losses) / 3, rel=1e-5)
         assert [float(loss) for loss in found["each"]] == pytest.approx(losses, rel=1e-5)
-        for text, call in zip(found["refusals"], ("engine(...)", "engine.backward()", "engine.step()"), strict=True):
+        for text, call in zip(
+            found["refusals"], ("engine(...)", "engine.backward()", "engine.step()"), strict=True
+        ):
             assert call in text and "train_batch" in text
     assert start["last"] is None and start["mine"] is None and start["outputs"] is None
     assert torch.allclose(end["last"], wanted[-1], atol=1e-5)
@@ -244,7 +255,10 @@ def refused(ctx: RankContext) -> list[str]:
     wrong = [
         (row(False, num_stages=1), config_of(0, 4, pipeline)),
         (row(False, topology=PipeDataParallelTopology(1, 1)), config_of(0, 4, {})),
-        (row(False), config_of(0, 4, pipeline, compile={"deepcompile": False, "backend": "eager", "enabled": True})),
+        (
+            row(False),
+            config_of(0, 4, pipeline, compile={"deepcompile": False, "backend": "eager", "enabled": True}),
+        ),
         (row(False), config_of(0, 4, {}, managed_gradient_accumulation=False)),
     ]
     return [refusal(engine_of, config, module) for module, config in wrong]

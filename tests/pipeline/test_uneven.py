@@ -41,7 +41,8 @@ def train(ctx: RankContext, cases: list[tuple[str, list[str], dict[str, Any]]]) 
         losses, norms = [], []
         for step in range(len(LENGTHS)):
             parts = [
-                (ids, ids) if kind == "row" else {"input_ids": ids, "labels": ids} for ids in microbatches(step)
+                (ids, ids) if kind == "row" else {"input_ids": ids, "labels": ids}
+                for ids in microbatches(step)
             ]
             losses.append(float(engine.train_batch(iter(parts))))
             norms.append(engine.get_global_grad_norm())
@@ -89,9 +90,7 @@ CASES: dict[int, list[tuple[str, list[str], dict[str, Any]]]] = {  # by the numb
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_uneven_runs_are_those_of_one_process(pool: WorkerPool, ranks: int) -> None:
-    cases = [
-        (kind, frozen, {"stages": ranks, **pipeline}) for kind, frozen, pipeline in CASES[ranks]
-    ]
+    cases = [(kind, frozen, {"stages": ranks, **pipeline}) for kind, frozen, pipeline in CASES[ranks]]
     wanted = [truth(kind, frozen) for kind, frozen, _ in cases]
     for found in pool.run(train, ranks, cases):
         for got, want in zip(found, wanted, strict=True):
@@ -100,7 +99,9 @@ def test_uneven_runs_are_those_of_one_process(pool: WorkerPool, ranks: int) -> N
 
 def recomputed(ctx: RankContext) -> tuple[list[str], str]:
     """Names of recomputed blocks with interval 1, and what interval 2 is answered."""
-    engine = engine_of(config_of(0, 4, {"stages": 2, "activation_checkpoint_interval": 1}), model_of("untied"))
+    engine = engine_of(
+        config_of(0, 4, {"stages": 2, "activation_checkpoint_interval": 1}), model_of("untied")
+    )
     names = list(engine.checkpointer.names)
     engine.destroy()
     with pytest.raises(ConfigError) as error:
