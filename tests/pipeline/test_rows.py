@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import launcher
 from launcher.errors import ConfigError
 from launcher.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, TiedLayerSpec
 from tests.pipeline.running import CLIP, LR, config_of, engine_of, whole_weights
@@ -100,7 +101,7 @@ def plainly(module: nn.Module, loss_fn: Any, make: Any = pairs) -> dict[str, Any
         for inputs, labels in parts:
             loss = loss_fn(module(inputs), labels) / len(parts)
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP)))
         optimizer.step()
@@ -193,7 +194,7 @@ def surface(ctx: RankContext) -> dict[str, Any]:
     """DeepSpeed's names on an engine of two stages."""
     module = row(True, num_stages=2, topology=PipeDataParallelTopology(2, 1))
     rows = [row_ for step in range(4) for row_ in batch(step)]
-    engine, _, loader, _ = __import__("launcher").initialize(
+    engine, _, loader, _ = launcher.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
         config=config_of(1, 4, {}),
