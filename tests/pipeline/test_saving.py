@@ -146,7 +146,8 @@ def assert_exported(
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 
 
-def stop_and_go(ctx: RankContext, directory: Path) -> Any:
+def stop_and_go(ctx: RankContext, directory: Path) -> tuple[list[float], set[str]]:
+    """What is drawn next, and the names of what this rank writes."""
     torch.manual_seed(ctx.rank)
     engine = engine_for("gpt2", stage=1, **DROPOUT)
     advance(engine, BEFORE)
@@ -158,7 +159,8 @@ def stop_and_go(ctx: RankContext, directory: Path) -> Any:
     assert advance(again, AFTER) == losses
     for name, value in whole_weights(again).items():
         assert torch.equal(value, weights[name]), name
-    return [again.load_checkpoint(directory), torch.rand(2).tolist()][1]
+    again.load_checkpoint(directory)
+    return torch.rand(2).tolist(), {piece.name for piece in again.zero.written_slices()}
 
 
 def draw_after(ctx: RankContext, directory: Path) -> list[float]:
@@ -168,9 +170,11 @@ def draw_after(ctx: RankContext, directory: Path) -> list[float]:
 
 
 def test_dropout_goes_on_in_every_stage(pool: WorkerPool, tmp_path: Path) -> None:
-    """A stage draws numbers of its own; where there is one only, it goes on with those of the first."""
-    first, last = pool.run(stop_and_go, 2, tmp_path)
+    """A stage draws numbers of its own; where there is one only, it goes on with those of the first. What both hold is
+    written once."""
+    (first, mine), (last, others) = pool.run(stop_and_go, 2, tmp_path)
     assert first != last
+    assert not mine & others and "transformer.wte.weight" in mine
     assert pool.run(draw_after, 1, tmp_path) == [first]
 
 
