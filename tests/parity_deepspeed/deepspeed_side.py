@@ -139,7 +139,7 @@ def rows(cases: list[tuple[int, bool]]) -> list[list[float]]:
     losses = []
     for stage, tied in cases:
         module = module_of(deepspeed.pipe, tied=tied)
-        config = {**config_of(stage), "zero_force_ds_cpu_optimizer": False}
+        config = {**config_of(stage, tied=tied), "zero_force_ds_cpu_optimizer": False}
         engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
         losses.append(train_row(engine))
     return losses

@@ -18,7 +18,11 @@ def ours(ctx: RankContext) -> list[list[float]]:
     import launcher
 
     return [
-        train(launcher.initialize(model=module_of(launcher.pipe, tied=tied), config=config_of(stage))[0])
+        train(
+            launcher.initialize(
+                model=module_of(launcher.pipe, tied=tied), config=config_of(stage, tied=tied)
+            )[0]
+        )
         for stage, tied in CASES
     ]
 
