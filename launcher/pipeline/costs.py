@@ -8,7 +8,7 @@ after    what runs behind them: the last norm, the head; on the last virtual sta
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ from torch import nn
 
 from launcher.config.pipeline import TYPE
 from launcher.errors import ConfigError
-from launcher.models.units import ends_of, unit_modules
 from launcher.pipeline.partition import Balance, partition
+from launcher.pipeline.parts import Parts, parts_of
 
 WHERE = "pipeline.partition"
 _NO_SCORES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
@@ -57,7 +57,7 @@ def model_costs(
         ConfigError: the model has no blocks, no class matches the regular expression, nothing was measured, or there is
             no such method.
     """
-    parts = _parts_of(model)
+    parts = parts_of(model)
     if method == "uniform":
         return Costs(0, (1,) * len(parts.blocks), 0)
     if method == "parameters":
@@ -75,7 +75,7 @@ def model_costs(
 
 def balance(model: nn.Module, costs: Costs, boundaries: Sequence[int]) -> Balance:
     """What each virtual stage has; a head that is tied to the embedding counts at both ends."""
-    counted = _with_ends(_each(_parts_of(model), elements))
+    counted = _with_ends(_each(parts_of(model), elements))
     of_stages = list(pairwise(boundaries))
     return Balance(
         tuple(boundaries),
@@ -145,46 +145,9 @@ def not_measured(wanted: str, given: int | None) -> ConfigError:
     )
 
 
-class _Parts(NamedTuple):
-    """The modules of a model by where they run; those of the ends are outermost, and hold no block."""
-
-    before: list[nn.Module]
-    blocks: list[nn.Module]
-    after: list[nn.Module]
-
-
-def _parts_of(model: nn.Module) -> _Parts:
-    blocks = [block for _, block in unit_modules(model)]
-    if not blocks:
-        raise ConfigError(
-            f"{type(model).__name__} has no list of blocks that could be dealt out",
-            where="pipeline.stages",
-            fix="write a PipelineModule, whose layers you name yourself, or delete the section pipeline",
-        )
-    embedding, head = ends_of(model)
-    parts, ids, passed = _Parts([], blocks, []), {id(block) for block in blocks}, False
-    for module in _around(model, ids):
-        if id(module) in ids:
-            passed = True
-        elif module is embedding or (module is not head and not passed):
-            parts.before.append(module)
-        else:
-            parts.after.append(module)
-    return parts
-
-
-def _around(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
-    """The blocks, and the largest modules without one, in registration order."""
-    for child in module.children():
-        inside = {id(inner) for inner in child.modules()}
-        if id(child) in blocks or not inside & blocks:
-            yield child
-        else:
-            yield from _around(child, blocks)
-
-
-def _each(parts: _Parts, cost: Callable[[Sequence[nn.Module]], float]) -> Costs:
-    return Costs(cost(parts.before), tuple(cost([block]) for block in parts.blocks), cost(parts.after))
+def _each(parts: Parts, cost: Callable[[Sequence[nn.Module]], float]) -> Costs:
+    before, blocks, after = ([module for _, module in part] for part in parts)
+    return Costs(cost(before), tuple(cost([block]) for block in blocks), cost(after))
 
 
 def _with_ends(costs: Costs) -> list[float]:
@@ -195,7 +158,7 @@ def _with_ends(costs: Costs) -> list[float]:
     return blocks
 
 
-def _operations(model: nn.Module, parts: _Parts, sequence: int, tp: int) -> Costs:
+def _operations(model: nn.Module, parts: Parts, sequence: int, tp: int) -> Costs:
     """Operations of the forward of one sequence; the backward has twice as many, everywhere but in lookup tables."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -236,7 +199,7 @@ def _share_of_experts(config: Any) -> float:
     return min(1.0, chosen / number) if chosen and number else 1.0
 
 
-def _matching(parts: _Parts, pattern: str) -> Costs:
+def _matching(parts: Parts, pattern: str) -> Costs:
     """1 for each block whose class matches; an end counts where one of its modules with parameters does."""
     matches = matcher(pattern)
 
@@ -245,6 +208,5 @@ def _matching(parts: _Parts, pattern: str) -> Costs:
 
     found = _each(parts, cost)
     if not any(_with_ends(found)):
-        modules = (*parts.before, *parts.blocks, *parts.after)
-        raise no_match(pattern, (type(module).__name__ for module in modules))
+        raise no_match(pattern, (type(module).__name__ for part in parts for _, module in part))
     return found
