@@ -42,12 +42,21 @@ def parts_of(model: nn.Module) -> Parts:
     Raises:
         ConfigError: it has no blocks, or not one row of them, or a parameter that belongs to no part.
     """
+    config = getattr(model, "config", None)
+    if getattr(
+        config, "output_router_logits", False
+    ):  # each stage would see the routers of its own blocks only
+        raise ConfigError(
+            "the auxiliary loss of the routers needs all blocks, and a pipeline stage has some of them",
+            where="pipeline.stages",
+            fix="set output_router_logits of the model's config to false, or delete the section pipeline",
+        )
     blocks = unit_modules(model)
     rows = {name.rpartition(".")[0] for name, _ in blocks}
     if len(rows) != 1:
         raise _uncuttable(model, "its blocks are not one row" if rows else "it has no list of blocks")
     parts, ids, passed = Parts([], blocks, []), {id(block) for _, block in blocks}, False
-    late = AFTER.get(getattr(getattr(model, "config", None), "model_type", ""), ())
+    late = AFTER.get(getattr(config, "model_type", ""), ())
     embedding, head = ends_of(model)
     for name, module in _around(model, ids, ""):
         if id(module) in ids:

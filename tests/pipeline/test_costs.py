@@ -95,3 +95,10 @@ def test_split_layers_are_counted_as_they_are() -> None:
     model = meta()
     whole, half = (model_costs(model, "best", sequence=SEQUENCE, tp=tp).blocks[0] for tp in (1, 2))
     assert whole - half == 2 * SEQUENCE * SEQUENCE * 32
+
+
+def test_an_auxiliary_loss_of_all_routers_is_refused() -> None:
+    model = meta()
+    model.config.output_router_logits = True
+    with pytest.raises(ConfigError, match="auxiliary loss of the routers"):
+        model_costs(model, "uniform")
