@@ -71,6 +71,8 @@ class PipelineConfig(Section):
 
     without_effect: ClassVar[dict[str, str]] = {
         "use_reentrant": "checkpoints have one flavour; gradients are the same",
+        "pipe_partitioned": "each tensor-parallel rank sends whole activations to its own rank of the next stage",
+        "grad_partitioned": "each tensor-parallel rank sends whole gradients to its own rank of the stage before",
     }
     differs: ClassVar[dict[str, str]] = {
         "stages": "is the degree, for a Hugging Face model too; DeepSpeed reads it and does nothing",
@@ -98,7 +100,8 @@ class PipelineConfig(Section):
     or the PipelineModule, says."""
 
     pipe_partitioned: bool = True
-    """Each tensor-parallel rank sends its share of the activations to the next stage, where they are gathered."""
+    """In DeepSpeed each tensor-parallel rank sends its share of the activations to the next stage, where they are
+    gathered."""
 
     grad_partitioned: bool = True
     """The same for the gradients that go back."""
@@ -154,7 +157,7 @@ class PipelineConfig(Section):
 
 
 def remarks_beside(
-    pipeline: PipelineConfig, microbatches: int | str | None, zero_stage: int | str, tp_degree: int
+    pipeline: PipelineConfig, microbatches: int | str | None, zero_stage: int | str
 ) -> Iterator[Remark]:
     """What a person should know of a pipeline beside other sections.
 
@@ -165,11 +168,6 @@ def remarks_beside(
     for key, least in (("reduce_per_microbatch", 2), ("gather_per_microbatch", 3)):
         if getattr(pipeline, key) is True and isinstance(zero_stage, int) and zero_stage < least:
             yield Remark(f"pipeline.{key}", f"does nothing below zero_optimization.stage {least}")
-    for key in ("pipe_partitioned", "grad_partitioned"):
-        if key in pipeline.model_fields_set and getattr(pipeline, key) is True and tp_degree == 1:
-            yield Remark(
-                f"pipeline.{key}", "acts with tensor parallelism: one tensor-parallel rank sends all"
-            )
 
 
 def _on_idle_ranks(pipeline: PipelineConfig, microbatches: int | str | None) -> Iterator[Remark]:

@@ -255,7 +255,7 @@ class Config(Section):
             yield Remark("zero_optimization.stage", what)
         yield from remarks_on_momentum(self.scheduler, self.optimizer)
         stage, tp_degree = self.zero_optimization.stage, self.tensor_parallel.degree
-        yield from remarks_beside(self.pipeline, self.gradient_accumulation_steps, stage, tp_degree)
+        yield from remarks_beside(self.pipeline, self.gradient_accumulation_steps, stage)
         activation = self.activation_checkpointing
         if activation and activation.partition_activations is True and tp_degree == 1:
             what = "acts with tensor parallelism: one tensor-parallel rank keeps the whole inputs"

@@ -125,16 +125,19 @@ def test_few_microbatches_are_told(section: dict[str, Any], microbatches: int, w
     assert ("gradient_accumulation_steps" in notes(unknown.resolve(dp_degree=1))) == (what is not None)
 
 
-@pytest.mark.key(f"{KEY}.pipe_partitioned", f"{KEY}.grad_partitioned", f"{KEY}.reduce_per_microbatch",
-                 f"{KEY}.gather_per_microbatch")  # fmt: skip
+@pytest.mark.key(f"{KEY}.pipe_partitioned", f"{KEY}.grad_partitioned")
+def test_shares_that_are_not_sent_say_so() -> None:
+    shares = {"pipe_partitioned": False, "grad_partitioned": False}
+    assert {f"{KEY}.{key}" for key in shares} <= notes(pipeline(**shares)).keys()
+
+
+@pytest.mark.key(f"{KEY}.reduce_per_microbatch", f"{KEY}.gather_per_microbatch")
 def test_keys_that_act_beside_others_say_so() -> None:
-    shares = {"pipe_partitioned": True, "grad_partitioned": True}
     policies = {"reduce_per_microbatch": True, "gather_per_microbatch": True}
-    assert pipeline().pipeline == pipeline(**shares).pipeline
-    alone = notes(pipeline(**shares, **policies))
-    assert {key for key in alone if key.startswith(KEY)} == {f"{KEY}.{key}" for key in (*shares, *policies)}
+    alone = notes(pipeline(**policies))
+    assert {key for key in alone if key.startswith(KEY)} == {f"{KEY}.{key}" for key in policies}
     beside = {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}}
-    told = notes(load({KEY: {"stages": 2, **shares, **policies}, **beside}))
+    told = notes(load({KEY: {"stages": 2, **policies}, **beside}))
     assert not [key for key in told if key.startswith(KEY)]
 
 
