@@ -50,6 +50,5 @@ class Letters:
 
     def _number(self, counts: Counter[tuple[int, bool]], peer: int, back: bool) -> int:
         counts[peer, back] += 1
-        return (
-            counts[peer, back] * 2 + back
-        ) % _NUMBERS * 4 + 3  # the other three of four are of collectives
+        number = (counts[peer, back] * 2 + back) % _NUMBERS
+        return number * 4 + 3  # the other three of four are of collectives

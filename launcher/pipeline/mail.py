@@ -47,7 +47,7 @@ class Mail:
         }
         self._boxes: dict[Action, tuple[tuple[Tensor, ...], list[Pending]]] = {}
         self._posted: dict[tuple[int, Kind], int] = {}
-        self._outgoing: deque[list[Pending]] = deque()
+        self._outgoing: list[Pending] = []
 
     def send(self, action: Action, tensors: tuple[Tensor, ...], learned: Crossing | None) -> None:
         """Start sending what an action made.
@@ -58,13 +58,11 @@ class Mail:
         """
         to = self.schedule.rank_of[matching_receive(action).stage]
         back, tag = action.kind is Kind.SEND_B, f"stage{action.stage}/{action.kind.lower()}"
-        pendings: list[Pending] = []
         if learned is not None:
             content = packed(learned).to(self.device)
             size = torch.tensor([content.numel()], device=self.device)
-            pendings += [self.letters.send(part, to, tag) for part in (size, content)]
-        pendings += [self.letters.send(tensor, to, tag, back=back) for tensor in tensors]
-        self._outgoing.append(pendings)
+            self._outgoing += [self.letters.send(part, to, tag) for part in (size, content)]
+        self._outgoing += [self.letters.send(tensor, to, tag, back=back) for tensor in tensors]
 
     def receive(self, action: Action) -> tuple[Tensor, ...]:
         """Wait for what RECV_F or RECV_B stands for."""
@@ -80,9 +78,9 @@ class Mail:
 
     def finish(self) -> None:
         """Wait until everything was sent."""
-        while self._outgoing:
-            for pending in self._outgoing.popleft():
-                pending.wait()
+        for pending in self._outgoing:
+            pending.wait()
+        self._outgoing.clear()
 
     # ---- inside -----------------------------------------------------------------------------
 

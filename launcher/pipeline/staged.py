@@ -7,7 +7,7 @@ of the whole model. While a virtual stage runs, what this rank holds for its oth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -202,7 +202,7 @@ class StagedModel:
         route.enter, route.leave, route.received = self.boundaries[stage], leave, received
         route.arriving, route.learned, route.first_time = before, learned, known is None
         last = stage == self.virtual_stages - 1
-        probing = torch.enable_grad() if known is None and not last else _as_it_is()
+        probing = torch.enable_grad() if known is None and not last else nullcontext()
         try:
             with self._showing(stage), probing:
                 output = call(self.model)
@@ -221,11 +221,6 @@ class StagedModel:
         slicing = self._learned[stage, signature].slicing
         if self.sequence is not None and slicing is not None:
             self.sequence.recall(slicing)
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 def _depends(value: Any) -> Any:

@@ -7,9 +7,12 @@ that needs what is received, and is the wait for it: receives are posted ahead, 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Action, Kind, Schedule
 
 
+@lru_cache(maxsize=16)  # the same at every step
 def with_transfers(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """All that each rank does, in order: the schedule's actions with SEND and RECV between them."""
     return tuple(
@@ -18,6 +21,7 @@ def with_transfers(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     )
 
 
+@lru_cache(maxsize=16)
 def arrivals(schedule: Schedule) -> tuple[dict[tuple[int, Kind], tuple[Action, ...]], ...]:
     """What reaches each rank, in the order in which the sender sends it.
 
