@@ -89,7 +89,8 @@ class PipelineConfig(Section):
 
     partition: Annotated[str, BeforeValidator(_method)] = "best"
     """What is made even among the stages: "best" the estimated operations of a forward, "uniform" the number of layers,
-    "parameters" their elements, "type:REGEX" the layers whose class name matches, "profile" measured times."""
+    "parameters" their elements, "type:REGEX" the layers whose class name matches, "profile" the times that rank 0
+    measures before the cut (of a PipelineModule with the first rows of initialize(training_data=...))."""
 
     seed_layers: bool = False
     """The layer i of a PipelineModule is made under the seed `base_seed` + i. False: under one of its own, too, from

@@ -62,6 +62,7 @@ def initialize(
     seed: int = 0,
     device: torch.device | None = None,
     auto: Mapping[str, Any] | None = None,
+    seq_length: int | None = None,
 ) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
     """Make an engine of `model`, as deepspeed.initialize does.
 
@@ -81,6 +82,8 @@ def initialize(
         seed: for a model on meta.
         device: default: this rank's GPU, else the CPU.
         auto: values for keys that say "auto", by dotted path.
+        seq_length: tokens of a sequence, for an even cut of a Hugging Face model into stages; default: 2048, or as
+            many as the model takes.
 
     Returns:
         (engine, optimizer, training dataloader, lr scheduler); the last three may be None.
@@ -108,13 +111,13 @@ def initialize(
     else:  # before it is built it has no parameters to give: none means all
         model_parameters = list(model_parameters or ()) or None
         chosen = choose(resolved, optimizer, model_parameters, row.whole())
-        staged = own = cut_row(row, mesh, resolved)
+        staged = own = cut_row(row, mesh, resolved, training_data, collate_fn)
         model = own.part
     source = source or _source(model, seed)
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = _split_layers(model, mesh, resolved)
-    staged = staged or cut_model(model, split_model, mesh, resolved)
+    staged = staged or cut_model(model, split_model, mesh, resolved, seq_length)
     blocks = staged.blocks if staged is not None else unit_modules(model)
     checkpointer = recompute(model, blocks, staged, resolved, mesh.axes["tp"])
     _mark_leaves(model, resolved)
