@@ -195,7 +195,9 @@ class Training:
         total = max(1.0, self._sum(sum(counts)))
         loss = engine.eval_microbatches(batches, [count / total for count in counts])
         engine.train()
-        return self._sum(loss)
+        mean = self._sum(loss)
+        engine.watch.evaluated(engine, mean)
+        return mean
 
     # ---- saving -----------------------------------------------------------------------------
 

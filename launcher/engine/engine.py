@@ -294,7 +294,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Without gradients: the mean loss over gradient_accumulation_steps microbatches and over dp.
+        """Without gradients: the mean loss over gradient_accumulation_steps microbatches and over dp. Monitors get it.
 
         Args:
             data_iter: read on the ranks of the first stage.
@@ -312,6 +312,8 @@ class Engine(Answers, Feeding, Saving, nn.Module):
             self, self._pulled(data_iter, number), with_loss=compute_loss, with_outputs=keeps
         )
         self.train(training)
+        if compute_loss and self.watch.monitor.enabled:  # the same on all ranks
+            self.watch.evaluated(self, float(reduced(self, losses, "avg")))
         told = self.is_last_stage() or (compute_loss and bcast_loss)
         value = reduced(self, losses if compute_loss else outputs, reduce_output) if told else None
         return (value, outputs[-1] if outputs else None) if return_logits else value
