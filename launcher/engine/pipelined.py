@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import all_reduce, broadcast
+from launcher.comm import broadcast
 from launcher.engine.batches import call, cast, loss_in, outputs_in, to_device
 from launcher.errors import ConfigError
 from launcher.pipeline.batches import share
-from launcher.pipeline.recording import write
-from launcher.pipeline.simulate import Costs, simulate
 from launcher.tensor.head import loss_only
 
 if TYPE_CHECKING:
@@ -139,43 +136,6 @@ def _shared(
     mine = [to_device(batch, engine.device) for batch in batches], list(weights)
     shared: tuple[list[Any], list[float]] = share(mine, engine.mesh.axes["pp"], engine.device)
     return shared
-
-
-def parameters(engine: Engine) -> int:
-    """Elements of the logical parameters of all stages. Every rank must call it."""
-    runtime, pp = engine.runtime, engine.mesh.axes["pp"]
-    shared = runtime.staged.shared if runtime is not None else {}
-    mine = sum(
-        slot.logical_numel
-        for name, slot in engine.zero.slots.items()
-        if name not in shared or shared[name][0] == pp.rank
-    )
-    count = torch.tensor(mine, dtype=torch.float64, device=engine.device)
-    all_reduce(count, pp, "root/parameters").wait()
-    return int(count)
-
-
-def report(engine: Engine, path: Path | None) -> dict[str, Any] | None:
-    """Numbers of the last step for people; None without stages. Every rank must call it.
-
-    Args:
-        path: where the record of the step goes (`pipeline/recording.py`); None: nowhere.
-    """
-    runtime = engine.runtime
-    if runtime is None or runtime.stopwatch.schedule is None:
-        return None
-    made, measured = runtime.stopwatch.schedule, runtime.stopwatch.timeline(runtime.axis)
-    if path is not None:
-        write(path, measured)
-    return {
-        "schedule": made.name,
-        "stages": made.stages,
-        "chunks": made.chunks,
-        "microbatches": made.microbatches,
-        "bubble": measured.bubble,
-        "bubble_predicted": simulate(made, Costs.measured(measured)).bubble,
-        "most_held": list(measured.peak_held),
-    }
 
 
 def _gathering(engine: Engine) -> AbstractContextManager[Any]:
