@@ -24,7 +24,7 @@ from launcher.pipeline.parts import parts_of
 from launcher.pipeline.stage import drawn_from
 from launcher.tensor.head import loss_only
 
-ROUNDS, REPEATS = 3, 2
+ROUNDS, REPEATS = 5, 2
 """Passes over all parts, and how often each runs in one. The quickest counts: whatever else the machine does only adds
 time, and mostly to neighbours in time alike."""
 LOSS = "loss"
