@@ -19,7 +19,7 @@ MB = 2**20
 
 
 class Peer(Protocol):
-    """A way to train. Each rank, or each group of ranks that share a batch, takes an equal share of the global batch."""
+    """A way to train. Each rank takes an equal share of the global batch, or each group of ranks that share one."""
 
     def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
         """Runs all micro-batches of a step, leaves gradients, returns this rank's mean loss: nan where it has none."""

@@ -25,6 +25,7 @@ class Flags:
         ends: parallelize_module splits the embedding and the head, too.
         pp: ranks that the blocks are dealt out to; they share a batch, too.
         schedule: of these stages.
+        watch: ours reports the bubble of every step; that takes time.
     """
 
     stage: int = 0
@@ -36,6 +37,7 @@ class Flags:
     ends: bool = True
     pp: int = 1
     schedule: str = "1f1b"
+    watch: bool = False
 
     @property
     def sharing(self) -> int:

@@ -32,6 +32,7 @@ def _pipeline(work: Work, flags: Flags, config: dict[str, Any]) -> Any:
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
+    deepspeed.init_distributed("gloo")  # the module asks for its ranks
     module = PipelineModule(
         layers=pieces(work.model),
         num_stages=flags.pp,

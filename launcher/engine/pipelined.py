@@ -18,6 +18,7 @@ from launcher.pipeline.batches import share
 from launcher.pipeline.recording import write
 from launcher.pipeline.simulate import Costs, simulate
 from launcher.tensor.head import loss_only
+from launcher.tensor.weight_gradients import Place, PutOff, adding_in
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -68,15 +69,26 @@ class Work:
         return self.weights[microbatch] * self.engine.loss_scaler.scale
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, last: bool) -> None:
-        engine, reducer = self.engine, self.engine.zero.reducer
-        section = engine.resolved.pipeline
+        place = self._begin_backward(last)
+        if not tensors:
+            self.engine.zero.reducer.sync = False  # nothing is reduced here: `settle` does it
+            return
+        with self.engine.watch.phase("backward", self.engine), adding_in(place):
+            torch.autograd.backward(tensors, gradients)
+
+    def finish(self, put_off: PutOff, *, last: bool) -> None:
+        place = self._begin_backward(last)
+        with self.engine.watch.phase("backward", self.engine):
+            leaves, gradients = put_off.computed(place)
+            if leaves:
+                torch.autograd.backward(leaves, gradients)
+
+    def _begin_backward(self, last: bool) -> Place | None:
+        """Where gradients of weights are added up in this backward: nowhere if it is to reduce them."""
+        reducer, section = self.engine.zero.reducer, self.engine.resolved.pipeline
         reducer.sync = section.reduce_per_microbatch or (last and section.chunks_of_rank == 1)
         reducer.boundary = last
-        if not tensors:
-            reducer.sync = False  # nothing is reduced here: `settle` does it
-            return
-        with engine.watch.phase("backward", engine):
-            torch.autograd.backward(tensors, gradients)
+        return None if reducer.sync else self.engine.zero.place_of_gradient
 
 
 def train(

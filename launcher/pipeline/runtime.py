@@ -28,7 +28,7 @@ from launcher.pipeline.mail import Mail
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.stopwatch import Stopwatch
 from launcher.pipeline.transfers import with_transfers
-from launcher.tensor.layers import let_put_off
+from launcher.tensor.layers import give_own_backward
 from launcher.tensor.weight_gradients import PutOff, putting_off
 
 Key = tuple[int, int]  # virtual stage, microbatch
@@ -45,6 +45,9 @@ class Work(Protocol):
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, last: bool) -> None:
         """From outputs to leaves; `last`: of this rank in this step. No tensors: nothing before them is trained."""
+
+    def finish(self, put_off: PutOff, *, last: bool) -> None:
+        """Compute gradients of weights that were put off."""
 
     def root_gradient(self, microbatch: int) -> float:
         """What the loss of a microbatch is multiplied with."""
@@ -75,9 +78,8 @@ class Runtime:
     def __init__(self, staged: Staged, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.letters = Letters(axis)
-        if any(action.kind is Kind.INPUT for actions in self.schedule(1).actions for action in actions):
-            for _, block in staged.blocks:
-                let_put_off(block)
+        for _, block in staged.blocks:
+            give_own_backward(block)
         self.most_held = self.most_deferred = 0
         self.stopwatch = Stopwatch(device)
 
@@ -169,9 +171,7 @@ class _Step:
                 with putting_off() as self.deferred[key]:
                     self._backward(*key, last=False)
             case Kind.WEIGHT:
-                leaves, gradients = self.deferred.pop(key).computed()
-                if leaves:
-                    self.work.backward(leaves, gradients, last=last)
+                self.work.finish(self.deferred.pop(key), last=last)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         received = tuple(_start(tensor) for tensor in self.arrived.pop((stage, microbatch), ()))

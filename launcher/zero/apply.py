@@ -72,6 +72,7 @@ class ZeroModel:
         self._copies_checked = False
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
+        self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
         self.fetcher = Fetcher(policy)
         trained = [unit for unit in units if unit.gradients]
         root = [unit for unit in trained if unit is units[-1]]
@@ -112,6 +113,11 @@ class ZeroModel:
             pending.wait()
 
     # ---- gradients --------------------------------------------------------------------------
+
+    def place_of_gradient(self, leaf: Tensor) -> Tensor | None:
+        """Where its gradients are added up: `FlatGradient.place`."""
+        slot = self._slot_of_parameter.get(id(leaf))
+        return None if slot is None else self._gradient_of[slot.flat].place(slot)
 
     def norm_and_use(self) -> tuple[Tensor, list[bool]]:
         """Sum of squares of the reduced gradient over all ranks (fp64 scalar), and which trainable slots got one.
