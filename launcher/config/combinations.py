@@ -193,7 +193,7 @@ COMBINATIONS: tuple[Combination, ...] = (
         Combination(
             (key, SCHEDULE),
             partial(lambda stands, config: config.pipeline.updates_inside and stands(config), stands),
-            f"{PIPEDREAM} {key} lets all of them leave an update out",
+            f"{PIPEDREAM} with {key} an overflow on one lets all of them leave an update out",
             f'{fix}, or "schedule": "2bw"',
         )
         for key, stands, fix in (
@@ -242,12 +242,6 @@ NOT_TOGETHER_YET: tuple[Combination, ...] = (
         lambda config: config.pipeline.asynchronous and _stage(config) == 3,
         f"pipeline.schedule keeps older weights, and that is not implemented for {ZERO}.stage 3",
         'write "stage": 2 or less, or "schedule": "1f1b"',
-    ),
-    Combination(
-        ("compile", SCHEDULE),
-        lambda config: config.pipeline.asynchronous and config.compile.on,
-        "compile is not implemented beside an asynchronous pipeline.schedule",
-        'delete compile, or write "schedule": "1f1b"',
     ),
     Combination(
         ("compile", f"{TENSOR}.autotp_size"),

@@ -107,7 +107,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [  # schedule, sections, k
     ("pipedream", {"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast.dtype", '"dtype": "bf16"'),
     ("pipedream", {"zero_optimization": {"stage": 3}}, f"{KEY}.schedule", 'write "stage": 2 or less'),
     ("2bw", {"zero_optimization": {"stage": 3}}, f"{KEY}.schedule", 'write "stage": 2 or less'),
-    ("2bw", {"compile": {"deepcompile": False, "backend": "inductor"}}, "compile", "delete compile"),
     ("2bw", {"gradient_accumulation_steps": 3}, "gradient_accumulation_steps", "as many microbatches"),
     ("2bw", {KEY: {"stages": 1, "schedule": "2bw"}}, f"{KEY}.schedule", "needs two stages or more"),
 ]  # fmt: skip

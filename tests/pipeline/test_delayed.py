@@ -104,6 +104,7 @@ def off_by(found: list[Found], case: Case, seen: Any = None) -> float:
     got = found[0]
     apart = [abs(a / b - 1) for a, b in zip(got.losses, losses, strict=True)]
     for name, weight in model.named_parameters():
+        weight = weight.detach()
         apart.append(float((got.weights[name] - weight).norm() / weight.norm()))
     return max(apart)
 
