@@ -178,9 +178,7 @@ class PipelineConfig(Section):
         if self.stages == 1 and self.schedule != "1f1b":
             yield Remark("schedule", "does nothing while one stage has all layers")
         if self.asynchronous:
-            yield Remark(
-                "schedule", f"is NOT equal to training in one process: {ASYNCHRONOUS[self.schedule]}"
-            )
+            yield Remark("schedule", "is asynchronous: NOT equal to training in one process")
 
 
 def remarks_beside(

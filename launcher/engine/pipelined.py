@@ -90,8 +90,9 @@ class Work:
     def update(self, needed: Collection[int]) -> None:
         engine = self.engine
         _settle(engine)
-        engine.step_weights({self.first + version for version in needed})
-        engine.zero.zero_grad()
+        with engine.watch.phase("step", engine):
+            engine.step_weights({self.first + version for version in needed})
+            engine.zero.zero_grad()
 
 
 def train(
