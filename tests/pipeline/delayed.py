@@ -15,6 +15,11 @@ from tests.pool.reference import batch
 Weights = dict[str, Tensor]
 
 
+def of_language_model(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
 def simulated(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -24,6 +29,7 @@ def simulated(
     steps: int,
     microbatches: int,
     every: int,
+    loss_of: Callable[[nn.Module, Tensor], Tensor] = of_language_model,
 ) -> list[float]:
     """Train on `batch(step)`; the loss of each step.
 
@@ -32,6 +38,7 @@ def simulated(
         stage_of: the stage of each parameter.
         seen: (stage, step, microbatch) -> number of updates that the weights have behind them which it sees there.
         every: microbatches whose gradients make an update.
+        loss_of: of a model on a microbatch.
     """
     newest = {name: p.detach().clone() for name, p in model.named_parameters()}
     history: list[Weights] = [newest]
@@ -43,7 +50,7 @@ def simulated(
                 model,
                 {name: history[seen(stage, step, microbatch)][name] for name, stage in stage_of.items()},
             )
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = loss_of(model, ids)
             (loss / every).backward()
             total += loss.item() / microbatches
             if (microbatch + 1) % every == 0:

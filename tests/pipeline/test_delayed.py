@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from launcher.errors import ConfigError
-from tests.pipeline.delayed import seen_by, simulated
+from tests.pipeline.delayed import of_language_model, seen_by, simulated
 from tests.pipeline.running import advance, engine_of, whole_weights
+from tests.pipeline.test_rows import loss_of, pairs, row
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, tiny_llama
 
@@ -77,9 +78,12 @@ class Found:
     promised: int
 
 
-def train(ctx: RankContext, case: Case) -> Found:
-    engine = engine_of(case.config(), tiny_llama(case.tied, case.layers))
-    losses, _ = advance(engine, range(STEPS))
+def train(ctx: RankContext, case: Case, rows: bool = False) -> Found:
+    """`rows`: of a row of layers."""
+    engine = engine_of(case.config(), row(case.tied) if rows else tiny_llama(case.tied, case.layers))
+    losses = (
+        [one_of_rows(engine, step) for step in range(STEPS)] if rows else advance(engine, range(STEPS))[0]
+    )
     rank = engine.mesh.axes["pp"].rank
     promised = engine.runtime.schedule(case.microbatches).weight_versions[rank]
     own = dict.fromkeys(engine.zero.slots, rank)
@@ -88,9 +92,15 @@ def train(ctx: RankContext, case: Case) -> Found:
     return found
 
 
-def off_by(found: list[Found], case: Case, seen: Any = None) -> float:
+def one_of_rows(engine: Any, step: int) -> float:
+    parts = pairs(step, 0, 1, engine.gradient_accumulation_steps())
+    return float(engine.train_batch(iter(parts) if engine.is_first_stage() else None))
+
+
+def off_by(found: list[Found], case: Case, seen: Any = None, rows: bool = False) -> float:
     """The largest relative difference of losses and weights from the simulation."""
-    model = tiny_llama(case.tied, case.layers)
+    model: Any = row(case.tied).build(0, 9) if rows else tiny_llama(case.tied, case.layers)
+    loss: Any = (lambda layers, ids: loss_of(layers(ids), ids)) if rows else of_language_model
     stages = {name: stage for of_rank in found for name, stage in of_rank.own.items()}
     losses = simulated(
         model,
@@ -100,6 +110,7 @@ def off_by(found: list[Found], case: Case, seen: Any = None) -> float:
         steps=STEPS,
         microbatches=case.microbatches,
         every=1 if case.schedule == "pipedream" else case.microbatches,
+        loss_of=loss,
     )
     got = found[0]
     apart = [abs(a / b - 1) for a, b in zip(got.losses, losses, strict=True)]
@@ -136,6 +147,11 @@ def test_beside_data_parallel_ranks(pool: WorkerPool, name: str, zero: int) -> N
     case = Case(name, 2, 4, zero=zero)
     found = pool.run(train, 4, case)
     assert off_by(found, case) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", [Case("pipedream", 4, 4), Case("2bw", 2, 4, tied=True)], ids=str)
+def test_a_row_of_layers(pool: WorkerPool, case: Case) -> None:
+    assert off_by(pool.run(train, case.stages, case, True), case, rows=True) <= TOLERANCE
 
 
 def test_the_age_of_weights_is_seen(pool: WorkerPool) -> None:
