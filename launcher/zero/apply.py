@@ -141,7 +141,8 @@ class ZeroModel:
         report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
         for axis in (self.axis, self.tp):
             all_reduce(report, axis, "root/norm").wait()
-        all_reduce(report[:1], self.pp, "root/norm").wait()
+        if self.policy.compute_norm:
+            all_reduce(report[:1], self.pp, "root/norm").wait()
         use_over_stages(slots, report[1:])
         flags = [bool(count) for count in report[1:].tolist()]
         for slot, flag in zip(slots, flags, strict=True):
