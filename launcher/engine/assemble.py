@@ -17,7 +17,16 @@ from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
 from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes, state_dtype
 from launcher.engine.engine import Engine
-from launcher.engine.staging import agree, cut_model, cut_row, holders_of, recompute, row_in, runtime_of
+from launcher.engine.staging import (
+    agree,
+    cut_model,
+    cut_row,
+    holders_of,
+    recompute,
+    row_in,
+    runtime_of,
+    versions_of,
+)
 from launcher.engine.watch import open_monitor
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.initialize import initializer
@@ -151,7 +160,10 @@ def initialize(
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
     loader = _dataloader(training_data, resolved, mesh, collate_fn, seed)
     runtime = runtime_of(staged, mesh, resolved)
-    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader, checkpointer, monitor, runtime)
+    versions = versions_of(zero, staged, resolved)
+    engine = Engine(
+        zero, resolved, mesh, stepper, scheduler, loader, checkpointer, monitor, runtime, versions
+    )
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
     return engine, stepper, loader, scheduler
@@ -186,7 +198,7 @@ def policy_of(config: Config) -> ZeroPolicy:
         quantized_weights=zero.zero_quantized_weights,
         quantized_gradients=zero.zero_quantized_gradients,
         quantized_frozen=zero.zero_quantized_nontrainable_weights,
-        compute_norm=zero.compute_grad_norm,
+        compute_norm=zero.compute_grad_norm and not config.pipeline.updates_inside,
         apply_gathers=zero.override_module_apply,
         warn_of_order=zero.log_trace_cache_warnings,
         checks=zero.enable_sanity_checks,

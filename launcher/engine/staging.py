@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher.comm import Axis, Mesh, broadcast
 from launcher.config import ActivationCheckpointingConfig, Config
+from launcher.config.pipeline import ASYNCHRONOUS
 from launcher.engine.measuring import costs_of_blocks, costs_of_layers
 from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer, checkpoint_blocks
@@ -18,9 +20,11 @@ from launcher.pipeline.crossing import Staged
 from launcher.pipeline.layers import PipelineModule
 from launcher.pipeline.rows import StagedRow
 from launcher.pipeline.runtime import Runtime
-from launcher.pipeline.schedules import schedule
+from launcher.pipeline.schedules import DRAINED, schedule
 from launcher.pipeline.staged import StagedModel
 from launcher.tensor.apply import SplitModel
+from launcher.zero import ZeroModel
+from launcher.zero.versions import Versions
 
 INTERVAL = "pipeline.activation_checkpoint_interval"
 
@@ -123,6 +127,36 @@ def runtime_of(staged: Staged | None, mesh: Mesh, config: Config) -> Runtime | N
     return Runtime(staged, mesh.axes["pp"], section.schedule, section.chunks_of_rank, mesh.device)
 
 
+def versions_of(zero: ZeroModel, staged: Staged | None, config: Config) -> Versions | None:
+    """What keeps older weights, where the schedule is asynchronous; says what that means.
+
+    Raises:
+        ConfigError: there are no stages; or a parameter is held by two, which "pipedream" updates one by one.
+    """
+    section = config.pipeline
+    if not section.asynchronous:
+        return None
+    where = config.where("pipeline.schedule")
+    if staged is None or zero.pp.degree == 1:
+        raise ConfigError(
+            f'"{section.schedule}" needs two stages or more, and one rank has all layers',
+            where=where,
+            fix='write "stages" in pipeline, or "schedule": "1f1b"',
+        )
+    if section.updates_inside and staged.shared:
+        raise ConfigError(
+            f'{", ".join(sorted(staged.shared))} is on several stages, and with "pipedream" each stage updates its '
+            "weights by itself: they would drift apart",
+            where=where,
+            fix='untie it (tie_word_embeddings false), or write "2bw" or "1f1b"',
+        )
+    if dist.get_rank() == 0:
+        print(
+            f"async   {section.schedule}: NOT equal to training in one process: {ASYNCHRONOUS[section.schedule]}"
+        )
+    return Versions(zero)
+
+
 def recompute(
     model: nn.Module, blocks: list[tuple[str, nn.Module]], staged: Staged | None, config: Config, tp: Axis
 ) -> Checkpointer | None:
@@ -162,4 +196,5 @@ def _recompute_row(
 
 def _rank_of(mesh: Mesh, config: Config) -> Any:
     section = config.pipeline
-    return schedule(section.schedule, mesh.axes["pp"].degree, 1, section.chunks_of_rank).rank_of
+    name = DRAINED.get(section.schedule, section.schedule)
+    return schedule(name, mesh.axes["pp"].degree, 1, section.chunks_of_rank).rank_of
