@@ -39,9 +39,9 @@ class WatchedStages(StagesPeer):
         self.reports: list[dict[str, Any]] = []
 
     def optimizer_step(self) -> None:
-        from launcher.engine.pipelined import report
+        from launcher.engine.report import last_step
 
-        found = report(self.engine, None)
+        found = last_step(self.engine, None)
         assert found is not None, "there was a step"
         self.reports.append(found)
 
