@@ -43,3 +43,7 @@ class SplitLogitsError(LauncherError, RuntimeError):
 
 class ElsewhereError(LauncherError, AttributeError):
     """A part of the model was touched that another pipeline stage holds."""
+
+
+class OffloadError(LauncherError):
+    """A tier cannot keep what it is given, or does not give back what it was given."""

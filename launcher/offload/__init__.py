@@ -1,0 +1,1 @@
+"""Where a shard rests while nobody works on it: device memory, host memory or NVMe."""

@@ -1,0 +1,186 @@
+"""Tiers: where tensors rest under names. The room's glossary.
+
+A tier takes tensors under keys and gives their values back. A tensor that rests has a place: host memory, or a range
+of a file. The first write of a key allocates the place; later ones must have as many bytes. Reads and writes are
+futures, which complete in any order; one key has one future at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from launcher.errors import OffloadError
+
+ALIGNMENT = 4096
+"""Bytes: addresses, offsets and lengths of direct I/O are multiples of it, on every disk of today."""
+
+
+class Tier(Protocol):
+    """Where tensors rest under names. One thread uses it; futures complete in any order."""
+
+    @property
+    def name(self) -> str:
+        """`host` or `nvme`."""
+
+    def reserve(self, size: int) -> None:
+        """Make sure of room for `size` bytes more. To be called before the run, with all that will be written.
+
+        Raises:
+            OffloadError: there is less, with the bytes needed and found.
+        """
+
+    def write(self, key: str, tensor: Tensor) -> Future[None]:
+        """Keep the values of a contiguous tensor, which must not change until the future is done."""
+
+    def read(self, key: str, into: Tensor) -> Future[None]:
+        """Fill a contiguous tensor of as many bytes as were written; nobody may touch it until the future is done."""
+
+    def free(self, key: str) -> None:
+        """Give the place of a key back. Waits for nothing: its futures must be done."""
+
+    def close(self) -> None:
+        """Wait for what is under way and free everything. A second call does nothing."""
+
+
+def buffer(numel: int, dtype: torch.dtype, *, pin: bool | None = None) -> Tensor:
+    """Host memory [numel] that tiers like, with any content: it begins at a multiple of 4096 bytes and is given back
+    to the system when the tensor dies. Page-locked under CUDA, or as `pin` says."""
+    size = numel * dtype.itemsize
+    if size == 0:
+        return torch.empty(numel, dtype=dtype)
+    pages = np.frombuffer(mmap.mmap(-1, padded(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    if torch.cuda.is_available() if pin is None else pin:
+        _lock_pages(pages)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:size].view(dtype)
+
+
+def padded(size: int) -> int:
+    """`size` bytes rounded up to what direct I/O can move."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes of its values."""
+    return tensor.numel() * tensor.element_size()
+
+
+def finished() -> Future[None]:
+    """A future that is done."""
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+class HostTier:
+    """Tensors in host memory, page-locked under CUDA."""
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self._places: dict[str, Tensor] = {}  # each uint8 [bytes]
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def reserve(self, size: int) -> None:
+        """Make sure of `size` bytes of host memory. Looks only: other processes may take them in between."""
+        found = psutil.virtual_memory().available
+        if size > found:
+            raise OffloadError(
+                f"host memory is too small: {size:,} bytes are needed, {found:,} are available",
+                where="offload, device cpu",
+                fix='use more ranks or machines, or offload to a disk with "device": "nvme"',
+            )
+
+    def write(self, key: str, tensor: Tensor) -> Future[None]:
+        size = size_of(tensor)
+        if key not in self._places:
+            self._places[key] = buffer(size, torch.uint8)
+        place = self._place(key, size)
+        return self._copy(place, as_bytes(tensor, key))
+
+    def read(self, key: str, into: Tensor) -> Future[None]:
+        return self._copy(as_bytes(into, key), self._place(key, size_of(into)))
+
+    def resting(self, key: str, dtype: torch.dtype) -> Tensor:
+        """The memory itself [numel], for work in place."""
+        return self._place(key, None).view(dtype)
+
+    def free(self, key: str) -> None:
+        del self._places[key]
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._places.clear()
+
+    def _place(self, key: str, size: int | None) -> Tensor:
+        place = self._places.get(key)
+        if place is None or size not in (None, place.numel()):
+            raise wrong_size(key, size or 0, None if place is None else place.numel())
+        return place
+
+    def _copy(self, target: Tensor, source: Tensor) -> Future[None]:
+        """Copies to and from a GPU run beside its compute: on a stream of their own, after what is queued now."""
+        gpu = next((tensor.device for tensor in (target, source) if tensor.is_cuda), None)
+        if gpu is None:
+            target.copy_(source)
+            return finished()
+        if gpu not in self._streams:
+            self._streams[gpu] = torch.cuda.Stream(gpu)
+        stream = self._streams[gpu]
+        stream.wait_stream(torch.cuda.current_stream(gpu))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return CopyFuture(stream.record_event(), target, source)
+
+
+class CopyFuture(Future[None]):
+    """A copy between a GPU and page-locked memory. `result()` makes the host wait; `stream_wait` only a stream."""
+
+    def __init__(self, event: torch.cuda.Event, *held: Tensor) -> None:
+        super().__init__()
+        self._event, self._held = event, held  # neither side may be freed while it is copied
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def result(self, timeout: float | None = None) -> None:
+        self._event.synchronize()
+        self._held = ()
+
+    def stream_wait(self) -> None:
+        """Work that the current stream is given from now on comes after the copy; the host goes on."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def as_bytes(tensor: Tensor, key: str) -> Tensor:
+    """The memory of a contiguous tensor as uint8 [bytes]."""
+    if not tensor.is_contiguous():
+        raise OffloadError(f"the tensor for {key} is not contiguous", fix="hand over tensor.contiguous()")
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def wrong_size(key: str, asked: int, there: int | None) -> OffloadError:
+    """The error for a key that has another size, or is not there at all (`there` is None)."""
+    if there is None:
+        return OffloadError(f"{key} was never written, or was freed", where="offload tier")
+    return OffloadError(
+        f"{key} has {there:,} bytes, and {asked:,} are asked for",
+        where="offload tier",
+        fix="free the key before it is written with another size",
+    )
+
+
+def _lock_pages(pages: np.ndarray) -> None:
+    """Page-lock without torch's allocator of pinned memory, which rounds sizes up to powers of two."""
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(pages.ctypes.data, pages.nbytes, 0))
+    # the array ends before the mapping under it does
+    weakref.finalize(pages, runtime.cudaHostUnregister, pages.ctypes.data).atexit = False

@@ -1,0 +1,90 @@
+"""Tiers: values come back as they were, whatever rests beside them; mistakes are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from launcher.errors import OffloadError
+from launcher.offload.tier import ALIGNMENT, HostTier, Tier, buffer
+
+
+@pytest.fixture(params=["host"])
+def tier(request: pytest.FixtureRequest) -> Tier:
+    make: dict[str, Callable[[], Tier]] = {"host": HostTier}
+    made = make[request.param]()
+    request.addfinalizer(made.close)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_values_come_back(tier: Tier, dtype: torch.dtype) -> None:
+    wanted = {f"k{n}": torch.randn(n).to(dtype) for n in (0, 1, 7, 4096, 70_001)}
+    for future in [tier.write(key, tensor) for key, tensor in wanted.items()]:
+        future.result()
+    got = {key: torch.empty_like(tensor) for key, tensor in wanted.items()}
+    for future in [tier.read(key, into) for key, into in reversed(got.items())]:
+        future.result()
+    assert all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+def test_a_tensor_that_rests_is_a_copy_and_is_overwritten_in_place(tier: Tier) -> None:
+    tensor, other = torch.arange(5000.0), torch.arange(5000.0) + 1
+    tier.write("a", tensor).result()
+    tier.write("b", other).result()
+    tensor.neg_()
+    tier.read("a", into := torch.empty(5000)).result()
+    assert torch.equal(into, torch.arange(5000.0))
+    tier.write("a", tensor).result()
+    tier.read("a", into).result()
+    assert torch.equal(into, -torch.arange(5000.0))
+    tier.read("b", into).result()
+    assert torch.equal(into, other)
+
+
+@pytest.mark.parametrize("mistake", ["never", "freed", "longer", "strided", "write longer"])
+def test_mistakes_name_the_key(tier: Tier, mistake: str) -> None:
+    tier.write("moment", torch.ones(8)).result()
+    if mistake == "freed":
+        tier.free("moment")
+    calls: dict[str, Callable[[], object]] = {
+        "never": lambda: tier.read("other moment", torch.empty(8)),
+        "freed": lambda: tier.read("moment", torch.empty(8)),
+        "longer": lambda: tier.read("moment", torch.empty(9)),
+        "strided": lambda: tier.read("moment", torch.empty(8, 2)[:, 0]),
+        "write longer": lambda: tier.write("moment", torch.empty(9)),
+    }
+    with pytest.raises(OffloadError, match="moment"):
+        calls[mistake]()
+
+
+def test_a_freed_key_may_come_back_with_another_size(tier: Tier) -> None:
+    tier.write("a", torch.ones(10_000)).result()
+    tier.free("a")
+    tier.write("a", torch.full((3,), 2.0)).result()
+    tier.read("a", into := torch.empty(3)).result()
+    assert into.tolist() == [2, 2, 2]
+
+
+def test_room_that_is_not_there_is_said_with_both_numbers(tier: Tier) -> None:
+    with pytest.raises(OffloadError, match=r"1,000,000,000,000,000 bytes are needed, [\d,]+ "):
+        tier.reserve(10**15)
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 5_000_000])
+def test_buffers_are_aligned_and_outlive_their_makers(numel: int) -> None:
+    made = buffer(numel, torch.bfloat16)
+    assert made.data_ptr() % ALIGNMENT == 0 and made.shape == (numel,)
+    part = made.fill_(3)[-1:]
+    del made
+    assert part.item() == 3
+
+
+def test_work_in_place_on_the_host() -> None:
+    tier = HostTier()
+    tier.write("a", torch.ones(4)).result()
+    tier.resting("a", torch.float32).mul_(5)
+    tier.read("a", into := torch.empty(4)).result()
+    assert into.tolist() == [5, 5, 5, 5]
