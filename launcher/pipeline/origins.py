@@ -26,7 +26,7 @@ class Origins:
     """The marks of one forward."""
 
     def __init__(self) -> None:
-        self._marked: dict[int, tuple[Tensor, Origin]] = {}  # the tensor keeps its id
+        self._known: dict[int, tuple[Tensor, Origin]] = {}  # the tensor keeps its id
 
     def mark(self, values: Any, origin: Origin) -> Any:
         """Values that are equal to these, and known to be of `origin`."""
@@ -35,16 +35,16 @@ class Origins:
             if not isinstance(value, Tensor):
                 return value
             if value.is_floating_point() and torch.is_grad_enabled():
-                value = _Mark.apply(value if value.requires_grad else value.detach().requires_grad_(), origin)
-            self._marked[id(value)] = value, origin
+                return _Mark.apply(value if value.requires_grad else value.detach().requires_grad_(), origin)
+            self._known[id(value)] = value, origin
             return value
 
         return tree_map(marked, values)
 
     def of(self, tensor: Tensor) -> Origin:
         """What a tensor was made from."""
-        if id(tensor) in self._marked:
-            return self._marked[id(tensor)][1]
+        if id(tensor) in self._known:
+            return self._known[id(tensor)][1]
         found, seen, ahead = Origin.NOTHING, set(), [tensor.grad_fn]
         while ahead:
             node: Any = ahead.pop()

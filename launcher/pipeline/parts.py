@@ -21,8 +21,8 @@ FIRST = {
 }
 """Names of modules that stand behind the blocks and run in front of them."""
 
-LAST = {"final_layer_norm", "project_out"}  # opt
-"""Names of modules that stand before the blocks and run behind them."""
+LAST = {"final_layer_norm", "project_out", "bigbird_pegasus.layernorm_embedding"}  # the first two are opt's
+"""Names of modules that stand before the blocks and run behind them; of one model_type: that comes before `FIRST`."""
 
 TOWERS = {"vision_tower", "vision_model", "image_encoder", "audio_tower", "vision_embed_tokens"}
 """Names of modules that make embeddings of something else than text: they run in front of the blocks of the text."""
@@ -83,12 +83,10 @@ def parts_of(model: nn.Module) -> Parts:
             passed = True
             continue
         inside, names = list(module.modules()), set(name.split("."))
-        if any(inner is embedding for inner in inside) or names & (FIRST | TOWERS):
-            parts.before.append((name, module))
-        elif passed or any(inner is head for inner in inside) or names & LAST:
-            parts.after.append((name, module))
-        else:
-            parts.before.append((name, module))
+        last = LAST & (names | {f"{kind}.{own}" for own in names})
+        early = names & (FIRST | TOWERS) or any(inner is embedding for inner in inside)
+        late = passed or any(inner is head for inner in inside)
+        (parts.after if last or (late and not early) else parts.before).append((name, module))
     return parts
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -105,10 +105,10 @@ class Route:
 
     def zeros(self, shape: Shape) -> Tensor:
         """For a tensor that is elsewhere; they take no memory."""
-        like = self.like()
-        dtype = like.dtype if shape.dtype.is_floating_point else shape.dtype
-        zero: Tensor = self.marked(torch.zeros((), dtype=dtype, device=like.device), Origin.STAND_IN)
-        return zero.expand(shape.size)
+        zero: Tensor = torch.zeros((), dtype=shape.dtype, device=self.like().device)
+        if zero.is_floating_point():
+            return cast(Tensor, self.marked(zero, Origin.STAND_IN)).expand(shape.size)
+        return cast(Tensor, self.marked(zero.expand(shape.size), Origin.STAND_IN))
 
     # ---- blocks of this stage ---------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from launcher.pipeline.route import NO_PIPELINE, Left, Route
 
 
 class Elsewhere(nn.Module):
-    """Stands for a module that does not run in this forward. It has its plain attributes, properties and inner modules,
-    the latter as stand-ins, too: models ask blocks for the kind of their attention. While a forward runs, its tensors
-    are zeros: models ask for the device of a weight.
+    """Stands for a module that does not run in this forward. It has its plain attributes and properties: models ask
+    blocks for the kind of their attention. While a forward runs it has inner modules, which are stand-ins, too, and
+    tensors, which are zeros: models ask for the device of a weight.
 
     Args:
         where: the module's name and stage, in words.
@@ -43,10 +43,9 @@ class Elsewhere(nn.Module):
         except AttributeError:
             pass
         inner = self.__dict__.get("inner", {})
-        if name in inner and not isinstance(inner[name], Shape):
-            return inner[name]
         if name in inner and self.route.running:
-            return self.route.zeros(inner[name])
+            found = inner[name]
+            return self._zeros(found) if isinstance(found, Shape) else found
         found = inspect.getattr_static(self.__dict__.get("of"), name, None)
         if isinstance(found, property) and found.fget is not None:
             return found.fget(self)
@@ -56,6 +55,11 @@ class Elsewhere(nn.Module):
             f"{self.__dict__.get('where')}: here is no {name!r} of it",
             fix="ask on the ranks of that stage, or for the whole model: engine.save_16bit_model()",
         )
+
+    def _zeros(self, shape: Shape) -> Tensor:
+        """Of a float, in the dtype of the weights: this one was seen before they got theirs."""
+        dtype = self.route.like().dtype if shape.dtype.is_floating_point else shape.dtype
+        return self.route.zeros(Shape(shape.size, dtype))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ElsewhereError(f"{self.where}: it does not run here", fix=NO_PIPELINE)
@@ -88,9 +92,9 @@ class BlockElsewhere(Elsewhere):
             if not isinstance(value, Shape):
                 return value
             alike = Shape.of(states) == value and route.origins is None
-            return states if alike else torch.zeros(value.size, dtype=value.dtype, device=states.device)
+            return states if alike else route.zeros(value)
 
-        return route.marked(tree_map(made, route.learned.returns_of(self.of)), Origin.STAND_IN)
+        return tree_map(made, route.learned.returns_of(self.of))
 
 
 class PartElsewhere(Elsewhere):
