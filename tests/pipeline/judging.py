@@ -38,29 +38,25 @@ Batch = dict[str, Tensor]
 def judged(pool: WorkerPool, verdict: Verdict) -> Verdict:
     """The verdict with what becomes of the type in stages."""
     found = _outcomes(pool, verdict.type, 2)
-    assert found is not None
     said = word(found)
-    if said in (WORKS, EXACTLY) and (deep := _outcomes(pool, verdict.type, DEEP)):
-        said = max(said, word(deep), key=lambda one: [WORKS, EXACTLY, one].index(one))
+    if said in (WORKS, EXACTLY) and len(parts_of(tiny_model(verdict.type, seed=0)).blocks) >= DEEP:
+        deep = word(_outcomes(pool, verdict.type, DEEP))
+        said = deep if said == WORKS or deep != WORKS else said
     reason = next((o.refusal for o in found[torch.float32] if o.refusal), "").partition(": ")[2]
     return replace(verdict, stages=said, uncut=reason)
 
 
-def _outcomes(pool: WorkerPool, kind: str, stages: int) -> dict[torch.dtype, list[Outcome]] | None:
-    """Of all ranks, by dtype; None: the model has too few blocks for so many stages."""
+def _outcomes(pool: WorkerPool, kind: str, stages: int) -> dict[torch.dtype, list[Outcome]]:
+    """Of all ranks, by dtype."""
     try:
         ranks = pool.run(compare, stages, kind, timeout=LIMIT_S)
     except RanksFailed as failed:
         return {torch.float32: [Outcome(error=str(failed).splitlines()[0])]}
-    if ranks[0] is None:
-        return None
     return {dtype: [found[dtype] for found in ranks] for dtype in ranks[0]}
 
 
-def compare(ctx: RankContext, kind: str) -> dict[torch.dtype, Outcome] | None:
+def compare(ctx: RankContext, kind: str) -> dict[torch.dtype, Outcome]:
     """Train a type in as many stages as there are ranks."""
-    if ctx.world == DEEP and len(parts_of(tiny_model(kind, seed=0)).blocks) < DEEP:
-        return None
     found: dict[torch.dtype, Outcome] = {}
     for dtype, tolerance in TOLERANCES.items():
         with _computing_in(dtype):

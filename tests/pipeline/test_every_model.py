@@ -19,9 +19,7 @@ from tests.tensor.models_table import as_in_fp32, read_verdicts
 from tests.tensor.zoo import CAUSAL_TYPES, tiny_model
 
 SAMPLE = {
-    "bart": "a norm behind its blocks runs in front of them",
     "camembert": "its head stands in front, and is tied",
-    "ctrl": "changes its embeddings in place",
     "gemma3": "an image tower with blocks of its own",
     "gemma3n_text": "an input of every layer, keys and values of other layers, four stages",
     "glm_moe_dsa": "numbers that have no gradient cross",
