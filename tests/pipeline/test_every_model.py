@@ -92,8 +92,9 @@ def gradients(net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
-def in_stages(way: str, times: int = 2) -> tuple[float, dict[str, Tensor]]:
-    """The loss of the last time and all gradients of it; the first time is the one that finds out what crosses."""
+def in_stages(way: str, times: int = 2) -> tuple[float, dict[str, Tensor], int]:
+    """The loss of the last time and all gradients of it, and the number of tensors that the first stage sends. The first
+    time is the one that finds out what crosses."""
     ids = torch.arange(6).view(2, 3)
     signature = signature_of(ids)
     stages = [StagedModel(Net(way), [0, 1, 2, 3, 4], [0, 1, 2, 3], rank) for rank in range(4)]
@@ -118,16 +119,17 @@ def in_stages(way: str, times: int = 2) -> tuple[float, dict[str, Tensor]]:
             ]
             torch.autograd.backward(kept[k][1], back)
         found = {name: p.grad for staged in stages for name, p in staged.model.named_parameters()}
-    return loss.item(), found
+    return loss.item(), found, len(stages[0].learned(0, signature).shapes)
 
 
-@pytest.mark.parametrize("way", ["embeddings", "slices", "skips"])
+@pytest.mark.parametrize(("way", "sent"), [("embeddings", 2), ("slices", 4), ("skips", 2)])
 @pytest.mark.parametrize("times", [1, 2])
-def test_what_later_blocks_need_goes_with_the_states(way: str, times: int) -> None:
+def test_what_later_blocks_need_goes_with_the_states(way: str, sent: int, times: int) -> None:
     net = Net(way)
     loss = net(torch.arange(6).view(2, 3))
     wanted = gradients(net, loss)
-    found, mine = in_stages(way, times)
+    found, mine, crossing = in_stages(way, times)
+    assert crossing == sent, "what several blocks need goes once"
     assert found == pytest.approx(loss.item(), rel=1e-6)
     assert mine.keys() == wanted.keys()
     for name, gradient in wanted.items():
