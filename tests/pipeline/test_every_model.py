@@ -93,8 +93,8 @@ def gradients(net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def in_stages(way: str, times: int = 2) -> tuple[float, dict[str, Tensor], int]:
-    """The loss of the last time and all gradients of it, and the number of tensors that the first stage sends. The first
-    time is the one that finds out what crosses."""
+    """The loss of the last time, all its gradients, and how many tensors the first stage sends. The first time is the
+    one that finds out what crosses."""
     ids = torch.arange(6).view(2, 3)
     signature = signature_of(ids)
     stages = [StagedModel(Net(way), [0, 1, 2, 3, 4], [0, 1, 2, 3], rank) for rank in range(4)]
