@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import statistics
 import time
@@ -18,10 +19,10 @@ MB = 2**20
 
 
 class Peer(Protocol):
-    """A way to train. Each rank, or each tp group of ranks, takes an equal share of the global batch."""
+    """A way to train. Each rank takes an equal share of the global batch, or each group of ranks that share one."""
 
     def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
-        """Runs all micro-batches of a step, leaves gradients, returns this rank's mean loss."""
+        """Runs all micro-batches of a step, leaves gradients, returns this rank's mean loss: nan where it has none."""
         ...
 
     def optimizer_step(self) -> None:
@@ -119,14 +120,14 @@ class _Window:
         return self
 
 
-def measure(peer: Peer, work: Work, rank: int, world: int, tp: int) -> dict[str, Any] | None:
+def measure(peer: Peer, work: Work, rank: int, world: int, sharing: int) -> dict[str, Any] | None:
     """Runs the job and returns, on rank 0, the record of all ranks.
 
     Args:
-        tp: neighbouring ranks that get the same share of the batch.
+        sharing: neighbouring ranks that get the same share of the batch.
     """
     text = Text(work.seq)
-    steps = [text.step(step, work, rank // tp, world // tp) for step in range(work.steps)]
+    steps = [text.step(step, work, rank // sharing, world // sharing) for step in range(work.steps)]
     gc.collect()
     setup_peak = peak_rss_mb()
     reset_peak()
@@ -180,6 +181,11 @@ def _merge(every: list[dict[str, Any]], window: _Window, work: Work) -> dict[str
         "setup_peak_mb": [record["setup_peak_mb"] for record in every],
         "peak_rss_mb": [record["peak_rss_mb"] for record in every],
         "live_mb": [record["live_mb"] for record in every],
-        "losses": [statistics.fmean(step) for step in zip(*(r["losses"] for r in every), strict=True)],
+        "losses": [_mean(step) for step in zip(*(r["losses"] for r in every), strict=True)],
         "extra": every[0]["extra"],
     }
+
+
+def _mean(losses: tuple[float, ...]) -> float:
+    """Of the ranks that have one."""
+    return statistics.fmean(loss for loss in losses if not math.isnan(loss))

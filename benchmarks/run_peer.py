@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.peers.base import Flags
 from benchmarks.workload import SIZES, Work
 
-PEERS = ["single", "ddp", "fsdp2", "deepspeed", "dtensor", "ours"]
+PEERS = ["single", "ddp", "fsdp2", "deepspeed", "dtensor", "pipelining", "ours"]
 MARK = "RESULT "
 
 
@@ -64,7 +64,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     base = rss_mb()
     peer = importlib.import_module(f"benchmarks.peers.{name}").build(work, flags, rank, world)
-    record = measure(peer, work, rank, world, flags.tp)
+    record = measure(peer, work, rank, world, flags.sharing)
     if record is not None:
         settings = dataclasses.asdict(work) | {"flags": dataclasses.asdict(flags)}
         head = {"peer": name, "world": world, "parameters": SIZES[work.model].parameters}

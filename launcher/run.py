@@ -17,7 +17,7 @@ from rich.console import Console
 from launcher.comm import init_distributed, pick_device
 from launcher.config import Config, load
 from launcher.config.ranks import mesh_lines
-from launcher.engine import Engine, pipelined
+from launcher.engine import Engine, report
 from launcher.errors import ConfigError
 from launcher.monitor.summary import write_json
 
@@ -113,7 +113,7 @@ class Run:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         through = engine.mesh.dp.transport or engine.mesh.axes["tp"].transport
         autocast = engine.resolved.torch_autocast
-        parameters = pipelined.parameters(engine)
+        parameters = report.parameters(engine)
         self.say(f"model   {model}: {parameters:,} parameters")
         self.say(f"data    {data}")
         self.say(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launcher.comm import all_reduce, log_summary
 from launcher.data.loader import GlobalBatchLoader
-from launcher.engine import Engine, pipelined
+from launcher.engine import Engine, report
 from launcher.errors import ConfigError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
@@ -195,7 +195,9 @@ class Training:
         total = max(1.0, self._sum(sum(counts)))
         loss = engine.eval_microbatches(batches, [count / total for count in counts])
         engine.train()
-        return self._sum(loss)
+        mean = self._sum(loss)
+        engine.watch.evaluated(engine, mean)
+        return mean
 
     # ---- saving -----------------------------------------------------------------------------
 
@@ -228,8 +230,8 @@ class Training:
             self.save()
         self.engine.save_16bit_model(output / "model")
         self.engine.saver.wait()
-        ranks, parameters = self._memory(), pipelined.parameters(self.engine)
-        pipeline = pipelined.report(self.engine, output / "schedule.json" if self.run.rank == 0 else None)
+        ranks, parameters = self._memory(), report.parameters(self.engine)
+        pipeline = report.last_step(self.engine, output / "schedule.json" if self.run.rank == 0 else None)
         if self.run.rank == 0:
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(output / "model")

@@ -56,6 +56,7 @@ def main() -> None:
         seed=args.seed,
         device=run.device,
         auto=run.auto_values(lr=LR, total_steps=total_steps, micro_batch=MICRO_BATCH),
+        seq_length=seq_length,
     )
     run.describe(
         engine, f"{name} ({made.how})", f"{dataset}: {len(train_set):,} sequences of {seq_length} tokens"

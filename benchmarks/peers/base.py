@@ -23,6 +23,9 @@ class Flags:
         sharded_init: build the model sharded, where the peer can.
         tp: ranks that share every layer, and get the same batch.
         ends: parallelize_module splits the embedding and the head, too.
+        pp: ranks that the blocks are dealt out to; they share a batch, too.
+        schedule: of these stages.
+        watch: ours reports the bubble of every step; that takes time.
     """
 
     stage: int = 0
@@ -32,6 +35,14 @@ class Flags:
     sharded_init: bool = False
     tp: int = 1
     ends: bool = True
+    pp: int = 1
+    schedule: str = "1f1b"
+    watch: bool = False
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that get the same batch."""
+        return self.tp * self.pp
 
 
 class LoopPeer:

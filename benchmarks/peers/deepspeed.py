@@ -6,11 +6,12 @@ import logging
 from typing import Any
 
 from benchmarks.peers.base import Flags
-from benchmarks.peers.engine import EnginePeer, zero_config
-from benchmarks.workload import Work, build_model, llama_config
+from benchmarks.peers.engine import EnginePeer, StagesPeer, zero_config
+from benchmarks.peers.pieces import Block, pieces
+from benchmarks.workload import Work, build_model, llama_config, lm_loss
 
 
-def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer:
+def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer | StagesPeer:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -18,10 +19,29 @@ def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer:
     config["zero_optimization"]["overlap_comm"] = False  # there are no streams to overlap on
     if flags.stage == 3:
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = int(5e6)  # measured best on CPU
+    if flags.pp > 1:
+        return StagesPeer(_pipeline(work, flags, config), lambda ids: (ids, ids))
     sharded = flags.sharded_init and flags.stage == 3
     model = _sharded_model(work, config) if sharded else build_model(work.model)
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     return EnginePeer(engine)
+
+
+def _pipeline(work: Work, flags: Flags, config: dict[str, Any]) -> Any:
+    """Its pipeline engine: 1F1B, without recomputation."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    deepspeed.init_distributed("gloo")  # the module asks for its ranks
+    module = PipelineModule(
+        layers=pieces(work.model),
+        num_stages=flags.pp,
+        loss_fn=lm_loss,
+        partition_method=f"type:{Block.__name__}",
+        activation_checkpoint_interval=0,
+    )
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=module, model_parameters=trainable, config=config)[0]
 
 
 def _sharded_model(work: Work, config: dict[str, Any]) -> Any:

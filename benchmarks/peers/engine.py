@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def zero_config(work: Work, flags: Flags, world: int) -> dict[str, Any]:
         zero |= {"stage3_max_live_parameters": flags.max_live, "stage3_max_reuse_distance": flags.max_live}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
-        "gradient_accumulation_steps": work.accumulation(world // flags.tp),
+        "gradient_accumulation_steps": work.accumulation(world // flags.sharing),
         "optimizer": {"type": "AdamW", "params": ADAM | {"betas": list(ADAM["betas"])}},
         "zero_optimization": zero,
         "gradient_clipping": 0.0,
@@ -53,6 +54,32 @@ class EnginePeer:
         self.engine.step()
 
     def extra(self) -> dict[str, str]:
-        outer = self.engine.optimizer
-        inner = getattr(outer, "optimizer", outer)
-        return {"zero": type(outer).__name__, "optimizer": type(inner).__name__}
+        return optimizer_of(self.engine)
+
+
+class StagesPeer:
+    """An engine whose model is cut into stages: a call is a whole step.
+
+    Args:
+        item: what the engine's iterator gives for the token ids of a micro-batch.
+    """
+
+    def __init__(self, engine: Any, item: Callable[[Tensor], Any]) -> None:
+        self.engine, self.item = engine, item
+
+    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+        loss: Tensor = self.engine.train_batch(iter([self.item(ids) for ids in micro_batches]))
+        return loss.detach()
+
+    def optimizer_step(self) -> None:
+        """Was part of the call."""
+
+    def extra(self) -> dict[str, str]:
+        return optimizer_of(self.engine)
+
+
+def optimizer_of(engine: Any) -> dict[str, str]:
+    """What an engine made of the JSON."""
+    outer = engine.optimizer
+    inner = getattr(outer, "optimizer", outer)
+    return {"zero": type(outer).__name__, "optimizer": type(inner).__name__}

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli.flags import value_of
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 EXIT_MISTAKE = 2
 DEFAULT_RECIPE = "pretrain"
 logger = logging.getLogger("launcher")
+
+
+def command() -> NoReturn:
+    """The command `launch`: `main`, and a quick end; taking torch apart takes seconds on a busy machine."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,4 +232,4 @@ def _set_up_logging(level: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

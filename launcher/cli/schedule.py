@@ -155,7 +155,7 @@ def _told(
         versions = " ".join(map(str, made.weight_versions))
         lines.append(
             f"asynchronous: NOT equal to training on one process; versions of the weights, by rank: {versions}; "
-            "the bubble is that of the first and the last step together, there is none between"
+            "the bubble is that of a step that drains, as in a run here; a stream of steps has it once"
         )
     return lines
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAIL_LINES = 20
+_CODES = {"mendable": 2, "exception": 1}
+"""Exit codes by the kind of record; `rank.py` uses the same."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,10 @@ def describe(failure: Failure, log: Path, *, log_was_shown: bool, place: str = "
 
 
 def exit_code(failure: Failure) -> int:
-    """What the launcher exits with: the rank's code, 128 + n for signal n, never 0."""
+    """What the launcher exits with: 2 for a mistake that can be mended, 1 for an exception, however the rank ended
+    after it; else the rank's code, 128 + n for signal n, never 0."""
+    if failure.record is not None and failure.record.kind in _CODES:
+        return _CODES[failure.record.kind]
     if failure.exit_code is None or failure.exit_code == 0:
         return 1
     return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code

@@ -7,6 +7,8 @@ Run by its path, and from the standard library only: it must start fast and impo
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -18,7 +20,7 @@ import time
 import traceback
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-EXIT_ALLOWANCE_S = 3  # a failed rank that hangs in its own exit handlers is ended after this time
+EXIT_ALLOWANCE_S = 3  # a failed rank that hangs in its threads or exit handlers is ended after this time
 
 
 def main() -> None:
@@ -29,6 +31,8 @@ def main() -> None:
     if kind == "program":
         os.execvp(name, [name, *arguments])
     faulthandler.enable()
+    failed_with: list[int] = []
+    atexit.register(leave, failed_with)  # registered first, called last
     sys.argv = [name, *arguments]
     # As `python script.py` and `python -m module` would have it.
     sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.abspath(name))
@@ -40,14 +44,28 @@ def main() -> None:
     except SystemExit as error:
         if error.code not in (None, 0):
             record("exit", error)
+            failed_with.append(error.code if isinstance(error.code, int) else 1)
         raise
     except BaseException as error:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(EXIT_ALLOWANCE_S)
         mendable = any(base.__name__ == "LauncherError" for base in type(error).__mro__)
         record("mendable" if mendable else "exception", error)
-        sys.stdout.flush()
-        sys.exit(2 if mendable else 1)
+        failed_with.append(2 if mendable else 1)
+        sys.exit(failed_with[0])
+
+
+def leave(failed_with: list[int]) -> None:
+    """End a failed rank at once: taking torch apart takes seconds on a busy machine, and gloo may wait for the others.
+
+    Args:
+        failed_with: its exit code; empty where it did not fail.
+    """
+    if failed_with:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(failed_with[0] & 0xFF)
 
 
 def die_with_the_launcher() -> None:

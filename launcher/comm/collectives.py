@@ -93,10 +93,11 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
 def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:
     sent = _nbytes(buffer) * times * (axis.degree - 1) // axis.degree
     numel = buffer.numel() * (axis.degree if "_" in op and op != "all_reduce" else 1)
-    _keep(CollectiveRecord(op, tag, axis.name, numel, sent, numel * buffer.element_size()), axis)
+    keep_record(CollectiveRecord(op, tag, axis.name, numel, sent, numel * buffer.element_size()), axis)
 
 
-def _keep(record: CollectiveRecord, axis: Axis) -> None:
+def keep_record(record: CollectiveRecord, axis: Axis) -> None:
+    """Give the record to everybody who collects such; nothing is sent along an axis of one rank."""
     if axis.degree > 1:
         for records in _recorders:
             records.append(record)
@@ -289,7 +290,7 @@ def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axi
     sent = sum(_nbytes(outgoing[peer]) for peer in axis.peers)
     numel = sum(part.numel() for part in outgoing)
     nbytes = sum(_nbytes(part) for part in outgoing)
-    _keep(CollectiveRecord("all_to_all", tag, axis.name, numel, sent, nbytes), axis)
+    keep_record(CollectiveRecord("all_to_all", tag, axis.name, numel, sent, nbytes), axis)
     if axis.reductions is None:
         return Pending([])
     with record_function(f"{tag}/all_to_all"):

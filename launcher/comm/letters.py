@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.profiler import record_function
 
-from launcher.comm.collectives import CollectiveRecord, Pending, _keep
+from launcher.comm.collectives import CollectiveRecord, Pending, keep_record
 from launcher.comm.mesh import Axis
 
 _NUMBERS = 1 << 20
@@ -34,7 +34,7 @@ class Letters:
         """Start sending a contiguous tensor to a coordinate of the axis; it must not change until it was waited for."""
         number = self._number(self._sent, to, back)
         nbytes = tensor.numel() * tensor.element_size()
-        _keep(CollectiveRecord("send", tag, self.axis.name, tensor.numel(), nbytes, nbytes), self.axis)
+        keep_record(CollectiveRecord("send", tag, self.axis.name, tensor.numel(), nbytes, nbytes), self.axis)
         group = self.axis.reductions if back else self.axis.group
         assert group is not None
         with record_function(f"{tag}/send"):

@@ -31,7 +31,12 @@ class Combination(NamedTuple):
     fix: str
 
 
-ZERO, TENSOR, STAGES = "zero_optimization", "tensor_parallel", "pipeline.stages"
+ZERO, TENSOR, STAGES, SCHEDULE = (
+    "zero_optimization",
+    "tensor_parallel",
+    "pipeline.stages",
+    "pipeline.schedule",
+)
 
 
 def _device(config: Config, section: str) -> str:
@@ -76,6 +81,20 @@ def _is_cut(config: Config) -> bool:
     return config.pipeline.degree > 1
 
 
+def _few_microbatches(config: Config) -> bool:
+    """Whether a step is over before the weights of the next one would be ready."""
+    microbatches = config.gradient_accumulation_steps
+    return (
+        config.pipeline.schedule == "2bw"
+        and isinstance(microbatches, int)
+        and microbatches < config.pipeline.degree
+    )
+
+
+def _autocasts_to_fp16(config: Config) -> bool:
+    return config.torch_autocast.enabled is True and config.torch_autocast.dtype == "fp16"
+
+
 def _two_choices_of_blocks(config: Config) -> bool:
     section, interval = config.activation_checkpointing, config.pipeline.activation_checkpoint_interval
     return section is not None and section.number_checkpoints is not None and interval not in (0, AUTO)
@@ -86,6 +105,7 @@ def _no_norm(config: Config) -> bool:
 
 
 NO_NORM = f"{ZERO}.compute_grad_norm is false, and"
+PIPEDREAM = 'pipeline.schedule is "pipedream", whose stages update their weights one by one, and'
 
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
@@ -164,6 +184,35 @@ COMBINATIONS: tuple[Combination, ...] = (
         "set bf16.check_grad_overflow to false, or compute_grad_norm to true",
     ),
     Combination(
+        ("gradient_clipping", SCHEDULE),
+        lambda config: config.pipeline.updates_inside and config.gradient_clipping != 0,
+        f"{PIPEDREAM} gradient_clipping (1.0 where it is left out) needs the norm of all stages",
+        'write "gradient_clipping": 0, or "schedule": "2bw"',
+    ),
+    *(
+        Combination(
+            (key, SCHEDULE),
+            partial(lambda stands, config: config.pipeline.updates_inside and stands(config), stands),
+            f"{PIPEDREAM} with {key} an overflow on one lets all of them leave an update out",
+            f'{fix}, or "schedule": "2bw"',
+        )
+        for key, stands, fix in (
+            ("fp16.enabled", lambda config: config.fp16.enabled is True, 'write "bf16": {"enabled": true}'),
+            ("torch_autocast.dtype", _autocasts_to_fp16, 'write "dtype": "bf16"'),
+            (
+                "bf16.check_grad_overflow",
+                lambda config: config.bf16.enabled is True and config.bf16.check_grad_overflow is True,
+                'write "check_grad_overflow": false',
+            ),
+        )
+    ),
+    Combination(
+        ("gradient_accumulation_steps", SCHEDULE, STAGES),
+        _few_microbatches,
+        'pipeline.schedule "2bw" needs as many microbatches in a step as pipeline.stages, or more',
+        "raise gradient_accumulation_steps, or lower pipeline.stages",
+    ),
+    Combination(
         (f"{ZERO}.offload_param.device", f"{ZERO}.stage"),
         lambda config: _device(config, "offload_param") != "none" and _stage(config) < 3,
         f"{ZERO}.offload_param asks for parameters elsewhere, but only {ZERO}.stage 3 shards parameters",
@@ -187,6 +236,12 @@ NOT_TOGETHER_YET: tuple[Combination, ...] = (
             'write another optimizer, for example "AdamW", or "autotp_size": 1',
         )
         for kind in ("Lamb", "Muon")
+    ),
+    Combination(
+        (SCHEDULE, f"{ZERO}.stage"),
+        lambda config: config.pipeline.asynchronous and _stage(config) == 3,
+        f"pipeline.schedule keeps older weights, and that is not implemented for {ZERO}.stage 3",
+        'write "stage": 2 or less, or "schedule": "1f1b"',
     ),
     Combination(
         ("compile", f"{TENSOR}.autotp_size"),

@@ -14,7 +14,8 @@ class TensorboardConfig(Section):
     """TensorBoard files, written by rank 0. Needs the package `tensorboard`.
 
     Every step writes `Train/Samples/train_loss` (the mean over the global batch), `lr`, `grad_norm`, under fp16
-    `loss_scale`, and with `wall_clock_breakdown` the times of the phases; the x-axis counts samples.
+    `loss_scale`, and with `wall_clock_breakdown` the times of the phases; evaluations write `eval_loss`. The x-axis
+    counts samples.
     """
 
     differs: ClassVar[dict[str, str]] = {"enabled": _WITH_LOSS}

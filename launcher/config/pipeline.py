@@ -15,6 +15,12 @@ METHODS = ("best", "uniform", "parameters", "profile")
 TYPE = "type:"
 CHUNKS = {"interleaved": 2, "zbv": 2}
 """Schedule -> virtual stages of a rank unless `chunks` says otherwise; those not named have one."""
+ASYNCHRONOUS = {
+    "pipedream": "weights change after each microbatch, on each stage by itself; a microbatch sees on stage k of P "
+    "weights of up to P - 1 - k updates ago, in its forward and in its backward",
+    "2bw": "all microbatches of a step see the weights of one update ago; the first step sees the first weights",
+}
+"""Schedules whose gradients are those of older weights -> of which ones."""
 MUCH = 0.2
 """Share of its time that a rank may stand still before it is worth a word."""
 
@@ -56,7 +62,7 @@ def idle_share(schedule: str, stages: int, microbatches: int, chunks: int) -> fl
         waits += max(0, stages - microbatches) * (chunks - 1)
     elif schedule == "zb-h1" and microbatches >= stages:
         works *= 3
-    elif schedule not in ("1f1b", "gpipe"):
+    elif schedule not in ("1f1b", "gpipe", *ASYNCHRONOUS):  # these drain at the end of a step, too
         return None
     return waits / (works + waits)
 
@@ -89,7 +95,8 @@ class PipelineConfig(Section):
 
     partition: Annotated[str, BeforeValidator(_method)] = "best"
     """What is made even among the stages: "best" the estimated operations of a forward, "uniform" the number of layers,
-    "parameters" their elements, "type:REGEX" the layers whose class name matches, "profile" measured times."""
+    "parameters" their elements, "type:REGEX" the layers whose class name matches, "profile" the times that rank 0
+    measures before the cut (of a PipelineModule with the first rows of initialize(training_data=...))."""
 
     seed_layers: bool = False
     """The layer i of a PipelineModule is made under the seed `base_seed` + i. False: under one of its own, too, from
@@ -109,12 +116,16 @@ class PipelineConfig(Section):
     use_reentrant: bool = True
     """DeepSpeed has two flavours of checkpointing."""
 
-    schedule: Annotated[Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"], BeforeValidator(_lower)] = (
-        "1f1b"
-    )
+    schedule: Annotated[
+        Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "pipedream", "2bw"], BeforeValidator(_lower)
+    ] = "1f1b"
     """The order of work: "gpipe" all forwards first (arXiv:1811.06965); "1f1b" each forward after a backward, which
     keeps at most as many microbatches as stages (arXiv:2006.09503); "interleaved" several chunks a rank
-    (arXiv:2104.04473); "zb-h1" and "zbv" put off weight gradients to fill the gaps (arXiv:2401.10241)."""
+    (arXiv:2104.04473); "zb-h1" and "zbv" put off weight gradients to fill the gaps (arXiv:2401.10241).
+    Two are asynchronous, and NOT equal to training in one process: gradients are those of older weights. "pipedream"
+    (SOSP 2019) updates after every microbatch, which counts as a batch of its own; its backward sees the weights of its
+    forward, kept for it: up to P - k versions on stage k of P. "2bw" (arXiv:2006.09503) updates once a step with the
+    gradient at the weights of one update ago: w(t+1) = w(t) - lr * gradient at w(t-1); 2 versions."""
 
     chunks: Count | None = None
     """Parts of the model that a rank has, which are not neighbours. Null: 2 for "interleaved" and "zbv", else 1."""
@@ -137,7 +148,20 @@ class PipelineConfig(Section):
         """Virtual stages of a rank, at least 1."""
         return CHUNKS.get(self.schedule, 1) if self.chunks in (None, AUTO) else int(self.chunks or 1)
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether gradients are those of older weights."""
+        return self.schedule in ASYNCHRONOUS
+
+    @property
+    def updates_inside(self) -> bool:
+        """Whether each stage updates its weights after each microbatch, inside of a step."""
+        return self.schedule == "pipedream"
+
     def conflicts(self) -> Iterator[Conflict]:
+        if self.asynchronous and self.stages == 1:
+            what = f'schedule "{self.schedule}" needs two stages or more'
+            yield Conflict(("schedule", "stages"), what, 'write more stages, or "schedule": "1f1b"')
         if self.chunks in (None, AUTO) or self.schedule == AUTO:
             return
         keys = ("chunks", "schedule")
@@ -154,6 +178,8 @@ class PipelineConfig(Section):
     def remarks(self) -> Iterator[Remark]:
         if self.stages == 1 and self.schedule != "1f1b":
             yield Remark("schedule", "does nothing while one stage has all layers")
+        if self.asynchronous:
+            yield Remark("schedule", "is asynchronous: NOT equal to training in one process")
 
 
 def remarks_beside(

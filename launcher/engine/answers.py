@@ -14,6 +14,7 @@ from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
+from launcher.zero.versions import Versions
 
 
 class Answers:
@@ -22,6 +23,7 @@ class Answers:
     zero: ZeroModel
     mesh: Mesh
     optimizer: ShardedOptimizer | None
+    versions: Versions | None
     loss_scaler: LossScale
     curriculum: Curriculum
     global_steps: int
@@ -153,8 +155,11 @@ class Answers:
         return self.get_lr()[0]
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds: parameters, master weights, gradients, optimizer state."""
-        return {**self.zero.held_bytes(), "optimizer": self.optimizer.held_bytes() if self.optimizer else 0}
+        """Bytes this rank holds: parameters with their older versions, master weights, gradients, optimizer state."""
+        held = {**self.zero.held_bytes(), "optimizer": self.optimizer.held_bytes() if self.optimizer else 0}
+        if self.versions is not None:
+            held["parameters"] += self.versions.held_bytes
+        return held
 
 
 def _whole(value: Any) -> int:

@@ -17,7 +17,16 @@ from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
 from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes, state_dtype
 from launcher.engine.engine import Engine
-from launcher.engine.staging import agree, cut_model, cut_row, holders_of, recompute, row_in, runtime_of
+from launcher.engine.staging import (
+    agree,
+    cut_model,
+    cut_row,
+    holders_of,
+    recompute,
+    row_in,
+    runtime_of,
+    versions_of,
+)
 from launcher.engine.watch import open_monitor
 from launcher.errors import ConfigError, LauncherError
 from launcher.models.initialize import initializer
@@ -62,6 +71,7 @@ def initialize(
     seed: int = 0,
     device: torch.device | None = None,
     auto: Mapping[str, Any] | None = None,
+    seq_length: int | None = None,
 ) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
     """Make an engine of `model`, as deepspeed.initialize does.
 
@@ -81,6 +91,8 @@ def initialize(
         seed: for a model on meta.
         device: default: this rank's GPU, else the CPU.
         auto: values for keys that say "auto", by dotted path.
+        seq_length: tokens of a sequence, for an even cut of a Hugging Face model into stages; default: 2048, or as
+            many as the model takes.
 
     Returns:
         (engine, optimizer, training dataloader, lr scheduler); the last three may be None.
@@ -108,13 +120,13 @@ def initialize(
     else:  # before it is built it has no parameters to give: none means all
         model_parameters = list(model_parameters or ()) or None
         chosen = choose(resolved, optimizer, model_parameters, row.whole())
-        staged = own = cut_row(row, mesh, resolved)
+        staged = own = cut_row(row, mesh, resolved, training_data, collate_fn)
         model = own.part
     source = source or _source(model, seed)
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = _split_layers(model, mesh, resolved)
-    staged = staged or cut_model(model, split_model, mesh, resolved)
+    staged = staged or cut_model(model, split_model, mesh, resolved, seq_length)
     blocks = staged.blocks if staged is not None else unit_modules(model)
     checkpointer = recompute(model, blocks, staged, resolved, mesh.axes["tp"])
     _mark_leaves(model, resolved)
@@ -148,7 +160,10 @@ def initialize(
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
     loader = _dataloader(training_data, resolved, mesh, collate_fn, seed)
     runtime = runtime_of(staged, mesh, resolved)
-    engine = Engine(zero, resolved, mesh, stepper, scheduler, loader, checkpointer, monitor, runtime)
+    versions = versions_of(zero, staged, resolved)
+    engine = Engine(
+        zero, resolved, mesh, stepper, scheduler, loader, checkpointer, monitor, runtime, versions
+    )
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
     return engine, stepper, loader, scheduler
@@ -183,7 +198,7 @@ def policy_of(config: Config) -> ZeroPolicy:
         quantized_weights=zero.zero_quantized_weights,
         quantized_gradients=zero.zero_quantized_gradients,
         quantized_frozen=zero.zero_quantized_nontrainable_weights,
-        compute_norm=zero.compute_grad_norm,
+        compute_norm=zero.compute_grad_norm and not config.pipeline.updates_inside,
         apply_gathers=zero.override_module_apply,
         warn_of_order=zero.log_trace_cache_warnings,
         checks=zero.enable_sanity_checks,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -39,6 +39,7 @@ from launcher.pipeline.runtime import Runtime
 from launcher.tensor.head import loss_only
 from launcher.zero import ZeroModel
 from launcher.zero.overflow import watch_gradients
+from launcher.zero.versions import Versions
 
 
 class Engine(Answers, Feeding, Saving, nn.Module):
@@ -66,10 +67,12 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         checkpointer: Checkpointer | None = None,
         monitor: Monitor | None = None,
         runtime: Runtime | None = None,
+        versions: Versions | None = None,
     ) -> None:
         super().__init__()
         self.module = zero.module
         self.zero, self.mesh, self._config, self.runtime = zero, mesh, config, runtime
+        self.versions = versions
         self.optimizer, self.lr_scheduler, self.training_dataloader = (
             optimizer,
             lr_scheduler,
@@ -170,6 +173,24 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
+        if self._config.pipeline.updates_inside:  # the weights have changed, microbatch by microbatch
+            overflow = False
+        else:
+            overflow = self.step_weights(() if self.versions is None else {self.versions.newest})
+        if not overflow and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.zero.zero_grad()
+        self._scaled = False
+        self.loss_scaler.update(overflow)
+        self._count(overflow)
+        self.saver.raise_failure()
+
+    def step_weights(self, needed: Collection[int] = ()) -> bool:
+        """Norm, overflow check, clipping and optimizer; returns whether it was left out because of an overflow.
+
+        Args:
+            needed: versions of the weights that will be seen again, where training is asynchronous.
+        """
         if self.optimizer is None:
             raise ConfigError(
                 "there is no optimizer to step",
@@ -188,15 +209,11 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._norm = norm if self.zero.policy.compute_norm else None
         if overflow:
             tell_overflow(self)
-        else:
+        if self.versions is not None:
+            self.versions.advance(needed)
+        if not overflow:
             self.optimizer.step(clip_factor(norm, float(self._config.gradient_clipping)) / scale)
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
-        self.optimizer.zero_grad()
-        self._scaled = False
-        self.loss_scaler.update(overflow)
-        self._count(overflow)
-        self.saver.raise_failure()
+        return overflow
 
     def _count(self, overflow: bool) -> None:
         self._applied = not overflow
@@ -294,7 +311,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Without gradients: the mean loss over gradient_accumulation_steps microbatches and over dp.
+        """Without gradients: the mean loss over gradient_accumulation_steps microbatches and over dp. Monitors get it.
 
         Args:
             data_iter: read on the ranks of the first stage.
@@ -312,6 +329,8 @@ class Engine(Answers, Feeding, Saving, nn.Module):
             self, self._pulled(data_iter, number), with_loss=compute_loss, with_outputs=keeps
         )
         self.train(training)
+        if compute_loss and self.watch.monitor.enabled:  # the same on all ranks
+            self.watch.evaluated(self, float(reduced(self, losses, "avg")))
         told = self.is_last_stage() or (compute_loss and bcast_loss)
         value = reduced(self, losses if compute_loss else outputs, reduce_output) if told else None
         return (value, outputs[-1] if outputs else None) if return_logits else value

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import all_reduce, broadcast
+from launcher.comm import broadcast
 from launcher.engine.batches import call, cast, loss_in, outputs_in, to_device
 from launcher.errors import ConfigError
 from launcher.pipeline.batches import share
-from launcher.pipeline.recording import write
-from launcher.pipeline.simulate import Costs, simulate
 from launcher.tensor.head import loss_only
+from launcher.tensor.weight_gradients import Place, PutOff, adding_in
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -41,6 +39,8 @@ class Work:
         with_loss: bool = True,
     ) -> None:
         self.engine, self.weights, self.outputs, self.with_loss = engine, weights, outputs, with_loss
+        self.updates_inside = engine.resolved.pipeline.updates_inside
+        self.first = 0 if engine.versions is None else engine.versions.newest
 
     def forward(self, module: nn.Module, batch: Any) -> Any:
         engine = self.engine
@@ -65,18 +65,43 @@ class Work:
         return loss_in(output).reshape(())
 
     def root_gradient(self, microbatch: int) -> float:
-        return self.weights[microbatch] * self.engine.loss_scaler.scale
+        """Where each microbatch makes an update of its own, it is a batch of its own: weights are 1 on the average."""
+        updates = len(self.weights) if self.updates_inside else 1
+        return self.weights[microbatch] * updates * self.engine.loss_scaler.scale
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, last: bool) -> None:
-        engine, reducer = self.engine, self.engine.zero.reducer
-        section = engine.resolved.pipeline
-        reducer.sync = section.reduce_per_microbatch or (last and section.chunks_of_rank == 1)
-        reducer.boundary = last
+        place = self._begin_backward(last)
         if not tensors:
-            reducer.sync = False  # nothing is reduced here: `settle` does it
+            self.engine.zero.reducer.sync = False  # nothing is reduced here: `settle` does it
             return
-        with engine.watch.phase("backward", engine):
+        with self.engine.watch.phase("backward", self.engine), adding_in(place):
             torch.autograd.backward(tensors, gradients)
+
+    def finish(self, put_off: PutOff, *, last: bool) -> None:
+        place = self._begin_backward(last)
+        with self.engine.watch.phase("backward", self.engine):
+            leaves, gradients = put_off.computed(place)
+            if leaves:
+                torch.autograd.backward(leaves, gradients)
+
+    def _begin_backward(self, last: bool) -> Place | None:
+        """Where gradients of weights are added up in this backward: nowhere if it is to reduce them."""
+        reducer, section = self.engine.zero.reducer, self.engine.resolved.pipeline
+        each = section.reduce_per_microbatch or self.updates_inside
+        reducer.sync = each or (last and section.chunks_of_rank == 1)
+        reducer.boundary = last or self.updates_inside
+        return None if reducer.sync else self.engine.zero.place_of_gradient
+
+    def see(self, version: int) -> None:
+        assert self.engine.versions is not None
+        self.engine.versions.show(self.first + version)
+
+    def update(self, needed: Collection[int]) -> None:
+        engine = self.engine
+        _settle(engine)
+        with engine.watch.phase("step", engine):
+            engine.step_weights({self.first + version for version in needed})
+            engine.zero.zero_grad()
 
 
 def train(
@@ -92,15 +117,14 @@ def train(
     """
     assert engine.runtime is not None
     batches, weights = _shared(engine, batches, weights)
-    reducer = engine.zero.reducer
     with _gathering(engine):
         try:
             losses = engine.runtime.run(batches, Work(engine, weights), training=True)
-            if not reducer.sync:
-                reducer.boundary = True
-                reducer.settle()
+            _settle(engine)
         finally:
-            reducer.sync = True
+            engine.zero.reducer.sync = True
+            if engine.versions is not None:
+                engine.versions.show(engine.versions.newest)
     return _told(engine, losses, len(batches)), weights
 
 
@@ -141,41 +165,13 @@ def _shared(
     return shared
 
 
-def parameters(engine: Engine) -> int:
-    """Elements of the logical parameters of all stages. Every rank must call it."""
-    runtime, pp = engine.runtime, engine.mesh.axes["pp"]
-    shared = runtime.staged.shared if runtime is not None else {}
-    mine = sum(
-        slot.logical_numel
-        for name, slot in engine.zero.slots.items()
-        if name not in shared or shared[name][0] == pp.rank
-    )
-    count = torch.tensor(mine, dtype=torch.float64, device=engine.device)
-    all_reduce(count, pp, "root/parameters").wait()
-    return int(count)
-
-
-def report(engine: Engine, path: Path | None) -> dict[str, Any] | None:
-    """Numbers of the last step for people; None without stages. Every rank must call it.
-
-    Args:
-        path: where the record of the step goes (`pipeline/recording.py`); None: nowhere.
-    """
-    runtime = engine.runtime
-    if runtime is None or runtime.stopwatch.schedule is None:
-        return None
-    made, measured = runtime.stopwatch.schedule, runtime.stopwatch.timeline(runtime.axis)
-    if path is not None:
-        write(path, measured)
-    return {
-        "schedule": made.name,
-        "stages": made.stages,
-        "chunks": made.chunks,
-        "microbatches": made.microbatches,
-        "bubble": measured.bubble,
-        "bubble_predicted": simulate(made, Costs.measured(measured)).bubble,
-        "most_held": list(measured.peak_held),
-    }
+def _settle(engine: Engine) -> None:
+    """Reduce what the last backward has not."""
+    reducer = engine.zero.reducer
+    if not reducer.sync:
+        reducer.boundary = True
+        reducer.settle()
+        reducer.sync = True
 
 
 def _gathering(engine: Engine) -> AbstractContextManager[Any]:

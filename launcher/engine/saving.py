@@ -32,7 +32,8 @@ class Saving:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it.
+        """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it. Of an
+        asynchronous schedule it has the newest weights: the delay begins anew with the load.
 
         Args:
             save_dir: the directory of checkpoints, seen by all ranks (checkpoint.use_node_local_storage: of the node).
@@ -75,6 +76,8 @@ class Saving:
         Raises:
             CheckpointError: on every rank: it does not fit this engine, or is corrupted.
         """
+        if (versions := self._engine().versions) is not None:
+            versions.forget()  # older weights are not in a checkpoint
         return load_state(
             self._engine(),
             Path(load_dir),

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher.comm import Axis, Mesh, broadcast
 from launcher.config import ActivationCheckpointingConfig, Config
+from launcher.config.pipeline import ASYNCHRONOUS
+from launcher.engine.measuring import costs_of_blocks, costs_of_layers
 from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer, checkpoint_blocks
-from launcher.pipeline.costs import balance, deal, model_costs
+from launcher.pipeline.costs import balance, deal
 from launcher.pipeline.crossing import Staged
 from launcher.pipeline.layers import PipelineModule
-from launcher.pipeline.partition import Balance
 from launcher.pipeline.rows import StagedRow
 from launcher.pipeline.runtime import Runtime
-from launcher.pipeline.schedules import schedule
+from launcher.pipeline.schedules import DRAINED, schedule
 from launcher.pipeline.staged import StagedModel
 from launcher.tensor.apply import SplitModel
+from launcher.zero import ZeroModel
+from launcher.zero.versions import Versions
 
 INTERVAL = "pipeline.activation_checkpoint_interval"
 
@@ -51,30 +55,48 @@ def row_in(model: nn.Module, config: Config) -> tuple[PipelineModule | None, Con
     return model, config
 
 
-def cut_row(row: PipelineModule, mesh: Mesh, config: Config) -> StagedRow:
-    """This rank's layers of a row, built; says how even the stages are."""
+def cut_row(
+    row: PipelineModule,
+    mesh: Mesh,
+    config: Config,
+    data: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+) -> StagedRow:
+    """This rank's layers of a row, built; says how even the stages are.
+
+    Args:
+        data, collate_fn: a data set, of which "profile" measures a microbatch.
+    """
     axes, section = mesh.axes, config.pipeline
     row.check_degrees(pipe=axes["pp"].degree, data=mesh.dp.degree, model=axes["tp"].degree)
-    boundaries = row.boundaries(axes["pp"].degree * section.chunks_of_rank)
-    if mesh.rank == 0 and len(boundaries) > 2:
-        _tell(row.balance(boundaries))
+    stages = axes["pp"].degree * section.chunks_of_rank
+    if stages == 1:
+        boundaries = [0, len(row)]
+    else:
+        seconds = costs_of_layers(row, mesh, config, data, collate_fn)
+        boundaries = row.boundaries(stages, seconds)
+        if mesh.rank == 0:
+            _tell(row.balance(boundaries, seconds).lines())
     return StagedRow(row, boundaries, _rank_of(mesh, config), axes["pp"].rank)
 
 
-def cut_model(model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Config) -> StagedModel | None:
+def cut_model(
+    model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Config, seq_length: int | None = None
+) -> StagedModel | None:
     """Cut a Hugging Face model into stages along pp, and say how even they are; None where there is one."""
-    pp, section = mesh.axes["pp"], config.pipeline
+    pp, section, splits = mesh.axes["pp"], config.pipeline, split_model.splits
     if pp.degree == 1:
         return None
-    costs = model_costs(model, section.partition, tp=mesh.axes["tp"].degree)
+    costs, measured = costs_of_blocks(model, mesh, config, seq_length)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)
     if mesh.rank == 0:
-        _tell(balance(model, costs, boundaries))
+        whole = {p: splits[name].shape.numel() for name, p in model.named_parameters() if name in splits}
+        lines = balance(model, costs, boundaries, whole, seconds=bool(measured)).lines()
+        _tell([measured, *lines] if measured else lines)
     return StagedModel(model, boundaries, _rank_of(mesh, config), pp.rank, split_model.sequence)
 
 
-def _tell(balance: Balance) -> None:
-    lines = balance.lines()
+def _tell(lines: list[str]) -> None:
     print(*(f"{'' if i else 'stages':8}{line}" for i, line in enumerate(lines)), sep="\n", flush=True)
 
 
@@ -103,6 +125,36 @@ def runtime_of(staged: Staged | None, mesh: Mesh, config: Config) -> Runtime | N
         return None
     section = config.pipeline
     return Runtime(staged, mesh.axes["pp"], section.schedule, section.chunks_of_rank, mesh.device)
+
+
+def versions_of(zero: ZeroModel, staged: Staged | None, config: Config) -> Versions | None:
+    """What keeps older weights, where the schedule is asynchronous; says what that means.
+
+    Raises:
+        ConfigError: there are no stages; or a parameter is held by two, which "pipedream" updates one by one.
+    """
+    section = config.pipeline
+    if not section.asynchronous:
+        return None
+    where = config.where("pipeline.schedule")
+    if staged is None or zero.pp.degree == 1:
+        raise ConfigError(
+            f'"{section.schedule}" needs two stages or more, and one rank has all layers',
+            where=where,
+            fix='write "stages" in pipeline, or "schedule": "1f1b"',
+        )
+    if section.updates_inside and staged.shared:
+        raise ConfigError(
+            f'{", ".join(sorted(staged.shared))} is on several stages, and with "pipedream" each stage updates its '
+            "weights by itself: they would drift apart",
+            where=where,
+            fix='untie it (tie_word_embeddings false), or write "2bw" or "1f1b"',
+        )
+    if dist.get_rank() == 0:
+        print(
+            f"async   {section.schedule}: NOT equal to training in one process: {ASYNCHRONOUS[section.schedule]}"
+        )
+    return Versions(zero)
 
 
 def recompute(
@@ -144,4 +196,5 @@ def _recompute_row(
 
 def _rank_of(mesh: Mesh, config: Config) -> Any:
     section = config.pipeline
-    return schedule(section.schedule, mesh.axes["pp"].degree, 1, section.chunks_of_rank).rank_of
+    name = DRAINED.get(section.schedule, section.schedule)
+    return schedule(name, mesh.axes["pp"].degree, 1, section.chunks_of_rank).rank_of

@@ -132,6 +132,11 @@ class Watch:
         if self._due(engine.global_steps, engine):
             self._report(engine)
 
+    def evaluated(self, engine: Engine, loss: float) -> None:
+        """An evaluation is over: its mean loss goes to the monitors, under the name of DeepSpeed's pipeline engine."""
+        if self.monitor.enabled:
+            self.monitor.write_events([("Train/Samples/eval_loss", loss, engine.global_samples)])
+
     def _due(self, step: int, engine: Engine) -> bool:
         """Whether lines are printed after optimizer step `step`."""
         return step % (engine.steps_per_print() or REPORT_EVERY) == 0

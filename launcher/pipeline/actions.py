@@ -26,6 +26,7 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"  # wait for the stage's input
     SEND_B = "SEND_B"  # the gradient of the stage's input to the virtual stage before
     RECV_B = "RECV_B"  # wait for the gradient of the stage's output
+    UPDATE = "U"  # the optimizer steps the weights of the rank, with the gradients since the last time
 
     __hash__ = str.__hash__  # Enum's own is Python code, and actions are looked up by the thousand
 
@@ -39,6 +40,7 @@ WORDS = {
     Kind.RECV_F: "receiving the activations",
     Kind.SEND_B: "sending the gradients",
     Kind.RECV_B: "receiving the gradients",
+    Kind.UPDATE: "update with the gradients",
 }
 GIVES_INPUT_GRADIENT = (Kind.BACKWARD, Kind.INPUT)
 
@@ -78,7 +80,7 @@ class Schedule:
         flushes: whether the pipeline drains before the weights change. Where it does not, training is NOT that of
             one process: a microbatch sees weights that are some updates old (`streams.py`).
         delay: by how many updates the weights of a microbatch are older than one process would have them, the same on
-            all ranks; None: each rank takes its newest.
+            all ranks; None: each rank takes its newest, and changes them after each of its backwards.
     """
 
     name: str
@@ -98,6 +100,11 @@ class Schedule:
     def virtual_stages(self) -> int:
         """P * v."""
         return self.stages * self.chunks
+
+    @property
+    def updates_inside(self) -> bool:
+        """Whether weights change between the actions of a step, on each rank by itself."""
+        return self.delay is None
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The virtual stages of a rank, in the order of the model; the position is the chunk."""

@@ -22,8 +22,8 @@ def bubble_time(
     Returns:
         in the unit of the costs; None where no closed form is known. Of the ideal time that is `/ (m (F + I + W))`.
 
-        gpipe, 1f1b, pipedream, 2bw   (P-1)(F+I+W); for the last two this is filling and draining once for the whole
-                                      run, however many steps it has
+        gpipe, 1f1b, pipedream, 2bw   (P-1)(F+I+W); the last two have it once in a stream of steps that do not drain,
+                                      however many they are
         interleaved                   (P-1)(F+I+W) / v; with m < P also (P-m)(F+I+W)(v-1) / v
         zb-h1                         (P-1) max(F, I, F+I-W); F+I-W is the paper's; m >= P
         zbv                           (P-1) F / 2; F = I = W and m >= 2P - 2

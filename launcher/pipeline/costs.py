@@ -8,8 +8,9 @@ after    what runs behind them: the last norm, the head; on the last virtual sta
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -73,21 +74,34 @@ def model_costs(
     return measured
 
 
-def balance(model: nn.Module, costs: Costs, boundaries: Sequence[int]) -> Balance:
-    """What each virtual stage has; a head that is tied to the embedding counts at both ends."""
-    counted = _with_ends(_each(parts_of(model), elements))
+def balance(
+    model: nn.Module,
+    costs: Costs,
+    boundaries: Sequence[int],
+    whole: Mapping[nn.Parameter, int] = MappingProxyType({}),
+    *,
+    seconds: bool = False,
+) -> Balance:
+    """What each virtual stage has; a head that is tied to the embedding counts at both ends.
+
+    Args:
+        whole: elements of the logical parameter, of those that are split over tensor-parallel ranks.
+        seconds: that is what costs are.
+    """
+    counted = _with_ends(_each(parts_of(model), lambda modules: elements(modules, whole)))
     of_stages = list(pairwise(boundaries))
     return Balance(
         tuple(boundaries),
         tuple(sum(_with_ends(costs)[begin:end]) for begin, end in of_stages),
         tuple(int(sum(counted[begin:end])) for begin, end in of_stages),
+        seconds=seconds,
     )
 
 
-def elements(modules: Iterable[nn.Module]) -> int:
-    """Elements of the parameters of `modules`, each parameter once."""
-    found = {id(parameter): parameter.numel() for module in modules for parameter in module.parameters()}
-    return sum(found.values())
+def elements(modules: Iterable[nn.Module], whole: Mapping[nn.Parameter, int] = MappingProxyType({})) -> int:
+    """Elements of the parameters of `modules`, each parameter once; `whole` knows better."""
+    found = {parameter for module in modules for parameter in module.parameters()}
+    return sum(whole.get(parameter, parameter.numel()) for parameter in found)
 
 
 def products(module: nn.Module, *, as_head: bool = False, experts: float = 1.0) -> float:

@@ -141,6 +141,7 @@ class PipelineModule(nn.Module):
             tuple(boundaries),
             tuple(sum(costs[span]) for span in spans),
             tuple(sum(counts[span]) for span in spans),
+            seconds=measured is not None,
         )
 
     def layer_costs(self, method: str, measured: Sequence[float] | None = None) -> list[float]:

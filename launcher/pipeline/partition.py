@@ -140,11 +140,13 @@ class Balance:
         boundaries: [stages + 1], over the layers.
         costs: of each stage, in any unit.
         parameters: elements of each stage.
+        seconds: the unit is known to be that.
     """
 
     boundaries: tuple[int, ...]
     costs: tuple[float, ...]
     parameters: tuple[int, ...]
+    seconds: bool = False
 
     @property
     def over_the_mean(self) -> float:
@@ -153,7 +155,8 @@ class Balance:
         return max(self.costs) * len(self.costs) / total - 1 if total else 0.0
 
     def lines(self) -> list[str]:
-        """A line for each stage: its layers, its share of the cost against the mean, its parameters in millions."""
+        """A line for each stage: its layers, its share of the cost against the mean, its parameters in millions. A cost
+        in seconds stands there in milliseconds, too."""
         total = sum(self.costs)
         rows = []
         for stage, (begin, end) in enumerate(pairwise(self.boundaries)):
@@ -165,9 +168,9 @@ class Balance:
                 else f"{abs(off):.0%} {'over' if off > 0 else 'under'} the mean"
             )
             layers = f"layers {begin}-{end - 1}" if end - begin > 1 else f"layer {begin}"
-            rows.append(
-                (f"stage {stage}", layers, f"{share:.1%}", f"{self.parameters[stage] / 1e6:.1f} M", against)
-            )
+            time = f"{self.costs[stage] * 1e3:.1f} ms, " if self.seconds else ""
+            size = f"{self.parameters[stage] / 1e6:.1f} M"
+            rows.append((f"stage {stage}", layers, f"{time}{share:.1%}", size, against))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [
             f"{name:<{widths[0]}}  {layers:<{widths[1]}}  {share:>{widths[2]}} of the cost  "

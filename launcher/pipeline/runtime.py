@@ -6,11 +6,14 @@ F(k, m)   takes what k - 1 left with for m; its outputs wait for B or I
 B(k, m)   takes the gradients of these outputs; gives those of what F took, and of the weights
 I(k, m)   the same, but leaves the weights of linear layers
 W(k, m)   the gradients of these
+U(k, m)   steps the weights of the rank; only where they change inside of a step
+
+Where training is asynchronous, F and B run with the weights that `streams.weights_used` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -25,10 +28,12 @@ from launcher.errors import LauncherError
 from launcher.pipeline.actions import Action, Kind, Schedule
 from launcher.pipeline.crossing import Crossing, Signature, Staged, signature_of
 from launcher.pipeline.mail import Mail
+from launcher.pipeline.schedules import DRAINED
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.stopwatch import Stopwatch
+from launcher.pipeline.streams import weights_used
 from launcher.pipeline.transfers import with_transfers
-from launcher.tensor.layers import let_put_off
+from launcher.tensor.layers import give_own_backward
 from launcher.tensor.weight_gradients import PutOff, putting_off
 
 Key = tuple[int, int]  # virtual stage, microbatch
@@ -46,8 +51,18 @@ class Work(Protocol):
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, last: bool) -> None:
         """From outputs to leaves; `last`: of this rank in this step. No tensors: nothing before them is trained."""
 
+    def finish(self, put_off: PutOff, *, last: bool) -> None:
+        """Compute gradients of weights that were put off."""
+
     def root_gradient(self, microbatch: int) -> float:
         """What the loss of a microbatch is multiplied with."""
+
+    def see(self, version: int) -> None:
+        """The next forward or backward runs with these weights: so many updates since the step began, below 0 from
+        before it. Never called where training is synchronous."""
+
+    def update(self, needed: Collection[int]) -> None:
+        """Step the weights of this rank; of those that there were, these versions will be seen again."""
 
 
 @dataclass
@@ -75,14 +90,18 @@ class Runtime:
     def __init__(self, staged: Staged, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.letters = Letters(axis)
-        if any(action.kind is Kind.INPUT for actions in self.schedule(1).actions for action in actions):
-            for _, block in staged.blocks:
-                let_put_off(block)
+        for _, block in staged.blocks:
+            give_own_backward(block)
         self.most_held = self.most_deferred = 0
         self.stopwatch = Stopwatch(device)
 
     def schedule(self, microbatches: int) -> Schedule:
         return schedule_of(self.name, self.axis.degree, microbatches, self.chunks)
+
+    def drained(self, microbatches: int) -> Schedule:
+        """The same where no weights change."""
+        name = DRAINED.get(self.name, self.name)
+        return schedule_of(name, self.axis.degree, microbatches, self.chunks)
 
     def run(self, batches: Sequence[Any], work: Work, *, training: bool) -> list[Tensor]:
         """Take microbatches through all stages, and back where `training`.
@@ -90,12 +109,10 @@ class Runtime:
         Returns:
             their losses, detached, on the rank of the last virtual stage; elsewhere nothing.
         """
-        schedule = self.schedule(len(batches))
-        if not training:
-            schedule = _forwards(schedule)
+        schedule = self.schedule(len(batches)) if training else _forwards(self.drained(len(batches)))
         signatures = [signature_of(batch) for batch in batches]
         mail = Mail(self.staged, self.letters, schedule, signatures, self.device)
-        step = _Step(self, mail, batches, signatures, work, training)
+        step = _Step(self, mail, schedule, batches, signatures, work, training)
         actions = with_transfers(schedule)[self.axis.rank]
         last = next((a for a in reversed(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)), None)
         if training:
@@ -132,12 +149,14 @@ class _Step:
         gradients: of the outputs of forwards.
         deferred: weight gradients to come.
         leaving: what is to be sent.
+        versions: of the weights that each microbatch sees, as `Work.see` counts them; None: the newest, always.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         mail: Mail,
+        schedule: Schedule,
         batches: Sequence[Any],
         signatures: Sequence[Signature],
         work: Work,
@@ -151,9 +170,12 @@ class _Step:
         self.deferred: dict[Key, PutOff] = {}
         self.leaving: dict[Action, tuple[tuple[Tensor, ...], Crossing | None]] = {}
         self.losses: dict[int, Tensor] = {}
+        self.versions = _versions(schedule, self.rank) if training and not schedule.flushes else None
 
     def do(self, action: Action, *, last: bool) -> None:
         key = action.stage, action.microbatch
+        if self.versions is not None and action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            self.work.see(self.versions[action.microbatch])
         match action.kind:
             case Kind.RECV_F:
                 self.arrived[key] = self.mail.receive(action)
@@ -169,9 +191,10 @@ class _Step:
                 with putting_off() as self.deferred[key]:
                     self._backward(*key, last=False)
             case Kind.WEIGHT:
-                leaves, gradients = self.deferred.pop(key).computed()
-                if leaves:
-                    self.work.backward(leaves, gradients, last=last)
+                self.work.finish(self.deferred.pop(key), last=last)
+            case Kind.UPDATE:
+                assert self.versions is not None
+                self.work.update({self.versions[microbatch] for _, microbatch in self.kept})
 
     def _forward(self, stage: int, microbatch: int) -> None:
         received = tuple(_start(tensor) for tensor in self.arrived.pop((stage, microbatch), ()))
@@ -225,6 +248,11 @@ def _start(tensor: Tensor) -> Tensor:
 def _gradient_of(tensor: Tensor) -> Tensor:
     gradient, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+
+
+def _versions(schedule: Schedule, rank: int) -> list[int]:
+    """Of each microbatch: the weights that it sees, in updates since a step began that is not the first."""
+    return [updates - (schedule.delay or 0) for updates in weights_used(schedule)[rank]]
 
 
 def _forwards(schedule: Schedule) -> Schedule:

@@ -175,6 +175,9 @@ def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> Sch
     return replace(drained, name="2bw", weight_versions=(2,) * stages, flushes=False, delay=1)
 
 
+DRAINED = {"pipedream": "1f1b", "2bw": "1f1b"}
+"""Asynchronous schedule -> what it is where no weights change: in an evaluation, and for the places of stages."""
+
 SCHEDULES = {
     "gpipe": Maker(gpipe),
     "1f1b": Maker(one_f_one_b),

@@ -37,9 +37,7 @@ class StagedModel:
         sequence: what slices sequences over tp; None: nothing does.
 
     Attributes:
-        blocks: (name, module) of this rank.
-        shared: names of parameters that other ranks hold as well -> pp ranks that hold them, in order.
-        elsewhere: parameters that only other ranks hold -> where they are, in words.
+        blocks, shared, elsewhere: see `Staged`.
     """
 
     def __init__(
@@ -168,26 +166,17 @@ class StagedModel:
     # ---- one forward ------------------------------------------------------------------------
 
     def learned(self, stage: int, signature: Signature) -> Learned | None:
-        """What virtual stage `stage` leaves with; None before its first batch of this signature."""
+        """See `Staged`."""
         return self._learned.get((stage, signature))
 
     def tell(self, stage: int, signature: Signature, learned: Learned) -> None:
-        """What virtual stage `stage` left with, elsewhere."""
+        """See `Staged`."""
         self._learned[stage, signature] = learned
 
     def forward(
         self, stage: int, received: tuple[Tensor, ...], signature: Signature, call: Callable[[nn.Module], Any]
     ) -> Any:
-        """Run a virtual stage.
-
-        Args:
-            received: what the virtual stage before it returned; the first one takes nothing.
-            signature: of the batch.
-            call: calls the model with the batch.
-
-        Returns:
-            What the next one needs; of the last one what the model returns.
-        """
+        """See `Staged`."""
         if stage and self.sequence is not None:
             slicing = self._learned[stage - 1, signature].slicing
             assert slicing is not None
@@ -223,7 +212,7 @@ class StagedModel:
             return None
 
     def before_backward(self, stage: int, signature: Signature) -> None:
-        """Blocks may be recomputed: as they were in the forward of this signature."""
+        """See `Staged`; sequences are sliced as in the forward of this signature."""
         slicing = self._learned[stage, signature].slicing
         if self.sequence is not None and slicing is not None:
             self.sequence.recall(slicing)

@@ -1,8 +1,9 @@
-"""What ranks send each other: follows from who computes what.
+"""What follows from who computes what: what ranks send each other, and when a rank changes its weights by itself.
 
 A SEND stands right after the action that makes what is sent, and does not wait. A RECV stands right before the action
 that needs what is received, and is the wait for it: receives are posted ahead, in the order in which they arrive
-(`arrivals`), because a pair of ranks has no tags. Nothing is sent between virtual stages of one rank.
+(`arrivals`), because a pair of ranks has no tags. Nothing is sent between virtual stages of one rank. An UPDATE stands
+after a backward and its SEND, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Action, Kind, Schedu
 
 @lru_cache(maxsize=16)  # the same at every step
 def with_transfers(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """All that each rank does, in order: the schedule's actions with SEND and RECV between them."""
+    """All that each rank does, in order: the schedule's actions with SEND, RECV and UPDATE between them."""
     return tuple(
         tuple(step for action in actions for step in _surrounded(schedule, action))
         for actions in schedule.actions
@@ -47,7 +48,7 @@ def matching_receive(send: Action) -> Action:
 
 
 def _surrounded(schedule: Schedule, action: Action) -> list[Action]:
-    """An action with what it receives and sends."""
+    """An action with what it receives, sends and updates."""
     stage, microbatch = action.stage, action.microbatch
 
     def away(other: int) -> bool:
@@ -65,4 +66,6 @@ def _surrounded(schedule: Schedule, action: Action) -> list[Action]:
             steps.insert(0, Action(Kind.RECV_B, stage, microbatch))
         if away(stage - 1):
             steps.append(Action(Kind.SEND_B, stage, microbatch))
+        if schedule.updates_inside:
+            steps.append(Action(Kind.UPDATE, stage, microbatch))
     return steps

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from launcher.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from launcher.tensor.parts import even_sizes
-from launcher.tensor.weight_gradients import put_off
+from launcher.tensor.weight_gradients import Product, taken
 
 # ---- collectives on tensors of any shape ------------------------------------------------------
 
@@ -240,10 +240,7 @@ class _Linear(torch.autograd.Function):
         rows = gradient.reshape(-1, weight.shape[0])  # [tokens, out]
         columns = x.reshape(-1, weight.shape[1])  # [tokens, in]
 
-        def of_leaf() -> Tensor:
-            return (columns.t() @ rows if transposed else rows.t() @ columns).to(leaf.dtype)
-
-        if ctx.needs_input_grad[1] and not put_off(leaf, of_leaf):
+        if ctx.needs_input_grad[1] and not taken(Product(leaf, rows, columns, transposed)):
             dw = rows.t() @ columns
         if ctx.has_bias and ctx.needs_input_grad[2]:
             db = rows.sum(0)
@@ -252,7 +249,7 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, leaf: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor:
     """x [..., in] times a weight [out, in] (`transposed`: [in, out]), or this rank's rows of it where `x` comes from
-    `enter`. Its backward can put the gradient of the weight off (`weight_gradients.py`)."""
+    `enter`. When and where its backward computes the gradient of the weight: `weight_gradients.py`."""
     entered: Entered | None = getattr(x, _STATE, None)
     device, weight = x.device.type, leaf.t() if transposed else leaf
     if torch.is_autocast_enabled(device):

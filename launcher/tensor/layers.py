@@ -253,16 +253,16 @@ def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
     return linear(x, weight, bias, transposed=isinstance(module, Conv1D))
 
 
-class PutsOff(nn.Module):
-    """A linear layer whose backward can put the gradient of its weight off."""
+class OwnBackward(nn.Module):
+    """A linear layer whose weight gradient can be put off, or added in place (`weight_gradients.py`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_of(self, x)
 
 
-def let_put_off(module: nn.Module) -> None:
-    """Have every linear layer inside put the gradient of its weight off where it is asked to."""
+def give_own_backward(module: nn.Module) -> None:
+    """To every linear layer inside that has no other forward than that."""
     for inner in module.modules():
         own = type(inner)
         if own.forward in (nn.Linear.forward, Conv1D.forward):
-            inner.__class__ = _mixed(PutsOff, own)
+            inner.__class__ = _mixed(OwnBackward, own)

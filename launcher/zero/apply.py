@@ -72,6 +72,7 @@ class ZeroModel:
         self._copies_checked = False
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
+        self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
         self.fetcher = Fetcher(policy)
         trained = [unit for unit in units if unit.gradients]
         root = [unit for unit in trained if unit is units[-1]]
@@ -113,6 +114,11 @@ class ZeroModel:
 
     # ---- gradients --------------------------------------------------------------------------
 
+    def place_of_gradient(self, leaf: Tensor) -> Tensor | None:
+        """Where its gradients are added up: `FlatGradient.place`."""
+        slot = self._slot_of_parameter.get(id(leaf))
+        return None if slot is None else self._gradient_of[slot.flat].place(slot)
+
     def norm_and_use(self) -> tuple[Tensor, list[bool]]:
         """Sum of squares of the reduced gradient over all ranks (fp64 scalar), and which trainable slots got one.
 
@@ -135,7 +141,8 @@ class ZeroModel:
         report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
         for axis in (self.axis, self.tp):
             all_reduce(report, axis, "root/norm").wait()
-        all_reduce(report[:1], self.pp, "root/norm").wait()
+        if self.policy.compute_norm:
+            all_reduce(report[:1], self.pp, "root/norm").wait()
         use_over_stages(slots, report[1:])
         flags = [bool(count) for count in report[1:].tolist()]
         for slot, flag in zip(slots, flags, strict=True):

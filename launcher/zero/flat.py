@@ -253,6 +253,11 @@ class FlatBuffer:
         del self.pool.occupants[full.untyped_storage()._cdata]
         self.pool.give(full)
 
+    def show(self, values: Tensor) -> None:
+        """Let the module compute with these values [numel] in place of what it has; not for sharded parameters."""
+        self.full = values
+        self._attach()
+
     def _attach(self) -> None:
         assert self.full is not None
         for slot in self.slots:

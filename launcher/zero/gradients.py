@@ -66,6 +66,17 @@ class FlatGradient:
 
     # ---- one microbatch ---------------------------------------------------------------------
 
+    def place(self, slot: Slot) -> Tensor | None:
+        """Where gradients of microbatches that are not reduced can be added up without autograd: the leaf's, or where
+        that will lie. None: autograd must see them, for hooks on the leaf, or for whom frees its unit then."""
+        if self.flat.sharded or slot.leaf._backward_hooks:
+            return None
+        if slot.leaf.grad is not None:
+            return slot.leaf.grad
+        if self.sharded or self._dtype != slot.leaf.dtype:
+            return None
+        return self._full_buffer()[slot.span].view(slot.shape)
+
     def collect(self) -> Tensor:
         """Move the leaves' gradients into a full buffer [numel]: a fresh one when sharded, else the persistent one."""
         if self.sharded:

@@ -8,6 +8,7 @@ end of the backward        what is left is reduced and waited for; everything is
 
 Autograd must not keep gathered parameters alive between forward and backward. So while the model runs, a saved tensor
 that is a view of a gathered buffer is packed as (flat buffer, geometry) and unpacked from the buffer of that moment.
+The same is done where a backward needs older weights than the newest (`versions.py`).
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ class Hooks:
         self.units, self.root = units, units[-1]
         self.fetcher, self.reducer = fetcher, reducer
         self._owner: dict[FlatBuffer, Unit] = {flat: unit for unit in units for flat in unit.flats}
+        self._occupants = next(iter(self._owner)).pool.occupants if self._owner else {}
         self._packing: list[saved_tensors_hooks] = []
         self._in_backward = False
         self._handles: list[Removable] = []
+        self.packs = any(unit.sharded for unit in units)  # what is saved for backward is looked through
         self._register()
 
     def _register(self) -> None:
@@ -92,7 +95,7 @@ class Hooks:
     def _begin_forward(self) -> None:
         self.abandon()
         self.fetcher.begin(torch.is_grad_enabled())
-        if torch.is_grad_enabled() and any(unit.sharded for unit in self.units):
+        if torch.is_grad_enabled() and self.packs:
             packing = saved_tensors_hooks(self._pack, self._unpack)
             packing.__enter__()
             self._packing.append(packing)
@@ -143,7 +146,7 @@ class Hooks:
     def _flat_of(self, tensor: Tensor) -> FlatBuffer | None:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
-        return self.root.flats[0].pool.occupants.get(tensor.untyped_storage()._cdata)
+        return self._occupants.get(tensor.untyped_storage()._cdata)
 
     # ---- backward ---------------------------------------------------------------------------
 

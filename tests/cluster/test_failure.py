@@ -38,6 +38,12 @@ def test_error_before_the_death_of_another_rank_comes_first() -> None:
     assert (found.rank, exit_code(found)) == (1, 1)
 
 
+def test_what_the_rank_recorded_is_its_exit_code() -> None:
+    assert exit_code(Failure(1, 101, -14, record(1))) == 1  # its end hung after the error
+    assert exit_code(Failure(1, 101, None, record(1, "mendable"))) == 2
+    assert exit_code(Failure(1, 101, 7, record(1, "exit"))) == 7
+
+
 def test_message_shows_the_end_of_the_log_unless_it_was_shown(tmp_path: Path) -> None:
     log = tmp_path / "rank1.log"
     log.write_text("".join(f"line {number}\n" for number in range(50)))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cluster import rank as first_code
 from tests.cluster.launching import alive, environment, launch, launching, pids_in, wait_for, wait_until_gone
 
 # Every rank leaves its process id, and has a child in a session of its own that ignores SIGTERM.
@@ -120,7 +121,24 @@ def test_rank_that_hangs_after_its_error_ends_the_run(tmp_path: Path) -> None:
     started = time.monotonic()
     done = launch("--num_gpus", "2", script, cwd=tmp_path)
     assert time.monotonic() - started < 20
-    assert "ValueError: stuck" in done.stderr and done.returncode != 0
+    assert "ValueError: stuck" in done.stderr and done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "code"), [("raise ValueError('x')", 1), ("sys.exit(7)", 7), ("sys.exit(0)", 0)]
+)
+def test_failed_rank_calls_exit_handlers_and_is_not_taken_apart(tmp_path: Path, last: str, code: int) -> None:
+    script = write(
+        tmp_path,
+        "import atexit, os, sys\n"
+        "class Late:\n    def __del__(self, write=os.write): write(1, b'apart')\n"
+        f"sys.late = Late()\natexit.register(print, 'handler')\n{last}\n",
+    )
+    command = [sys.executable, first_code.__file__, "script", script]
+    env = {**environment(), "LAUNCHER_PID": str(os.getpid())}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == code
+    assert "handler" in done.stdout and ("apart" in done.stdout) == (code == 0)
 
 
 def test_mistake_found_by_all_ranks_is_printed_once_without_traceback(tmp_path: Path) -> None:

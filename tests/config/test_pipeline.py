@@ -27,7 +27,7 @@ def problems(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def wrong(**written: Any) -> str:
-    (what,) = problems({KEY: {"stages": 4, **written}}).values()
+    (what,) = problems({KEY: {"stages": 4, **written}, "gradient_clipping": 0}).values()
     return what
 
 
@@ -96,8 +96,47 @@ def test_schedules_and_their_chunks() -> None:
         assert 'write "schedule": "interleaved"' in wrong(schedule=name, chunks=2)
         assert pipeline(schedule=name, chunks=1).pipeline.chunks_of_rank == 1
     for name in ("pipedream", "2bw"):
-        assert "must be one of" in wrong(schedule=name)
+        assert "whose ranks have one" in wrong(schedule=name, chunks=2)
     assert "does nothing" in notes(load({KEY: {"stages": 1, "schedule": "gpipe"}}))[f"{KEY}.schedule"]
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [  # schedule, sections, key, words
+    ("pipedream", {"gradient_clipping": 1.0}, "gradient_clipping", "needs the norm of all stages"),
+    ("pipedream", {"fp16": {"enabled": True}}, "fp16.enabled", "leave an update out"),
+    ("pipedream", {"bf16": {"enabled": True}}, "bf16.check_grad_overflow", 'write "check_grad_overflow": false'),
+    ("pipedream", {"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast.dtype", '"dtype": "bf16"'),
+    ("pipedream", {"zero_optimization": {"stage": 3}}, f"{KEY}.schedule", 'write "stage": 2 or less'),
+    ("2bw", {"zero_optimization": {"stage": 3}}, f"{KEY}.schedule", 'write "stage": 2 or less'),
+    ("2bw", {"gradient_accumulation_steps": 3}, "gradient_accumulation_steps", "as many microbatches"),
+    ("2bw", {KEY: {"stages": 1, "schedule": "2bw"}}, f"{KEY}.schedule", "needs two stages or more"),
+]  # fmt: skip
+
+
+@pytest.mark.key(f"{KEY}.schedule")
+@pytest.mark.parametrize(("name", "sections", "key", "words"), REFUSED)
+def test_what_an_asynchronous_schedule_refuses(
+    name: str, sections: dict[str, Any], key: str, words: str
+) -> None:
+    found = problems({KEY: {"stages": 4, "schedule": name}, "gradient_clipping": 0, **sections})
+    assert list(found) == [key] and words in found[key]
+    if sections.keys() != {KEY}:
+        assert load({KEY: {"stages": 4}, "gradient_clipping": 0, **sections})
+
+
+@pytest.mark.key(f"{KEY}.schedule")
+def test_an_asynchronous_schedule_says_so() -> None:
+    for name in ("pipedream", "2bw"):
+        config = load({KEY: {"stages": 4, "schedule": name}, "gradient_clipping": 0})
+        assert "NOT equal to training in one process" in notes(config)[f"{KEY}.schedule"]
+    more = {"gradient_clipping": 0.5, "fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    assert load({KEY: {"stages": 4, "schedule": "2bw"}, "gradient_accumulation_steps": 4, **more})
+    assert f"{KEY}.schedule" not in notes(pipeline())
+    solved = {
+        "train_batch_size": 6,
+        "train_micro_batch_size_per_gpu": 2,
+    }  # 3 microbatches, once it is resolved
+    with pytest.raises(ConfigError, match="as many microbatches"):
+        load({KEY: {"stages": 4, "schedule": "2bw"}, **solved}).resolve(dp_degree=1)
 
 
 BUBBLES: list[tuple[dict[str, Any], int, str | None]] = [  # section, microbatches, what is said

@@ -54,6 +54,8 @@ def test_parameters_count_a_tied_weight_at_both_ends() -> None:
     told = balance(model, costs, (0, 1, 3))
     assert told.parameters == (72 * 32 + costs.blocks[0], 2 * costs.blocks[0] + costs.after)
     assert told.costs == told.parameters and "layer 0 " in str(told)
+    whole = {parameter: 2 * parameter.numel() for parameter in model.parameters()}
+    assert balance(model, costs, (0, 1, 3), whole).parameters == tuple(2 * n for n in told.parameters)
 
 
 def test_the_head_takes_blocks_from_the_last_stage() -> None:

@@ -90,5 +90,7 @@ def test_the_balance_is_a_line_a_stage() -> None:
         "stage 0  layers 0-2  60.0% of the cost  12.0 M parameters  20% over the mean",
         "stage 1  layer 3     40.0% of the cost   8.4 M parameters  20% under the mean",
     ]
+    timed = Balance((0, 3, 4), (0.0123, 0.0041), (12_000_000, 8_400_000), seconds=True).lines()
+    assert "layer 3      4.1 ms, 25.0% of the cost" in timed[1]
     assert balance.over_the_mean == pytest.approx(0.2)
     assert "the mean" in Balance((0, 1), (0.0,), (0,)).lines()[0]

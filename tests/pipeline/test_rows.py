@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,14 +191,15 @@ def partial_sequential(ctx: RankContext, config: dict[str, Any]) -> dict[str, An
     return train(ctx, nn.Sequential(*model[:3], model[2], *model[3:]), config, points)
 
 
-def surface(ctx: RankContext) -> dict[str, Any]:
+def surface(ctx: RankContext, directory: str) -> dict[str, Any]:
     """DeepSpeed's names on an engine of two stages."""
+    monitor = {"enabled": True, "output_path": directory, "job_name": "monitor"}
     module = row(True, num_stages=2, topology=PipeDataParallelTopology(2, 1))
     rows = [row_ for step in range(4) for row_ in batch(step)]
     engine, _, loader, _ = launcher.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
-        config=config_of(1, 4, {}),
+        config=config_of(1, 4, {}, csv_monitor=monitor),
         training_data=rows,
         device=torch.device("cpu"),
     )
@@ -228,8 +230,8 @@ def refusal(function: Any, *args: Any) -> str:
     return str(error.value)
 
 
-def test_deepspeed_surface(pool: WorkerPool) -> None:
-    start, end = pool.run(surface, 2)
+def test_deepspeed_surface(pool: WorkerPool, tmp_path: Path) -> None:
+    start, end = pool.run(surface, 2, str(tmp_path))
     assert start["first"] == end["first"] and start["again"] == end["again"]
     assert (start["ends"], end["ends"]) == ((True, False, 0, 2), (False, True, 1, 2))
     plain = row(True).build(0, 9)
@@ -247,6 +249,9 @@ def test_deepspeed_surface(pool: WorkerPool) -> None:
     assert start["last"] is None and start["mine"] is None and start["outputs"] is None
     assert torch.allclose(end["last"], wanted[-1], atol=1e-5)
     assert float(end["mine"]) == float(end["loss"])
+    written = (tmp_path / "monitor" / "Train_Samples_eval_loss.csv").read_text().splitlines()[1:]
+    assert [line.split(",")[0] for line in written] == ["24"] * 3  # samples trained by then
+    assert [float(line.split(",")[1]) for line in written] == [float(end["loss"])] * 3
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(end["outputs"], wanted, strict=True))
 
 

@@ -185,6 +185,11 @@ def test_where_transfers_stand() -> None:
         "F0.0 SEND_F0.0 RECV_F3.0 F3.0 I3.0 SEND_B3.0 W3.0 RECV_B0.0 I0.0 W0.0",
         "RECV_F1.0 F1.0 F2.0 SEND_F2.0 RECV_B2.0 I2.0 I1.0 SEND_B1.0 W2.0 W1.0",
     ]
+    full = [" ".join(map(str, steps)) for steps in with_transfers(schedule("pipedream", 2, 2))]
+    assert full == [  # nobody waits for an update
+        "F0.0 SEND_F0.0 F0.1 SEND_F0.1 RECV_B0.0 B0.0 U0.0 RECV_B0.1 B0.1 U0.1",
+        "RECV_F1.0 F1.0 B1.0 SEND_B1.0 U1.0 RECV_F1.1 F1.1 B1.1 SEND_B1.1 U1.1",
+    ]
     looped = arrivals(schedule("interleaved", 2, 2, 2))[0]
     assert {key: list(map(str, order)) for key, order in looped.items()} == {
         (1, Kind.RECV_F): ["RECV_F2.0", "RECV_F2.1"],

@@ -25,10 +25,11 @@ def train(
     sequence: bool,
     sections: dict[str, Any],
 ) -> dict[str, Any]:
+    partition = "profile" if sequence and tied else "best"  # where layers are split and sequences sliced
     config = config_of(
         stage,
         2,
-        {"stages": pp, "schedule": schedule},
+        {"stages": pp, "schedule": schedule, "partition": partition},
         tensor_parallel={"autotp_size": tp, "sequence_parallel": sequence},
         **sections,
     )

@@ -44,7 +44,8 @@ class Rows:
 
 def fit(ctx: RankContext, directory: str, pipeline: dict[str, Any], tp: int, microbatches: int) -> int:
     """A run with a curriculum; how many rows this rank read for training."""
-    more = {**sections(RISING), "tensor_parallel": {"autotp_size": tp}}
+    monitor = {"enabled": True, "output_path": directory, "job_name": "monitor"}
+    more = {**sections(RISING), "tensor_parallel": {"autotp_size": tp}, "csv_monitor": monitor}
     engine = engine_of(config_of(1, microbatches, pipeline, **more), tiny_llama(layers=4))
     args = Namespace(seed=0, resume=None, profile=None, profile_steps=(1, 1), eval_every=2, save_every=None)
     console = Console(file=open(f"{directory}/printed", "w"), width=200, quiet=ctx.rank > 0)  # noqa: SIM115
@@ -86,6 +87,9 @@ def test_records_are_those_of_one_process(runs: dict[str, Path], name: str) -> N
             assert one[key] == other[key]
         for key in ("loss", "grad_norm", "eval_loss"):
             assert other.get(key, 0) == pytest.approx(one.get(key, 0), rel=1e-5)
+    written = (runs[name] / "monitor" / "Train_Samples_eval_loss.csv").read_text().splitlines()
+    evaluated = [(8 * record["step"], record["eval_loss"]) for record in got if "eval_loss" in record]
+    assert written == ["step,eval_loss", *(f"{samples},{loss}" for samples, loss in evaluated)]
 
 
 def test_what_a_run_tells_of_its_stages(runs: dict[str, Path]) -> None:

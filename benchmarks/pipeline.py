@@ -1,0 +1,48 @@
+"""Pipeline stages against DeepSpeed's PipelineModule and torch.distributed.pipelining.
+
+    python -m benchmarks.pipeline --model small --repeat 3
+
+Two ranks with one thread each hold half of the blocks, and a step has eight micro-batches; plain PyTorch runs in one
+process, for its losses. Prints the tables and leaves the records in benchmarks/results/."""
+
+from __future__ import annotations
+
+from benchmarks.suite import KEEP, Suite, main
+from benchmarks.sweep import Row
+from benchmarks.workload import Work
+
+WORK = {
+    "tiny": Work("tiny", global_batch=16, micro_batch=2, steps=8, warmup=3),
+    "small": Work("small", global_batch=16, micro_batch=2, steps=8, warmup=2),
+    "medium": Work("medium", global_batch=8, micro_batch=1, steps=6, warmup=2),
+}
+
+GROUPS = ["one rank", "1f1b", "two chunks"]
+
+
+def flags(schedule: str) -> dict[str, str | int]:
+    return {"pp": 2, "schedule": schedule}
+
+
+OURS = [
+    Row("ours, 1f1b", ("1f1b",), "ours", flags=flags("1f1b")),
+    Row("ours, zb-h1", ("1f1b",), "ours", flags=flags("zb-h1")),
+    Row("ours, interleaved", ("two chunks",), "ours", flags=flags("interleaved")),
+    Row("ours, zbv", ("two chunks",), "ours", flags=flags("zbv")),
+]
+PEERS = [
+    Row("plain PyTorch", ("one rank",), "single", world=1),
+    Row("DeepSpeed PipelineModule", ("1f1b",), "deepspeed", flags=flags("1f1b")),
+    Row("torch pipelining, 1f1b", ("1f1b",), "pipelining", flags=flags("1f1b")),
+    Row("torch pipelining, interleaved", ("two chunks",), "pipelining", flags=flags("interleaved")),
+    Row("torch pipelining, zbv", ("two chunks",), "pipelining", flags=flags("zbv")),
+]
+TUNED = [
+    Row("DeepSpeed, malloc keeps", ("1f1b",), "deepspeed", flags=flags("1f1b"), environment=KEEP),
+    Row("torch, 1f1b, malloc keeps", ("1f1b",), "pipelining", flags=flags("1f1b"), environment=KEEP),
+]
+
+SUITE = Suite("pipeline", WORK, GROUPS, OURS, PEERS, TUNED)
+
+if __name__ == "__main__":
+    main(SUITE, __doc__)

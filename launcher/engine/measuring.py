@@ -1,0 +1,133 @@
+"""Costs for `"partition": "profile"`: measured by rank 0, with those that share its layers, and told to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import default_collate
+
+from launcher.comm import Mesh
+from launcher.config import Config
+from launcher.engine.batches import cast, to_device
+from launcher.engine.dtypes import DTYPES, autocast_dtype, special_dtypes
+from launcher.errors import ConfigError
+from launcher.pipeline.costs import WHERE, Costs, model_costs
+from launcher.pipeline.layers import PipelineModule
+from launcher.pipeline.measure import Way, measure_model, measure_row
+from launcher.pipeline.stage import drawn_from
+
+METHOD = "profile"
+LONG = 2048
+"""Tokens of a sequence where nobody says how many there are."""
+
+T = TypeVar("T")
+
+
+def costs_of_blocks(
+    model: nn.Module, mesh: Mesh, config: Config, seq_length: int | None
+) -> tuple[Costs, str]:
+    """Costs of a causal LM by `pipeline.partition`, and what was measured, in words: "" where nothing was. Every rank
+    must call it.
+
+    Args:
+        seq_length: tokens of a sequence; None: `LONG`, or as many as the model takes.
+    """
+    config_of: Any = getattr(model, "config", None)
+    text: Any = config_of.get_text_config() if config_of is not None else None
+    most = getattr(text, "max_position_embeddings", None)
+    length = seq_length or (min(LONG, most) if isinstance(most, int) and most > 0 else LONG)
+    method, tp = config.pipeline.partition, mesh.axes["tp"].degree
+    if method != METHOD:
+        return model_costs(model, method, sequence=length, tp=tp), ""
+    vocabulary, section = getattr(text, "vocab_size", None), config.pipeline
+    if vocabulary is None:
+        raise ConfigError(
+            f'"{METHOD}" measures tokens, and {type(model).__name__} has no config that says how many there are',
+            where=config.where(WHERE),
+            fix='write "best"',
+        )
+    recomputed = config.activation_checkpointing is not None or section.activation_checkpoint_interval == 1
+    size = int(str(config.train_micro_batch_size_per_gpu))
+    way = _way(model, mesh, config, recomputed=recomputed)
+
+    def measured() -> Costs:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(vocabulary, (size, length), generator=generator).to(mesh.device)
+        return measure_model(model, {"input_ids": tokens, "labels": tokens}, way)
+
+    costs = _told_by_rank_0(measured, mesh)
+    each = sorted(block * 1e3 for block in costs.blocks)
+    guessed = "" if seq_length else ", a length that initialize(seq_length=...) can change"
+    return costs, (
+        f"measured with {size} x {length} tokens{guessed}: {costs.before * 1e3:.1f} ms before the blocks, "
+        f"{each[0]:.1f} to {each[-1]:.1f} ms a block, {costs.after * 1e3:.1f} ms after them"
+    )
+
+
+def costs_of_layers(
+    row: PipelineModule, mesh: Mesh, config: Config, data: Any, collate_fn: Callable[..., Any] | None
+) -> list[float] | None:
+    """Seconds of each layer of a row where its method is "profile", else None. Every rank must call it.
+
+    Args:
+        data: the data set; a row of layers says nothing of what it takes, so its first rows are measured.
+
+    Raises:
+        ConfigError: there is none, or its batches are no pairs.
+    """
+    if row.partition_method != METHOD:
+        return None
+    if data is None:
+        raise ConfigError(
+            f'"{METHOD}" measures a microbatch, and what this row of layers takes is not known before its first one',
+            where=config.where(WHERE),
+            fix='pass training_data to launcher.initialize(): its first rows are measured; or write "parameters"',
+        )
+    size = min(len(data), int(str(config.train_micro_batch_size_per_gpu)))
+    way = _way(row.whole(), mesh, config, recomputed=config.activation_checkpointing is not None)
+
+    def measured() -> list[float]:
+        with drawn_from(0):
+            batch = (collate_fn or default_collate)([data[i] for i in range(size)])
+        if not isinstance(batch, list | tuple) or not 1 <= len(batch) <= 2:
+            raise ConfigError(
+                f'"{METHOD}" takes pairs (inputs, labels) out of training_data, not {type(batch).__name__}s',
+                where=config.where(WHERE),
+                fix='pass a collate_fn that makes pairs, or write "parameters"',
+            )
+        batch = to_device(batch, mesh.device)
+        if config.fp16.enabled and config.fp16.auto_cast:
+            batch = cast(batch, torch.float16)
+        return measure_row(row, batch[0], tuple(batch[1:]), way)
+
+    return _told_by_rank_0(measured, mesh)
+
+
+def _way(model: nn.Module, mesh: Mesh, config: Config, *, recomputed: bool) -> Way:
+    return Way(
+        mesh.device,
+        DTYPES[config.dtype],
+        special_dtypes(config, model),
+        autocast_dtype(config),
+        recomputed=recomputed,
+    )
+
+
+def _told_by_rank_0(measured: Callable[[], T], mesh: Mesh) -> T:
+    """What rank 0 measures, alone with the ranks that its layers are split over; the others wait and do not disturb."""
+    with_rank_0 = mesh.axes["pp"].rank == 0 and mesh.dp.rank == 0
+    told: list[Any] = [None]
+    if with_rank_0:
+        try:
+            told = [measured()]
+        except Exception as error:
+            error.add_note(f'while "{WHERE}": "{METHOD}" measured; "best" and "parameters" measure nothing')
+            raise
+    if mesh.world_size > 1:
+        dist.broadcast_object_list(told, src=0)
+    found: T = told[0]
+    return found

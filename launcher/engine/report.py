@@ -1,0 +1,44 @@
+"""What a run tells people of its engine: how large the model is, and how the last step went through its stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launcher.comm import all_reduce
+from launcher.engine.engine import Engine
+from launcher.pipeline.recording import write
+from launcher.pipeline.simulate import Costs, simulate
+
+
+def parameters(engine: Engine) -> int:
+    """Elements of the logical parameters of all stages. Every rank must call it."""
+    mine = sum(slot.logical_numel for slot in engine.zero.slots.values() if slot.holders.rank == 0)
+    count = torch.tensor(mine, dtype=torch.float64, device=engine.device)
+    all_reduce(count, engine.mesh.axes["pp"], "root/parameters").wait()
+    return int(count)
+
+
+def last_step(engine: Engine, path: Path | None) -> dict[str, Any] | None:
+    """Numbers of the last step through the stages; None without stages. Every rank must call it.
+
+    Args:
+        path: where the record of the step goes (`pipeline/recording.py`); None: nowhere.
+    """
+    runtime = engine.runtime
+    if runtime is None or runtime.stopwatch.schedule is None:
+        return None
+    made, measured = runtime.stopwatch.schedule, runtime.stopwatch.timeline(runtime.axis)
+    if path is not None:
+        write(path, measured)
+    return {
+        "schedule": made.name,
+        "stages": made.stages,
+        "chunks": made.chunks,
+        "microbatches": made.microbatches,
+        "bubble": measured.bubble,
+        "bubble_predicted": simulate(made, Costs.measured(measured)).bubble,
+        "most_held": list(measured.peak_held),
+    }

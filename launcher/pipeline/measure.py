@@ -1,0 +1,224 @@
+"""What the parts of a model, or the layers of a row, take here: forward and backward of each alone, timed.
+
+A Hugging Face model runs its own forward once, on one microbatch: parts get the arguments that they get in training,
+masks and positions as well. A part has memory only while it runs, so a model on meta needs that of its largest part.
+What ZeRO and the way between stages take is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from launcher.monitor.clock import now, seconds_between
+from launcher.pipeline.costs import Costs
+from launcher.pipeline.layers import PipelineModule
+from launcher.pipeline.parts import parts_of
+from launcher.pipeline.stage import drawn_from
+from launcher.tensor.head import loss_only
+
+ROUNDS, REPEATS = 5, 2
+"""Passes over all parts, and how often each runs in one. The quickest counts: whatever else the machine does only adds
+time, and mostly to neighbours in time alike."""
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the run computes.
+
+    Args:
+        dtype: of floating-point parameters.
+        special: names of parameters -> their dtypes, where they depart from it.
+        autocast: the dtype of torch.autocast; None: off.
+        recomputed: blocks, or layers with parameters, are computed again in backward.
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    special: Mapping[str, torch.dtype] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    recomputed: bool = False
+
+
+def measure_model(model: nn.Module, batch: Mapping[str, Any], way: Way) -> Costs:
+    """Seconds of one microbatch, forward and backward.
+
+    Args:
+        model: a Hugging Face causal LM, on meta or not; its parameters and buffers are afterwards as they were. Where
+            its layers are split over tensor-parallel ranks, all of these must call it.
+        batch: one microbatch with labels, on the device. Its loss counts with what runs behind the blocks.
+    """
+    parts, clock = parts_of(model), _Clock(way.device)
+    inside = {inner for part in parts for _, module in part for inner in module.modules()}
+    around = [(name, module) for name, module in model.named_modules() if module not in inside]
+    with ExitStack() as stack:
+        stack.enter_context(_set_up(way))
+        stack.enter_context(_real(around, way))
+        for name, module in (named for part in parts for named in part):
+            stack.enter_context(_replaced(module, "forward", _timed(name, module, clock, way)))
+        loss = getattr(model, "loss_function", None)
+        if loss is not None:
+            timed = wraps(loss)(lambda *args, **kwargs: clock.run(LOSS, loss, *args, **kwargs))
+            stack.enter_context(_replaced(model, "loss_function", timed))
+        for _ in range(ROUNDS):
+            clock.start_round()
+            model(**batch)
+    before, blocks, after = ([name for name, _ in part] for part in parts)
+    return Costs(
+        sum(map(clock.seconds, before)),
+        tuple(clock.seconds(name, again=way.recomputed) for name in blocks),
+        sum(map(clock.seconds, [*after, LOSS])),
+    )
+
+
+def measure_row(row: PipelineModule, inputs: Any, labels: tuple[Any, ...], way: Way) -> list[float]:
+    """Seconds of one microbatch in each layer of a row, forward and backward. Layers are built one at a time.
+
+    Args:
+        inputs, labels: of one microbatch, on the device. The loss counts with the last layer.
+    """
+    clock, again = _Clock(way.device), set()
+    with _set_up(way):
+        for _ in range(ROUNDS):
+            clock.start_round()
+            states = inputs
+            for index in range(len(row)):
+                layer = row.build(index, index + 1)
+                with _real(layer.named_modules(), way):
+                    states = clock.run(str(index), layer, states)
+                if way.recomputed and not layer.interval and any(True for _ in layer.parameters()):
+                    again.add(index)
+            if row.loss_fn is not None and labels:
+                clock.run(LOSS, row.loss_fn, states, *labels)
+    seconds = [clock.seconds(str(index), again=index in again) for index in range(len(row))]
+    seconds[-1] += clock.seconds(LOSS)
+    return seconds
+
+
+class _Clock:
+    """Times functions of tensors and their backward, under names."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._rounds: list[dict[str, tuple[float, float]]] = []  # name -> seconds of forward, of backward
+
+    def start_round(self) -> None:
+        """What comes next was measured before: the quicker time counts."""
+        self._rounds.append({})
+
+    def run(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `call` returns, cut off from its graph. Further calls under a name in a round add to it."""
+        forward = backward = float("inf")
+        output = None
+        for _ in range(REPEATS):
+            own_args, own_kwargs = _cut_off((args, kwargs))
+            begin = now(self.device)
+            output = call(*own_args, **own_kwargs)
+            end = now(self.device)
+            roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            gradients = [torch.ones_like(root) for root in roots]
+            back = now(self.device)
+            if roots:
+                torch.autograd.backward(roots, gradients)
+            over = now(self.device)
+            forward = min(forward, seconds_between(begin, end))
+            backward = min(backward, seconds_between(back, over))
+        before = self._rounds[-1].get(name, (0.0, 0.0))
+        self._rounds[-1][name] = before[0] + forward, before[1] + backward
+        return _cut_off(output)
+
+    def seconds(self, name: str, *, again: bool = False) -> float:
+        """Of forward and backward; nothing where nobody called it.
+
+        Args:
+            again: the forward counts twice.
+        """
+        forward, backward = (
+            min(times) for times in zip(*(r.get(name, (0.0, 0.0)) for r in self._rounds), strict=True)
+        )
+        return (2 if again else 1) * forward + backward
+
+
+def _cut_off(value: Any) -> Any:
+    """Copies of the tensors. Where they have a gradient it ends there, and they are no leaves: code may change those of
+    its arguments in place."""
+    return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad).clone(), value)
+
+
+def _timed(name: str, module: nn.Module, clock: _Clock, way: Way) -> Callable[..., Any]:
+    forward = module.forward
+
+    @wraps(forward)  # transformers looks at its signature
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with _real(module.named_modules(prefix=name), way):
+            return clock.run(name, forward, *args, **kwargs)
+
+    return timed
+
+
+@contextmanager
+def _set_up(way: Way) -> Iterator[None]:
+    """Autograd and autocast as in training; random numbers go on afterwards as if nothing had been."""
+    autocast = torch.autocast(way.device.type, way.autocast) if way.autocast else nullcontext()
+    with drawn_from(0), torch.enable_grad(), autocast, loss_only():
+        yield
+
+
+@contextmanager
+def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of this object is another one."""
+    before = dict(vars(owner))
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        # Under whatever name a property keeps it.
+        for key in [key for key in vars(owner) if key not in before or vars(owner)[key] is not before[key]]:
+            if key in before:
+                vars(owner)[key] = before[key]
+            else:
+                del vars(owner)[key]
+
+
+@contextmanager
+def _real(modules: Iterable[tuple[str, nn.Module]], way: Way) -> Iterator[None]:
+    """Inside, what these modules own is on the device, parameters in the dtype of the run."""
+    kept = []
+    try:
+        for name, module in modules:
+            parameters, buffers = dict(module._parameters), dict(module._buffers)
+            kept.append((module, parameters, buffers))
+            for key, parameter in parameters.items():
+                if parameter is not None:
+                    dtype = way.special.get(f"{name}.{key}" if name else key, way.dtype)
+                    value = _value(parameter, way.device, dtype)
+                    module._parameters[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            for key, buffer in buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = _value(buffer, way.device, buffer.dtype).clone()
+        yield
+    finally:
+        for module, parameters, buffers in kept:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+def _value(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """What a tensor holds; where it is on meta, numbers that leave scales alone and let routers choose evenly."""
+    if not tensor.is_floating_point():
+        dtype = tensor.dtype
+    if not tensor.is_meta:
+        return tensor.detach().to(device, dtype)
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, device=device, dtype=dtype)
+    if tensor.dim() < 2:
+        return torch.ones(tensor.shape, device=device, dtype=dtype)
+    return torch.empty(tensor.shape, device=device, dtype=dtype).normal_(0, 0.02)

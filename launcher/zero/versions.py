@@ -1,0 +1,77 @@
+"""The weights of a rank as they were some updates ago, beside the newest ones.
+
+The newest lie in the flat buffers for good: there the optimizer steps them, and there checkpoints find them. Older ones
+are copies, made right before an update and only where they are needed again. The module computes with one version at a
+time: its leaves are views of the buffers or of a copy, and what autograd has saved of the weights is looked up in the
+version of that moment (`hooks.py`). So a backward sees the weights of its forward, whatever came between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from launcher.zero.apply import ZeroModel
+
+
+class Versions:
+    """Versions of the trainable parameters, by the number of updates behind them. Parameters must not be sharded.
+
+    Attributes:
+        newest: what the next update makes old.
+        most: versions that there were at once, the newest with them.
+    """
+
+    def __init__(self, zero: ZeroModel) -> None:
+        self.pool, self.flats = zero.pool, [gradient.flat for gradient in zero.gradients]
+        self.newest, self.most = 0, 1
+        self._shown = 0
+        self._older: dict[int, list[Tensor]] = {}
+        self._own: list[Tensor] = []
+        for flat in self.flats:
+            assert flat.full is not None, "parameters are whole between steps"
+            self._own.append(flat.full)
+            self.pool.occupants[flat.full.untyped_storage()._cdata] = flat
+        zero.hooks.packs = True
+
+    def show(self, number: int) -> None:
+        """Let the module compute with a version. One from before the first that is kept is taken to be that one: a run
+        begins, and goes on after `forget`, with the newest alone."""
+        number = max(number, min(self._older, default=self.newest))
+        if number == self._shown:
+            return
+        values = self._own if number == self.newest else self._older[number]
+        for flat, whole in zip(self.flats, values, strict=True):
+            flat.show(whole)
+        self._shown = number
+
+    def advance(self, needed: Collection[int]) -> None:
+        """The weights are about to change: the newest are shown, and become old if they are `needed` again.
+
+        Args:
+            needed: versions that will be shown again. Others are dropped.
+        """
+        self.show(self.newest)
+        self._drop(set(self._older) - set(needed))
+        if self.newest in needed:
+            copies = [self.pool.take(flat.numel, flat.dtype) for flat in self.flats]
+            self._older[self.newest] = [copy.copy_(own) for copy, own in zip(copies, self._own, strict=True)]
+        self.newest += 1
+        self._shown = self.newest
+        self.most = max(self.most, 1 + len(self._older))
+
+    def forget(self) -> None:
+        """Only the newest are left."""
+        self.show(self.newest)
+        self._drop(set(self._older))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the older versions."""
+        return sum(t.numel() * t.element_size() for version in self._older.values() for t in version)
+
+    def _drop(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            for copy in self._older.pop(number):
+                self.pool.give(copy)
