@@ -23,7 +23,7 @@ lint: $(VENV)/.installed-dev
 parity: $(VENV)/.installed-parity
 	LAUNCHER_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity_deepspeed
 
-# Every causal-LM type under tensor parallelism; writes docs/models.md, and fails where that has changed.
+# Every causal-LM type under tensor parallelism and in stages; writes docs/models.md, and fails where that has changed.
 models: $(VENV)/.installed-test
 	$(BIN)/python -m tests.tensor.models_table
 

@@ -1,7 +1,7 @@
 """The parts of a Hugging Face model by where they run: before the blocks, the blocks, after them.
 
 `base_model_pp_plan` of transformers says the same for some models, in the same order: registration order is what it
-describes. What a model registers before its blocks and uses after them stands in `AFTER`.
+describes. Exceptions are data here, by name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,28 @@ from torch import nn
 from launcher.errors import ConfigError
 from launcher.models.units import ends_of, unit_modules
 
-AFTER: dict[str, tuple[str, ...]] = {
-    "opt": ("final_layer_norm", "project_out"),
+FIRST = {
+    *("layernorm_embedding", "embeddings_layer_norm", "segment_embedding", "position_bias"),  # bart, cpmant
+    *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),  # gemma3n, gemma4
+    *("altup_projections", "multi_modal_projector", "visual_projection", "embed_tokens_extend"),
 }
-"""model_type -> last names of modules that stand before the blocks and run after them."""
+"""Names of modules that stand behind the blocks and run in front of them."""
+
+LAST = {"final_layer_norm", "project_out", "bigbird_pegasus.layernorm_embedding"}  # the first two are opt's
+"""Names of modules that stand before the blocks and run behind them; of one model_type: that comes before `FIRST`."""
+
+TOWERS = {"vision_tower", "vision_model", "image_encoder", "audio_tower", "vision_embed_tokens"}
+"""Names of modules that make embeddings of something else than text: they run in front of the blocks of the text."""
+
+UNCUTTABLE = {
+    "blt": "it is four models, and the last of them looks back at what the first gives",
+    "hrm_text": "its blocks run several times in one forward",
+    "inkling2_text": "its blocks look back at the outputs of earlier ones",
+    "prophetnet": "its own code calls inner functions of its position embeddings, wherever they are",
+    "reformer": "its blocks run inside a function of their own, which is reversed in backward",
+    "xlm": "it has no blocks: attention, feed forward and norms lie in three lists",
+}
+"""model_type -> why."""
 
 Named = list[tuple[str, nn.Module]]
 
@@ -40,7 +58,7 @@ def parts_of(model: nn.Module) -> Parts:
     """Where each part of a causal LM runs.
 
     Raises:
-        ConfigError: it has no blocks, or not one row of them, or a parameter that belongs to no part.
+        ConfigError: it has no blocks, or not one row of them, or is known to be no row.
     """
     config = getattr(model, "config", None)
     if getattr(
@@ -51,39 +69,48 @@ def parts_of(model: nn.Module) -> Parts:
             where="pipeline.stages",
             fix="set output_router_logits of the model's config to false, or delete the section pipeline",
         )
-    blocks = unit_modules(model)
+    kind = getattr(config, "model_type", "")
+    if kind in UNCUTTABLE:
+        raise _uncuttable(model, UNCUTTABLE[kind])
+    blocks = [(name, block) for name, block in unit_modules(model) if not set(name.split(".")) & TOWERS]
     rows = {name.rpartition(".")[0] for name, _ in blocks}
     if len(rows) != 1:
         raise _uncuttable(model, "its blocks are not one row" if rows else "it has no list of blocks")
     parts, ids, passed = Parts([], blocks, []), {id(block) for _, block in blocks}, False
-    late = AFTER.get(getattr(config, "model_type", ""), ())
     embedding, head = ends_of(model)
     for name, module in _around(model, ids, ""):
         if id(module) in ids:
             passed = True
             continue
-        late_by_name = name.rpartition(".")[2] in late
-        first = module is embedding or not (module is head or passed or late_by_name)
-        (parts.before if first else parts.after).append((name, module))
-    _check_owners(model, parts)
+        inside, names = list(module.modules()), set(name.split("."))
+        last = LAST & (names | {f"{kind}.{own}" for own in names})
+        early = names & (FIRST | TOWERS) or any(inner is embedding for inner in inside)
+        late = passed or any(inner is head for inner in inside)
+        (parts.after if last or (late and not early) else parts.before).append((name, module))
     return parts
 
 
-def _around(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks, and the largest modules without one, in registration order."""
-    for key, child in module.named_children():
-        name = f"{prefix}.{key}" if prefix else key
-        if id(child) in blocks or not {id(inner) for inner in child.modules()} & blocks:
-            yield name, child
-        else:
-            yield from _around(child, blocks, name)
-
-
-def _check_owners(model: nn.Module, parts: Parts) -> None:
+def around(model: nn.Module, parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of modules that hold the blocks, and of lists: the model's own code uses them, on any stage."""
     inside = {id(inner) for part in parts for _, module in part for inner in module.modules()}
     for name, module in model.named_modules():
-        if id(module) not in inside and (own := next(iter(module._parameters), None)) is not None:
-            raise _uncuttable(model, f"its parameter {name}.{own} lies around the blocks")
+        if id(module) not in inside:
+            yield from module.named_parameters(name, recurse=False)
+
+
+def _around(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks, and the largest modules without one that can be called, in registration order."""
+    for key, child in module.named_children():
+        name = f"{prefix}.{key}" if prefix else key
+        if id(child) in blocks:
+            yield name, child
+        elif isinstance(child, _LISTS) or {id(inner) for inner in child.modules()} & blocks:
+            yield from _around(child, blocks, name)
+        else:
+            yield name, child
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def _uncuttable(model: nn.Module, why: str) -> ConfigError:

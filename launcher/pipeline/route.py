@@ -2,22 +2,29 @@
 another stage sent, and left at a block, whose arguments are what the next stage needs.
 
 The model's own code runs on every stage: it makes masks, positions and rotary tables from the token ids. What crosses
-from stage to stage are the arguments of a block that depend on the embeddings, found by asking autograd.
+from stage to stage are arguments of blocks that were computed by parts and blocks (`origins.py`): those of the next
+block, and those of later ones that are there already, as the embeddings of every layer are in some models. The first
+forward of each kind of batch looks ahead for these, through stand-ins to the last block. What a block gets of a
+stand-in and what nobody sent is found then, too, and refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from launcher.errors import ElsewhereError, LauncherError
+from launcher.errors import LauncherError
 from launcher.pipeline.crossing import Crossing, Shape
+from launcher.pipeline.origins import Origin, Origins
+from launcher.pipeline.slots import Call, Slot, filled, in_shared, slots_of
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Place = tuple[int, Slot]  # number of a block, and where in its arguments
 
 
 @dataclass
@@ -27,160 +34,182 @@ class Learned(Crossing):
     Attributes:
         returns: class of a block -> what it returns, with a `Shape` for each tensor.
         outputs: module in front of the blocks -> what it returned.
-        leaves: number of leaves in the arguments of a block.
-        positions: which of them cross.
-        others: sums of the leaves that each stage makes itself, by position.
+        places: of each tensor that crosses, in order.
+        others: sums of the values that each stage makes itself, in the arguments of the first block behind the cut.
         slicing: how sequences are sliced over tp.
     """
 
     returns: dict[str, Any] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
-    leaves: int = 0
-    positions: tuple[int, ...] = ()
-    others: dict[int, float] = field(default_factory=dict)
+    places: list[list[Place]] = field(default_factory=list)
+    others: dict[Slot, float] = field(default_factory=dict)
     slicing: tuple[bool, int] | None = None
+
+    def returns_of(self, kind: type) -> Any:
+        """Blocks of one model that were not seen yet return what the others do."""
+        return self.returns.get(kind.__qualname__, next(reversed(self.returns.values()), None))
 
 
 class Left(Exception):
-    """Ends a forward: the block after the last one of this stage was called."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    """Ends a forward: everything that the next stage needs was seen."""
 
 
 class Route:
     """Of the forward under way.
 
+    Args:
+        names: of the blocks.
+        like: a parameter of this rank, for device and dtype.
+
     Attributes:
         enter, leave: numbers of blocks; `leave` is the number of blocks where the forward goes to its end.
-        received: stands in for the arguments of block `enter` that cross, as `arriving` says.
-        learned: what earlier stages told, and what is found here.
-        first_time: `learned` was not known for this kind of batch.
+        arriving: what the stage before told.
+        learned: the same with what is found here.
+        origins: while `learned` is not known for this kind of batch; else None.
+        running: a forward is under way.
+        looking_ahead: it is behind this stage's blocks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: list[str], like: Callable[[], Tensor]) -> None:
+        self.names, self.like = names, like
         self.enter = self.leave = 0
-        self.received: tuple[Tensor, ...] = ()
         self.arriving = self.learned = Learned()
-        self.first_time = False
+        self.origins: Origins | None = None
+        self.running = self.looking_ahead = False
+        self._arrived: dict[int, dict[Slot, Tensor]] = {}
+        self._crossing: list[Tensor] = []
 
-    def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments of the first block here, with what was received in its places."""
-        leaves, spec = tree_flatten((args, kwargs))
-        arriving = self.arriving
-        if len(leaves) != arriving.leaves:
-            raise _crosses_more(name, f"it gets {arriving.leaves} values there and {len(leaves)} here")
-        if self.first_time:
-            _check_others(name, leaves, arriving.others)
-        for position, tensor in zip(arriving.positions, self.received, strict=True):
-            leaves[position] = tensor
-        call: Call = tree_unflatten(leaves, spec)
-        return call
+    def start(
+        self, enter: int, leave: int, received: tuple[Tensor, ...], arriving: Learned, learned: Learned | None
+    ) -> AbstractContextManager[Any]:
+        """Begin a forward, which runs inside of what is returned.
 
-    def crossing(self, name: str, call: Call) -> tuple[Tensor, ...]:
-        """What the next stage needs of the arguments of its first block; finds out which they are the first time."""
-        leaves, _ = tree_flatten(call)
-        if self.first_time:
-            positions = tuple(
-                i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
-            )
-            if not positions:
-                raise _crosses_more(name, "none of its arguments depends on the embeddings")
-            self.learned.leaves, self.learned.positions = len(leaves), positions
-            self.learned.others = {
-                i: _sum(leaf)
-                for i, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor) and i not in positions
-            }
-        crossing = tuple(leaves[position] for position in self.learned.positions)
-        self.learned.shapes = tuple(Shape.of(tensor) for tensor in crossing)
-        return crossing
+        Args:
+            received: for the places of `arriving`.
+            learned: None: this is the first batch of its kind.
+        """
+        self.enter, self.leave, self.arriving = enter, leave, arriving
+        self.origins = Origins() if learned is None else None
+        self.learned = learned or Learned(dict(arriving.returns), dict(arriving.outputs))
+        self.running, self.looking_ahead, self._crossing, self._arrived = True, False, [], {}
+        probing = torch.enable_grad() if learned is None else nullcontext()
+        with probing:
+            received = self.marked(received, Origin.HERE)
+        for tensor, places in zip(received, arriving.places, strict=True):
+            for block, slot in places:
+                self._arrived.setdefault(block, {})[slot] = tensor
+        return probing
+
+    def marked(self, values: Any, origin: Origin) -> Any:
+        return values if self.origins is None else self.origins.mark(values, origin)
+
+    def zeros(self, shape: Shape) -> Tensor:
+        """For a tensor that is elsewhere; they take no memory."""
+        zero: Tensor = torch.zeros((), dtype=shape.dtype, device=self.like().device)
+        if zero.is_floating_point():
+            return cast(Tensor, self.marked(zero, Origin.STAND_IN)).expand(shape.size)
+        return cast(Tensor, self.marked(zero.expand(shape.size), Origin.STAND_IN))
+
+    # ---- blocks of this stage ---------------------------------------------------------------
+
+    def enter_at(self, index: int, call: Call) -> Call:
+        """The arguments of a block that runs here, with what was received in its places."""
+        arrived = self._arrived.get(index, {})
+        if self.origins is not None:
+            own = {slot: value for slot, value in slots_of(call).items() if slot not in arrived}
+            for slot, value in own.items():
+                if isinstance(value, Tensor) and Origin.STAND_IN in self.origins.of(value):
+                    what = f"{_in_words(slot)} of {self.names[index]} was made by other blocks than the one before"
+                    raise _uncuttable(self.names[self.enter], what)
+            if index == self.enter > 0:
+                self._check_others(own)
+        return filled(call, arrived)
+
+    def check_output(self, output: Any) -> None:
+        """What the whole model returns, on the last stage, must not lead back to a stand-in."""
+        if self.origins is None or not self.enter:
+            return
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and Origin.STAND_IN in self.origins.of(value):
+                what = "what runs after the blocks uses more than the last one gives"
+                raise _uncuttable(self.names[self.enter], what)
+
+    def _check_others(self, own: dict[Slot, Any]) -> None:
+        """What a stage makes itself must be what the stage before it has."""
+        others = self.arriving.others
+        tensors = {slot: value for slot, value in own.items() if isinstance(value, Tensor)}
+        for slot in {**others, **tensors}:
+            if slot not in others or slot not in tensors or _sum(tensors[slot]) != others[slot]:
+                what = f"{_in_words(slot)} is not the same on both sides"
+                raise _uncuttable(self.names[self.enter], what)
+
+    # ---- blocks behind it -------------------------------------------------------------------
+
+    def leave_at(self, index: int, call: Call) -> None:
+        """A block of a later stage was called. Raises `Left` where no other needs to be looked at."""
+        call = filled(call, self._arrived.get(index, {}))
+        if self.origins is not None:
+            self._find(index, call, self.origins)
+            self.looking_ahead = True
+            if index == len(self.names) - 1:
+                raise Left
+            return
+        values = slots_of(call)
+        while len(self._crossing) < len(self.learned.places):
+            block, slot = self.learned.places[len(self._crossing)][0]
+            if block != index:
+                return
+            self._crossing.append(values[slot])
+        raise Left
+
+    def _find(self, index: int, call: Call, origins: Origins) -> None:
+        """The first time: which arguments of a block cross."""
+        for slot, value in slots_of(call).items():
+            if not isinstance(value, Tensor):
+                continue
+            origin = origins.of(value)
+            if index == self.leave and origin == Origin.HERE | Origin.STAND_IN:
+                what = f"{_in_words(slot)} is made of what blocks of several stages give"
+                raise _uncuttable(self.names[index], what)
+            if index == self.leave and origin == Origin.NOTHING:
+                self.learned.others[slot] = _sum(value)
+            # later blocks take from what is shared what blocks before them put there
+            if origin == Origin.HERE and (index == self.leave or not in_shared(call, slot)):
+                self._let_cross(value, (index, slot))
+
+    def _let_cross(self, value: Tensor, place: Place) -> None:
+        for tensor, places in zip(self._crossing, self.learned.places, strict=True):
+            if tensor is value:
+                places.append(place)
+                return
+        self._crossing.append(value)
+        self.learned.places.append([place])
+
+    def crossing(self) -> tuple[Tensor, ...]:
+        """What the next stage needs, in the order of `learned.places`."""
+        if not any(block == self.leave for places in self.learned.places for block, _ in places):
+            raise _uncuttable(self.names[self.leave], "none of its arguments is what the block before gives")
+        self.learned.shapes = tuple(Shape.of(tensor) for tensor in self._crossing)
+        found, self._crossing = tuple(self._crossing), []
+        return found
+
+    def end(self) -> None:
+        """Let go of the tensors of this forward."""
+        self.running, self._arrived, self._crossing, self.origins = False, {}, [], None
 
 
-class Elsewhere(nn.Module):
-    """Stands for a module that does not run in this forward. It has its plain attributes: models ask blocks for the
-    kind of their attention.
-
-    Args:
-        where: the module's name and stage, in words.
-    """
-
-    def __init__(self, module: nn.Module, where: str, route: Route) -> None:
-        super().__init__()
-        own = set(self.__dict__)
-        self.__dict__.update({key: value for key, value in module.__dict__.items() if key not in own})
-        self.__dict__.pop("forward", None)
-        self.where, self.route = where, route
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            raise ElsewhereError(
-                f"{self.__dict__.get('where')}: here is no {name!r} of it",
-                fix="ask on the ranks of that stage, or for the whole model: engine.save_16bit_model()",
-            ) from None
-
-
-class BlockElsewhere(Elsewhere):
-    """A block."""
-
-    def __init__(self, block: nn.Module, where: str, route: Route, index: int) -> None:
-        super().__init__(block, where, route)
-        self.of, self.index = type(block).__qualname__, index
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.index == self.route.leave:
-            raise Left((args, kwargs))
-        if self.index > self.route.enter:
-            raise LauncherError(f"block {self.index} runs out of turn", where="pipeline", fix=_NO_PIPELINE)
-        states = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
-        template = self.route.learned.returns[self.of]
-        return tree_map(lambda value: states if isinstance(value, Shape) else value, template)
-
-
-class PartElsewhere(Elsewhere):
-    """A part before or after the blocks. In front of the blocks it gives zeros of the shape that the part gave on the
-    first stage: what they lead to is replaced at the first block."""
-
-    def __init__(self, part: nn.Module, where: str, route: Route, name: str, *, before: bool) -> None:
-        super().__init__(part, where, route)
-        self.name, self.before = name, before
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        template = self.route.learned.outputs.get(self.name) if self.before else None
-        if template is None:
-            raise LauncherError(
-                f"{self.name} runs on a stage that does not have it", where="pipeline", fix=_NO_PIPELINE
-            )
-        device = next(
-            (leaf.device for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None
-        )
-
-        def zeros(value: Any) -> Any:
-            if not isinstance(value, Shape):
-                return value
-            return torch.zeros((), dtype=value.dtype, device=device).expand(value.size)
-
-        return tree_map(zeros, template)
-
-
-_NO_PIPELINE = "take this model without pipeline stages, or write it as a PipelineModule"
+NO_PIPELINE = "take this model without pipeline stages, or write it as a PipelineModule"
 
 
 def _sum(tensor: Tensor) -> float:
     return float(tensor.detach().double().nan_to_num().sum())
 
 
-def _check_others(name: str, leaves: list[Any], others: dict[int, float]) -> None:
-    """What a stage makes itself must be what the stage before it has."""
-    for position, total in others.items():
-        leaf = leaves[position]
-        if not isinstance(leaf, Tensor) or _sum(leaf) != total:
-            raise _crosses_more(name, f"its argument {position} is another one than on the stage before")
+def _in_words(slot: Slot) -> str:
+    return f"its argument {'.'.join(map(str, slot[1:]))}"
 
 
-def _crosses_more(name: str, why: str) -> LauncherError:
+def _uncuttable(name: str, why: str) -> LauncherError:
     return LauncherError(
-        f"the model cannot be cut before {name}: {why}", where="pipeline.stages", fix=_NO_PIPELINE
+        f"the model cannot be cut before {name}: {why}", where="pipeline.stages", fix=NO_PIPELINE
     )

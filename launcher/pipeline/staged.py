@@ -7,7 +7,7 @@ of the whole model. While a virtual stage runs, what this rank holds for its oth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from launcher.models.names import places_of
 from launcher.pipeline.crossing import Shape, Signature
-from launcher.pipeline.parts import Parts, parts_of
-from launcher.pipeline.route import BlockElsewhere, Learned, Left, PartElsewhere, Route
+from launcher.pipeline.origins import Origin
+from launcher.pipeline.parts import Parts, around, parts_of
+from launcher.pipeline.route import Learned, Left, Route
+from launcher.pipeline.standins import BlockElsewhere, PartElsewhere
 from launcher.tensor.sequence import SequenceParallel
 
 Swap = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, what it holds, its stand-in
@@ -48,13 +50,12 @@ class StagedModel:
     ) -> None:
         self.sequence = sequence
         self.model, self.boundaries, self.rank_of, self.rank = model, list(boundaries), list(rank_of), rank
-        self.route = Route()
         self.place = places_of(model)
         self.elsewhere = WeakTensorKeyDictionary()
         parts = parts_of(model)
         self.virtual_stages = len(self.rank_of)
-        self._names = [name for name, _ in parts.blocks]
-        self.shared = _shared(parts, self.boundaries, self.rank_of)
+        self.route = Route([name for name, _ in parts.blocks], lambda: next(model.parameters()))
+        self.shared = _shared(model, parts, self.boundaries, self.rank_of)
         self._swaps: dict[str, tuple[set[int], Swap]] = {}  # by name: virtual stages that run it
         self._plan_swaps(parts)
         self.blocks = [(name, m) for name, m in parts.blocks if rank in self._holders(self._swaps[name][0])]
@@ -135,34 +136,30 @@ class StagedModel:
     def _watch(self, parts: Parts) -> None:
         for index, (name, block) in enumerate(parts.blocks):
             if self.rank in self._holders(self._swaps[name][0]):
-                if index in self.boundaries and index > 0:
-                    block.register_forward_pre_hook(
-                        self._before_block(index, name), with_kwargs=True, prepend=True
-                    )
+                block.register_forward_pre_hook(self._before_block(index), with_kwargs=True, prepend=True)
                 block.register_forward_hook(self._after_block)
         if self.rank == self.rank_of[0]:
             for name, module in parts.before:
                 module.register_forward_hook(self._after_part(name))
 
-    def _before_block(self, index: int, name: str) -> Callable[..., Any]:
+    def _before_block(self, index: int) -> Callable[..., Any]:
         def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if torch._C._current_graph_task_id() != -1 or index != self.route.enter:
-                return None
-            return self.route.entered(name, args, kwargs)
+            return None if _recomputing() else self.route.enter_at(index, (args, kwargs))
 
         return before
 
-    def _after_block(self, block: nn.Module, args: Any, output: Any) -> None:
-        kind = type(block).__qualname__
-        if self.route.first_time and kind not in self.route.learned.returns:
-            self.route.learned.returns[kind] = tree_map(Shape.of, output)
+    def _after_block(self, block: nn.Module, args: Any, output: Any) -> Any:
+        if self.route.origins is None or _recomputing():
+            return None
+        self.route.learned.returns.setdefault(type(block).__qualname__, tree_map(Shape.of, output))
+        return self.route.marked(output, Origin.HERE)
 
     def _after_part(self, name: str) -> Callable[..., Any]:
         def after(part: nn.Module, args: Any, output: Any) -> Any:
-            if not self.route.first_time or torch._C._current_graph_task_id() != -1:
+            if self.route.origins is None or _recomputing():
                 return None
             self.route.learned.outputs[name] = tree_map(Shape.of, output)
-            return tree_map(_depends, output)
+            return self.route.marked(output, Origin.HERE)
 
         return after
 
@@ -184,26 +181,35 @@ class StagedModel:
             slicing = self._learned[stage - 1, signature].slicing
             assert slicing is not None
             self.sequence.go_on(slicing)
-        known = self.learned(stage, signature)
+        route, known = self.route, self.learned(stage, signature)
         before = self._learned[stage - 1, signature] if stage else Learned()
-        learned = known or Learned(dict(before.returns), dict(before.outputs))
-        route, leave = self.route, self.boundaries[stage + 1]
-        route.enter, route.leave, route.received = self.boundaries[stage], leave, received
-        route.arriving, route.learned, route.first_time = before, learned, known is None
-        last = stage == self.virtual_stages - 1
-        probing = torch.enable_grad() if known is None and not last else nullcontext()
+        enter, leave = self.boundaries[stage], self.boundaries[stage + 1]
         try:
-            with self._showing(stage), probing:
-                output = call(self.model)
-        except Left as left:
-            crossing = self.route.crossing(self._names[leave], left.call)
-            learned.slicing = self.sequence.pause() if self.sequence is not None else None
-            self._learned[stage, signature] = learned
-            return crossing
-        if self.sequence is not None and stage:
-            learned.slicing = before.slicing
+            with self._showing(stage), route.start(enter, leave, received, before, known):
+                output = self._called(call)
+            learned = route.learned
+            if leave < len(route.names):
+                output = route.crossing()
+                learned.slicing = self.sequence.pause() if self.sequence is not None else None
+            else:
+                route.check_output(output)
+                learned.slicing = before.slicing
+        finally:
+            route.end()
         self._learned[stage, signature] = learned
         return output
+
+    def _called(self, call: Callable[[nn.Module], Any]) -> Any:
+        """What the model returns; None where its forward ends before."""
+        try:
+            return call(self.model)
+        except Left:
+            return None
+        except Exception:
+            # zeros may be too much for what lies between stand-ins; what was missed is found where it is needed
+            if not self.route.looking_ahead:
+                raise
+            return None
 
     def before_backward(self, stage: int, signature: Signature) -> None:
         """See `Staged`; sequences are sliced as in the forward of this signature."""
@@ -212,23 +218,23 @@ class StagedModel:
             self.sequence.recall(slicing)
 
 
-def _depends(value: Any) -> Any:
-    """A tensor that autograd takes for the start of everything."""
-    if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
-        return value.detach().requires_grad_()
-    return value
+def _recomputing() -> bool:
+    """Whether this is a forward inside of a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _shared(parts: Parts, boundaries: Sequence[int], rank_of: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def _shared(
+    model: nn.Module, parts: Parts, boundaries: Sequence[int], rank_of: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
     """Parameters that several ranks hold, by their first name, and these ranks."""
     holders: dict[nn.Parameter, set[int]] = {}
-    names: dict[nn.Parameter, str] = {}
-    places = [(name, module, rank_of[0]) for name, module in parts.before]
+    places = [(module, rank_of[0]) for _, module in parts.before]
     for k, rank in enumerate(rank_of):
-        places += [(name, module, rank) for name, module in parts.blocks[boundaries[k] : boundaries[k + 1]]]
-    places += [(name, module, rank_of[-1]) for name, module in parts.after]
-    for name, module, rank in places:
-        for inner, parameter in module.named_parameters(remove_duplicate=False):
+        places += [(module, rank) for _, module in parts.blocks[boundaries[k] : boundaries[k + 1]]]
+    places += [(module, rank_of[-1]) for _, module in parts.after]
+    for module, rank in places:
+        for parameter in module.parameters():
             holders.setdefault(parameter, set()).add(rank)
-            names.setdefault(parameter, f"{name}.{inner}")
+    holders.update((parameter, set(rank_of)) for _, parameter in around(model, parts))
+    names = {parameter: name for name, parameter in model.named_parameters()}
     return {names[p]: tuple(sorted(ranks)) for p, ranks in holders.items() if len(ranks) > 1}

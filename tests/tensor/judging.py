@@ -1,4 +1,5 @@
-"""What becomes of a causal-LM type under tensor parallelism, found by training its tiny model.
+"""What becomes of a causal-LM type under tensor parallelism, found by training its tiny model; and the words for it,
+which those for pipeline stages share (tests/pipeline/judging.py).
 
 One job on 4 ranks: each type is split at degree 4, and then by two pairs of ranks at degree 2, the second of which
 works on slices of the sequence. What a type misses in fp32 is tried once more in float64: a sum of terms that cancel
@@ -50,6 +51,8 @@ class Verdict:
         whole: large parts of the model that every rank has.
         repeated: whose parameters are split, and which every rank computes as a whole.
         styles: of the plan.
+        stages: in pipeline stages: WORKS, EXACTLY or REFUSED; or what is wrong.
+        uncut: why it is refused there.
     """
 
     type: str
@@ -61,6 +64,8 @@ class Verdict:
     whole: str = ""
     repeated: str = ""
     styles: str = ""
+    stages: str = ""
+    uncut: str = ""
 
 
 KEYS = [field.name for field in fields(Verdict)]
@@ -81,7 +86,7 @@ def _widened(value: Any) -> Any:
 
 
 @dataclass
-class _Outcome:
+class Outcome:
     """Of one model at one degree: a difference, a refusal or an error."""
 
     difference: float = 0.0
@@ -116,10 +121,10 @@ def _truth(kind: str) -> Truth:
 def _judge(kind: str, truth: Truth, four: Axis, pair: Axis, sequence: bool) -> Verdict:
     model, batch = _model_and_batch(kind)
     facts: dict[str, str] = {}
-    found: dict[str, dict[torch.dtype, list[_Outcome]]] = {"tensor": {}, "sequence": {}}
+    found: dict[str, dict[torch.dtype, list[Outcome]]] = {"tensor": {}, "sequence": {}}
     for dtype, tolerance in TOLERANCES.items():
         with nullcontext() if dtype == torch.float32 else InFloat64():
-            model, batch = _in_dtype(model, batch, dtype)
+            model, batch = in_dtype(model, batch, dtype)
             if dtype != torch.float32:
                 truth = truth_of(model, batch)
             mine = _outcomes(model, batch, truth, four, pair, sequence, facts)
@@ -130,11 +135,11 @@ def _judge(kind: str, truth: Truth, four: Axis, pair: Axis, sequence: bool) -> V
             break
     refusals = [o.refusal for outcomes in found.values() for o in outcomes[torch.float32]]
     reason = next(filter(None, refusals), "").partition(": ")[2]
-    words = {key: _word(outcomes) for key, outcomes in found.items()}
+    words = {key: word(outcomes) for key, outcomes in found.items()}
     return Verdict(kind, **words, reason=reason, **(facts if words["tensor"] != REFUSED else {}))
 
 
-def _word(outcomes: dict[torch.dtype, list[_Outcome]]) -> str:
+def word(outcomes: dict[torch.dtype, list[Outcome]]) -> str:
     """Of what the ranks found in fp32, and in float64 where that was tried."""
     plain = outcomes[torch.float32]
     errors = [o.error for o in plain if o.error]
@@ -149,7 +154,7 @@ def _word(outcomes: dict[torch.dtype, list[_Outcome]]) -> str:
     return f"wrong: {worst.difference:.1e} at {worst.worst}"
 
 
-def _in_dtype(
+def in_dtype(
     model: PreTrainedModel, batch: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     if dtype == torch.float32:
@@ -170,12 +175,12 @@ def _outcomes(
     pair: Axis,
     sequence: bool,
     facts: dict[str, str],
-) -> tuple[_Outcome, _Outcome]:
+) -> tuple[Outcome, Outcome]:
     """At degree 4, and at degree 2."""
     outcomes = []
     for axis, options in ((four, Options()), (pair, Options(sequence=sequence))):
         split_model = copy.deepcopy(model)
-        outcome = _Outcome()
+        outcome = Outcome()
         try:
             made = apply(split_model, axis, options, device=CPU)
             if axis is four:

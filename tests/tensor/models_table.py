@@ -1,4 +1,5 @@
-"""Writes `verdicts.tsv` and docs/models.md: what becomes of every causal-LM type under tensor parallelism.
+"""Writes `verdicts.tsv` and docs/models.md: what becomes of every causal-LM type under tensor parallelism, and in
+pipeline stages.
 
     python -m tests.tensor.models_table
 
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.pipeline.judging import judged
 from tests.pool import WorkerPool
 from tests.tensor.judging import EXACTLY, KEYS, REFUSED, WORKS, Verdict, judge
 from tests.tensor.zoo import CAUSAL_TYPES
@@ -25,10 +27,10 @@ LIMIT_S = 1800.0
 _HEADS = {"split": "split", "gathered": "gathered", "whole": "on every rank", "": ""}
 _PLANS = {"transformers": "transformers", "ours": "ours", "both": "transformers, with rows of ours", "": ""}
 
-_INTRODUCTION = """# Models under tensor parallelism
+_INTRODUCTION = """# Models under tensor and pipeline parallelism
 
-Every causal-LM type of transformers {version}, split over tensor-parallel ranks (`tensor_parallel.autotp_size`).
-This page is written by `make models`, which trains a tiny model of each type.
+Every causal-LM type of transformers {version}, split over tensor-parallel ranks (`tensor_parallel.autotp_size`), and
+cut into pipeline stages (`pipeline.stages`). This page is written by `make models`, which trains a tiny model of each.
 
 | | types | as in one process | refused |
 |---|---:|---:|---:|
@@ -37,11 +39,15 @@ This page is written by `make models`, which trains a tiny model of each type.
 | ... with a plan of ours alone | {ours} | {ours} | 0 |
 | `"sequence_parallel": true`, degree 2 | {types} | {sequence} | {sequence_refused} |
 | its logits stay split over the vocabulary in training | {works} | {heads} | |
+| cut into 2 stages, and into 4 where it has 4 blocks | {types} | {stages} | {uncut} |
 
 **works**: logits, loss, the gradient of every parameter, and all weights after 3 steps are those of one process, within
 1e-5 of the largest value of each in fp32 (of a gradient: of its own largest value, or 5 % of the model's largest one).
 **works (float64)**: in fp32 it misses that, for its terms cancel, so that rounding is most of what is left; in float64
 it is within 1e-6. **refused**: an error says so before anything is trained. No type is silently wrong.
+
+In stages, the same words are about losses, gradient norms and weights over 3 steps of 2 microbatches, schedule 1f1b,
+one rank a stage.
 
 What this does not say: a larger degree must divide heads and features, and is refused where it does not; models are
 tried without dropout, in eager attention, on the CPU; images and sounds are tried only where a type cannot do without.
@@ -69,8 +75,8 @@ another loss.
 
 ## The types
 
-| type | tensor parallel | sequence parallel | plan | output head |
-|---|---|---|---|---|
+| type | tensor parallel | sequence parallel | plan | output head | stages |
+|---|---|---|---|---|---|
 {rows}
 """
 
@@ -123,10 +129,12 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
         sequence=sliced,
         sequence_refused=len(verdicts) - sliced,
         heads=sum(v.head == "split" for v in good),
+        stages=sum(v.stages in (WORKS, EXACTLY) for v in verdicts),
+        uncut=sum(v.stages == REFUSED for v in verdicts),
         example=EXAMPLE,
         rows="\n".join(
             [_row(v) for v in verdicts]
-            + [f"| `{kind}` | not tried: {why} | | | |" for kind, why in UNRUNNABLE.items()]
+            + [f"| `{kind}` | not tried: {why} | | | | |" for kind, why in UNRUNNABLE.items()]
         ),
     )
 
@@ -148,6 +156,7 @@ def _row(verdict: Verdict) -> str:
         sequence,
         _PLANS[verdict.plan],
         _HEADS[verdict.head],
+        verdict.stages + (f": {verdict.uncut}" if verdict.uncut else ""),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -156,15 +165,16 @@ def unsound(verdicts: Sequence[Verdict]) -> list[str]:
     """What is neither right nor refused."""
     known = {WORKS, EXACTLY, REFUSED}
     return [
-        f"{v.type}: {v.tensor}; sequence: {v.sequence}"
+        f"{v.type}: {v.tensor}; sequence: {v.sequence}; stages: {v.stages}"
         for v in verdicts
-        if not {v.tensor, v.sequence} <= known
+        if not {v.tensor, v.sequence, v.stages} <= known
     ]
 
 
 def main() -> int:
     pool = WorkerPool()
     verdicts: list[Verdict] = pool.run(judge, 4, CAUSAL_TYPES, timeout=LIMIT_S)[0]
+    verdicts = [judged(pool, verdict) for verdict in verdicts]
     pool.close()
     known = {verdict.type: verdict for verdict in read_verdicts()} if VERDICTS.exists() else {}
     verdicts = [remembered(verdict, known.get(verdict.type)) for verdict in verdicts]
@@ -183,6 +193,7 @@ def as_in_fp32(verdict: Verdict) -> Verdict:
         verdict,
         tensor=verdict.tensor.replace(EXACTLY, WORKS),
         sequence=verdict.sequence.replace(EXACTLY, WORKS),
+        stages=verdict.stages.replace(EXACTLY, WORKS),
     )
 
 
@@ -192,7 +203,7 @@ def remembered(verdict: Verdict, known: Verdict | None) -> Verdict:
         return verdict
     words = {
         key: EXACTLY
-        for key in ("tensor", "sequence")
+        for key in ("tensor", "sequence", "stages")
         if (getattr(verdict, key), getattr(known, key)) == (WORKS, EXACTLY)
     }
     return dataclasses.replace(verdict, **words)

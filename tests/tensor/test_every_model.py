@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -51,7 +52,8 @@ def test_a_sample_is_as_the_table_says(pool: WorkerPool) -> None:
     table = {verdict.type: verdict for verdict in read_verdicts()}
     types = [kind for kind in SAMPLE if kind in CAUSAL_TYPES]
     for verdict in pool.run(judge, 4, types)[0]:
-        assert as_in_fp32(verdict) == as_in_fp32(table[verdict.type])
+        wanted = dataclasses.replace(table[verdict.type], stages="", uncut="")  # tests/pipeline tries those
+        assert as_in_fp32(verdict) == as_in_fp32(wanted)
 
 
 # ---- key-value heads that several ranks hold -----------------------------------------------------

@@ -1,0 +1,61 @@
+"""The places of values in the arguments of a block: found, and filled.
+
+slot    where a value lies: the list of keys that lead to it from (args, kwargs)
+shared  a dictionary or a list inside the arguments: one object that the model hands to block after block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Slot = tuple[Any, ...]
+
+
+def slots_of(call: Call) -> dict[Slot, Any]:
+    """What lies in each slot."""
+    found: dict[Slot, Any] = {}
+
+    def visit(value: Any, slot: Slot) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                visit(inner, (*slot, key))
+        elif isinstance(value, list) or type(value) is tuple:
+            for key, inner in enumerate(value):
+                visit(inner, (*slot, key))
+        else:
+            found[slot] = value
+
+    visit(call, ())
+    return found
+
+
+def in_shared(call: Call, slot: Slot) -> bool:
+    """Whether a slot lies in something shared: what is put there stays for later blocks."""
+    value: Any = call[slot[0]]
+    for key in slot[1:-1]:
+        value = value[key]
+        if isinstance(value, MutableMapping | list):
+            return True
+    return False
+
+
+def filled(call: Call, values: Mapping[Slot, Any]) -> Call:
+    """The call with `values` in their slots. What is shared is changed, and may grow."""
+    for slot, value in values.items():
+        call = _put(call, slot, value)
+    return call
+
+
+def _put(container: Any, slot: Slot, value: Any) -> Any:
+    if not slot:
+        return value
+    key, rest = slot[0], slot[1:]
+    if isinstance(container, MutableMapping):
+        container[key] = _put(container.get(key, ()), rest, value)
+        return container
+    items = container if isinstance(container, list) else list(container)
+    items += [None] * (key + 1 - len(items))
+    items[key] = _put(items[key] if items[key] is not None else (), rest, value)
+    return items if isinstance(container, list) else tuple(items)
