@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +41,24 @@ def save_state(
     latest: bool = True,
 ) -> None:
     """Write the checkpoint DIRECTORY/TAG: each rank writes its slice of everything in its stage. Collective."""
-    tensors: Tensors = {}
-    for piece in _written(engine):
-        if not (exclude_frozen and not engine.zero.slots[piece.name].leaf.requires_grad):
-            tensors[f"model/{piece.name}"] = _flat_slice(engine, piece, piece.data)
-    tensors |= _buffers(engine)
-    tensors |= _optimizer_state(engine)
-    tensors |= _random_states(engine)
-    engine.saver.save(directory, tag, tensors, _meta(engine, client_state), latest)
+    with _in_memory(engine):
+        tensors: Tensors = {}
+        for piece in _written(engine):
+            if not (exclude_frozen and not engine.zero.slots[piece.name].leaf.requires_grad):
+                tensors[f"model/{piece.name}"] = _flat_slice(engine, piece, piece.data)
+        tensors |= _buffers(engine)
+        tensors |= _optimizer_state(engine)
+        tensors |= _random_states(engine)
+        engine.saver.save(directory, tag, tensors, _meta(engine, client_state), latest)
+
+
+@contextmanager
+def _in_memory(engine: Engine, *, changed: bool = False) -> Iterator[None]:
+    """Inside, parameters and states are in memory, wherever they rest."""
+    with nullcontext() if engine.optimizer is None else engine.optimizer.shown(changed=changed):
+        yield
+    for flat in engine.zero.flats:
+        flat.rest(changed=changed)
 
 
 def load_state(
@@ -69,18 +81,19 @@ def load_state(
     stored = _fitting(engine, path, meta, strict=strict, optimizer=stepper is not None)
     engine.zero.free_gathered()
     engine.abandon_step()
-    tensors: Tensors = {
-        f"model/{piece.name}": _flat_slice(engine, piece, piece.data) for piece in engine.zero.slices()
-    }
-    tensors |= _buffers(engine)
-    if stepper is not None:
-        tensors |= _empty_optimizer_state(engine, stored)
-        stepper.load_state_dict(meta["optimizer"])
-    rng = _rng_to_load(engine, stored) if counters else {}
-    engine.saver.load(directory, tag, {**tensors, **rng}, strict)
-    if stepper is not None:
-        _take_numbers(engine, tensors)
-    engine.zero.publish()
+    with _in_memory(engine, changed=True):
+        tensors: Tensors = {
+            f"model/{piece.name}": _flat_slice(engine, piece, piece.data) for piece in engine.zero.slices()
+        }
+        tensors |= _buffers(engine)
+        if stepper is not None:
+            tensors |= _empty_optimizer_state(engine, stored)
+            stepper.load_state_dict(meta["optimizer"])
+        rng = _rng_to_load(engine, stored) if counters else {}
+        engine.saver.load(directory, tag, {**tensors, **rng}, strict)
+        if stepper is not None:
+            _take_numbers(engine, tensors)
+        engine.zero.publish()
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(meta["scheduler"])
     if counters:
@@ -196,8 +209,9 @@ def _optimizer_state(engine: Engine) -> Tensors:
         return {}
     written = {piece.name: piece for piece in _written(engine)}
     tensors: Tensors = {}
+    slices = engine.optimizer.slices
     for name, state in engine.optimizer.state_slices().items():
-        owned, piece = engine.optimizer.slices[name], written.get(name)
+        owned, piece = slices[name], written.get(name)
         for key, value in state.items():
             if isinstance(value, bool | int | float):  # some optimizers count their steps in plain numbers
                 tensors[f"number/{key}/{name}"] = torch.tensor(value)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Pending
 from launcher.errors import ConfigError
+from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.gradients import FlatGradient
@@ -48,16 +49,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.zero, self.sub_group_size, self._state_dtype = zero, sub_group_size, state_dtype
-        self.slices: dict[str, ParamSlice] = {}
         self.tensors: dict[str, nn.Parameter] = {}
-        for piece in [piece for gradient in zero.gradients for piece in gradient.flat.slices()]:
-            self.slices[piece.name] = piece
-            self.tensors[piece.name] = nn.Parameter(piece.data)
+        for gradient in zero.gradients:
+            for piece in gradient.flat.slices():
+                # what is not in memory is its shape only, for those that make states of that at once
+                here = not gradient.flat.moves
+                data = piece.data if here else piece.data.new_zeros(1).expand(piece.data.shape)
+                self.tensors[piece.name] = nn.Parameter(data)
+            gradient.flat.rest()
         groups = list(groups)
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
         self._widen_first_state()
         self._inherit()
+        self.states = {
+            gradient: FlatState(gradient, self.tensors, self.inner.state) for gradient in zero.gradients
+        }
+        for state in self.states.values():
+            state.hide()
 
     def _inherit(self) -> None:
         self.param_groups, self.state, self.defaults = (
@@ -76,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Dtype of the state and the arithmetic of an owned parameter."""
-        return self._widened(self.slices[name].data.dtype)
+        return self._widened(self.zero.slots[name].flat.master_dtype)
 
     def _widened(self, master: torch.dtype) -> torch.dtype:
         return master if master == self._state_dtype else torch.float32
@@ -97,11 +106,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         pending: list[Pending] = []
         with self._scaling_inside(scale) as scale:
-            for gradients in self._batches():
+            batches = list(self._batches())
+            for gradients, following in zip(batches, [*batches[1:], []], strict=True):
+                for gradient in following if self.zero.homes.reads_ahead else ():
+                    self.states[gradient].fetch()
                 for gradient in gradients:
                     self._step_buffer(gradient, scale)
                 self._finish(gradients)
-                pending += [travelling for gradient in gradients for travelling in gradient.flat.publish()]
+                for gradient in gradients:
+                    self.states[gradient].hide()
+                    gradient.rest(changed=False)
+                    pending += gradient.flat.publish()
         for travelling in pending:
             travelling.wait()
 
@@ -146,28 +161,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             del inner.grad_scale
 
     def _step_buffer(self, gradient: FlatGradient, scale: float) -> None:
-        owned, dtype = gradient.owned, self._widened(gradient.flat.master.dtype)
-        owned = owned.to(torch.promote_types(owned.dtype, dtype))
+        self.states[gradient].fetch()
+        masters = {piece.name: piece.data for piece in self.states[gradient].show()}
+        owned, master = gradient.owned, gradient.flat.master
+        dtype = self._widened(master.dtype)
+        owned = owned.to(master.device, torch.promote_types(owned.dtype, dtype))
         if scale != 1.0:
             owned.mul_(scale)
         owned = owned.to(dtype)
         used = [piece for piece in gradient.flat.slices(owned) if self.zero.slots[piece.name].used]
         for tile in _tiles(used, self.sub_group_size):
             for piece in tile:
-                self._widen(piece)
+                self._widen(piece, masters[piece.name])
             self.inner.step()
             for piece in tile:
-                self._narrow(piece)
+                self._narrow(piece, masters[piece.name])
 
-    def _widen(self, gradient: ParamSlice) -> None:
+    def _widen(self, gradient: ParamSlice, master: Tensor) -> None:
         """Hand a gradient to the inner optimizer, with the weights in the dtype of their step."""
-        tensor, master = self.tensors[gradient.name], self.slices[gradient.name].data
+        tensor = self.tensors[gradient.name]
         if master.dtype != gradient.data.dtype:
             tensor.data = master.to(gradient.data.dtype)
         tensor.grad = gradient.data
 
-    def _narrow(self, gradient: ParamSlice) -> None:
-        tensor, master = self.tensors[gradient.name], self.slices[gradient.name].data
+    def _narrow(self, gradient: ParamSlice, master: Tensor) -> None:
+        tensor = self.tensors[gradient.name]
         tensor.grad = None
         if master.dtype != tensor.dtype:
             master.copy_(tensor.data)
@@ -178,6 +196,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- state ------------------------------------------------------------------------------
 
+    @property
+    def slices(self) -> dict[str, ParamSlice]:
+        """What this rank steps of each parameter, by name; inside `shown` where it rests elsewhere."""
+        return {piece.name: piece for gradient in self.zero.gradients for piece in gradient.flat.slices()}
+
+    @contextmanager
+    def shown(self, *, changed: bool) -> Iterator[None]:
+        """Inside, weights and states are in memory, all of them.
+
+        Args:
+            changed: they are written where they rest, and not only let go of.
+        """
+        for state in self.states.values():
+            state.fetch()
+        for state in self.states.values():
+            state.show()
+        try:
+            yield
+        finally:
+            for state in self.states.values():
+                state.hide(changed=changed)
+                state.flat.rest(changed=changed)
+
     def state_slices(self) -> dict[str, dict[str, Any]]:
         """Optimizer state of each owned parameter: a 1-D tensor like the slice, or a scalar that all ranks share."""
         return {
@@ -187,9 +228,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def held_bytes(self) -> int:
-        """Bytes of the optimizer's state on this rank."""
+        """Bytes of the optimizer's state in this rank's memory."""
         tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors if t.dim() > 0)
+        held = sum(t.numel() * t.element_size() for t in tensors if t.dim() > 0)
+        return held + sum(state.held_bytes for state in self.states.values() if not state.shown)
 
     def state_dict(self) -> dict[str, Any]:
         """Options of the param groups; tensors go through checkpoints, by parameter name."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Axis, all_reduce
 from launcher.errors import ElsewhereError
+from launcher.offload.homes import Homes
 from launcher.tensor.assemble import whole
 from launcher.tensor.split import Split
 from launcher.zero.axes import ShardAxes
@@ -21,13 +22,13 @@ from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
-from launcher.zero.layout import assign_units
+from launcher.zero.layout import assign_units, homes_of
 from launcher.zero.leaf import with_leaves
 from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer
-from launcher.zero.shared import sum_of_squares, sum_over_stages, sum_partial, use_over_stages
+from launcher.zero.shared import sum_over_stages, sum_partial, use_over_stages
 from launcher.zero.slot import ParamSlice, Slot
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
 from launcher.zero.unit import Unit
@@ -54,6 +55,7 @@ class ZeroModel:
         tp: along it parameters are split; each of its ranks has a ZeRO run of its own over what it holds.
         pp: along it the model is cut into stages; the same of its ranks.
         elsewhere: parameters of the model that only other stages hold -> where they are, in words.
+        homes: where shards rest.
     """
 
     def __init__(
@@ -66,14 +68,16 @@ class ZeroModel:
         tp: Axis,
         pp: Axis,
         elsewhere: Mapping[Tensor, str] = _NONE,
+        homes: Homes | None = None,
     ) -> None:
+        self.homes = homes or Homes(pool.device)
         self.module, self.policy, self.axes, self.units, self.pool = module, policy, axes, units, pool
         self.axis, self.tp, self.pp, self.elsewhere = axes.dp, tp, pp, elsewhere
         self._copies_checked = False
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
-        self.fetcher = Fetcher(policy)
+        self.fetcher = Fetcher(policy, self.homes.ahead)
         trained = [unit for unit in units if unit.gradients]
         root = [unit for unit in trained if unit is units[-1]]
         self.reducer = Reducer(
@@ -112,6 +116,11 @@ class ZeroModel:
         for pending in [pending for flat in self.flats for pending in flat.publish()]:
             pending.wait()
 
+    def rest(self) -> None:
+        """Let go of what was looked at and has not changed, where it rests elsewhere."""
+        for flat in self.flats:
+            flat.rest()
+
     # ---- gradients --------------------------------------------------------------------------
 
     def place_of_gradient(self, leaf: Tensor) -> Tensor | None:
@@ -136,7 +145,8 @@ class ZeroModel:
         squares = torch.zeros((), dtype=torch.float64)
         if self.policy.compute_norm:
             for gradient in self.gradients:  # every shard group has all of it
-                squares += sum_of_squares(gradient) / self.axes.replicate.degree
+                squares += gradient.squares() / self.axes.replicate.degree
+                gradient.rest()
         used = torch.tensor([float(slot.used) for slot in slots], dtype=torch.float64)
         report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
         for axis in (self.axis, self.tp):
@@ -235,7 +245,7 @@ class ZeroModel:
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds between steps: as parameters, master weights and gradients."""
         params = sum(flat.held_bytes for flat in self.flats)
-        masters = sum(_nbytes(flat.master) for flat in self.flats if flat.master.dtype != flat.dtype)
+        masters = sum(flat.master_bytes for flat in self.flats)
         return {
             "parameters": params,
             "master": masters,
@@ -263,6 +273,7 @@ def apply(
     pp: Axis | None = None,
     holders: Mapping[str, Axis] = _ALONE,
     elsewhere: Mapping[Tensor, str] = _NONE,
+    homes: Homes | None = None,
 ) -> ZeroModel:
     """Move the parameters of `module` into flat buffers.
 
@@ -278,16 +289,32 @@ def apply(
         pp: the axis along which the model is cut into stages.
         holders: the stages that hold a parameter, by name, where there are several.
         elsewhere: parameters that only other stages hold -> where they are, in words.
+        homes: where shards rest; default: in the memory of the device.
     """
     source = source or ModelValues()
     pool = BufferPool(device)
+    homes = homes or Homes(device)
+    planning = assign_units(
+        module, with_leaves(module, blocks), policy, splits, holders, homes.cut * axes.shard.degree
+    )
+    chosen = homes_of(planning, homes, axes.shard.degree)
     units = []
-    for planned in assign_units(module, with_leaves(module, blocks), policy, splits, holders):
+    for planned in planning:
         flats = []
         for i, group in enumerate(planned.groups):
             name = planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}"
+            params_home, optim_home = next(chosen)
             flat = FlatBuffer(
-                name, group.slots, group.dtype, sharded=group.sharded, policy=policy, axes=axes, pool=pool
+                name,
+                group.slots,
+                group.dtype,
+                sharded=group.sharded,
+                policy=policy,
+                axes=axes,
+                pool=pool,
+                homes=homes,
+                params_home=params_home,
+                optim_home=optim_home,
             )
             with source.open(group.slots) as read:
                 flat.fill(read, from_rank_zero=isinstance(source, ModelValues))
@@ -299,8 +326,4 @@ def apply(
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
-    return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"), elsewhere)
-
-
-def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+    return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"), elsewhere, homes)

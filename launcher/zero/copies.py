@@ -69,11 +69,11 @@ def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
 
 
 def _copies(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -> list[_Copy]:
-    found = [
-        (gradient.owned[span][:SAMPLE].float(), part, slot)
-        for gradient in gradients
-        for span, part, slot in shared(gradient.flat, gradient.flat.owned)
-    ]
+    found = []
+    for gradient in gradients:
+        for span, part, slot in shared(gradient.flat, gradient.flat.owned):
+            found.append((gradient.owned[span][:SAMPLE].float(), part, slot))
+        gradient.rest(changed=False)
     owns, parts = [own for own, _, _ in found], [part for _, part, _ in found]
     totals = sum_over_holders(owns, parts, tp, device, "root/copies")
     copies = []

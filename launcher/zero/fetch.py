@@ -30,10 +30,12 @@ class Fetcher:
 
     Args:
         policy: prefetch size, live limit, reuse distance.
+        ahead: elements of shards that are brought in before they are gathered, where they rest elsewhere.
     """
 
-    def __init__(self, policy: ZeroPolicy) -> None:
-        self.policy = policy
+    def __init__(self, policy: ZeroPolicy, ahead: int = 0) -> None:
+        self.policy, self.ahead = policy, ahead
+        self._fetched: set[Unit] = set()
         self._orders: dict[bool, list[Unit]] = {}  # with gradients / without
         self._order: list[Unit] = []
         self._next = 0
@@ -59,6 +61,9 @@ class Fetcher:
         self._active = False
         for unit in list(self.gathered):
             self.free(unit)
+        for unit in self._fetched:
+            unit.rest()
+        self._fetched.clear()
 
     def use(self, unit: Unit, phase: str) -> None:
         """Have `unit` gathered when this returns, and the gather of the next ones under way."""
@@ -99,6 +104,7 @@ class Fetcher:
 
     def _start(self, unit: Unit, phase: str) -> None:
         if unit not in self.gathered:
+            self._fetched.discard(unit)
             self.gathered[unit] = None
             unit.gather_start(phase)
 
@@ -130,12 +136,26 @@ class Fetcher:
         ahead = 0
         for unit in self._order[self._next :]:
             if ahead >= self.policy.prefetch_bucket_size:
-                return
+                break
             ahead += unit.numel
             if unit not in self.gathered:
                 if self.live + unit.numel > self.policy.max_live_parameters:
-                    return
+                    break
+                if unit.moves and unit not in self._fetched:
+                    break  # its shards have not been asked for, and waiting for them would stop this rank
                 self._start(unit, phase)
+        self._fetch()
+
+    def _fetch(self) -> None:
+        """Bring the shards of units further on in. All ranks ask for the same ones, so they gather the same ones."""
+        ahead = 0
+        for unit in self._order[self._next :]:
+            if unit.moves and unit not in self.gathered and unit not in self._fetched:
+                if ahead and ahead + unit.numel > self.ahead:
+                    return
+                unit.fetch()
+                self._fetched.add(unit)
+            ahead += unit.numel if unit.moves and unit not in self.gathered else 0
 
     def _reused_soon(self, unit: Unit) -> bool:
         if self._mode is not Following.FOLLOWING or self.live > self.policy.max_live_parameters:

@@ -16,6 +16,8 @@ master        the weights that the optimizer steps: the shard itself in fp32, an
               shard itself where `fp32_master` is false)
 owned         the range of the flat buffer whose optimizer state this rank holds: its slice, or all of it (stage 0)
 packed        the shard of frozen parameters in 8-bit blocks, in place of `shard` and `master`
+resting       shard, master or gradient that is in memory only while somebody works with it (`offload/resting.py`):
+              who asks for it brings it in, and `rest` lets it go
 second        with hpZ: slice r of what was gathered last, r being the rank on a smaller axis that later gathers use
 """
 
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Pending, all_gather, broadcast, dequantize, quantize, quantized_all_gather
+from launcher.offload.homes import Home, Homes
 from launcher.zero.axes import ShardAxes
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
@@ -46,6 +49,8 @@ class FlatBuffer:
         slots: the parameters; their leaves may still be on meta.
         dtype: what the module computes in.
         sharded: whether parameters are sharded (the policy's answer, unless these persist).
+        homes: where things rest; default: in the memory of the device.
+        params_home, optim_home: where these parameters do, and what the optimizer works with.
     """
 
     def __init__(
@@ -58,12 +63,18 @@ class FlatBuffer:
         policy: ZeroPolicy,
         axes: ShardAxes,
         pool: BufferPool,
+        homes: Homes | None = None,
+        params_home: Home | None = None,
+        optim_home: Home | None = None,
     ) -> None:
         self.name, self.slots, self.dtype, self.pool = name, slots, dtype, pool
+        self.homes = homes or Homes(pool.device)
+        self.params_home = params_home or Home(pool.device)
+        self.optim_home = optim_home or Home(pool.device)
         self.axes, self.axis = axes, axes.shard
         self.trainable = slots[0].leaf.requires_grad
-        # With one rank the slice is the whole: there is nothing to gather and nothing to free.
-        self.sharded = sharded and self.axis.degree > 1
+        # With one rank the slice is the whole: there is nothing to gather and nothing to free, if it rests there.
+        self.sharded = sharded and (self.axis.degree > 1 or self.params_home != Home(pool.device))
         self.policy, self.shards_optim = policy, policy.shard_optim
         self.numel = self._lay_out()
         self.full: Tensor | None = None
@@ -86,16 +97,53 @@ class FlatBuffer:
     def _allocate(self) -> None:
         device = self.pool.device
         if self.sharded:
-            self.shard = torch.zeros(self.numel // self.axis.degree, dtype=self.dtype, device=device)
+            size = self.numel // self.axis.degree
+            self._shard = self.homes.resting(f"{self.name}/parameters", size, self.dtype, self.params_home)
             if self.axes.secondary is not None:
                 size = self.numel // self.axes.secondary.degree
                 self.second = torch.zeros(size, dtype=self.dtype, device=device)
         else:
             self.full = torch.zeros(self.numel, dtype=self.dtype, device=device)
-            self.shard = self.full[self.shard_span]
-        self.master = self._owned_params
-        if self.trainable and self.dtype != torch.float32 and self.policy.fp32_master:
-            self.master = torch.zeros(self.owned.stop - self.owned.start, device=device)
+            self._shard = self.homes.staying(self.full[self.shard_span])
+        wide = torch.float32 if self.policy.fp32_master else self.dtype
+        self._master = self._shard if self.sharded else self.homes.staying(self._owned_params)
+        params_on = self.params_home.device if self.sharded else device
+        self.own_master = self.trainable and (self.dtype != wide or self.optim_home.device != params_on)
+        if self.own_master:
+            size = self.owned.stop - self.owned.start
+            self._master = self.homes.resting(f"{self.name}/master", size, wide, self.optim_home)
+
+    @property
+    def shard(self) -> Tensor:
+        """[numel / degree] of this rank."""
+        return self._shard.here()
+
+    @property
+    def master(self) -> Tensor:
+        """Over the owned range."""
+        return self._master.here()
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return self._master.dtype
+
+    @property
+    def moves(self) -> bool:
+        """Something of it is not always in memory."""
+        return self._shard.moves or self._master.moves
+
+    def fetch(self, *, master: bool = False) -> None:
+        """Start bringing the shard in, or the master weights."""
+        (self._master if master else self._shard).fetch()
+
+    def rest(self, *, changed: bool = False) -> None:
+        """Let go of what rests elsewhere.
+
+        Args:
+            changed: write it first.
+        """
+        for resting in (self._shard, self._master):
+            resting.put() if changed else resting.drop()
 
     @property
     def shard_span(self) -> slice:
@@ -108,8 +156,8 @@ class FlatBuffer:
 
     @property
     def _owned_params(self) -> Tensor:
-        if self.sharded or self.full is None:
-            return self.shard
+        """Of parameters that are not sharded."""
+        assert self.full is not None
         return self.full[self.owned]
 
     @property
@@ -119,8 +167,14 @@ class FlatBuffer:
     @property
     def held_bytes(self) -> int:
         """Bytes of parameters that this rank holds between steps, master weights apart."""
-        held = [self.full] if not self.sharded else [self.shard, self.second, self.packed]
-        return sum(t.numel() * t.element_size() for t in held if t is not None)
+        held = [self.full] if not self.sharded else [self.second, self.packed]
+        shard = self._shard.held_bytes if self.sharded else 0
+        return shard + sum(t.numel() * t.element_size() for t in held if t is not None)
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of master weights that are no parameters."""
+        return self._master.held_bytes if self.own_master else 0
 
     # ---- values in and out ------------------------------------------------------------------
 
@@ -134,12 +188,13 @@ class FlatBuffer:
         if from_rank_zero and self.axes.dp.degree > 1:
             read = self._broadcast_first(read)
         keep = slice(0, self.numel) if self.full is not None else self.shard_span
-        params = self.full if self.full is not None else self.shard
+        params = self.full if self.full is not None else self._shard.fresh().zero_()
         self._copy(read, keep, params)
-        if self.master is not None and self.master.dtype != self.dtype:
-            self._copy(read, self.owned, self.master)
+        if self.own_master:
+            self._copy(read, self.owned, self._master.fresh().zero_())
         if self.policy.quantized_frozen and self.sharded and not self.trainable:
             self._pack(self.shard)
+        self.rest(changed=True)
         for slot in self.slots:
             self._make_leaf(slot)
         if self.full is not None:
@@ -162,13 +217,14 @@ class FlatBuffer:
 
     def _pack(self, values: Tensor) -> None:
         self.packed = quantize(values, BITS)
-        self.shard = self.master = self._empty
+        self._shard = self._master = self.homes.staying(self._empty)
 
     def values(self) -> Tensor:
         """The master weights, to be read."""
-        if self.packed is None or self.master.numel():
-            return self.master
-        return dequantize(self.packed, self._empty.new_empty(self.numel // self.axis.degree), BITS)
+        if self.packed is not None and not self._master.numel:
+            whole = self._empty.new_empty(self.numel // self.axis.degree)
+            self._master = self.homes.staying(dequantize(self.packed, whole, BITS))
+        return self.master
 
     def _make_leaf(self, slot: Slot) -> None:
         old = slot.leaf
@@ -195,7 +251,7 @@ class FlatBuffer:
             span: only what lies in this range of the flat buffer; default: all that is owned.
         """
         if of is None:
-            of = self.master = self.values()
+            of = self.values()
         first = self.owned.start
         return [
             ParamSlice(
@@ -228,7 +284,8 @@ class FlatBuffer:
             packed = quantize(self.shard, BITS) if self.packed is None else self.packed
             self._gathering = buffer, quantized_all_gather(buffer, packed, self.axis, tag, bits=BITS)
             return
-        buffer[self.shard_span].copy_(self.shard)
+        buffer[self.shard_span].copy_(self.shard, non_blocking=not self._shard.moves)
+        self._shard.drop()
         self._gathering = buffer, all_gather(buffer, self.axis, tag)
 
     def gather_wait(self) -> None:
@@ -277,8 +334,10 @@ class FlatBuffer:
         if self.packed is not None:
             self._pack(self.values())
             return []
-        if self.master.dtype != self.dtype:
-            self._owned_params.copy_(self.master)
+        if self.own_master:
+            params = self._shard.fresh() if self.sharded else self._owned_params
+            params.copy_(self.master)
+        self.rest(changed=True)
         if self.sharded or not self.shards_optim:
             return []
         assert self.full is not None
@@ -296,7 +355,7 @@ class FlatBuffer:
         full, self._second_is_new = self.full, False
         broadcast(full[edited.span], self.axes.dp, f"{self.name}/edit", source=source).wait()
         if self.packed is not None:
-            self.master = self.values()
+            self.values()
         parts = [(self.owned, self.master)] + [(self.shard_span, self.shard)] * (self.packed is None)
         for span, kept in parts:
             start, stop = max(edited.span.start, span.start), min(edited.span.stop, span.stop)
@@ -304,3 +363,4 @@ class FlatBuffer:
                 kept[start - span.start : stop - span.start].copy_(full[start:stop])
         if self.packed is not None:
             self._pack(self.master)
+        self.rest(changed=True)

@@ -7,8 +7,11 @@ from torch import Tensor
 
 from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
 from launcher.errors import LauncherError
+from launcher.offload.homes import Home
+from launcher.offload.resting import Resting
 from launcher.zero.flat import ALIGN, FlatBuffer
 from launcher.zero.policy import ZeroPolicy
+from launcher.zero.shared import sum_of_squares
 from launcher.zero.slot import Slot
 
 
@@ -18,11 +21,15 @@ class FlatGradient:
     With `shard_grads` the full gradient exists only from the end of a unit's backward to the end of its
     reduce-scatter, and the sum is kept in `owned`. Without it the full gradient persists, leaves' `.grad` are views
     of it (so later microbatches accumulate in place), and it is reduced once, at the accumulation boundary.
+
+    What is kept of a sharded gradient is in the optimizer's home (`offload/homes.py`): where that is a tier it is in
+    memory only until `rest`, and comes back for the next microbatch and for the step.
     """
 
     def __init__(self, flat: FlatBuffer, policy: ZeroPolicy) -> None:
         self.flat, self.policy = flat, policy
-        self.sharded = policy.shard_grads and flat.axis.degree > 1
+        elsewhere = flat.optim_home != Home(flat.pool.device)
+        self.sharded = policy.shard_grads and (flat.axis.degree > 1 or elsewhere)
         self._scatters = flat.shards_optim and policy.reduce_scatter
         special = flat.dtype != policy.param_dtype
         self._dtype = torch.float32 if special else policy.grad_dtype
@@ -31,16 +38,21 @@ class FlatGradient:
         self.watched = False  # note in `suspects` what is not finite before it is reduced
         self.suspects: set[Slot] = set()
         self._full: Tensor | None = None
-        self._shard: Tensor | None = None
+        self._shard: Resting | None = None
+        self._landing: Tensor | None = None  # of a reduction on the device, where the shard is in host memory
+        self._squares: Tensor | None = None  # of the shard that rests
+        self._touched = False  # the shard was asked for since it rests
         self._summed = False  # over the shard groups, in this step
         self._filled = False  # holds the gradient of an earlier microbatch of this step
 
     @property
     def owned(self) -> Tensor:
         """[owned range of the flat buffer]: the gradient that this rank's optimizer uses; zeros before any backward."""
-        if self.sharded:
-            return self._shard_buffer()
-        return self._full_buffer()[self.flat.owned]
+        if not self.sharded:
+            return self._full_buffer()[self.flat.owned]
+        self._squares, self._touched = None, True
+        shard = self._shard_buffer()
+        return shard.here() if self._filled or shard.held_bytes else shard.fresh().zero_()
 
     @property
     def share(self) -> Tensor:
@@ -49,15 +61,45 @@ class FlatGradient:
 
     @property
     def held_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self._full, self._shard) if t is not None)
+        full = 0 if self._full is None else self._full.numel() * self._full.element_size()
+        return full + (0 if self._shard is None else self._shard.held_bytes)
 
-    def _shard_buffer(self) -> Tensor:
+    def _shard_buffer(self) -> Resting:
         if self._shard is None:
-            owned = self.flat.owned
-            self._shard = torch.zeros(
-                owned.stop - owned.start, dtype=self._dtype, device=self.flat.pool.device
-            )
+            flat = self.flat
+            size, key = flat.owned.stop - flat.owned.start, f"{flat.name}/gradient"
+            self._shard = flat.homes.resting(key, size, self._dtype, flat.optim_home)
         return self._shard
+
+    @property
+    def moves(self) -> bool:
+        """It is not always in memory."""
+        return self.sharded and self._shard_buffer().moves
+
+    def fetch(self) -> None:
+        """Start bringing in what is owned."""
+        if self.moves and self._filled:
+            self._shard_buffer().fetch()
+
+    def squares(self) -> Tensor:
+        """`shared.sum_of_squares`, known without reading it where it rests."""
+        if self._squares is not None:
+            return self._squares
+        return sum_of_squares(self)
+
+    def rest(self, *, changed: bool = True, final: bool = False) -> None:
+        """Let go of what is owned, where it rests elsewhere.
+
+        Args:
+            changed: somebody has written to it: write it first.
+            final: nothing more is added in this step.
+        """
+        if not (self.moves and self._touched):
+            return
+        squares = sum_of_squares(self) if changed and final and self.policy.compute_norm else None
+        shard = self._shard_buffer()
+        shard.put() if changed and self._filled else shard.drop()
+        self._squares, self._touched = squares, False
 
     def _full_buffer(self) -> Tensor:
         if self._full is None:
@@ -141,9 +183,18 @@ class FlatGradient:
         flat, tag = self.flat, f"{self.flat.name}/backward"
         if not self._scatters:
             return all_reduce(wire[chunk], flat.axis, tag)
-        accumulate = self.sharded and self._filled
         scatter = quantized_reduce_scatter if self.policy.quantized_gradients else reduce_scatter
+        if self._lands:
+            if self._landing is None:
+                self._landing = flat.pool.take(flat.numel // flat.axis.degree, self._dtype)
+            return scatter(wire, self._landing, flat.axis, tag, within=chunk, accumulate=False)
+        accumulate = self.sharded and self._filled
         return scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
+
+    @property
+    def _lands(self) -> bool:
+        """Reductions end in memory of the device, and the shard is in the host's."""
+        return self.sharded and self.flat.optim_home.device != self.flat.pool.device
 
     def sum_over_groups(self) -> Pending:
         """Start the sum over the shard groups of what each has reduced for itself (MiCS); once a step."""
@@ -161,15 +212,22 @@ class FlatGradient:
         """All chunks of `wire` were reduced: take the result out of it, unless it is there, and free the buffer."""
         if wire is self._full:
             return
-        if not self._scatters:
-            mine = wire[self.flat.owned]
-            self.owned.add_(mine) if self.sharded and self._filled else self.owned.copy_(mine)
+        mine = self._landing if self._scatters else wire[self.flat.owned]
+        if mine is not None:
+            owned = self.owned
+            owned.add_(mine.to(owned.device)) if self.sharded and self._filled else owned.copy_(mine)
+        if self._landing is not None:
+            self.flat.pool.give(self._landing)
+            self._landing = None
         self._filled = True
         self.flat.pool.give(wire)
 
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
         self._filled = self._summed = False
+        if self.moves:
+            self._shard_buffer().drop()
+            self._squares, self._touched = None, False
         self.suspects.clear()
         for slot in self.flat.slots:
             slot.used, slot.leaf.grad = False, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,9 +10,12 @@ from torch import nn
 
 from launcher.comm import Axis
 from launcher.errors import LauncherError
+from launcher.offload.homes import Home, Homes
 from launcher.tensor.split import Split
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.slot import NO_OTHERS, Slot
+
+STEPPED = 16  # bytes of a parameter that the optimizer works with: gradient, master weight, two states
 
 
 @dataclass
@@ -22,6 +25,11 @@ class PlannedBuffer:
     sharded: bool
     dtype: torch.dtype
     slots: list[Slot] = field(default_factory=list)
+
+    @property
+    def room(self) -> int:
+        """Elements, but for what alignment adds."""
+        return sum(slot.room for slot in self.slots)
 
 
 @dataclass
@@ -39,6 +47,7 @@ def assign_units(
     policy: ZeroPolicy,
     splits: Mapping[str, Split],
     holders: Mapping[str, Axis],
+    cut: int = 2**63,
 ) -> list[PlannedUnit]:
     """Give every parameter of `model` to one unit: the block it lies in, else the root unit, which comes last.
 
@@ -46,6 +55,9 @@ def assign_units(
     start of the forward to the end of the backward. So do the small ones that persist under ZeRO-3: together
     they are one collective instead of one a block. What several pipeline stages hold has flat buffers of its own,
     so that these are alike on all of them.
+
+    Args:
+        cut: elements of a flat buffer, of one parameter at least, or as many as there are.
     """
     units = [PlannedUnit(name, module) for name, module in blocks]
     root = PlannedUnit("root", model)
@@ -67,11 +79,26 @@ def assign_units(
         if dtype.is_floating_point:
             dtype = policy.special_dtypes.get(slot.name, policy.param_dtype)
         key = (home.name, dtype, slot.leaf.requires_grad, sharded, None if alone else id(slot.holders))
-        if key not in buffers:
+        if key not in buffers or buffers[key].room + slot.room > cut:
             buffers[key] = PlannedBuffer(sharded, dtype)
             home.groups.append(buffers[key])
         buffers[key].slots.append(slot)
     return [unit for unit in units if unit.groups] + [root]
+
+
+def homes_of(units: list[PlannedUnit], homes: Homes, degree: int) -> Iterator[tuple[Home, Home]]:
+    """For each buffer in its order: where its parameters rest, and where what the optimizer works with.
+
+    Args:
+        degree: ranks that shards are dealt out to.
+    """
+    groups = [group for unit in units for group in unit.groups]
+    params = [group.room // degree * group.dtype.itemsize if group.sharded else 0 for group in groups]
+    trained = [group.slots[0].leaf.requires_grad for group in groups]
+    stepped = [
+        group.room // degree * STEPPED if own else 0 for group, own in zip(groups, trained, strict=True)
+    ]
+    return zip(homes.of_parameters(params), homes.of_optimizer(stepped), strict=True)
 
 
 def _slots(model: nn.Module, splits: Mapping[str, Split], holders: Mapping[str, Axis]) -> list[Slot]:

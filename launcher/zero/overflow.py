@@ -49,6 +49,7 @@ def find_overflows(model: ZeroModel) -> list[Overflow]:
         for slot, start, stop in flat.overlaps(flat.shard_span):
             at = slot.offset + start - flat.shard_span.start
             flags[-1, index[slot]] = float(not share[at : at + stop - start].isfinite().all())
+        gradient.rest(changed=False)
         for slot in gradient.suspects:
             flags[axis.rank * tp.degree + tp.rank, index[slot]] = 1
     found = flags.view(-1).to(model.pool.device)

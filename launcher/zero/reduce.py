@@ -122,3 +122,5 @@ class Reducer:
         gradient.done(full)
         if boundary and gradient.flat.axes.replicate.degree > 1:
             self._over_groups.append(gradient.sum_over_groups())
+        else:
+            gradient.rest(final=boundary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from torch import Tensor
 from launcher.comm import Axis, all_reduce
 from launcher.tensor.split import Part
 from launcher.zero.flat import FlatBuffer
-from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import Slot
+
+if TYPE_CHECKING:
+    from launcher.zero.gradients import FlatGradient
 
 NORM_CHUNK = 4096  # fp32 sums of squares lose digits over long runs: chunks this long, summed in fp64
 
@@ -59,9 +62,8 @@ def sum_partial(gradients: Sequence[FlatGradient], tp: Axis, device: torch.devic
     terms: list[Tensor] = []
     parts: list[Part] = []
     for gradient in gradients:
-        owned = gradient.owned
         for span, part, _ in shared(gradient.flat, gradient.flat.owned, partial_only=True):
-            terms.append(owned[span])
+            terms.append(gradient.owned[span])
             parts.append(part)
     if terms:
         torch._foreach_copy_(terms, sum_over_holders(terms, parts, tp, device, "root/partial"))

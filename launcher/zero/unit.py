@@ -40,6 +40,22 @@ class Unit:
         """All its parameters can be used."""
         return all(flat.gathered for flat in self.flats)
 
+    @property
+    def moves(self) -> bool:
+        """Its shards are not always in memory."""
+        return any(flat.sharded and flat.moves for flat in self.flats)
+
+    def fetch(self) -> None:
+        """Start bringing its shards in."""
+        for flat in self.flats:
+            if flat.sharded:
+                flat.fetch()
+
+    def rest(self) -> None:
+        """Let go of shards that nobody needed."""
+        for flat in self.flats:
+            flat.rest()
+
     def gather_start(self, phase: str) -> None:
         for flat in self.flats:
             flat.gather_start(phase)

@@ -1,0 +1,111 @@
+"""Which tensors rest where: the fastest room that has space takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from launcher.offload.resting import Buffers, Resting
+from launcher.offload.tier import Tier, buffer
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where something rests, and on which device it is worked with.
+
+    Args:
+        device: that its memory is on while it has any.
+        tier: where it is otherwise; None: always in this memory.
+    """
+
+    device: torch.device
+    tier: Tier | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """A home with limited space.
+
+    Args:
+        home: what it stands for.
+        size: bytes; None: as many as there are.
+        share: of the bytes of all that is placed.
+    """
+
+    home: Home
+    size: int | None = None
+    share: float = 1.0
+
+
+def placed(sizes: Sequence[int], rooms: Sequence[Room]) -> list[Home]:
+    """A home for each tensor, in the first room that has space left; the last room takes all.
+
+    Args:
+        sizes: bytes, in the order in which they choose.
+        rooms: fastest first.
+    """
+    total = sum(sizes)
+    left = [min(total if r.size is None else r.size, int(total * r.share)) for r in rooms[:-1]]
+    homes = []
+    for size in sizes:
+        for number, space in enumerate(left):
+            if size <= space:
+                left[number] -= size
+                homes.append(rooms[number].home)
+                break
+        else:
+            homes.append(rooms[-1].home)
+    return homes
+
+
+@dataclass
+class Homes:
+    """Where the shards of a run rest.
+
+    Args:
+        device: what the module computes on.
+        parameters, optimizer: rooms for the shards of parameters, and for what the optimizer works with: master
+            weights, gradients and states. None: all stay on the device.
+        buffers: memory for what comes and goes.
+        ahead: elements of parameters that are read before they are gathered.
+        reads_ahead: the next buffer is read while the optimizer steps this one.
+        cut: elements of a flat buffer of one rank; one parameter at least.
+    """
+
+    device: torch.device
+    parameters: Sequence[Room] = ()
+    optimizer: Sequence[Room] = ()
+    buffers: Buffers = field(default_factory=Buffers)
+    ahead: int = 0
+    reads_ahead: bool = True
+    cut: int = 2**63
+
+    def of_parameters(self, sizes: Sequence[int]) -> list[Home]:
+        return placed(sizes, self.parameters or [Room(Home(self.device))])
+
+    def of_optimizer(self, sizes: Sequence[int]) -> list[Home]:
+        return placed(sizes, self.optimizer or [Room(Home(self.device))])
+
+    def resting(self, key: str, numel: int, dtype: torch.dtype, home: Home) -> Resting:
+        """A tensor of zeros in a home, or one without values yet where it comes and goes."""
+        if home.tier is not None:
+            return Resting(key, numel, dtype, self.buffers, home.tier)
+        return Resting(key, numel, dtype, self.buffers, tensor=self._zeros(numel, dtype, home.device))
+
+    def staying(self, tensor: Tensor) -> Resting:
+        """A tensor that is here already, and stays."""
+        return Resting("", tensor.numel(), tensor.dtype, self.buffers, tensor=tensor)
+
+    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device == self.device:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return buffer(numel, dtype).zero_()
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """Each once."""
+        found = [room.home.tier for room in (*self.parameters, *self.optimizer)]
+        return list({id(tier): tier for tier in found if tier is not None}.values())

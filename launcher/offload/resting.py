@@ -1,0 +1,158 @@
+"""Flat tensors that are in memory only while somebody works with them.
+
+    away --fetch--> coming --here--> here --put--> leaving --(written)--> away
+                                     here --drop--> away          leaving --here--> here
+
+A tensor that has no tier is always here, and nothing moves it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from launcher.offload.tier import Tier, buffer, size_of
+
+
+class Buffers:
+    """Host buffers for what rests in tiers, used again by size.
+
+    Args:
+        leaving: bytes that may be on their way to a tier while others are worked with; what is more is waited for.
+    """
+
+    def __init__(self, leaving: int = 0) -> None:
+        self.leaving = leaving
+        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._queue: deque[Resting] = deque()
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer [numel] with any content."""
+        idle = self._idle[numel, dtype]
+        return idle.pop() if idle else buffer(numel, dtype)
+
+    def give(self, one: Tensor) -> None:
+        """Hand a buffer back."""
+        self._idle[one.numel(), one.dtype].append(one)
+
+    def leave(self, resting: Resting) -> None:
+        """A tensor is being written: the oldest ones are waited for until what is on its way is allowed to be."""
+        self._queue.append(resting)
+        while self._queue and sum(one.nbytes for one in self._queue) > self.leaving:
+            self._queue[0].settle()
+
+    def left(self, resting: Resting) -> None:
+        """It is not on its way any more."""
+        self._queue.remove(resting)
+
+    def settle(self) -> None:
+        """Wait for all that is being written."""
+        while self._queue:
+            self._queue[0].settle()
+
+    def clear(self) -> None:
+        """Free what nobody uses."""
+        self._idle.clear()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that idle and leaving tensors hold."""
+        idle = sum(size_of(one) for many in self._idle.values() for one in many)
+        return idle + sum(one.nbytes for one in self._queue)
+
+
+class Resting:
+    """A flat tensor [numel] and where it rests.
+
+    Args:
+        key: its name in the tier.
+        tier: None: it stays in memory.
+        tensor: its memory, for one that stays.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        numel: int,
+        dtype: torch.dtype,
+        buffers: Buffers,
+        tier: Tier | None = None,
+        tensor: Tensor | None = None,
+    ) -> None:
+        self.key, self.numel, self.dtype, self.tier, self._buffers = key, numel, dtype, tier, buffers
+        self._tensor = tensor
+        self._coming: Future[None] | None = None
+        self._leaving: Future[None] | None = None
+        self.written = False  # the tier has it
+
+    @property
+    def moves(self) -> bool:
+        """It is not always in memory."""
+        return self.tier is not None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it takes now."""
+        return 0 if self._tensor is None else self.nbytes
+
+    def fetch(self) -> None:
+        """Start reading it, if it is away."""
+        if self._tensor is None:
+            assert self.tier is not None and self.written, f"{self.key} has no values yet"
+            self._tensor = self._buffers.take(self.numel, self.dtype)
+            self._coming = self.tier.read(self.key, self._tensor)
+
+    def here(self) -> Tensor:
+        """Its values, in memory until `put` or `drop`."""
+        self.fetch()
+        if self._coming is not None:
+            self._coming.result()
+            self._coming = None
+        if self._leaving is not None:  # its memory is still that
+            self._leaving.result()
+            self._leaving = None
+            self._buffers.left(self)
+        assert self._tensor is not None
+        return self._tensor
+
+    def fresh(self) -> Tensor:
+        """Memory for new values, in place of those that it has."""
+        if self._tensor is None:
+            self._tensor = self._buffers.take(self.numel, self.dtype)
+            return self._tensor
+        return self.here()
+
+    def put(self) -> None:
+        """Start writing its values; its memory is given back when that is done."""
+        if self.tier is None or self._tensor is None or self._leaving is not None:
+            return
+        self._leaving = self.tier.write(self.key, self.here())
+        self.written = True
+        self._buffers.leave(self)
+
+    def drop(self) -> None:
+        """Its values have not changed since they were read, or nobody needs them: give its memory back."""
+        if self.tier is None or self._tensor is None or self._leaving is not None:
+            return
+        self._give_back(self.here())
+
+    def settle(self) -> None:
+        """Wait until it is away, if it is leaving."""
+        if self._leaving is None:
+            return
+        self._leaving.result()
+        self._leaving = None
+        self._buffers.left(self)
+        assert self._tensor is not None
+        self._give_back(self._tensor)
+
+    def _give_back(self, tensor: Tensor) -> None:
+        self._tensor = None
+        self._buffers.give(tensor)

@@ -1,0 +1,103 @@
+"""The optimizer's state of a flat buffer that rests in a tier: one flat tensor for each of its states.
+
+The inner optimizer makes its states when it steps a parameter for the first time. `hide` takes them out of its hands,
+`show` gives them back as views of what was read. In between it holds empty tensors under the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.offload.resting import Resting
+from launcher.zero import ParamSlice
+from launcher.zero.gradients import FlatGradient
+
+
+class FlatState:
+    """Weights and states of one flat buffer, in an inner optimizer while they are shown.
+
+    Args:
+        gradient: of the buffer.
+        tensors: what the inner optimizer holds for each owned slice, by parameter name.
+        state: the inner optimizer's, by tensor.
+    """
+
+    def __init__(
+        self, gradient: FlatGradient, tensors: Mapping[str, nn.Parameter], state: dict[Tensor, Any]
+    ) -> None:
+        self.gradient, self.flat, self.tensors, self._state = gradient, gradient.flat, tensors, state
+        self.moves = self.flat.optim_home.tier is not None or self.flat.moves
+        self.shown = True
+        self._resting: dict[str, Resting] = {}
+        first = self.flat.owned.start
+        self._places = {
+            slot.name: slice(slot.offset + start - first, slot.offset + stop - first)
+            for slot, start, stop in self.flat.overlaps(self.flat.owned)
+        }
+        self._empty = torch.empty(0, device=self.flat.optim_home.device)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of states that are in memory, apart from those in the inner optimizer's hands."""
+        return sum(one.held_bytes for one in self._resting.values())
+
+    def fetch(self) -> None:
+        """Start bringing everything in that a step needs."""
+        if not self.moves:
+            return
+        self.flat.fetch(master=True)
+        self.gradient.fetch()
+        for one in self._resting.values():
+            one.fetch()
+
+    def show(self) -> list[ParamSlice]:
+        """Let the inner optimizer work with weights and states; gives the slices of the weights."""
+        pieces = self.flat.slices()
+        if self.shown:
+            return pieces
+        for piece in pieces:
+            tensor = self.tensors[piece.name]
+            tensor.data = piece.data
+            for key in self._keys(tensor):
+                self._state[tensor][key] = self._resting[key].here()[self._places[piece.name]]
+        self.shown = True
+        return pieces
+
+    def hide(self, *, changed: bool = True) -> None:
+        """Take them away again; weights and gradient are let go of by those who have them.
+
+        Args:
+            changed: states have to be written.
+        """
+        if not self.moves:
+            return
+        for name, place in self._places.items():
+            tensor = self.tensors[name]
+            for key, value in self._state.get(tensor, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.numel() == place.stop - place.start:
+                    self._take(key, value, tensor, place)
+            tensor.data = self._empty
+        for one in self._resting.values():
+            one.put() if changed else one.drop()
+        self.shown = False
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _keys(self, tensor: Tensor) -> list[str]:
+        """States of a tensor that were taken away."""
+        known = self._state.get(tensor, {})
+        return [key for key in self._resting if key in known]
+
+    def _take(self, key: str, value: Tensor, tensor: Tensor, place: slice) -> None:
+        if key not in self._resting:
+            name, size = f"{self.flat.name}/{key}", self.flat.owned.stop - self.flat.owned.start
+            self._resting[key] = self.flat.homes.resting(name, size, value.dtype, self.flat.optim_home)
+            self._resting[key].fresh().zero_()
+        mine = self._resting[key].here()[place]
+        if mine.data_ptr() != value.data_ptr():
+            mine.copy_(value)
+        self._state[tensor][key] = value.new_empty(0)
