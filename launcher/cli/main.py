@@ -76,6 +76,10 @@ def _launch(argv: list[str]) -> int:
         from launcher.cli.schedule import schedule
 
         return schedule(argv[1:])
+    if argv[:1] == ["bench"]:
+        from launcher.cli.bench import bench
+
+        return bench(argv[1:])
     parser = launch_parser()
     own, recipe = split_argv(parser, argv)
     flags = parser.parse_args(own)

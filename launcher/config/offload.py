@@ -72,28 +72,23 @@ class OffloadOptimizerConfig(OffloadConfig):
 
 
 class AioConfig(Section):
-    """Asynchronous file requests of NVMe offload."""
+    """Asynchronous file requests of NVMe offload. `launch bench io PATH` finds the best values for a directory."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        key: "nothing is offloaded to NVMe yet"
-        for key in (
-            "block_size",
-            "queue_depth",
-            "intra_op_parallelism",
-            "single_submit",
-            "overlap_events",
-            "use_gds",
-        )
+        "single_submit": "every request is a system call of its own",
+        "overlap_events": "a request never waits for earlier ones; there is nothing to gain by it",
+        "use_gds": "what moves between a GPU and a disk goes through page-locked host memory",
     }
 
     block_size: Count = 1_048_576
-    """Bytes of a request."""
+    """Bytes of a request; a multiple of 4096, else rounded up to one."""
 
     queue_depth: Count = 8
-    """Requests at a time."""
+    """Requests at a time, of each of `intra_op_parallelism`."""
 
     intra_op_parallelism: Count = 1
-    """Threads of a request. `thread_count` is its old name."""
+    """Multiplies `queue_depth`: every request in flight is a thread that waits for the disk. `thread_count` is its old
+    name."""
 
     single_submit: bool = False
     """Requests are handed over one by one."""
@@ -103,3 +98,7 @@ class AioConfig(Section):
 
     use_gds: bool = False
     """Straight from the GPU to storage."""
+
+    checksum: Literal["samples", "all"] = "samples"
+    """What is checked when data come back from NVMe: two words of every 4096 bytes, which costs nothing and finds what
+    disks lose or mix up, or all bytes, which reads the memory once more. Not in DeepSpeed."""

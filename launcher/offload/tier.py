@@ -7,6 +7,7 @@ futures, which complete in any order; one key has one future at a time.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from concurrent.futures import Future
@@ -21,6 +22,8 @@ from launcher.errors import OffloadError
 
 ALIGNMENT = 4096
 """Bytes: addresses, offsets and lengths of direct I/O are multiples of it, on every disk of today."""
+
+HUGE_PAGE = 2 << 20
 
 
 class Tier(Protocol):
@@ -56,10 +59,25 @@ def buffer(numel: int, dtype: torch.dtype, *, pin: bool | None = None) -> Tensor
     size = numel * dtype.itemsize
     if size == 0:
         return torch.empty(numel, dtype=dtype)
-    pages = np.frombuffer(mmap.mmap(-1, padded(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    pages = _mapped(padded(size))
     if torch.cuda.is_available() if pin is None else pin:
         _lock_pages(pages)
     return torch.frombuffer(pages, dtype=torch.uint8)[:size].view(dtype)
+
+
+def _mapped(size: int) -> np.ndarray:
+    """New memory, uint8 [size], in huge pages where it is large: direct I/O on them is twice as fast, as a request
+    is then a few long pieces for the disk and not one of every 4096 bytes."""
+    large = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+    room = size + HUGE_PAGE if large else size  # what is never touched takes no memory
+    memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = np.frombuffer(memory, np.uint8)
+    if not large:
+        return pages
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -pages.ctypes.data % HUGE_PAGE
+    return pages[start : start + size]
 
 
 def padded(size: int) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from launcher.errors import OffloadError
+from launcher.offload.nvme import NvmeTier
 from launcher.offload.tier import ALIGNMENT, HostTier, Tier, buffer
 
 
-@pytest.fixture(params=["host"])
-def tier(request: pytest.FixtureRequest) -> Tier:
-    make: dict[str, Callable[[], Tier]] = {"host": HostTier}
+@pytest.fixture(params=["host", "nvme"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
+    make: dict[str, Callable[[], Tier]] = {"host": HostTier, "nvme": lambda: NvmeTier(tmp_path)}
     made = make[request.param]()
     request.addfinalizer(made.close)
     return made

@@ -1,0 +1,120 @@
+"""`launch bench io`: how fast a directory is, and the `aio` section that is best for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from launcher.cli.flags import FlagParser, positive
+from launcher.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from launcher.offload.measure import Row
+
+DESCRIPTION = """\
+Measures a directory for offloading to NVMe: writes and reads a file there with requests of different sizes and numbers
+in flight, and prints the `aio` section that was best. Takes --size bytes of the disk for the time."""
+EPILOG = """\
+examples:
+  launch bench io /local_nvme
+  launch bench io /local_nvme --size 4G --seconds 120 --out aio.json
+"""
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def bench_parser() -> FlagParser:
+    """The parser of `launch bench`."""
+    parser = FlagParser(
+        prog="launch bench",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=["io"], help="what is measured")
+    parser.add_argument("path", metavar="PATH", help="the directory, as nvme_path would name it")
+    parser.add_argument(
+        "--size", type=_bytes, default="1G", metavar="N", help="of the file: 512M, 4G (default: 1G)"
+    )
+    parser.add_argument(
+        "--seconds", type=positive, default=60, metavar="S", help="time to measure (default: 60)"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE.json", help='write {"aio": ...} there; never over a file that is there'
+    )
+    return parser
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Run `launch bench`; returns 0."""
+    flags = bench_parser().parse_args(argv)
+    if flags.out is not None and Path(flags.out).exists():
+        raise ConfigError(f"{flags.out} is already there", where="--out", fix="name a new file")
+    from rich.console import Console
+
+    from launcher.offload.measure import bench as made
+    from launcher.offload.measure import best, sweep
+
+    console = Console(highlight=False, soft_wrap=True)
+    waiting = Console(stderr=True).status("")
+    with made(Path(flags.path), flags.size) as file, waiting:
+        direct = file.file.direct
+        rows = sweep(
+            file, flags.seconds, lambda share: waiting.update(f"measuring {flags.path}: {share:.0%}")
+        )
+    chosen = best(rows[1:])
+    _show(console, f"{flags.path}, {'direct I/O' if direct else 'through the cache'}", rows, chosen)
+    text = json.dumps({"aio": chosen.section()}, indent=2)
+    console.print(text, markup=False)
+    if flags.out is not None:
+        try:
+            Path(flags.out).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {flags.out}: {error.strerror}", where="--out") from None
+        console.print(f"written: {flags.out}", markup=False)
+    return 0
+
+
+def _show(console: Console, title: str, rows: list[Row], chosen: Row) -> None:
+    """The table: MB/s, and in percent of what the disk can do (the first row)."""
+    from rich.table import Table
+
+    disk, *settings = rows
+    table = Table(title=title, title_justify="left")
+    for column in ("request", "in flight", "write MB/s", "read MB/s", "write", "read", "rounds"):
+        table.add_column(column, justify="right")
+    write, read = median(disk.write), median(disk.read)
+    for row in [disk, *sorted(settings, key=lambda row: -row.both)]:
+        cells = [
+            _short(row.block_size),
+            str(row.in_flight),
+            f"{median(row.write) / 1e6:,.0f}",
+            f"{median(row.read) / 1e6:,.0f}",
+            f"{median(row.write) / write:.0%}",
+            f"{median(row.read) / read:.0%}",
+            str(len(row.read)),
+        ]
+        table.add_row(*cells, style="bold green" if row is chosen else None, end_section=row is disk)
+    console.print(table)
+    console.print(
+        "first row: what the disk can do with the largest requests; green: the fewest bytes in flight that are as fast"
+        " as the fastest",
+        markup=False,
+    )
+
+
+def _short(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def _bytes(text: str) -> int:
+    """The type of a size: 512M, 4G, or plain bytes."""
+    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
+    if not number.isdigit() or not int(number):
+        raise argparse.ArgumentTypeError(f"needs bytes such as 512M or 4G, not {text!r}")
+    return int(number) * unit

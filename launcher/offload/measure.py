@@ -1,0 +1,149 @@
+"""How fast a directory is, and which requests are best for it: what `launch bench io` shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from launcher.errors import OffloadError
+from launcher.offload import faults
+from launcher.offload.aio import DirectFile, IoQueue, Request
+from launcher.offload.directory import OwnDirectory
+from launcher.offload.tier import ALIGNMENT, buffer
+
+KIB, MIB = 1 << 10, 1 << 20
+BLOCKS = (256 * KIB, MIB, 4 * MIB, 8 * MIB)
+IN_FLIGHT = (2, 4, 8, 16, 32)
+DISK = (16 * MIB, 8)
+"""Block size and requests in flight of "what the disk can do": as large as anybody sends them."""
+MEMORY = 256 * MIB
+NEAR = 0.97
+"""Settings this near to the best are as good: of these, the one with the fewest bytes in flight is taken."""
+
+
+@dataclass
+class Row:
+    """One setting and how fast it was.
+
+    Attributes:
+        write, read: bytes/s, one number a round.
+    """
+
+    block_size: int
+    in_flight: int
+    write: list[float] = field(default_factory=list)
+    read: list[float] = field(default_factory=list)
+
+    @property
+    def both(self) -> float:
+        """Bytes/s of writing and reading the same bytes, as a training step does."""
+        return 2 / (1 / median(self.write) + 1 / median(self.read))
+
+    def section(self) -> dict[str, int]:
+        """The JSON's `aio` section that asks for this."""
+        return {"block_size": self.block_size, "queue_depth": self.in_flight, "intra_op_parallelism": 1}
+
+
+class Bench:
+    """A file of `size` bytes in a directory of its own, and memory to move to and from it."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._directory = OwnDirectory(path, rank=0)
+        try:
+            self.file = DirectFile(self._directory.data)
+            self.size = size - size % DISK[0]
+            self.file.grow(self.size)
+            self.memory = buffer(min(self.size, MEMORY), torch.uint8, pin=False)
+            self.memory.view(torch.int64).random_()  # a disk that compresses has no advantage of it
+            self.run(*DISK, self.size, write=True)  # the first write to a new place is another work
+        except OSError as error:
+            self._directory.close()
+            raise faults.told(error, f"making a file of {size:,} bytes", path) from error
+        except BaseException:
+            self._directory.close()
+            raise
+
+    def run(self, block_size: int, in_flight: int, size: int, *, write: bool) -> float:
+        """Move `size` bytes, from the file's start on; bytes/s."""
+        queue = IoQueue(block_size, in_flight)
+        requests = [
+            Request(self.file, offset, self._part(offset, min(block_size, size - offset)), write, str)
+            for offset in range(0, size, block_size)
+        ]
+        try:
+            started = time.perf_counter()
+            queue.submit(requests).result()
+            return size / (time.perf_counter() - started)
+        finally:
+            queue.close()
+
+    def close(self) -> None:
+        self.file.close()
+        self._directory.close()
+
+    def _part(self, offset: int, size: int) -> Tensor:
+        start = offset % self.memory.numel()
+        return self.memory[start : start + size]
+
+
+@contextmanager
+def bench(path: Path, size: int) -> Iterator[Bench]:
+    """A bench that is removed at the end. Raises OffloadError where the directory cannot have the file."""
+    if size < 2 * DISK[0]:
+        raise OffloadError(
+            f"{size:,} bytes are too few to measure with", fix=f"take at least {2 * DISK[0]:,}"
+        )
+    made = Bench(path, size)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def sweep(made: Bench, seconds: float, tell: Callable[[float], None] = lambda share: None) -> list[Row]:
+    """Measure what the disk can do (first row), and settings, in turns, for about `seconds`.
+
+    The first round has all settings, the later ones the better half of those that are left, down to four: time goes
+    to those among which it is hard to choose.
+
+    Args:
+        tell: called with the share of the time that has passed.
+    """
+    disk = Row(*DISK)
+    rows = [Row(block, number) for block in BLOCKS for number in IN_FLIGHT]
+    started = time.perf_counter()
+    speed = min(made.run(*DISK, 2 * DISK[0], write=write) for write in (True, False))
+    size = _size_of_turn(made.size, speed * seconds / (6 * len(rows)))
+    left = rows
+    while True:
+        for i, row in enumerate([disk, *left]):
+            row.write.append(made.run(row.block_size, row.in_flight, size, write=True))
+            row.read.append(made.run(row.block_size, row.in_flight, size, write=False))
+            passed = (time.perf_counter() - started) / seconds
+            tell(min(passed, 1.0))
+            if passed > 1 and all(row.read for row in rows[: i + 1]) and left[-1].read:
+                return [disk, *rows]
+        left = sorted(left, key=lambda row: -row.both)[: max(4, len(left) // 2)]
+
+
+def best(rows: list[Row]) -> Row:
+    """The setting to take: of those measured most often and near to the fastest, the one with the fewest bytes under
+    way."""
+    most = max(len(row.read) for row in rows)
+    often = [row for row in rows if len(row.read) == most]
+    fastest = max(row.both for row in often)
+    near = [row for row in often if row.both >= NEAR * fastest]
+    return min(near, key=lambda row: row.block_size * row.in_flight)
+
+
+def _size_of_turn(most: int, wished: float) -> int:
+    """Bytes of one measurement: enough for every setting to have its requests in flight, at most the file."""
+    size = min(max(int(wished), 2 * DISK[0]), most)
+    return size - size % ALIGNMENT

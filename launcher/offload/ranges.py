@@ -1,0 +1,40 @@
+"""Ranges of a file: handed out, given back, and used again."""
+
+from __future__ import annotations
+
+import bisect
+
+
+class Ranges:
+    """Free ranges of a file, first fit; neighbours become one.
+
+    Attributes:
+        end: all ranges lie before this offset.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: list[tuple[int, int]] = []  # (offset, size), by offset
+
+    def take(self, size: int) -> int:
+        """The offset of a range of `size` bytes; at the end of the file where none is free."""
+        for i, (offset, there) in enumerate(self._free):
+            if there >= size:
+                self._free[i : i + 1] = [(offset + size, there - size)] if there > size else []
+                return offset
+        last = self._free[-1] if self._free else (0, 0)
+        if sum(last) == self.end and last[1]:  # grow the last free range
+            self._free.pop()
+            self.end = last[0]
+        offset, self.end = self.end, self.end + size
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        """Take a range back."""
+        if size == 0:
+            return
+        i = bisect.bisect(self._free, (offset, size))
+        self._free.insert(i, (offset, size))
+        for at in (i, i - 1):
+            if 0 <= at < len(self._free) - 1 and sum(self._free[at]) == self._free[at + 1][0]:
+                self._free[at : at + 2] = [(self._free[at][0], self._free[at][1] + self._free[at + 1][1])]
