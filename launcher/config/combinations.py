@@ -249,30 +249,24 @@ NOT_TOGETHER_YET: tuple[Combination, ...] = (
         "compile is not implemented over tensor-parallel ranks yet",
         'delete compile, or write "autotp_size": 1',
     ),
+    Combination(
+        (f"{ZERO}.offload_optimizer.device", "optimizer.type"),
+        lambda config: (
+            _device(config, "offload_optimizer") == "nvme"
+            and config.optimizer is not None
+            and config.optimizer.type in ("Lamb", "Muon")
+        ),
+        "the optimizer needs whole parameters at a time, and brings in a part of them",
+        'write "device": "cpu", or another optimizer',
+    ),
 )
 """Each works alone."""
-
-NOT_YET: tuple[Combination, ...] = (
-    Combination(
-        (f"{ZERO}.offload_param.device",),
-        lambda config: _device(config, "offload_param") != "none",
-        "is not implemented here yet: parameters rest on the device",
-        'write "device": "none"; stage 3 shards parameters over the ranks',
-    ),
-    Combination(
-        (f"{ZERO}.offload_optimizer.device",),
-        lambda config: _device(config, "offload_optimizer") != "none",
-        "is not implemented here yet: optimizer state rests on the device",
-        'write "device": "none"; stages 1 to 3 shard optimizer state over the ranks',
-    ),
-)
-"""What the schema knows and no code does yet."""
 
 
 def conflicts(config: Config) -> Iterator[Conflict]:
     """The entries that `config` has; what stands in a contradiction needs no second complaint."""
     wrong: set[str] = set()
-    for entry in (*COMBINATIONS, *NOT_TOGETHER_YET, *NOT_YET):
+    for entry in (*COMBINATIONS, *NOT_TOGETHER_YET):
         if entry.keys[0] not in wrong and entry.stands(config):
             wrong.add(entry.keys[0])
             yield Conflict(entry.keys, entry.what, entry.fix)

@@ -23,6 +23,9 @@ scheduler
   params
     scale_fn | | CyclicLR: a function, which JSON cannot hold | use `mode`, or pass initialize(lr_scheduler=...)
 zero_optimization
+  offload_optimizer
+    super_offload | false | an engine for a CPU and a GPU on one chip | delete it; `ratio` leaves a part on the device
+    cpuadam_cores_perc | 0.8 | its share of the CPU cores | delete it; OMP_NUM_THREADS says how many threads step
   zenflow | | offload without stalls
     topk_ratio | | share of gradient columns updated at once
     select_strategy | | when these are chosen again

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from launcher.config.combinations import COMBINATIONS, NOT_TOGETHER_YET, NOT_YET
+from launcher.config.combinations import COMBINATIONS, NOT_TOGETHER_YET
 from launcher.config.conversions import converted_paths
 from launcher.config.known_keys import Known, known_keys
 from launcher.config.optimizer import TYPES
@@ -44,9 +44,6 @@ def _sections(cls: type[Section], path: str) -> Iterator[str]:
     """A table of the plain keys of a section, then its member sections."""
     title = f"`{path}`" if path else "Top level"
     yield f"## {title}\n\n{_paragraphs(cls)}\n"
-    for entry in NOT_YET:
-        if entry.keys[0].rpartition(".")[0] == path:
-            yield f"**Refused**: `{entry.keys[0]}` {entry.what}; {entry.fix}.\n"
     docs = field_docs(cls)
     plain = [key for key in cls.model_fields if cls.items_of(key) or not cls.sections_of(key)]
     if plain:

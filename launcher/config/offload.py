@@ -25,7 +25,13 @@ class OffloadConfig(Section):
     """Directory on the NVMe; needed when `device` is "nvme"."""
 
     pin_memory: bool = True
-    """Host buffers are page-locked (DeepSpeed's default since August 2026; false before)."""
+    """Host buffers are page-locked where there is a GPU (DeepSpeed's default since August 2026; false before)."""
+
+    device_budget: Whole | None = None
+    """Bytes a rank that stay on the device, before anything goes elsewhere. Not in DeepSpeed."""
+
+    host_budget: Whole | None = None
+    """Bytes a rank that stay in host memory when `device` is "nvme". Not in DeepSpeed."""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.device == "nvme" and not self.nvme_path:
@@ -36,39 +42,48 @@ class OffloadConfig(Section):
 class OffloadParamConfig(OffloadConfig):
     """Parameters rest elsewhere than on the device. Stage 3."""
 
+    differs: ClassVar[dict[str, str]] = {
+        "buffer_size": "a parameter may be larger; buffers are as large as what is read, and are not reserved",
+    }
+
     buffer_count: Count = 5
-    """Buffers that swap."""
+    """Units (blocks of the model) that are read from NVMe ahead of their use, at most."""
 
     buffer_size: Count = 100_000_000
-    """Elements of one buffer; the largest parameter must fit."""
+    """`buffer_count` times so many elements are read ahead, at most; one unit always."""
 
     max_in_cpu: Whole = 1_000_000_000
-    """Elements kept in host memory when `device` is "nvme"."""
+    """Elements a rank that stay in host memory when `device` is "nvme", unless `host_budget` says how many bytes."""
 
 
 class OffloadOptimizerConfig(OffloadConfig):
     """Optimizer state rests elsewhere than on the device, and the CPU steps it. Stages 1 to 3."""
 
+    without_effect: ClassVar[dict[str, str]] = {
+        "fast_init": "states are written when a step has made them; there is nothing to write before",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "device": '"nvme" works at stages 1 to 3; DeepSpeed: at stage 3',
+        "ratio": "works at stages 1 to 3, buffer by buffer; DeepSpeed: at stage 3",
+        "pipeline_read": "on by default",
+        "pipeline_write": "on by default",
+    }
+
     buffer_count: Count = 4
-    """Buffers that swap: at least the number of states a parameter has."""
+    """Tensors (weights, gradients or one state of a flat buffer) that are written to NVMe while others are worked with,
+    at most."""
 
-    pipeline_read: bool = False
-    """The next tile is read while this one is stepped."""
+    pipeline_read: bool = True
+    """The next flat buffer is read from NVMe while this one is stepped."""
 
-    pipeline_write: bool = False
-    """The last tile is written while this one is stepped."""
+    pipeline_write: bool = True
+    """What was stepped is written to NVMe while the next one is stepped. False: written first."""
 
     fast_init: bool = False
     """Quicker start with NVMe."""
 
     ratio: Share = 1.0
-    """Share of the update that runs on the CPU."""
-
-    super_offload: bool = False
-    """DeepSpeed's engine for a CPU and a GPU on one chip."""
-
-    cpuadam_cores_perc: Share = 0.8
-    """Share of the CPU cores for that engine."""
+    """Share of the update that runs on the CPU (Twin-Flow): of the rest, everything stays on the device."""
 
 
 class AioConfig(Section):

@@ -425,13 +425,15 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self.zero.free_gathered()
 
     def destroy(self) -> None:
-        """Wait for a save in the background, close monitors, take hooks off, free buffers, undo `disable_python_gc`."""
+        """Wait for a save in the background, close monitors, take hooks off, free buffers, delete what rests on NVMe,
+        undo `disable_python_gc`."""
         self.saver.wait()
         if self._gc is not None:
             self._gc()
         self.watch.close()
         self.zero.hooks.remove()
         self.zero.free_gathered()
+        self.zero.homes.close()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -70,7 +70,7 @@ class Homes:
         parameters, optimizer: rooms for the shards of parameters, and for what the optimizer works with: master
             weights, gradients and states. None: all stay on the device.
         buffers: memory for what comes and goes.
-        ahead: elements of parameters that are read before they are gathered.
+        ahead, units_ahead: elements and units of parameters that are read before they are gathered, at most.
         reads_ahead: the next buffer is read while the optimizer steps this one.
         cut: elements of a flat buffer of one rank; one parameter at least.
     """
@@ -80,6 +80,7 @@ class Homes:
     optimizer: Sequence[Room] = ()
     buffers: Buffers = field(default_factory=Buffers)
     ahead: int = 0
+    units_ahead: int = 0
     reads_ahead: bool = True
     cut: int = 2**63
 
@@ -102,7 +103,13 @@ class Homes:
     def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device == self.device:
             return torch.zeros(numel, dtype=dtype, device=device)
-        return buffer(numel, dtype).zero_()
+        return buffer(numel, dtype, pin=self.buffers.pin).zero_()
+
+    def close(self) -> None:
+        """Delete what rests in tiers."""
+        self.buffers.settle()
+        for tier in self.tiers:
+            tier.close()
 
     @property
     def tiers(self) -> list[Tier]:

@@ -21,18 +21,19 @@ class Buffers:
     """Host buffers for what rests in tiers, used again by size.
 
     Args:
-        leaving: bytes that may be on their way to a tier while others are worked with; what is more is waited for.
+        leaving: tensors that may be on their way to a tier while others are worked with; what is more is waited for.
+        pin: page-locked; None: under CUDA.
     """
 
-    def __init__(self, leaving: int = 0) -> None:
-        self.leaving = leaving
+    def __init__(self, leaving: int = 0, *, pin: bool | None = None) -> None:
+        self.leaving, self.pin = leaving, pin
         self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._queue: deque[Resting] = deque()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer [numel] with any content."""
         idle = self._idle[numel, dtype]
-        return idle.pop() if idle else buffer(numel, dtype)
+        return idle.pop() if idle else buffer(numel, dtype, pin=self.pin)
 
     def give(self, one: Tensor) -> None:
         """Hand a buffer back."""
@@ -41,7 +42,7 @@ class Buffers:
     def leave(self, resting: Resting) -> None:
         """A tensor is being written: the oldest ones are waited for until what is on its way is allowed to be."""
         self._queue.append(resting)
-        while self._queue and sum(one.nbytes for one in self._queue) > self.leaving:
+        while len(self._queue) > self.leaving:
             self._queue[0].settle()
 
     def left(self, resting: Resting) -> None:

@@ -77,7 +77,7 @@ class ZeroModel:
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
-        self.fetcher = Fetcher(policy, self.homes.ahead)
+        self.fetcher = Fetcher(policy, self.homes.ahead, self.homes.units_ahead)
         trained = [unit for unit in units if unit.gradients]
         root = [unit for unit in trained if unit is units[-1]]
         self.reducer = Reducer(

@@ -30,11 +30,12 @@ class Fetcher:
 
     Args:
         policy: prefetch size, live limit, reuse distance.
-        ahead: elements of shards that are brought in before they are gathered, where they rest elsewhere.
+        ahead, units_ahead: elements and units whose shards are brought in before they are gathered, where they rest
+            elsewhere; one unit at least.
     """
 
-    def __init__(self, policy: ZeroPolicy, ahead: int = 0) -> None:
-        self.policy, self.ahead = policy, ahead
+    def __init__(self, policy: ZeroPolicy, ahead: int = 0, units_ahead: int = 0) -> None:
+        self.policy, self.ahead, self.units_ahead = policy, ahead, units_ahead
         self._fetched: set[Unit] = set()
         self._orders: dict[bool, list[Unit]] = {}  # with gradients / without
         self._order: list[Unit] = []
@@ -151,11 +152,11 @@ class Fetcher:
         ahead = 0
         for unit in self._order[self._next :]:
             if unit.moves and unit not in self.gathered and unit not in self._fetched:
-                if ahead and ahead + unit.numel > self.ahead:
+                if ahead and (ahead + unit.numel > self.ahead or len(self._fetched) >= self.units_ahead):
                     return
                 unit.fetch()
                 self._fetched.add(unit)
-            ahead += unit.numel if unit.moves and unit not in self.gathered else 0
+            ahead += unit.numel if unit in self._fetched else 0
 
     def _reused_soon(self, unit: Unit) -> bool:
         if self._mode is not Following.FOLLOWING or self.live > self.policy.max_live_parameters:

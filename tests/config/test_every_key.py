@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launcher.config import Config, combinations
+from launcher.config import Config
 from launcher.config.conversions import converted_paths
 from launcher.config.schema import implemented_paths, known_at, without_effect_paths
 
@@ -22,16 +22,11 @@ with (HERE / "keys.tsv").open() as file:
     KEYS = {row["key"]: row for row in csv.DictReader(file, delimiter="\t")}
 IMPLEMENTED = set(implemented_paths(Config))
 CONVERTED = {path.partition(":")[0] for path, _ in converted_paths()}
-NOT_YET = {
-    entry.keys[0].rpartition(".")[0] for entry in combinations.NOT_YET
-}  # typed, and refused when it asks
 WITHOUT_EFFECT = set(without_effect_paths(Config))
 
 
 def verdict(path: str) -> str:
     """One of implemented, without effect, converted and refused."""
-    if any(path.startswith(section) for section in NOT_YET):
-        return "refused"
     if path in WITHOUT_EFFECT:
         return "without effect"
     if path in IMPLEMENTED:

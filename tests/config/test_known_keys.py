@@ -74,7 +74,8 @@ def test_values_that_ask_for_nothing_are_taken(path: tuple[str, ...]) -> None:
         if path[0] == "optimizer":
             tree["optimizer"]["type"] = "AdamW"
         config = load(tree)
-        assert config.zero_optimization == load({}).zero_optimization
+        zero = config.zero_optimization.model_copy(update={"offload_optimizer": None})
+        assert zero == load({}).zero_optimization
 
 
 def _can_be_off(known: Known) -> bool:

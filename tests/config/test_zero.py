@@ -50,7 +50,7 @@ def test_old_names_are_taken_with_a_note() -> None:
 
 
 @pytest.mark.key("zero_optimization.offload_param.*", "zero_optimization.offload_optimizer.*")
-def test_offload_to_nowhere_is_fine_and_elsewhere_is_not() -> None:
+def test_offload_needs_a_stage_and_a_place() -> None:
     zero = {
         "offload_optimizer": {"device": "none", "pin_memory": True},
         "offload_param": None,
@@ -58,8 +58,7 @@ def test_offload_to_nowhere_is_fine_and_elsewhere_is_not() -> None:
     }
     assert load({"zero_optimization": zero}).zero_optimization.stage == 0
     for section in ("offload_optimizer", "offload_param"):
-        with pytest.raises(ConfigProblems, match=f"{section}.device: is not implemented here yet"):
-            load({"zero_optimization": {"stage": 3, section: {"device": "cpu"}}})
+        assert load({"zero_optimization": {"stage": 3, section: {"device": "cpu"}}})
         with pytest.raises(
             ConfigProblems, match=rf'{section}.device: is "nvme", and nvme_path says no directory'
         ):

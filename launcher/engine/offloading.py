@@ -1,0 +1,80 @@
+"""The JSON's `offload_param` and `offload_optimizer` as rooms for shards, the fastest first."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from launcher.comm import Mesh
+from launcher.config import Config
+from launcher.config.offload import OffloadConfig
+from launcher.offload.homes import Home, Homes, Room
+from launcher.offload.nvme import NvmeTier
+from launcher.offload.resting import Buffers
+from launcher.offload.tier import Tier
+
+ITEM = 4  # bytes of an element at most, where the JSON counts elements
+HOST = torch.device("cpu")
+
+
+def homes_of(config: Config, mesh: Mesh, device: torch.device) -> Homes:
+    """Where the shards of this rank rest; opens what it needs on NVMe.
+
+    Raises:
+        OffloadError: the directory is missing, cannot be written, or has no direct access that works.
+    """
+    zero = config.zero_optimization
+    params, optim = zero.offload_param, zero.offload_optimizer
+    opened: dict[str, Tier] = {}
+    homes = Homes(device)
+    if params is not None and params.device != "none":
+        in_host = params.max_in_cpu * ITEM if params.host_budget is None else params.host_budget
+        homes.parameters = _rooms(config, params, device, opened, mesh.rank, in_host)
+        homes.ahead, homes.units_ahead = params.buffer_count * params.buffer_size, params.buffer_count
+    if optim is not None and optim.device != "none":
+        homes.optimizer = _rooms(
+            config, optim, device, opened, mesh.rank, optim.host_budget or 0, share=1 - float(optim.ratio)
+        )
+        homes.reads_ahead = bool(optim.pipeline_read)
+        if optim.device == "nvme":
+            homes.cut = int(zero.sub_group_size)
+    writes = optim.buffer_count if optim is not None and optim.pipeline_write else 0
+    pins = [bool(section.pin_memory) for section in (params, optim) if section is not None]
+    homes.buffers = Buffers(writes, pin=None if all(pins) else False)
+    weakref.finalize(homes, _close, list(opened.values()))
+    return homes
+
+
+def _rooms(
+    config: Config,
+    section: OffloadConfig,
+    device: torch.device,
+    opened: dict[str, Tier],
+    rank: int,
+    in_host: int,
+    *,
+    share: float = 0.0,
+) -> list[Room]:
+    """Args:
+    in_host: bytes that stay in host memory where the rest is on NVMe.
+    share: of the bytes, stays on the device.
+    """
+    rooms = []
+    if section.device_budget is not None:
+        rooms.append(Room(Home(device), section.device_budget))
+    elif share > 0:
+        rooms.append(Room(Home(device), share=share))
+    if section.device == "cpu":
+        return [*rooms, Room(Home(HOST))]
+    path = str(section.nvme_path)
+    if path not in opened:
+        opened[path] = NvmeTier(path, config.aio, rank=rank)
+    if in_host:
+        rooms.append(Room(Home(HOST), in_host))
+    return [*rooms, Room(Home(HOST, opened[path]))]
+
+
+def _close(tiers: list[Tier]) -> None:
+    for tier in tiers:
+        tier.close()
