@@ -15,6 +15,7 @@ from launcher.offload.resting import Buffers
 from launcher.offload.tier import Tier
 
 ITEM = 4  # bytes of an element at most, where the JSON counts elements
+STATES = {"SGD": 1, "Adagrad": 1, "Lion": 1}  # of other optimizers two are expected
 HOST = torch.device("cpu")
 
 
@@ -39,6 +40,8 @@ def homes_of(config: Config, mesh: Mesh, device: torch.device) -> Homes:
         homes.reads_ahead = bool(optim.pipeline_read)
         if optim.device == "nvme":
             homes.cut = int(zero.sub_group_size)
+    kind = config.optimizer.type if config.optimizer is not None else ""
+    homes.states = STATES.get(kind, 2)
     writes = optim.buffer_count if optim is not None and optim.pipeline_write else 0
     pins = [bool(section.pin_memory) for section in (params, optim) if section is not None]
     homes.buffers = Buffers(writes, pin=None if all(pins) else False)

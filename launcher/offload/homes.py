@@ -72,6 +72,7 @@ class Homes:
         buffers: memory for what comes and goes.
         ahead, units_ahead: elements and units of parameters that are read before they are gathered, at most.
         reads_ahead: the next buffer is read while the optimizer steps this one.
+        states: fp32 states of the optimizer for each element, as far as is known before it has any.
         cut: elements of a flat buffer of one rank; one parameter at least.
     """
 
@@ -82,6 +83,7 @@ class Homes:
     ahead: int = 0
     units_ahead: int = 0
     reads_ahead: bool = True
+    states: int = 2
     cut: int = 2**63
 
     def of_parameters(self, sizes: Sequence[int]) -> list[Home]:
@@ -89,6 +91,12 @@ class Homes:
 
     def of_optimizer(self, sizes: Sequence[int]) -> list[Home]:
         return placed(sizes, self.optimizer or [Room(Home(self.device))])
+
+    def reserve(self, sizes: Sequence[tuple[Home, int]]) -> None:
+        """Take the room for so many bytes, before anything is written."""
+        for tier in self.tiers:
+            if wanted := sum(size for home, size in sizes if home.tier is tier):
+                tier.reserve(wanted)
 
     def resting(self, key: str, numel: int, dtype: torch.dtype, home: Home) -> Resting:
         """A tensor of zeros in a home, or one without values yet where it comes and goes."""

@@ -297,7 +297,7 @@ def apply(
     planning = assign_units(
         module, with_leaves(module, blocks), policy, splits, holders, homes.cut * axes.shard.degree
     )
-    chosen = homes_of(planning, homes, axes.shard.degree)
+    chosen = homes_of(planning, homes, policy, axes.shard.degree)
     units = []
     for planned in planning:
         flats = []

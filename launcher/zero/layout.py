@@ -15,8 +15,6 @@ from launcher.tensor.split import Split
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.slot import NO_OTHERS, Slot
 
-STEPPED = 16  # bytes of a parameter that the optimizer works with: gradient, master weight, two states
-
 
 @dataclass
 class PlannedBuffer:
@@ -30,6 +28,18 @@ class PlannedBuffer:
     def room(self) -> int:
         """Elements, but for what alignment adds."""
         return sum(slot.room for slot in self.slots)
+
+    def bytes_of_parameters(self, degree: int) -> int:
+        """Of a shard that can rest somewhere."""
+        return self.room // degree * self.dtype.itemsize if self.sharded else 0
+
+    def bytes_of_step(self, degree: int, policy: ZeroPolicy, states: int) -> int:
+        """Of what the optimizer works with: gradient, master weights that are no parameters, fp32 states."""
+        if not self.slots[0].leaf.requires_grad:
+            return 0
+        gradient = policy.grad_dtype.itemsize if policy.shard_grads else 0
+        master = 4 if policy.fp32_master and self.dtype != torch.float32 else 0
+        return self.room // degree * (gradient + master + 4 * states)
 
 
 @dataclass
@@ -86,19 +96,25 @@ def assign_units(
     return [unit for unit in units if unit.groups] + [root]
 
 
-def homes_of(units: list[PlannedUnit], homes: Homes, degree: int) -> Iterator[tuple[Home, Home]]:
-    """For each buffer in its order: where its parameters rest, and where what the optimizer works with.
+def homes_of(
+    units: list[PlannedUnit], homes: Homes, policy: ZeroPolicy, degree: int
+) -> Iterator[tuple[Home, Home]]:
+    """For each buffer in its order: where its parameters rest, and where what the optimizer works with. Takes the room
+    that they need there.
 
     Args:
         degree: ranks that shards are dealt out to.
+
+    Raises:
+        OffloadError: there is not so much room.
     """
     groups = [group for unit in units for group in unit.groups]
-    params = [group.room // degree * group.dtype.itemsize if group.sharded else 0 for group in groups]
-    trained = [group.slots[0].leaf.requires_grad for group in groups]
-    stepped = [
-        group.room // degree * STEPPED if own else 0 for group, own in zip(groups, trained, strict=True)
-    ]
-    return zip(homes.of_parameters(params), homes.of_optimizer(stepped), strict=True)
+    params = [group.bytes_of_parameters(degree) for group in groups]
+    stepped = [group.bytes_of_step(degree, policy, homes.states) for group in groups]
+    chosen = list(zip(homes.of_parameters(params), homes.of_optimizer(stepped), strict=True))
+    sizes = zip(chosen, params, stepped, strict=True)
+    homes.reserve([pair for (one, other), p, s in sizes for pair in ((one, p), (other, s))])
+    return iter(chosen)
 
 
 def _slots(model: nn.Module, splits: Mapping[str, Split], holders: Mapping[str, Axis]) -> list[Slot]:

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ STAGES = {"pp2": 0, "pp2_zero3": 3, "3d": 1}
 
 def test_the_files() -> None:
     names = {"zero0", "zero1", "zero2", "zero3", "bf16_zero2", "bf16_zero3", "fp16_zero1", "tp2_zero1"}
+    names |= {"zero2_offload", "zero3_offload", "zero3_nvme"}
     assert {path.stem for path in FILES} >= names | set(STAGES)
 
 
@@ -20,12 +22,16 @@ def test_each_file_is_what_its_name_says_on_any_number_of_ranks(path: Path) -> N
     for ranks in (1, 2, 3, 4, 7):
         config = load(path).resolve(dp_degree=ranks)
         assert config.train_batch_size == 4 * ranks
-        zero = STAGES[path.stem] if path.stem in STAGES else int(path.stem[-1])
+        zero = STAGES[path.stem] if path.stem in STAGES else int(re.findall(r"zero(\d)", path.stem)[0])
         assert config.zero_optimization.stage == zero
         assert config.pipeline.degree == (2 if path.stem in STAGES else 1)
         first = path.stem.partition("_")[0]
         assert config.dtype == (first if first in ("bf16", "fp16") else "fp32")
         assert config.tensor_parallel.degree == (2 if first in ("tp2", "3d") else 1)
+        place = path.stem.rpartition("_")[2]
+        for section in (config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param):
+            if section is not None:
+                assert section.device == {"offload": "cpu", "nvme": "nvme"}[place]
         assert config.notes == ()
 
 

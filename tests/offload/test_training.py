@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from launcher.config import ConfigProblems, load
+from launcher.errors import OffloadError
 from tests.engine.driving import advance, config_of, engine_of, whole_state, whole_weights
 from tests.pool import RankContext, WorkerPool
 
@@ -303,3 +304,22 @@ def test_optimizers_of_whole_parameters_are_refused(kind: str) -> None:
 def test_a_missing_directory_is_named(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="not-there"):
         pool.run(trained, 1, json_of(2, str(tmp_path / "not-there"), PLACES["optimizer-nvme"]))
+
+
+def crowded(ctx: RankContext, config: dict[str, Any]) -> str:
+    with torch.device("meta"):
+        model = torch.nn.Linear(1 << 20, 1 << 18, bias=False)  # 1 TiB in fp32
+    try:
+        engine_of(config, model)
+    except OffloadError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("offload", ["all-nvme", "param-nvme"])
+def test_a_disk_that_is_too_small_is_known_before_anything_is_made(
+    pool: WorkerPool, tmp_path: Path, offload: str
+) -> None:
+    said = pool.run(crowded, 2, json_of(3, str(tmp_path), PLACES[offload]))[0]
+    assert "bytes are needed" in said and str(tmp_path) in said
+    assert [path.name for path in tmp_path.iterdir()] in ([], [LOCK])
