@@ -211,6 +211,8 @@ class StagedModel:
             learned.slicing = self.sequence.pause() if self.sequence is not None else None
             self._learned[stage, signature] = learned
             return crossing
+        finally:
+            route.received = ()  # nothing here keeps it from being freed
         if self.sequence is not None and stage:
             learned.slicing = before.slicing
         self._learned[stage, signature] = learned
