@@ -40,25 +40,32 @@ def late_lanes(device: torch.device) -> tuple[Late, Late]:
 
 
 class InputsAlive:
-    """How many inputs of earlier blocks are in memory when a block starts its forward.
+    """How many inputs of blocks are in memory while no forward runs.
+
+    Args:
+        returns: forwards return to who runs the model; one of a stage is still under way when it has run.
 
     Attributes:
-        most: of all forwards so far; the block's own input is not counted.
+        most: of all forwards so far.
+        forwards: of blocks.
     """
 
-    def __init__(self, blocks: list[tuple[str, Module]]) -> None:
+    def __init__(self, model: Module, blocks: list[tuple[str, Module]], *, returns: bool) -> None:
         self.most = self.forwards = 0
         self._seen: list[StorageWeakRef] = []
+        model.register_forward_pre_hook(self._count)
+        if returns:
+            model.register_forward_hook(self._count)
         for _, block in blocks:
-            block.register_forward_pre_hook(self._look, with_kwargs=True)
+            block.register_forward_pre_hook(self._remember)
 
-    def _look(self, block: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return
-        (mine,) = args
-        assert isinstance(mine, Tensor)
-        self.forwards += 1
-        here = StorageWeakRef(mine.untyped_storage())
-        self._seen = [seen for seen in self._seen if not seen.expired() and seen.cdata != here.cdata]
-        self.most = max(self.most, len(self._seen))
-        self._seen.append(here)
+    def _count(self, *_: object) -> None:
+        self._seen = [seen for seen in self._seen if not seen.expired()]
+        self.most = max(self.most, len({seen.cdata for seen in self._seen}))
+
+    def _remember(self, block: Module, args: tuple[object, ...]) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            (mine,) = args
+            assert isinstance(mine, Tensor)
+            self.forwards += 1
+            self._seen.append(StorageWeakRef(mine.untyped_storage()))
