@@ -101,16 +101,18 @@ def test_what_all_blocks_share_is_copied_once(events: list[str]) -> None:
     x = torch.linspace(0, 1, 8, requires_grad=True)
     loss = blocks(x, mask).sum()
     assert blocks.checkpointer.saved.kept_bytes == (3 + 1) * 8 * 4
-    loss.backward()
-    plain = x.detach().clone().requires_grad_()
-    y = plain
-    for i in range(3):
-        y = (y * mask + i).sin()
-    y.sum().backward()
-    assert torch.equal(x.grad, plain.grad)
+    before = mask.clone()
     mask.mul_(2)  # the same memory, another value
-    blocks(x, mask).sum().backward()
-    assert blocks.checkpointer.saved.host_bytes == 2 * (3 + 1) * 8 * 4
+    other = blocks(x, mask).sum()
+    assert blocks.checkpointer.saved.kept_bytes == (3 + 1 + 2 + 1) * 8 * 4  # both begin with x
+    for result, factor in ((loss, before), (other, mask)):
+        plain = x.detach().clone().requires_grad_()
+        y = plain
+        for i in range(3):
+            y = (y * factor + i).sin()
+        y.sum().backward()
+        (got,) = torch.autograd.grad(result, x)
+        assert torch.equal(got, plain.grad)
 
 
 def test_a_block_that_fails_leaves_nothing_on_its_way(events: list[str]) -> None:
