@@ -30,7 +30,10 @@ class ActivationCheckpointingConfig(Section):
     tensor-parallel rank that is the whole input, and nothing is sent."""
 
     cpu_checkpointing: bool = False
-    """The saved inputs of checkpointed blocks wait in host memory, page-locked where there is a GPU."""
+    """The saved inputs of checkpointed blocks wait in host memory, page-locked where there is a GPU, and the device
+    holds none between forward and backward. An input is copied out while its block runs; in backward, that of the block
+    before is copied in while a block is recomputed. Acts alone or with `partition_activations`, with which each rank's
+    part is what is copied."""
 
     contiguous_memory_optimization: bool = False
     """The saved inputs lie in one buffer with a place for each checkpointed block, made in the first forward: less

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from launcher.comm import broadcast
 from launcher.engine.batches import call, cast, loss_in, outputs_in, to_device
@@ -69,13 +70,13 @@ class Work:
         updates = len(self.weights) if self.updates_inside else 1
         return self.weights[microbatch] * updates * self.engine.loss_scaler.scale
 
-    def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, last: bool) -> None:
+    def backward(self, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
         place = self._begin_backward(last)
-        if not tensors:
+        if not outputs:
             self.engine.zero.reducer.sync = False  # nothing is reduced here: `settle` does it
             return
         with self.engine.watch.phase("backward", self.engine), adding_in(place):
-            torch.autograd.backward(tensors, gradients)
+            torch.autograd.backward(outputs, gradients)
 
     def finish(self, put_off: PutOff, *, last: bool) -> None:
         place = self._begin_backward(last)

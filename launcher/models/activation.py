@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.comm import Axis
@@ -57,17 +57,24 @@ class Checkpointer:
         return cls(keeping, synchronize=config.synchronize_checkpoint_boundary, profile=config.profile)
 
     def run(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """function(*args, **kwargs). Tensors among `args` are kept as `keeping` says, those of `kwargs` as they are."""
+        """function(*args, **kwargs). Tensors among `args` are kept as `keeping` says, and those of `kwargs` that need a
+        gradient; the rest, such as masks and positions that all blocks share, is kept as it is."""
         if _inside.get():
             return function(*args, **kwargs)
+        count = len(args)
+        named = {
+            key: value for key, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad
+        }
+        args, kwargs = (*args, *named.values()), {key: kwargs[key] for key in kwargs if key not in named}
+        names = tuple(named)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             with self._watch(name):
-                return function(*args, **kwargs)
+                return function(*args[:count], **dict(zip(names, args[count:], strict=True)), **kwargs)
 
         if self.saved.keeping.changes_nothing:
             return checkpoint(watched, *args, use_reentrant=False, **kwargs)
-        with self.saved.hooks():  # outside the checkpoint: what it saves itself are the inputs
+        with self.saved.block():  # outside the checkpoint: what it saves itself are the inputs
             return checkpoint(watched, *args, use_reentrant=False, **kwargs)
 
     @contextmanager

@@ -1,15 +1,25 @@
-"""How the inputs of checkpointed blocks wait for the backward: split over an axis, in one buffer, on the host."""
+"""How the inputs of checkpointed blocks wait for the backward: split over an axis, in one buffer, on the host.
+
+On the host: while a block runs, its inputs are copied out, and when it has run, the device holds them no more. When
+the backward comes to a block, the copies in of the block before it start, and run beside the recomputation.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from launcher.comm import Axis, all_gather
+from launcher.models import host_copies
+from launcher.models.host_copies import Lane, host_memory
 
 
 @dataclass(frozen=True)
@@ -33,11 +43,29 @@ class Keeping:
 
 
 class Kept:
-    """One saved input while it waits. `piece` [s]: its elements, or this rank's 1/N of them, padded to N * s."""
+    """One input while it waits. `piece` [s]: its elements, or this rank's 1/N of them, padded to N * s."""
 
     def __init__(self, piece: Tensor, like: Tensor, *, split: bool) -> None:
         self.piece, self.split = piece, split
         self.shape, self.numel, self.device = like.shape, like.numel(), like.device
+
+
+class Block:
+    """What one run of a block saved.
+
+    Attributes:
+        before: what was saved before this, if it still waits: the next that a backward needs.
+        inputs: what it saved; several blocks may have saved the same, for example a mask.
+        arrived: pieces that are back on the device and were not asked for yet.
+    """
+
+    def __init__(self, before: Callable[[], Block | None]) -> None:
+        self.before = before
+        self.inputs: list[Kept] = []
+        self.arrived: dict[Kept, Tensor] = {}
+
+
+Coming = dict[Kept, tuple[Tensor, Any]]  # pieces on the device [s], and the tickets of their copies
 
 
 class SavedInputs:
@@ -55,14 +83,40 @@ class SavedInputs:
         self.keeping = keeping
         self.kept_bytes = self.host_bytes = 0
         self._places = _Places(keeping.places)
+        self._same: dict[tuple[Any, ...], tuple[weakref.ref[Kept], StorageWeakRef]] = {}
+        self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
+        self._leaving: list[tuple[Lane, Any, Tensor]] = []  # inputs of the block that runs; held until copied
+        self._newest: Callable[[], Block | None] = _nothing
+        self._at: Callable[[], Block | None] = _nothing  # where the backward is
+        self._ahead: tuple[Block, Coming] | None = None  # one block ahead of it, never more
 
-    def hooks(self) -> saved_tensors_hooks:
+    @contextmanager
+    def block(self) -> Iterator[None]:
         """The context around a checkpoint: what it saves inside is kept as `keeping` says."""
-        return saved_tensors_hooks(self.pack, self.unpack)
+        block = Block(self._newest)
+        self._newest = weakref.ref(block)
+        try:
+            with saved_tensors_hooks(lambda tensor: (block, self.pack(tensor, block)), self._unpack_of_block):
+                yield
+        finally:
+            self._let_leave()
 
-    def pack(self, tensor: Tensor) -> Kept:
+    def pack(self, tensor: Tensor, block: Block) -> Kept:
         """Take the elements that this rank keeps out of `tensor`."""
-        axis = self.keeping.axis
+        storage = tensor.untyped_storage()
+        where = storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+        key = (*where, tensor.dtype, tensor._version)
+        known, alive = self._same.get(key, (_nothing, None))
+        kept = None if alive is None or alive.expired() else known()
+        if kept is None:
+            kept = self._keep(tensor)
+            self._same[key] = weakref.ref(kept), StorageWeakRef(storage)
+            weakref.finalize(kept, self._same.pop, key, None).atexit = False
+        block.inputs.append(kept)
+        return kept
+
+    def _keep(self, tensor: Tensor) -> Kept:
+        axis, on_host = self.keeping.axis, self.keeping.on_host
         split = axis.degree > 1 and tensor.is_floating_point() and tensor.numel() >= axis.degree
         piece = tensor.detach().reshape(-1)  # [numel]
         if split:
@@ -70,28 +124,78 @@ class SavedInputs:
             mine = piece[axis.rank * size : (axis.rank + 1) * size]
             piece = torch.nn.functional.pad(mine, (0, size - mine.numel())).clone()  # [size]
         kept = Kept(piece, tensor, split=split)
-        if self.keeping.places:
-            kept.piece = self._places.put(kept, host=self.keeping.on_host)
-        elif self.keeping.on_host:
-            kept.piece = _empty_like(piece, host=True).copy_(piece, non_blocking=True)
+        if self.keeping.places or on_host:
+            kept.piece = self._places.take(kept, host=on_host)
+            if on_host:
+                out, _ = self._lanes_of(tensor.device)
+                self._leaving.append((out, out.copy(kept.piece, piece), piece))
+            else:
+                kept.piece.copy_(piece)
         size_in_bytes = kept.piece.numel() * kept.piece.element_size()
         self.kept_bytes += size_in_bytes
-        self.host_bytes += size_in_bytes if self.keeping.on_host else 0
+        self.host_bytes += size_in_bytes if on_host else 0
         weakref.finalize(kept, self._let_go, size_in_bytes).atexit = False
         return kept
 
-    def unpack(self, kept: Kept) -> Tensor:
+    def _let_leave(self) -> None:
+        """What computes next may write where the inputs were."""
+        for lane, ticket, _ in self._leaving:
+            lane.wait(ticket)
+        self._leaving.clear()
+
+    def _unpack_of_block(self, packed: tuple[Block, Kept]) -> Tensor:
+        block, kept = packed
+        return self.unpack(kept, block)
+
+    def unpack(self, kept: Kept, block: Block) -> Tensor:
         """The whole input again, on its device. Where it was split: a collective of the axis."""
-        axis, piece = self.keeping.axis, kept.piece
+        if self.keeping.on_host:
+            self._arrive_at(block)
+            piece = block.arrived.pop(kept, None)
+            if piece is None:  # asked for a second time
+                piece = self._settle(self._start([kept]))[kept]
+        else:
+            piece = kept.piece
         if kept.split:
+            axis = self.keeping.axis
             full = torch.empty(piece.numel() * axis.degree, dtype=piece.dtype, device=kept.device)
-            full[axis.span(full.numel())].copy_(piece, non_blocking=True)
+            full[axis.span(full.numel())].copy_(piece)
             all_gather(full, axis, "checkpoint/unsplit").wait()
             return full[: kept.numel].view(kept.shape)
-        if self.keeping.places and piece.device == kept.device:
-            # its place may be given to the next input while somebody still has this one
-            return piece.clone().view(kept.shape)
-        return piece.to(kept.device, non_blocking=True).view(kept.shape)
+        # a place may be given to the next input while somebody still has this one
+        return (piece.clone() if piece is kept.piece and self.keeping.places else piece).view(kept.shape)
+
+    def _arrive_at(self, block: Block) -> None:
+        """Have its inputs on the device; those of the block before it set off."""
+        if self._at() is block:
+            return
+        self._at = weakref.ref(block)
+        foreseen, coming = self._ahead or (None, {})
+        self._ahead = None
+        pieces = self._settle(
+            coming
+        )  # also where the backward went elsewhere: their memory is free from here on
+        block.arrived = pieces if foreseen is block else self._settle(self._start(block.inputs))
+        before = block.before()
+        if before is not None:
+            self._ahead = before, self._start(before.inputs)
+
+    def _start(self, inputs: list[Kept]) -> Coming:
+        coming: Coming = {}
+        for kept in dict.fromkeys(inputs):
+            piece = torch.empty(kept.piece.numel(), dtype=kept.piece.dtype, device=kept.device)
+            coming[kept] = piece, self._lanes_of(kept.device)[1].copy(piece, kept.piece)
+        return coming
+
+    def _settle(self, coming: Coming) -> dict[Kept, Tensor]:
+        for kept, (_, ticket) in coming.items():
+            self._lanes_of(kept.device)[1].wait(ticket)
+        return {kept: piece for kept, (piece, _) in coming.items()}
+
+    def _lanes_of(self, device: torch.device) -> tuple[Lane, Lane]:
+        if device not in self._lanes:
+            self._lanes[device] = host_copies.lanes(device)
+        return self._lanes[device]
 
     def reset(self) -> None:
         """Make a new buffer at the next input, for example when their size has changed."""
@@ -102,32 +206,32 @@ class SavedInputs:
 
 
 class _Places:
-    """One buffer of equal places. The first input decides their size."""
+    """Memory for inputs: one buffer of equal places. The first input decides their size."""
 
     def __init__(self, number: int) -> None:
         self._number = number
         self._free: list[Tensor] | None = None  # each [s]
         self._like = (0, torch.float32, torch.device("cpu"))
 
-    def put(self, kept: Kept, *, host: bool) -> Tensor:
-        """A copy of the piece in a free place, or in memory of its own where none fits."""
+    def take(self, kept: Kept, *, host: bool) -> Tensor:
+        """Memory [s] for the piece: a free place, or memory of its own where none fits."""
         piece = kept.piece
         like = (piece.numel(), piece.dtype, piece.device)
         if self._free is None:
             self._like = like
-            buffer = _empty_like(piece, host=host, numel=self._number * piece.numel())
-            self._free = list(buffer.view(self._number, -1))
+            self._free = list(
+                _memory(self._number * piece.numel(), piece, host=host).view(self._number, piece.numel())
+            )
         if like != self._like or not self._free:
-            return _empty_like(piece, host=host).copy_(piece, non_blocking=True)
+            return _memory(piece.numel(), piece, host=host)
         place = self._free.pop()
         weakref.finalize(kept, self._free.append, place).atexit = False
-        return place.copy_(piece, non_blocking=True)
+        return place
 
 
-def _empty_like(piece: Tensor, *, host: bool, numel: int | None = None) -> Tensor:
-    """Memory for `numel` (default: as many) elements of the piece's dtype, on its device or the host."""
-    size = piece.numel() if numel is None else numel
-    if not host:
-        return torch.empty(size, dtype=piece.dtype, device=piece.device)
-    # Page-locked: the copy is queued on the device's stream, as is the copy back, which keeps the two in order.
-    return torch.empty(size, dtype=piece.dtype, pin_memory=piece.is_cuda)
+def _memory(numel: int, like: Tensor, *, host: bool) -> Tensor:
+    return host_memory(numel, like) if host else torch.empty(numel, dtype=like.dtype, device=like.device)
+
+
+def _nothing() -> None:
+    """A reference to nothing."""

@@ -47,7 +47,7 @@ class Mail:
         }
         self._boxes: dict[Action, tuple[tuple[Tensor, ...], list[Pending]]] = {}
         self._posted: dict[tuple[int, Kind], int] = {}
-        self._outgoing: list[Pending] = []
+        self._outgoing: dict[Action, list[Pending]] = {}
 
     def send(self, action: Action, tensors: tuple[Tensor, ...], learned: Crossing | None) -> None:
         """Start sending what an action made.
@@ -58,11 +58,12 @@ class Mail:
         """
         to = self.schedule.rank_of[matching_receive(action).stage]
         back, tag = action.kind is Kind.SEND_B, f"stage{action.stage}/{action.kind.lower()}"
+        outgoing = self._outgoing[action] = []
         if learned is not None:
             content = packed(learned).to(self.device)
             size = torch.tensor([content.numel()], device=self.device)
-            self._outgoing += [self.letters.send(part, to, tag) for part in (size, content)]
-        self._outgoing += [self.letters.send(tensor, to, tag, back=back) for tensor in tensors]
+            outgoing += [self.letters.send(part, to, tag) for part in (size, content)]
+        outgoing += [self.letters.send(tensor, to, tag, back=back) for tensor in tensors]
 
     def receive(self, action: Action) -> tuple[Tensor, ...]:
         """Wait for what RECV_F or RECV_B stands for."""
@@ -74,15 +75,22 @@ class Mail:
         self._post_ahead(key)
         for pending in pendings:
             pending.wait()
+        if (
+            action.kind is Kind.RECV_B
+        ):  # what this is the gradient of has arrived: its memory need not wait for it
+            self._wait_for(Action(Kind.SEND_F, action.stage, action.microbatch))
         return tensors
 
     def finish(self) -> None:
         """Wait until everything was sent."""
-        for pending in self._outgoing:
-            pending.wait()
-        self._outgoing.clear()
+        for action in list(self._outgoing):
+            self._wait_for(action)
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _wait_for(self, action: Action) -> None:
+        for pending in self._outgoing.pop(action):
+            pending.wait()
 
     def _source(self, action: Action) -> int:
         return self.schedule.rank_of[action.stage + (1 if action.kind is Kind.RECV_B else -1)]

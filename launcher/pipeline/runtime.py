@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from launcher.comm import Axis
 from launcher.comm.letters import Letters
@@ -48,8 +49,8 @@ class Work(Protocol):
     def loss(self, output: Any) -> Tensor:
         """The scalar in the output of the last stage."""
 
-    def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, last: bool) -> None:
-        """From outputs to leaves; `last`: of this rank in this step. No tensors: nothing before them is trained."""
+    def backward(self, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
+        """From outputs to leaves; `last`: of this rank in this step. No outputs: nothing before them is trained."""
 
     def finish(self, put_off: PutOff, *, last: bool) -> None:
         """Compute gradients of weights that were put off."""
@@ -67,10 +68,15 @@ class Work(Protocol):
 
 @dataclass
 class Kept:
-    """Of a forward whose backward is to come."""
+    """Of a forward whose backward is to come. It holds no activations: that is up to what autograd saves.
+
+    Attributes:
+        received: where the gradients of the floats that were received will be, in their order.
+        outputs: where backward starts, for each float that left; None: it needs no gradient.
+    """
 
     received: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[GradientEdge | None, ...]
 
 
 class Runtime:
@@ -197,7 +203,7 @@ class _Step:
                 self.work.update({self.versions[microbatch] for _, microbatch in self.kept})
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        received = tuple(_start(tensor) for tensor in self.arrived.pop((stage, microbatch), ()))
+        received, leaves = _started(self.arrived.pop((stage, microbatch), ()))
         signature, batch = self.signatures[microbatch], self.batches[microbatch]
         new = self.staged.learned(stage, signature) is None
         output = self.staged.forward(
@@ -211,7 +217,7 @@ class _Step:
             outputs = output
             self._hand_on(stage, microbatch, outputs, new)
         if self.training:
-            self.kept[stage, microbatch] = Kept(received, outputs)
+            self.kept[stage, microbatch] = Kept(leaves, _ends(outputs))
 
     def _hand_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...], new: bool) -> None:
         tensors = tuple(output.detach().contiguous() for output in outputs)
@@ -225,29 +231,52 @@ class _Step:
         kept = self.kept.pop((stage, microbatch))
         if stage == self.staged.virtual_stages - 1:
             factor = self.work.root_gradient(microbatch)
-            gradients: tuple[Tensor, ...] = (torch.full_like(kept.outputs[0], factor),)
+            gradients: tuple[Tensor, ...] = (torch.full_like(self.losses[microbatch], factor),)
         else:
             gradients = self.gradients.pop((stage, microbatch))
-        outputs = [output for output in kept.outputs if output.is_floating_point()]
-        pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if out.requires_grad]
+        pairs = [(out, grad) for out, grad in zip(kept.outputs, gradients, strict=True) if out is not None]
         self.staged.before_backward(stage, self.signatures[microbatch])
         self.work.backward([out for out, _ in pairs], [grad for _, grad in pairs], last=last)
         if stage == 0:
             return
-        back = tuple(_gradient_of(tensor) for tensor in kept.received if tensor.is_floating_point())
+        back = tuple(_gradient_of(leaf) for leaf in kept.received)
         if self.staged.rank_of[stage - 1] == self.rank:
             self.gradients[stage - 1, microbatch] = back
         else:
             self.leaving[Action(Kind.SEND_B, stage, microbatch)] = back, None
 
 
-def _start(tensor: Tensor) -> Tensor:
-    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+class _Start(torch.autograd.Function):
+    """A received tensor with the gradient of a leaf that has its shape, but not its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
 
 
-def _gradient_of(tensor: Tensor) -> Tensor:
-    gradient, tensor.grad = tensor.grad, None
-    return torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+def _started(arrived: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(what autograd records from, the leaves where the gradients of the floats among it will be)."""
+    received, leaves = [], []
+    for tensor in arrived:
+        if tensor.is_floating_point():
+            leaves.append(tensor.new_zeros(()).expand(tensor.shape).requires_grad_())
+            tensor = _Start.apply(leaves[-1], tensor)
+        received.append(tensor)
+    return tuple(received), tuple(leaves)
+
+
+def _ends(outputs: tuple[Tensor, ...]) -> tuple[GradientEdge | None, ...]:
+    floats = [output for output in outputs if output.is_floating_point()]
+    return tuple(get_gradient_edge(output) if output.requires_grad else None for output in floats)
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    gradient, leaf.grad = leaf.grad, None
+    return leaf.new_zeros(leaf.shape) if gradient is None else gradient.contiguous()
 
 
 def _versions(schedule: Schedule, rank: int) -> list[int]:

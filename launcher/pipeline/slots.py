@@ -6,7 +6,7 @@ shared  a dictionary or a list inside the arguments: one object that the model h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -15,20 +15,20 @@ Slot = tuple[Any, ...]
 
 def slots_of(call: Call) -> dict[Slot, Any]:
     """What lies in each slot."""
-    found: dict[Slot, Any] = {}
+    return dict(_visited(call, ()))
 
-    def visit(value: Any, slot: Slot) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                visit(inner, (*slot, key))
-        elif isinstance(value, list) or type(value) is tuple:
-            for key, inner in enumerate(value):
-                visit(inner, (*slot, key))
-        else:
-            found[slot] = value
 
-    visit(call, ())
-    return found
+def _visited(value: Any, slot: Slot) -> Iterator[tuple[Slot, Any]]:
+    inside: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, list) or type(value) is tuple:
+        inside = enumerate(value)
+    else:
+        yield slot, value
+        return
+    for key, inner in inside:
+        yield from _visited(inner, (*slot, key))
 
 
 def in_shared(call: Call, slot: Slot) -> bool:

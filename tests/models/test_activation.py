@@ -14,7 +14,7 @@ from launcher.comm import Axis, Mesh
 from launcher.config import ActivationCheckpointingConfig
 from launcher.models import activation
 from launcher.models.activation import Checkpointer, checkpoint_blocks
-from launcher.models.saved_inputs import Keeping, SavedInputs
+from launcher.models.saved_inputs import Block, Keeping, Kept, SavedInputs
 from launcher.models.units import unit_modules
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import SEQ, batch, tiny_gpt2, tiny_llama
@@ -109,8 +109,6 @@ def test_saved_inputs_wait_on_the_host() -> None:
 
     assert on_host(True) == (3 * INPUT_BYTES, 0, 3 * INPUT_BYTES)
     assert on_host(False)[2] == 0
-    packed = SavedInputs(Keeping(on_host=True)).pack(torch.ones(3, device="cpu"))
-    assert packed.piece.device.type == "cpu" and packed.device.type == "cpu"
 
 
 def places_of(model: Any, saved: SavedInputs) -> list[int]:
@@ -118,8 +116,8 @@ def places_of(model: Any, saved: SavedInputs) -> list[int]:
     found: list[int] = []
     pack = saved.pack
 
-    def spy(tensor: Tensor) -> Any:
-        kept = pack(tensor)
+    def spy(tensor: Tensor, block: Block) -> Any:
+        kept = pack(tensor, block)
         found.append(kept.piece.untyped_storage().data_ptr())
         return kept
 
@@ -141,17 +139,24 @@ def test_one_buffer_for_all_saved_inputs(on_host: bool) -> None:
     assert len(set(places_of(other, prepared(other, **keys).saved))) == (3 if on_host else 0)
 
 
+def packed(saved: SavedInputs, tensor: Tensor) -> tuple[Kept, Block]:
+    """As the only input of a block."""
+    with saved.block():
+        block = Block(lambda: None)
+        return saved.pack(tensor, block), block
+
+
 def test_places_are_given_back_and_never_shared() -> None:
     saved = SavedInputs(Keeping(places=2))
     tensors = [torch.full((4,), float(i)) for i in range(4)]
-    kept = [saved.pack(tensor) for tensor in tensors]  # two find no place
-    odd = saved.pack(torch.ones(3))
-    assert [saved.unpack(k)[0].item() for k in kept] == [0, 1, 2, 3] and saved.unpack(odd).shape == (3,)
-    again, place = saved.unpack(kept[0]), kept[0].piece.data_ptr()
-    kept[0] = saved.pack(torch.full((4,), 9.0))  # the place is still taken while this is made
-    assert kept[0].piece.data_ptr() != place
-    kept[1] = saved.pack(torch.full((4,), 8.0))
-    assert kept[1].piece.data_ptr() == place and again[0] == 0
+    kept = [packed(saved, tensor) for tensor in tensors]  # two find no place
+    odd = packed(saved, torch.ones(3))
+    assert [saved.unpack(*k)[0].item() for k in kept] == [0, 1, 2, 3] and saved.unpack(*odd).shape == (3,)
+    again, place = saved.unpack(*kept[0]), kept[0][0].piece.data_ptr()
+    kept[0] = packed(saved, torch.full((4,), 9.0))  # the place is still taken while this is made
+    assert kept[0][0].piece.data_ptr() != place
+    kept[1] = packed(saved, torch.full((4,), 8.0))
+    assert kept[1][0].piece.data_ptr() == place and again[0] == 0
     assert saved.kept_bytes == 4 * 16 + 12
 
 
@@ -214,8 +219,8 @@ def split_odd(ctx: RankContext) -> None:
         torch.tensor(2.0),
         torch.ones(5).bfloat16(),
     ):
-        kept = saved.pack(tensor)
-        assert torch.equal(saved.unpack(kept), tensor)
+        kept, block = packed(saved, tensor)
+        assert torch.equal(saved.unpack(kept, block), tensor)
         assert kept.piece.numel() == (-(-tensor.numel() // 2) if kept.split else tensor.numel())
 
 

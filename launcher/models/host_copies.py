@@ -1,0 +1,61 @@
+"""Copies between device and host that run beside the computation."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Lane(Protocol):
+    """Copies of one direction, one after another. Between `copy` and `wait` both tensors belong to the lane."""
+
+    def copy(self, into: Tensor, source: Tensor) -> Any:
+        """Fill `into` [s] from `source` [s] once what is computed so far is done; a ticket for `wait`."""
+
+    def wait(self, ticket: Any) -> None:
+        """What is computed from now on finds the copy done."""
+
+
+class InOrder:
+    """Copies at once: where there is no stream beside the one that computes."""
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        into.copy_(source)
+
+    def wait(self, ticket: None) -> None:
+        pass
+
+
+class SideStream:
+    """Copies on a CUDA stream of its own. The host waits for nothing; streams wait for each other.
+
+    Only `wait` makes it safe to free what was copied: the allocator would give its memory to the stream that computes,
+    which then is behind the copy. This bounds memory when a step is queued, not only when it runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, into: Tensor, source: Tensor) -> torch.cuda.Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            into.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def wait(self, ticket: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(ticket)
+
+
+def lanes(device: torch.device) -> tuple[Lane, Lane]:
+    """To the host, and back from it; a link has both directions at once."""
+    if device.type == "cuda":
+        return SideStream(device), SideStream(device)
+    return InOrder(), InOrder()
+
+
+def host_memory(numel: int, like: Tensor) -> Tensor:
+    """Host memory [numel] of the dtype of `like`, page-locked if that is on a CUDA device: else a copy would wait."""
+    return torch.empty(numel, dtype=like.dtype, pin_memory=like.is_cuda)
