@@ -18,10 +18,18 @@ class FakeUnit:
     numel: int = 100
     starts: int = 0
     whole: bool = False
+    moves: bool = False
+    fetches: int = 0
 
     @property
     def sharded(self) -> bool:
         return self.numel > 0
+
+    def fetch(self) -> None:
+        self.fetches += 1
+
+    def rest(self) -> None:
+        """Nobody needed it."""
 
     def gather_start(self, phase: str) -> None:
         self.starts += 1
@@ -125,3 +133,18 @@ def test_a_change_of_order_is_reported_when_asked_for(warn: bool, caplog: pytest
     said = ["unit c came where b came before, as number 2 of an iteration"]
     assert len(caplog.messages) == len(said) * warn
     assert not warn or said[0] in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("elements", "number", "asked"), [(1000, 2, 2), (100, 5, 1), (1000, 9, 5)])
+def test_what_rests_elsewhere_is_read_ahead_and_gathered_one_use_later(
+    elements: int, number: int, asked: int
+) -> None:
+    units = [FakeUnit(c, moves=True) for c in "abcdef"]
+    fetch = Fetcher(ZeroPolicy.of_stage(3, prefetch_bucket_size=100), elements, number)
+    iterate(fetch, units)
+    fetch.begin(with_grad=True)
+    fetch.use(units[0], "forward")
+    assert [unit.fetches for unit in units] == [0] + [1] * asked + [0] * (5 - asked)
+    assert [unit.starts for unit in units[1:3]] == [1, 1], "gathered in the first iteration only"
+    fetch.use(units[1], "forward")
+    assert units[2].starts == (2 if asked > 1 else 1), "whose read was asked for one use before"
