@@ -258,10 +258,10 @@ def test_close_leaves_nothing(tmp_path: Path) -> None:
 
 
 CRASHING = """
-import os, signal, sys, torch
-from launcher.offload.nvme import NvmeTier
-tier = NvmeTier(sys.argv[1])
-tier.write("a", torch.zeros(1 << 20)).result()
+import os, signal, sys
+from pathlib import Path
+from launcher.offload.directory import OwnDirectory
+OwnDirectory(Path(sys.argv[1]), 0).data.write_bytes(bytes(1 << 22))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
