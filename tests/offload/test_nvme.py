@@ -97,7 +97,8 @@ def test_size_and_number_of_requests_are_the_json_s(tmp_path: Path, monkeypatch:
 
 @pytest.mark.key("aio.checksum")
 @pytest.mark.parametrize(
-    ("place", "checksum", "found"), [(0, "samples", True), (2000, "samples", False), (2000, "all", True)]
+    ("place", "checksum", "found"),
+    [(0, "samples", True), (4095, "samples", True), (2000, "samples", False), (2000, "all", True)],
 )
 def test_one_changed_byte(tmp_path: Path, place: int, checksum: str, found: bool) -> None:
     tier = NvmeTier(tmp_path, AioConfig(checksum=checksum))
