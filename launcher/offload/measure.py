@@ -110,8 +110,8 @@ def bench(path: Path, size: int) -> Iterator[Bench]:
 def sweep(made: Bench, seconds: float, tell: Callable[[float], None] = lambda share: None) -> list[Row]:
     """Measure what the disk can do (first row), and settings, in turns, for about `seconds`.
 
-    The first round has all settings, the later ones the better half of those that are left, down to four: time goes
-    to those among which it is hard to choose.
+    The first two rounds have all settings, the later ones the better half of those that are left, down to four: time
+    goes to those among which it is hard to choose.
 
     Args:
         tell: called with the share of the time that has passed.
@@ -120,7 +120,7 @@ def sweep(made: Bench, seconds: float, tell: Callable[[float], None] = lambda sh
     rows = [Row(block, number) for block in BLOCKS for number in IN_FLIGHT]
     started = time.perf_counter()
     speed = min(made.run(*DISK, 2 * DISK[0], write=write) for write in (True, False))
-    size = _size_of_turn(made.size, speed * seconds / (6 * len(rows)))
+    size = _size_of_turn(made.size, speed * seconds / (10 * len(rows)))
     left = rows
     while True:
         for i, row in enumerate([disk, *left]):
@@ -130,7 +130,8 @@ def sweep(made: Bench, seconds: float, tell: Callable[[float], None] = lambda sh
             tell(min(passed, 1.0))
             if passed > 1 and all(row.read for row in rows[: i + 1]) and left[-1].read:
                 return [disk, *rows]
-        left = sorted(left, key=lambda row: -row.both)[: max(4, len(left) // 2)]
+        if len(disk.read) > 1:
+            left = sorted(left, key=lambda row: -row.both)[: max(4, len(left) // 2)]
 
 
 def best(rows: list[Row]) -> Row:

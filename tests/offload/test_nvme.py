@@ -97,7 +97,8 @@ def test_size_and_number_of_requests_are_the_json_s(tmp_path: Path, monkeypatch:
 
 @pytest.mark.key("aio.checksum")
 @pytest.mark.parametrize(
-    ("place", "checksum", "found"), [(0, "samples", True), (2000, "samples", False), (2000, "all", True)]
+    ("place", "checksum", "found"),
+    [(0, "samples", True), (4095, "samples", True), (2000, "samples", False), (2000, "all", True)],
 )
 def test_one_changed_byte(tmp_path: Path, place: int, checksum: str, found: bool) -> None:
     tier = NvmeTier(tmp_path, AioConfig(checksum=checksum))
@@ -258,10 +259,10 @@ def test_close_leaves_nothing(tmp_path: Path) -> None:
 
 
 CRASHING = """
-import os, signal, sys, torch
-from launcher.offload.nvme import NvmeTier
-tier = NvmeTier(sys.argv[1])
-tier.write("a", torch.zeros(1 << 20)).result()
+import os, signal, sys
+from pathlib import Path
+from launcher.offload.directory import OwnDirectory
+OwnDirectory(Path(sys.argv[1]), 0).data.write_bytes(bytes(1 << 22))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
