@@ -10,7 +10,7 @@ the updated parameters of a buffer travel while the next one is stepped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Pending
 from launcher.errors import ConfigError
+from launcher.optim import one_pass
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.gradients import FlatGradient
@@ -96,12 +97,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale: factor on all gradients: 1 / (ranks x loss scale), and clipping.
         """
         pending: list[Pending] = []
-        with self._scaling_inside(scale) as scale:
+        rule = one_pass.rule_of(self.inner) if self.zero.pool.device.type == "cpu" else None
+        with nullcontext(scale) if rule is not None else self._scaling_inside(scale) as scale:
             for gradients in self._batches():
                 for gradient in gradients:
-                    self._step_buffer(gradient, scale)
+                    if rule is not None:
+                        self._step_in_one_pass(rule, gradient, scale)
+                    else:
+                        self._step_buffer(gradient, scale)
                 self._finish(gradients)
-                pending += [travelling for gradient in gradients for travelling in gradient.flat.publish()]
+                for gradient in gradients:
+                    pending += gradient.flat.publish(written=rule is not None)
         for travelling in pending:
             travelling.wait()
 
@@ -144,6 +150,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield 1.0
         finally:
             del inner.grad_scale
+
+    def _step_in_one_pass(self, rule: one_pass.Rule, gradient: FlatGradient, scale: float) -> None:
+        """Step a buffer; parameters beside master weights are written, too."""
+        flat, params = gradient.flat, gradient.flat.params_beside_master
+        used = [piece for piece in flat.slices(gradient.owned) if self.zero.slots[piece.name].used]
+        into = {} if params is None else {piece.name: piece.data for piece in flat.slices(params)}
+        by_group: dict[int, list[one_pass.OnePass]] = {}
+        for piece in used:
+            tensor = self.tensors[piece.name]
+            item = one_pass.OnePass(tensor.data, piece.data, self.inner.state[tensor], into.get(piece.name))
+            by_group.setdefault(self._group_of[piece.name], []).append(item)
+        for index, items in by_group.items():
+            dtype = self._widened(flat.master.dtype)
+            one_pass.step(rule, self.param_groups[index], items, scale=scale, dtype=dtype)
 
     def _step_buffer(self, gradient: FlatGradient, scale: float) -> None:
         owned, dtype = gradient.owned, self._widened(gradient.flat.master.dtype)

@@ -271,13 +271,22 @@ class FlatBuffer:
 
     # ---- after the optimizer ----------------------------------------------------------------
 
-    def publish(self) -> list[Pending]:
-        """Bring the stepped master weights into the parameters of every rank; started, to be waited for."""
+    @property
+    def params_beside_master(self) -> Tensor | None:
+        """[owned range]: the parameters, where they are other memory than the master weights and not packed."""
+        return None if self.master.dtype == self.dtype or self.packed is not None else self._owned_params
+
+    def publish(self, *, written: bool = False) -> list[Pending]:
+        """Bring the stepped master weights into the parameters of every rank; started, to be waited for.
+
+        Args:
+            written: the optimizer has written `params_beside_master`.
+        """
         self._second_is_new = False
         if self.packed is not None:
             self._pack(self.values())
             return []
-        if self.master.dtype != self.dtype:
+        if self.master.dtype != self.dtype and not written:
             self._owned_params.copy_(self.master)
         if self.sharded or not self.shards_optim:
             return []
