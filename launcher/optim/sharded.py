@@ -108,6 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._finish(gradients)
                 for gradient in gradients:
                     pending += gradient.flat.publish(written=rule is not None)
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler of torch made for it wants to know
         for travelling in pending:
             travelling.wait()
 

@@ -114,8 +114,13 @@ def test_who_steps_otherwise_is_left_to_its_own_step() -> None:
     assert one_pass.rule_of(type("Mine", (AdamW,), {})(params, fused=True)) is None
     hooked = AdamW(params, fused=True)
     assert one_pass.rule_of(hooked) is one_pass.ADAMW
+    torch.optim.lr_scheduler.LambdaLR(hooked, lambda _: 1.0)
+    assert one_pass.rule_of(hooked) is one_pass.ADAMW
     hooked.register_step_post_hook(lambda *_: None)
     assert one_pass.rule_of(hooked) is None
+    replaced = AdamW(params, fused=True)
+    replaced.step = lambda: None  # type: ignore[method-assign,assignment]
+    assert one_pass.rule_of(replaced) is None
 
 
 def test_a_failure_in_a_thread_is_raised(threads: int) -> None:
