@@ -37,7 +37,13 @@ class Lion(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p]["exp_avg"] = torch.zeros_like(p)
-        moments: list[Tensor] = [self.state[p]["exp_avg"] for p in params]
+        self.update(group, params, grads, [self.state[p]["exp_avg"] for p in params])
+
+    @staticmethod
+    def update(
+        group: dict[str, Any], params: list[Tensor], grads: list[Tensor], moments: list[Tensor]
+    ) -> None:
+        """Step tensors of one param group."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         update = torch._foreach_lerp(moments, grads, 1 - beta1)
         torch._foreach_sign_(update)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Pending
 from launcher.errors import ConfigError
+from launcher.optim import one_pass
 from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
@@ -105,18 +106,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale: factor on all gradients: 1 / (ranks x loss scale), and clipping.
         """
         pending: list[Pending] = []
-        with self._scaling_inside(scale) as scale:
-            batches = list(self._batches())
-            for gradients, following in zip(batches, [*batches[1:], []], strict=True):
-                for gradient in following if self.zero.homes.reads_ahead else ():
-                    self.states[gradient].fetch()
-                for gradient in gradients:
-                    self._step_buffer(gradient, scale)
-                self._finish(gradients)
-                for gradient in gradients:
-                    self.states[gradient].hide()
-                    gradient.rest(changed=False)
-                    pending += gradient.flat.publish()
+        rule, batches = one_pass.rule_of(self.inner), list(self._batches())
+        for gradients, following in zip(batches, [*batches[1:], []], strict=True):
+            for gradient in following if self.zero.homes.reads_ahead else ():
+                self.states[gradient].fetch()
+            written = {gradient: self._step_buffer(gradient, scale, rule) for gradient in gradients}
+            self._finish(gradients)
+            for gradient in gradients:
+                self.states[gradient].hide()
+                gradient.rest(changed=False)
+                pending += gradient.flat.publish(written=written[gradient])
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler of torch made for it wants to know
         for travelling in pending:
             travelling.wait()
 
@@ -146,13 +146,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     @contextmanager
-    def _scaling_inside(self, scale: float) -> Iterator[float]:
+    def _scaling_inside(self, scale: float, device: torch.device) -> Iterator[float]:
         """Let torch's fused kernels, which can, divide the gradients as they read them; gives the factor left to do."""
         fused = all(group.get("fused") for group in self.param_groups)
         if scale in (0.0, 1.0) or not fused or isinstance(self.inner, WholeOptimizer):
             yield scale
             return
-        device = self.zero.pool.device
         inner: Any = self.inner
         inner.grad_scale = torch.full((), 1 / scale, device=device)
         try:
@@ -160,9 +159,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             del inner.grad_scale
 
-    def _step_buffer(self, gradient: FlatGradient, scale: float) -> None:
+    def _step_buffer(self, gradient: FlatGradient, scale: float, rule: one_pass.Rule | None) -> bool:
+        """Step what is owned of a buffer; gives whether the parameters beside the master weights were written."""
         self.states[gradient].fetch()
         masters = {piece.name: piece.data for piece in self.states[gradient].show()}
+        if rule is not None and gradient.flat.master.device.type == "cpu":
+            return self._step_in_one_pass(gradient, scale, rule)
+        with self._scaling_inside(scale, gradient.flat.master.device) as scale:
+            self._step_by_tiles(gradient, scale, masters)
+        return False
+
+    def _step_in_one_pass(self, gradient: FlatGradient, scale: float, rule: one_pass.Rule) -> bool:
+        flat, params = gradient.flat, gradient.flat.params_beside_master
+        into = {} if params is None else {piece.name: piece.data for piece in flat.slices(params)}
+        by_group: dict[int, list[one_pass.OnePass]] = {}
+        for piece in flat.slices(gradient.owned.to(flat.master.device)):
+            if self.zero.slots[piece.name].used:
+                tensor = self.tensors[piece.name]
+                item = one_pass.OnePass(
+                    tensor.data, piece.data, self.inner.state[tensor], into.get(piece.name)
+                )
+                by_group.setdefault(self._group_of[piece.name], []).append(item)
+        for index, items in by_group.items():
+            dtype = self._widened(flat.master_dtype)
+            one_pass.step(rule, self.param_groups[index], items, scale=scale, dtype=dtype)
+        return params is not None
+
+    def _step_by_tiles(self, gradient: FlatGradient, scale: float, masters: dict[str, Tensor]) -> None:
         owned, master = gradient.owned, gradient.flat.master
         dtype = self._widened(master.dtype)
         owned = owned.to(master.device, torch.promote_types(owned.dtype, dtype))

@@ -328,13 +328,24 @@ class FlatBuffer:
 
     # ---- after the optimizer ----------------------------------------------------------------
 
-    def publish(self) -> list[Pending]:
-        """Bring the stepped master weights into the parameters of every rank; started, to be waited for."""
+    @property
+    def params_beside_master(self) -> Tensor | None:
+        """[owned range]: the parameters, where they are other memory than the master weights, and always there."""
+        if not self.own_master or self._shard.moves:
+            return None
+        return self.shard if self.sharded else self._owned_params
+
+    def publish(self, *, written: bool = False) -> list[Pending]:
+        """Bring the stepped master weights into the parameters of every rank; started, to be waited for.
+
+        Args:
+            written: the optimizer has written `params_beside_master`.
+        """
         self._second_is_new = False
         if self.packed is not None:
             self._pack(self.values())
             return []
-        if self.own_master:
+        if self.own_master and not written:
             params = self._shard.fresh() if self.sharded else self._owned_params
             params.copy_(self.master)
         self.rest(changed=True)

@@ -1,0 +1,314 @@
+"""An optimizer's step in one pass over host memory: gradients of any dtype in, 16-bit parameters out.
+
+Chunk by chunk a gradient is cast into a scratch buffer that stays in cache, torch's fused kernel steps the chunk, and
+the new weights are cast into the parameter while they are still in cache: memory sees every tensor once. Nothing is
+compiled. State has the names, shapes and numbers that torch.optim's fused classes give it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW
+
+from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
+from launcher.optim.lion import Lion
+
+CHUNK = (
+    2**18
+)  # elements; its fp32 scratch takes 1 MiB. Smaller ones cost Python's time, larger ones leave the cache
+CREW = 8  # threads at most: they share the interpreter; on more cores each has several of torch's
+
+Kernel = Callable[[dict[str, Any], "Chunk", Tensor | None], None]
+
+
+@dataclass
+class OnePass:
+    """What is stepped: a slice of one parameter, all tensors 1-D, contiguous, of one length, in host memory.
+
+    Args:
+        weights: the master weights; stepped in place.
+        grad: of any floating dtype; its values are lost.
+        state: the optimizer's state of this slice; {} before the first step. Filled and updated.
+        param: takes the new weights in its own dtype; None: nothing does.
+    """
+
+    weights: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    param: Tensor | None = None
+
+
+@dataclass
+class Chunk:
+    """Parts of slices that are stepped by one call of a kernel.
+
+    Args:
+        weights, grads: as they are held, and, inside the kernel, in the dtype of the arithmetic.
+        params: see `OnePass.param`.
+        states: name -> one tensor a part.
+        steps: the step counter of each part; empty where the optimizer counts none.
+        first: the state was made in this step.
+    """
+
+    first: bool
+    weights: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    params: list[Tensor | None] = field(default_factory=list)
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+    steps: list[Tensor] = field(default_factory=list)
+    numel: int = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One optimizer.
+
+    Args:
+        states: names of its elementwise states for a param group.
+        counts: it keeps a step counter.
+        kernel: steps a chunk in one dtype; gets the divisor of the gradients, or None.
+        scales: the kernel divides by it. Else gradients are multiplied before.
+        passes_once: the kernel reads memory once, so what needs no cast needs no chunks.
+        corrects: false: bias corrections are those of infinitely many steps.
+    """
+
+    states: Callable[[dict[str, Any]], tuple[str, ...]]
+    kernel: Kernel
+    counts: bool = True
+    scales: bool = True
+    passes_once: bool = True
+    corrects: bool = True
+
+
+def _adam(function: Any, group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    function(
+        chunk.weights,
+        chunk.grads,
+        chunk.states["exp_avg"],
+        chunk.states["exp_avg_sq"],
+        chunk.states.get("max_exp_avg_sq", []),
+        chunk.steps,
+        amsgrad=group["amsgrad"],
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        grad_scale=divisor,
+        found_inf=None,
+    )
+
+
+def _adagrad(group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
+    torch._fused_adagrad_(
+        chunk.weights,
+        chunk.grads,
+        chunk.states["sum"],
+        chunk.steps,
+        lr=group["lr"],
+        lr_decay=group["lr_decay"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        grad_scale=divisor,
+        found_inf=None,
+    )
+
+
+def _sgd(group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
+    torch._fused_sgd_(
+        chunk.weights,
+        chunk.grads,
+        chunk.states.get("momentum_buffer", []),
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        is_first_step=chunk.first,
+        grad_scale=divisor,
+        found_inf=None,
+    )
+
+
+def _lion(group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
+    Lion.update(group, chunk.weights, chunk.grads, chunk.states["exp_avg"])
+
+
+def _moments(group: dict[str, Any]) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+
+ADAM = Rule(_moments, partial(_adam, torch._fused_adam_))
+ADAMW = Rule(_moments, partial(_adam, torch._fused_adamw_))
+RULES: dict[type, Rule] = {
+    Adam: ADAM,
+    AdamW: ADAMW,
+    UncorrectedAdam: Rule(ADAM.states, ADAM.kernel, corrects=False),
+    UncorrectedAdamW: Rule(ADAMW.states, ADAMW.kernel, corrects=False),
+    Adagrad: Rule(lambda group: ("sum",), _adagrad),
+    SGD: Rule(lambda group: ("momentum_buffer",) if group["momentum"] else (), _sgd, counts=False),
+    Lion: Rule(lambda group: ("exp_avg",), _lion, counts=False, scales=False, passes_once=False),
+}
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """How to step in one pass what `optimizer.step()` would; None where that has to be called: its class is not known,
+    it does not use torch's fused kernels, or somebody hooked or replaced the call (torch's schedulers only note it)."""
+    rule, replaced = RULES.get(type(optimizer)), vars(optimizer).get("step")
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if rule is None or hooked or (replaced and not hasattr(replaced, "_wrapped_by_lr_sched")):
+        return None
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return rule if fused or type(optimizer) is Lion else None
+
+
+@torch.no_grad()
+def step(
+    rule: Rule,
+    group: dict[str, Any],
+    slices: Sequence[OnePass],
+    *,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Step slices of one param group, with all cores that torch has.
+
+    Args:
+        group: the options of the optimizer's param group.
+        scale: factor on all gradients.
+        dtype: of the arithmetic and of new state.
+    """
+    first = [_begin(rule, group, item, dtype) for item in slices]
+    pairs = [(item, new) for item, new in zip(slices, first, strict=True) if item.weights.numel()]
+    whole = [pair for pair in pairs if rule.passes_once and _needs_no_cast(pair[0], dtype)]
+    for chunk in _chunks(rule, group, whole, 2**62):
+        _step_chunk(rule, group, scale, dtype, chunk)
+    cut = [pair for pair in pairs if not (rule.passes_once and _needs_no_cast(pair[0], dtype))]
+    _share_out(partial(_step_chunk, rule, group, scale, dtype), list(_chunks(rule, group, cut, CHUNK)))
+
+
+def _needs_no_cast(item: OnePass, dtype: torch.dtype) -> bool:
+    return item.param is None and item.grad.dtype == item.weights.dtype == dtype
+
+
+def _begin(rule: Rule, group: dict[str, Any], item: OnePass, dtype: torch.dtype) -> bool:
+    """Make the state that is missing and count the step; returns whether state was made."""
+    state, first = item.state, False
+    for name in rule.states(group):
+        if state.get(name) is None:
+            state[name], first = torch.zeros_like(item.weights, dtype=dtype), True
+    if rule.counts:
+        counter = state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        counter.add_(1) if rule.corrects else counter.fill_(torch.inf)
+    return first
+
+
+def _chunks(
+    rule: Rule, group: dict[str, Any], items: Iterable[tuple[OnePass, bool]], size: int
+) -> Iterator[Chunk]:
+    """Cut large slices and join small ones. Cuts are at multiples of `size`, a multiple of what a kernel does at once:
+    every element meets the instructions that it would meet in an uncut slice."""
+    chunk = Chunk(first=False)
+    for item, first in items:
+        names = rule.states(group)
+        columns = [item.weights, item.grad, *(item.state[name] for name in names)]
+        params = (None,) * -(-item.weights.numel() // size) if item.param is None else item.param.split(size)
+        for (weights, grad, *states), param in zip(
+            zip(*(column.split(size) for column in columns), strict=True), params, strict=True
+        ):
+            if chunk.numel and (chunk.numel + weights.numel() > size or chunk.first != first):
+                yield chunk
+                chunk = Chunk(first)
+            chunk.first = first
+            chunk.weights.append(weights)
+            chunk.grads.append(grad)
+            chunk.params.append(param)
+            for name, state in zip(names, states, strict=True):
+                chunk.states.setdefault(name, []).append(state)
+            if rule.counts:
+                chunk.steps.append(item.state["step"])
+            chunk.numel += weights.numel()
+    if chunk.numel:
+        yield chunk
+
+
+def _step_chunk(rule: Rule, group: dict[str, Any], scale: float, dtype: torch.dtype, chunk: Chunk) -> None:
+    held = chunk.weights
+    chunk.grads = _cast(chunk.grads, dtype, place=0)
+    chunk.weights = _cast(held, dtype, place=1)
+    divisor = None
+    if scale != 1.0 and (scale == 0.0 or not rule.scales):
+        torch._foreach_mul_(chunk.grads, scale)
+    elif scale != 1.0:
+        divisor = torch.full((), 1 / scale)
+    rule.kernel(group, chunk, divisor)
+    for stepped, weights, param in zip(chunk.weights, held, chunk.params, strict=True):
+        if weights is not stepped:
+            weights.copy_(stepped)
+        if param is not None:
+            param.copy_(stepped)
+
+
+_scratch = threading.local()
+
+
+def _cast(tensors: list[Tensor], dtype: torch.dtype, place: int) -> list[Tensor]:
+    """The tensors in `dtype`: those of another one in this thread's scratch buffer number `place`."""
+    if all(tensor.dtype == dtype for tensor in tensors):
+        return tensors
+    buffers: dict[Any, Tensor] = _scratch.__dict__
+    key = f"{dtype} {place}"
+    if key not in buffers:
+        buffers[key] = torch.empty(CHUNK, dtype=dtype)
+    parts = buffers[key][: sum(tensor.numel() for tensor in tensors)].split([t.numel() for t in tensors])
+    return [
+        tensor if tensor.dtype == dtype else part.copy_(tensor)
+        for tensor, part in zip(tensors, parts, strict=True)
+    ]
+
+
+# ---- threads --------------------------------------------------------------------------------
+# torch would split every call over its threads and wait for all of them three times a chunk, which costs more than the
+# chunk where waking a thread is slow. Threads that take whole chunks meet once a step.
+
+
+def _share_out(work: Callable[[Chunk], None], chunks: list[Chunk]) -> None:
+    cores = torch.get_num_threads()
+    if cores == 1 or len(chunks) < 2:
+        for chunk in chunks:
+            work(chunk)
+        return
+    members = min(cores, CREW)
+    left = iter(chunks)  # shared: who is free takes the next
+
+    @torch.no_grad()
+    def take() -> None:
+        for chunk in left:
+            work(chunk)
+
+    crew = _crew(os.getpid(), members, cores // members)
+    try:
+        for done in [crew.submit(take) for _ in range(min(members, len(chunks)))]:
+            done.result()
+    finally:
+        # The number is kept for each thread, and once more for threads to come: a new member changed the latter.
+        torch.set_num_threads(cores)
+
+
+@lru_cache(maxsize=1)
+def _crew(process: int, members: int, cores: int) -> ThreadPoolExecutor:
+    """Threads with `cores` of torch's threads each. Those of a parent process are not ours after a fork."""
+    return ThreadPoolExecutor(members, "optimizer", torch.set_num_threads, (cores,))

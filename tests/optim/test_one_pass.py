@@ -1,0 +1,132 @@
+"""A step in one pass: the numbers of torch.optim's fused classes, bit for bit, whatever is cast on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from launcher.optim import one_pass
+from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
+from launcher.optim.lion import Lion
+
+SIZES = (1, 0, 7, 64, 1000, 129)
+SMALL = 256  # elements of a chunk here: some sizes are cut, others joined
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adam": lambda p: Adam(p, lr=0.01, weight_decay=0.1, fused=True),
+    "adam, amsgrad": lambda p: Adam(p, lr=0.01, amsgrad=True, maximize=True, fused=True),
+    "adamw": lambda p: AdamW(p, lr=0.01, betas=(0.8, 0.95), eps=1e-5, fused=True),
+    "uncorrected adam": lambda p: UncorrectedAdam(p, lr=0.01, fused=True),
+    "uncorrected adamw": lambda p: UncorrectedAdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: Adagrad(p, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.5, fused=True),
+    "sgd": lambda p: SGD(p, lr=0.01, weight_decay=0.1, fused=True),
+    "sgd, momentum": lambda p: SGD(p, lr=0.01, momentum=0.9, dampening=0.3, fused=True),
+    "sgd, nesterov": lambda p: SGD(p, lr=0.01, momentum=0.9, nesterov=True, fused=True),
+    "lion": lambda p: Lion(p, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1),
+}
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(one_pass, "CHUNK", SMALL)
+    one_pass._scratch.__dict__.clear()
+    one_pass._crew.cache_clear()
+    torch.set_num_threads(request.param)
+    yield request.param
+    assert torch.get_num_threads() == request.param
+    torch.set_num_threads(before)
+    one_pass._scratch.__dict__.clear()
+    one_pass._crew.cache_clear()
+
+
+def values(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+
+
+def by_torch(optimizer: Optimizer, params: list[nn.Parameter], grads: list[Tensor], scale: float) -> None:
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad.to(p.dtype)
+        if isinstance(optimizer, Lion):
+            p.grad *= scale
+    if not isinstance(optimizer, Lion):
+        optimizer.grad_scale = torch.full((), 1 / scale)  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_of_torch(name: str, grad_dtype: torch.dtype, threads: int) -> None:
+    """fp32 master weights, gradients of any dtype, parameters of the gradients' dtype."""
+    theirs, ours = ([nn.Parameter(v) for v in values(0)] for _ in range(2))
+    reference, optimizer = OPTIMIZERS[name](theirs), OPTIMIZERS[name](ours)
+    rule = one_pass.rule_of(optimizer)
+    assert rule is not None
+    low = [torch.zeros_like(p, dtype=grad_dtype) for p in ours] if grad_dtype != torch.float32 else None
+    for turn in range(3):
+        by_torch(reference, theirs, values(1 + turn, grad_dtype), 0.3)
+        grads = values(1 + turn, grad_dtype)
+        one_pass.step(
+            rule,
+            optimizer.param_groups[0],
+            [
+                one_pass.OnePass(p.data, grad, optimizer.state[p], low[i] if low else None)
+                for i, (p, grad) in enumerate(zip(ours, grads, strict=True))
+            ],
+            scale=0.3,
+        )
+    for i, (p, q) in enumerate(zip(theirs, ours, strict=True)):
+        assert torch.equal(p, q)
+        if low:
+            assert torch.equal(low[i], p.to(grad_dtype))
+        assert reference.state[p].keys() == optimizer.state[q].keys()
+        for key, value in reference.state[p].items():
+            assert torch.equal(value, optimizer.state[q][key]), key
+            assert value.dtype == optimizer.state[q][key].dtype
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+def test_16_bit_master_weights(state: torch.dtype, threads: int) -> None:
+    """They are widened for the step, or stepped as they are where the state is as narrow."""
+    ours = values(0, torch.bfloat16)
+    theirs = [nn.Parameter(v.to(state)) for v in ours]
+    reference, states = AdamW(theirs, fused=True), [{} for _ in ours]
+    for turn in range(3):
+        by_torch(reference, theirs, values(1 + turn, torch.bfloat16), 0.5)
+        items = [
+            one_pass.OnePass(*each)
+            for each in zip(ours, values(1 + turn, torch.bfloat16), states, strict=True)
+        ]
+        one_pass.step(one_pass.ADAMW, reference.param_groups[0], items, scale=0.5, dtype=state)
+        for p, q in zip(theirs, ours, strict=True):
+            assert torch.equal(p.bfloat16(), q)
+            p.data.copy_(q)  # rounded at every step
+
+
+def test_who_steps_otherwise_is_left_to_its_own_step() -> None:
+    params = [nn.Parameter(torch.zeros(3))]
+    assert one_pass.rule_of(AdamW(params, fused=False)) is None
+    assert one_pass.rule_of(type("Mine", (AdamW,), {})(params, fused=True)) is None
+    hooked = AdamW(params, fused=True)
+    assert one_pass.rule_of(hooked) is one_pass.ADAMW
+    torch.optim.lr_scheduler.LambdaLR(hooked, lambda _: 1.0)
+    assert one_pass.rule_of(hooked) is one_pass.ADAMW
+    hooked.register_step_post_hook(lambda *_: None)
+    assert one_pass.rule_of(hooked) is None
+    replaced = AdamW(params, fused=True)
+    replaced.step = lambda: None  # type: ignore[method-assign,assignment]
+    assert one_pass.rule_of(replaced) is None
+
+
+def test_a_failure_in_a_thread_is_raised(threads: int) -> None:
+    group = AdamW([nn.Parameter(torch.zeros(3))], fused=True).param_groups[0]
+    broken = one_pass.OnePass(
+        torch.zeros(2000), torch.zeros(2000), {}, torch.zeros(2000, dtype=torch.bfloat16)
+    )
+    with pytest.raises(KeyError, match="betas"):
+        one_pass.step(one_pass.ADAMW, {k: v for k, v in group.items() if k != "betas"}, [broken])
