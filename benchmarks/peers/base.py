@@ -25,6 +25,8 @@ class Flags:
         ends: parallelize_module splits the embedding and the head, too.
         pp: ranks that the blocks are dealt out to; they share a batch, too.
         schedule: of these stages.
+        offload: what rests elsewhere: "cpu", "nvme" (optimizer); "cpu-all", "nvme-all" (parameters, too).
+        nvme_path: for those.
         watch: ours reports the bubble of every step; that takes time.
     """
 
@@ -37,6 +39,8 @@ class Flags:
     ends: bool = True
     pp: int = 1
     schedule: str = "1f1b"
+    offload: str = ""
+    nvme_path: str = "/tmp"
     watch: bool = False
 
     @property

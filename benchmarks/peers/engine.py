@@ -19,6 +19,12 @@ def zero_config(work: Work, flags: Flags, world: int) -> dict[str, Any]:
         zero |= {"reduce_bucket_size": flags.bucket, "allgather_bucket_size": flags.bucket}
     if flags.stage == 3 and flags.max_live:
         zero |= {"stage3_max_live_parameters": flags.max_live, "stage3_max_reuse_distance": flags.max_live}
+    place, _, all_of_it = flags.offload.partition("-")
+    if place:
+        where = {"device": place} | ({"nvme_path": flags.nvme_path} if place == "nvme" else {})
+        zero["offload_optimizer"] = where
+        if all_of_it:
+            zero["offload_param"] = where | ({"max_in_cpu": 0} if place == "nvme" else {})
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulation(world // flags.sharing),
