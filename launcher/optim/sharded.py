@@ -174,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         into = {} if params is None else {piece.name: piece.data for piece in flat.slices(params)}
         by_group: dict[int, list[one_pass.OnePass]] = {}
         for piece in flat.slices(gradient.owned.to(flat.master.device)):
-            if self.zero.slots[piece.name].used:
+            if self.zero.slots[piece.name].used and piece.name in self._group_of:
                 tensor = self.tensors[piece.name]
                 item = one_pass.OnePass(
                     tensor.data, piece.data, self.inner.state[tensor], into.get(piece.name)
