@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from launcher.offload.tier import Tier, buffer, size_of
+from launcher.offload.tier import Tier, buffer
 
 
 class Buffers:
@@ -53,16 +53,6 @@ class Buffers:
         """Wait for all that is being written."""
         while self._queue:
             self._queue[0].settle()
-
-    def clear(self) -> None:
-        """Free what nobody uses."""
-        self._idle.clear()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that idle and leaving tensors hold."""
-        idle = sum(size_of(one) for many in self._idle.values() for one in many)
-        return idle + sum(one.nbytes for one in self._queue)
 
 
 class Resting:

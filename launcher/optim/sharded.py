@@ -51,13 +51,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.zero, self.sub_group_size, self._state_dtype = zero, sub_group_size, state_dtype
         self.tensors: dict[str, nn.Parameter] = {}
-        for gradient in zero.gradients:
-            for piece in gradient.flat.slices():
-                # what is not in memory is its shape only, for those that make states of that at once
-                here = not gradient.flat.moves
-                data = piece.data if here else piece.data.new_zeros(1).expand(piece.data.shape)
-                self.tensors[piece.name] = nn.Parameter(data)
-            gradient.flat.rest()
+        for flat in [gradient.flat for gradient in zero.gradients]:
+            if not flat.moves:
+                self.tensors |= {piece.name: nn.Parameter(piece.data) for piece in flat.slices()}
+                continue
+            # what is not in memory is its shape only, for those that make states of that at once
+            zero_ = torch.zeros(1, dtype=flat.master_dtype, device=flat.optim_home.device)
+            for slot, start, stop in flat.overlaps(flat.owned):
+                self.tensors[slot.name] = nn.Parameter(zero_.expand(stop - start))
         groups = list(groups)
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
