@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         pending: list[Pending] = []
         rule, batches = one_pass.rule_of(self.inner), list(self._batches())
-        for gradients, following in zip(batches, [*batches[1:], []], strict=True):
+        for gradients, following in zip_longest(batches, batches[1:], fillvalue=[]):
             for gradient in following if self.zero.homes.reads_ahead else ():
                 self.states[gradient].fetch()
             written = {gradient: self._step_buffer(gradient, scale, rule) for gradient in gradients}
