@@ -109,7 +109,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         pending: list[Pending] = []
         rule, batches = one_pass.rule_of(self.inner), list(self._batches())
-        for gradients, following in zip_longest(batches, batches[1:], fillvalue=[]):
+        no_more: list[FlatGradient] = []
+        for gradients, following in zip_longest(batches, batches[1:], fillvalue=no_more):
             for gradient in following if self.zero.homes.reads_ahead else ():
                 self.states[gradient].fetch()
             written = {gradient: self._step_buffer(gradient, scale, rule) for gradient in gradients}
