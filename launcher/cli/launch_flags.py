@@ -35,6 +35,7 @@ examples:
   launch --config ds_config.json finetune --model ./my-model --dataset chat.jsonl
   launch check ds_config.json                               (what becomes of every key)
   launch schedule 1f1b --stages 4 --microbatches 8          (what each rank of a pipeline does)
+  launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu 80GiB
   launch bench io /local_nvme                               (how fast a directory is for offloading)
   launch --num_gpus 4 my_script.py --any --flags
   launch --config ds_configs/zero2.json pretrain --help     (the recipe's flags)
@@ -51,6 +52,7 @@ def launch_parser() -> FlagParser:
         usage="launch [flags] --config DS.json [pretrain | finetune | RECIPE.py | SCRIPT.py] [its flags]\n"
         "       launch check DS.json [--num-gpus N] [--explain] [--migrate OUT.json]\n"
         "       launch schedule NAME --stages P --microbatches M [--chunks V] [--costs F,I,W] [--out FILE]\n"
+        "       launch memory-estimate --config DS.json --model MODEL [--num-gpus N] [--gpu BYTES] [--json]\n"
         "       launch bench io PATH [--size N] [--seconds S] [--out FILE]",
         description="Trains a Hugging Face model from a DeepSpeed-style JSON.",
         epilog=EPILOG,

@@ -80,6 +80,10 @@ def _launch(argv: list[str]) -> int:
         from launcher.cli.bench import bench
 
         return bench(argv[1:])
+    if argv[:1] in (["memory-estimate"], ["memory_estimate"]):
+        from launcher.cli.memory_estimate import memory_estimate
+
+        return memory_estimate(argv[1:])
     parser = launch_parser()
     own, recipe = split_argv(parser, argv)
     flags = parser.parse_args(own)

@@ -157,7 +157,7 @@ def _gather_by_levels(slices: list[Tensor], across: Axis, inside: Axis, tag: str
 def _gather(slices: list[Tensor], full: Tensor | None, axis: Axis, tag: str) -> Pending:
     """Fill every slice from its rank; `full` is where they lie end to end, if they do."""
     _note("all_gather", tag, axis, slices[0], axis.degree)
-    if axis.group is None:
+    if axis.group is None or axis.rehearsed:
         return Pending([])
     with record_function(f"{tag}/all_gather"):
         mine = slices[axis.rank]
@@ -193,6 +193,8 @@ def reduce_scatter(
             out.add_(slices[0])
         elif out.data_ptr() != slices[0].data_ptr():
             out.copy_(slices[0])
+        return Pending([])
+    if axis.rehearsed:
         return Pending([])
     with record_function(f"{tag}/reduce_scatter"):
         if full.device.type != "cpu":
@@ -254,7 +256,7 @@ def _native(full: Tensor, slices: list[Tensor], out: Tensor, axis: Axis, accumul
 def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     """Sum `buffer` over the axis, in place."""
     _note("all_reduce", tag, axis, buffer, 2)
-    if axis.reductions is None:
+    if axis.reductions is None or axis.rehearsed:
         return Pending([])
     with record_function(f"{tag}/all_reduce"):
         if axis.memory is not None and buffer.is_contiguous() and _nbytes(buffer) >= SMALL * axis.degree:
@@ -273,7 +275,7 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
 def broadcast(buffer: Tensor, axis: Axis, tag: str, *, source: int = 0) -> Pending:
     """Copy the buffer of coordinate `source` of the axis to all its ranks, in place."""
     _note("broadcast", tag, axis, buffer, 1)
-    if axis.group is None:
+    if axis.group is None or axis.rehearsed:
         return Pending([])
     with record_function(f"{tag}/broadcast"):
         return Pending([dist.broadcast(buffer, group=axis.group, group_src=source, async_op=True)])
@@ -291,7 +293,7 @@ def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axi
     numel = sum(part.numel() for part in outgoing)
     nbytes = sum(_nbytes(part) for part in outgoing)
     keep_record(CollectiveRecord("all_to_all", tag, axis.name, numel, sent, nbytes), axis)
-    if axis.reductions is None:
+    if axis.reductions is None or axis.rehearsed:
         return Pending([])
     with record_function(f"{tag}/all_to_all"):
         if outgoing[axis.rank].device.type != "cpu":

@@ -34,6 +34,7 @@ class Axis:
             order, and under ZeRO-3 a gather on demand may come before a reduction here and after it there.
         memory: of the other ranks, where they run on CPUs of this machine and it can be read.
         transport: how bytes go along the axis, for people.
+        rehearsed: the other ranks do not exist, and nothing is sent: what would be received has any content.
         levels: (across nodes, inside a node): gathers along this axis go in these two hops; None: in one.
         gathers, reduced, exchanged: numbers of the messages of each kind. All ranks of an axis start the same
             ones in the same order, but not so on two axes.
@@ -46,6 +47,7 @@ class Axis:
     reductions: dist.ProcessGroup | None = None
     memory: PeerMemory | None = None
     transport: str = ""
+    rehearsed: bool = False
     levels: tuple[Axis, Axis] | None = None
     gathers: Iterator[int] = field(default_factory=lambda: itertools.count(0, 4), compare=False, repr=False)
     reduced: Iterator[int] = field(default_factory=lambda: itertools.count(1, 4), compare=False, repr=False)
@@ -179,7 +181,8 @@ def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str,
         group = mesh.get_group(name)
         reductions = _twin(mesh.mesh, place) if device.type == "cuda" else group
         memory, transport = (None, "") if device.type == "cuda" else _memory(group)
-        axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, reductions, memory, transport)
+        rank, rehearsed = mesh.get_local_rank(name), _rehearsed(group)
+        axes[name] = Axis(name, shape[i], rank, group, reductions, memory, transport, rehearsed)
     return axes
 
 
@@ -194,10 +197,17 @@ def _line(name: str, device: torch.device, ranks: torch.Tensor, dim: int) -> Axi
         return Axis(name)
     reductions = _twin(ranks, dim) if device.type == "cuda" else group
     memory, transport = (None, "") if device.type == "cuda" else _memory(group)
-    return Axis(name, degree, group.rank(), group, reductions, memory, transport)
+    return Axis(name, degree, group.rank(), group, reductions, memory, transport, _rehearsed(group))
+
+
+def _rehearsed(group: dist.ProcessGroup) -> bool:
+    """torch's fake process group: one process plays a rank of any number."""
+    return dist.get_backend(group) == "fake"
 
 
 def _memory(group: dist.ProcessGroup) -> tuple[PeerMemory | None, str]:
+    if _rehearsed(group):
+        return None, "rehearsed"
     if os.environ.get(TRANSPORT) == "sockets":
         return None, f"sockets: {TRANSPORT} says so"
     try:

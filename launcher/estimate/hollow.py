@@ -1,0 +1,165 @@
+"""Hollow tensors: tensors of the CPU whose memory is there and is never touched, so that it takes none.
+
+Inside of `Hollow`, an operation on floats of some size makes its outputs, with the shapes, strides and dtypes that its
+meta kernel gives, and computes nothing. Operations on integers, on small tensors and on views run: what decides where
+a program goes on (positions, masks, flags) is real. All else that a program sees is as ever: addresses, storages,
+reference counts, process groups.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from launcher.estimate.live import Counting, LiveBytes
+
+SMALL = 1 << 14  # elements: operations on no more than these run
+INTEGERS = 1 << 22  # the same where no tensor has floats
+_NORESERVE = 0x4000  # of Linux: memory that is not set aside; Python has no name for it before 3.13
+_CPU = torch.device("cpu")
+_ALWAYS_RUN = {"resize_", "set_", "record_stream", "_local_scalar_dense", "is_nonzero", "equal", "is_pinned"}
+
+
+class _New(NamedTuple):
+    """An output that is a new tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Same(NamedTuple):
+    """An output that is an argument, by its place among all."""
+
+    argument: int
+
+
+class _Writes(NamedTuple):
+    """What an operation in place writes to: arguments by position or name; and how many of them it gives back."""
+
+    arguments: tuple[int | str, ...]
+    returns: int
+
+
+class Hollow(Counting):
+    """The mode.
+
+    Args:
+        live: sees all tensors that are made.
+    """
+
+    def __init__(self, live: LiveBytes) -> None:
+        super().__init__(live)
+        self._outputs: dict[Hashable, tuple[list[Any] | None, Any]] = {}
+        self._writes: dict[Any, _Writes | None] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.is_view or func.namespace != "aten" or func._opname in _ALWAYS_RUN:
+            return func(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors and (
+            kwargs.get("device") not in (None, _CPU)
+            or not any(a.name == "device" for a in func._schema.arguments)
+        ):
+            return func(*args, **kwargs)
+        if tensors and (_is_light(tensors) or any(tensor.device != _CPU for tensor in tensors)):
+            return func(*args, **kwargs)
+        writes = self._writes_of(func)
+        if writes is not None:
+            return _given_back(writes, args, kwargs)
+        return self._hollow(func, leaves, spec)
+
+    def _writes_of(self, func: Any) -> _Writes | None:
+        if func not in self._writes:
+            schema = func._schema
+            written = tuple(
+                argument.name if argument.kwarg_only else place
+                for place, argument in enumerate(schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            )
+            only = written and all(output.alias_info is not None for output in schema.returns)
+            self._writes[func] = _Writes(written, len(schema.returns)) if only else None
+        return self._writes[func]
+
+    def _hollow(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+        """New outputs, by the meta kernel; it is asked once for arguments of the same shapes."""
+        key: Hashable = (func, spec, tuple(_described(leaf) for leaf in leaves))
+        if key not in self._outputs:
+            self._outputs[key] = _outputs_of(func, leaves, spec)
+        outputs, shape = self._outputs[key]
+        if outputs is None:
+            args, kwargs = tree_unflatten(leaves, spec)
+            return func(*args, **kwargs)
+        return tree_unflatten([_made(output, leaves) for output in outputs], shape)
+
+
+def _is_light(tensors: list[Tensor]) -> bool:
+    largest = max(tensor.numel() for tensor in tensors)
+    return largest <= SMALL or (
+        largest <= INTEGERS and not any(tensor.is_floating_point() for tensor in tensors)
+    )
+
+
+def _described(leaf: Any) -> Hashable:
+    """What the shapes of outputs depend on."""
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.stride(), leaf.dtype)
+    if isinstance(leaf, Hashable):
+        return (type(leaf), leaf)  # 1 and 1.0 and True are other arguments
+    return repr(leaf)
+
+
+def _outputs_of(func: Any, leaves: list[Any], spec: Any) -> tuple[list[Any] | None, Any]:
+    """The outputs, flat, and their structure; None: the operation makes something light out of nothing, and may run."""
+    on_meta = [_on_meta(leaf) for leaf in leaves]
+    args, kwargs = tree_unflatten(on_meta, spec)
+    from_nothing = not any(isinstance(leaf, Tensor) for leaf in leaves)
+    if from_nothing:
+        kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False}
+    outputs, shape = tree_flatten(func(*args, **kwargs))
+    if from_nothing and _is_light(outputs):
+        return None, shape
+    place = {id(leaf): at for at, leaf in enumerate(on_meta) if isinstance(leaf, Tensor)}
+    return [_described_output(output, place) for output in outputs], shape
+
+
+def _described_output(output: Any, place: dict[int, int]) -> Any:
+    if not isinstance(output, Tensor):
+        return output
+    if id(output) in place:
+        return _Same(place[id(output)])
+    return _New(tuple(output.shape), output.stride(), output.dtype)
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+def _made(output: Any, leaves: list[Any]) -> Any:
+    if isinstance(output, _Same):
+        return leaves[output.argument]
+    if not isinstance(output, _New):
+        return output
+    extent = 1 + sum((n - 1) * step for n, step in zip(output.size, output.stride, strict=True))
+    if extent <= SMALL or 0 in output.size:
+        return torch.zeros(extent, dtype=output.dtype).as_strided(output.size, output.stride)
+    # Fresh pages read as zeros until somebody writes, and nobody does: no sum of them is anything but finite.
+    memory = mmap.mmap(
+        -1, extent * output.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    )
+    return torch.frombuffer(memory, dtype=output.dtype).as_strided(output.size, output.stride)
+
+
+def _given_back(writes: _Writes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if writes.returns == 0:
+        return None
+    given = [kwargs[at] if isinstance(at, str) else args[at] for at in writes.arguments]
+    return given[0] if writes.returns == 1 else tuple(given)
