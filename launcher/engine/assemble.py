@@ -38,7 +38,7 @@ from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.crossing import Staged
 from launcher.tensor.apply import Options, SplitModel
-from launcher.tensor.apply import apply as split_layers
+from launcher.tensor.apply import apply as apply_tensor
 from launcher.zero import (
     MadeOnMeta,
     ModelValues,
@@ -126,7 +126,7 @@ def initialize(
     source = source or _source(model, seed)
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
-    split_model = _split_layers(model, mesh, resolved)
+    split_model = split_layers(model, mesh, resolved)
     staged = staged or cut_model(model, split_model, mesh, resolved, seq_length)
     blocks = staged.blocks if staged is not None else unit_modules(model)
     checkpointer = recompute(model, blocks, staged, resolved, mesh.axes["tp"])
@@ -261,7 +261,7 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
     return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
 
 
-def _split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
+def split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
     """Split the layers of the model along tp."""
     tp, section = mesh.axes["tp"], config.tensor_parallel
     options = Options(
@@ -270,7 +270,7 @@ def _split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
         split_logits=section.vocab_parallel_lm_head,
         rules=section.partition_config,
     )
-    return split_layers(model, tp, options, device=mesh.device)
+    return apply_tensor(model, tp, options, device=mesh.device)
 
 
 def _units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

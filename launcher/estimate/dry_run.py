@@ -7,11 +7,13 @@ is looked at there: who holds what.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +21,19 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.config import Config
-from launcher.engine.assemble import initialize
+from launcher.engine.assemble import initialize, split_layers
+from launcher.engine.dtypes import DTYPES
 from launcher.engine.engine import Engine
-from launcher.errors import ConfigError
 from launcher.estimate.hollow import Hollow
 from launcher.estimate.live import Counting, LiveBytes
+from launcher.pipeline.crossing import signature_of
+from launcher.pipeline.staged import StagedModel
+from launcher.tensor.head import loss_only
 from launcher.zero.slot import Reader, Slot
 
 DEVICE = torch.device("cpu")
 IDS = 100  # token ids are below it
+PHASES = ("forward", "backward", "step")
 NEARLY = 0.95  # of the peak of the step before, when a look is worth its time
 
 
@@ -95,26 +101,28 @@ def dry_run(model: nn.Module, config: Config, *, world: int, rank: int = 0, sequ
     Raises:
         ConfigError: the JSON does not go with so many ranks, or with the model.
     """
-    if config.pipeline.degree > 1:
-        raise ConfigError(
-            "a dry run of a model in stages is not there yet",
-            where="pipeline.stages",
-            fix="leave --dry-run out",
-        )
     _fill_buffers(model)
+    batch = batch_of(config, sequence)
     with _ranks(world, rank):
-        return rehearse(
-            lambda: initialize(model=model, config=config, device=DEVICE, source=_Anything())[0],
-            sequence,
-            Hollow,
-        )
+
+        def make() -> Engine:
+            whole = copy.deepcopy(model) if config.pipeline.degree > 1 else None
+            engine = initialize(model=model, config=config, device=DEVICE, source=_Anything())[0]
+            if whole is not None:
+                learn_crossings(engine, whole, batch)
+            return engine
+
+        return rehearse(make, batch, Hollow)
 
 
-def rehearse(make: Callable[[], Engine], sequence: int, mode: Callable[[LiveBytes], Counting]) -> DryRun:
+def rehearse(
+    make: Callable[[], Engine], batch: dict[str, Tensor], mode: Callable[[LiveBytes], Counting]
+) -> DryRun:
     """What the steps of an engine take, looked at from inside.
 
     Args:
         make: gives the engine.
+        batch: each of its microbatches.
         mode: `Hollow`, or `Counting` for a run that really computes.
     """
     watcher = _Watcher()
@@ -122,19 +130,50 @@ def rehearse(make: Callable[[], Engine], sequence: int, mode: Callable[[LiveByte
     torch.set_num_threads(1)  # modes belong to one thread
     with mode(watcher.live):
         engine = make()
+        watcher.listen(engine)
         try:
-            _step(engine, sequence, watcher)
+            _step(engine, batch)
             between = held(engine, watcher.live.now)
-            watcher.begin(engine)
-            _step(engine, sequence, watcher)
-            peaks = dict(watcher.peaks)
+            watcher.begin()
+            _step(engine, batch)
+            peaks = watcher.end()
             watcher.look_at(max(peaks.values()))
-            _step(engine, sequence, watcher)
-            world, rank = engine.mesh.world_size, engine.mesh.rank
-            return DryRun(rank, world, peaks, watcher.seen or between, between)
+            _step(engine, batch)
+            return DryRun(engine.mesh.rank, engine.mesh.world_size, peaks, watcher.seen or between, between)
         finally:
             engine.destroy()
             torch.set_num_threads(threads)
+
+
+def batch_of(config: Config, sequence: int) -> dict[str, Tensor]:
+    """A microbatch of one rank."""
+    size = config.train_micro_batch_size_per_gpu
+    ids = torch.randint(IDS, (size if isinstance(size, int) else 1, sequence))
+    return {"input_ids": ids, "labels": ids}
+
+
+def learn_crossings(engine: Engine, whole: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Tell the stages of this rank what crosses between all of them, as their neighbours would in the first step.
+
+    Args:
+        whole: the model on meta, not split and not cut; it is used up.
+    """
+    assert engine.runtime is not None
+    own: Any = engine.runtime.staged
+    split_model = split_layers(whole, engine.mesh, engine.resolved)
+    dtype = DTYPES[engine.resolved.dtype]
+    for module in whole.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
+    stages = len(own.rank_of)
+    alone = StagedModel(whole, own.boundaries, [0] * stages, 0, split_model.sequence)
+    signature = signature_of(batch)
+    received: tuple[Tensor, ...] = ()
+    with torch.no_grad(), loss_only():
+        for stage in range(stages):
+            received = alone.forward(stage, received, signature, lambda module: module(**batch))
+            own.tell(stage, signature, alone.learned(stage, signature))
 
 
 def held(engine: Engine, live: int) -> Held:
@@ -155,48 +194,51 @@ class _Watcher:
 
     def __init__(self) -> None:
         self.live = LiveBytes("cpu", self._at_new_peak)
-        self.phase, self.peaks = "forward", dict.fromkeys(("forward", "backward", "step"), 0)
-        self.engine: Engine | None = None
         self.seen: Held | None = None
+        self._phase, self._peaks = PHASES[0], dict.fromkeys(PHASES, 0)
+        self._engine: Engine | None = None
         self._wanted: int | None = None
 
-    def begin(self, engine: Engine) -> None:
+    def listen(self, engine: Engine) -> None:
+        """From now on the engine says which phase it is in."""
+        self._engine, said = engine, engine.watch.phase
+
+        def phase(name: str, of: Engine) -> AbstractContextManager[None]:
+            self._enter(name)
+            return said(name, of)
+
+        engine.watch.phase = phase  # type: ignore[method-assign,assignment]
+
+    def begin(self) -> None:
         """A step begins whose peaks count."""
-        self.engine = engine
-        self.peaks = dict.fromkeys(self.peaks, 0)
+        self._peaks = dict.fromkeys(PHASES, 0)
         self.live.restart()
+
+    def end(self) -> dict[str, int]:
+        """The peaks since."""
+        self._enter(self._phase)
+        return dict(self._peaks)
 
     def look_at(self, peak: int) -> None:
         """In the next step: look whenever there is more than before, and nearly as much as this."""
         self._wanted = int(NEARLY * peak)
         self.live.restart()
 
-    def enter(self, phase: str) -> None:
-        """What follows is counted for this phase."""
-        self.leave()
-        self.phase, self.live.peak = phase, self.live.now
-
-    def leave(self) -> None:
-        self.peaks[self.phase] = max(self.peaks[self.phase], self.live.peak)
+    def _enter(self, phase: str) -> None:
+        self._peaks[self._phase] = max(self._peaks[self._phase], self.live.peak)
+        self._phase, self.live.peak = phase, self.live.now
 
     def _at_new_peak(self) -> str:
-        if self.engine is not None and self._wanted is not None and self.live.now > self._wanted:
-            self._wanted, self.seen = self.live.now, held(self.engine, self.live.now)
-        return self.phase
+        if self._engine is not None and self._wanted is not None and self.live.now > self._wanted:
+            self._wanted, self.seen = self.live.now, held(self._engine, self.live.now)
+        return self._phase
 
 
-def _step(engine: Engine, sequence: int, watcher: _Watcher) -> None:
+def _step(engine: Engine, batch: dict[str, Tensor]) -> None:
     gc.collect()  # what waits for Python's collector is no need of the step
-    for _ in range(engine.gradient_accumulation_steps()):
-        ids = torch.randint(IDS, (engine.train_micro_batch_size_per_gpu(), sequence))
-        watcher.enter("forward")
-        loss = engine(input_ids=ids, labels=ids).loss
-        watcher.enter("backward")
-        engine.backward(loss)
-        del loss
-        watcher.enter("step")
-        engine.step()
-    watcher.leave()
+    number = engine.gradient_accumulation_steps()
+    engine.run_microbatches([batch] * number, [1 / number] * number)
+    engine.step()
 
 
 def _bytes_of_states(engine: Engine) -> int:

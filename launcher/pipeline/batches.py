@@ -19,10 +19,11 @@ def share(batches: Any, axis: Axis, device: torch.device) -> Any:
     """The microbatches of stage 0 on every stage: one broadcast of what they look like, one of all their bytes.
 
     Args:
-        batches: any nest of tensors and plain data, on `device`; only rank 0's of the axis is read.
+        batches: any nest of tensors and plain data, on `device`; only rank 0's of the axis is read, but
+            in a rehearsal, where there is nobody else.
         axis: pp; every rank must call it.
     """
-    if axis.degree == 1:
+    if axis.degree == 1 or axis.rehearsed:
         return batches
     leaves, spec = tree_flatten(batches) if axis.rank == 0 else ([], None)
     header = [Shape.of(leaf) if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]

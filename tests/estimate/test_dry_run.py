@@ -10,8 +10,7 @@ import torch
 
 import launcher
 from launcher.config import load
-from launcher.errors import ConfigError
-from launcher.estimate.dry_run import DryRun, dry_run, rehearse
+from launcher.estimate.dry_run import DryRun, batch_of, dry_run, rehearse
 from launcher.estimate.live import Counting
 from launcher.models.build import build_on_meta, load_config
 from tests.pool import RankContext, WorkerPool
@@ -48,6 +47,10 @@ CASES = {
     "2, tp, sequence": config_of(2, tensor_parallel={"autotp_size": 2, "sequence_parallel": True}),
     "2, recompute": config_of(2, **RECOMPUTE),
     "2, optimizer offloaded": config_of(2, OFFLOADED),
+    "0, stages": config_of(0, pipeline={"stages": 2}),
+    "3, zero bubble": config_of(
+        3, pipeline={"stages": 2, "schedule": "zb-h1"}, gradient_accumulation_steps=4
+    ),
     "3, all offloaded": config_of(3, {**OFFLOADED, "offload_param": {"device": "cpu"}}),
 }
 
@@ -59,25 +62,31 @@ def real(ctx: RankContext, configs: list[dict[str, Any]]) -> list[DryRun]:
         make = lambda model=model, config=config: launcher.initialize(  # noqa: E731
             model=model, config=config, device=torch.device("cpu")
         )[0]
-        found.append(rehearse(make, SEQUENCE, Counting))
+        found.append(rehearse(make, batch_of(load(config), SEQUENCE), Counting))
     return found
 
 
 @pytest.fixture(scope="module")
-def runs(pool: WorkerPool) -> dict[str, DryRun]:
-    of_rank_0 = pool.run(real, WORLD, [copy.deepcopy(config) for config in CASES.values()], timeout=200)[0]
-    return dict(zip(CASES, of_rank_0, strict=True))
+def runs(pool: WorkerPool) -> dict[str, tuple[DryRun, ...]]:
+    """By case: what each rank held."""
+    found = pool.run(real, WORLD, [copy.deepcopy(config) for config in CASES.values()], timeout=400)
+    return dict(zip(CASES, zip(*found, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rehearsal_holds_what_a_run_holds(runs: dict[str, DryRun], name: str) -> None:
-    played = dry_run(build_on_meta(load_config("default")), load(CASES[name]), world=WORLD, sequence=SEQUENCE)
-    wanted = runs[name]
+def test_a_rehearsal_holds_what_a_run_holds(runs: dict[str, tuple[DryRun, ...]], name: str) -> None:
+    for rank in range(WORLD) if "pipeline" in CASES[name] else [0]:
+        model = build_on_meta(load_config("default"))
+        played = dry_run(model, load(CASES[name]), world=WORLD, rank=rank, sequence=SEQUENCE)
+        compare(played, runs[name][rank], 0.01 if "pipeline" in CASES[name] else 0.002)  # messages under way
+
+
+def compare(played: DryRun, wanted: DryRun, off: float) -> None:
     assert played.between.model_states == wanted.between.model_states
-    assert played.between == wanted.between or abs(played.between.total - wanted.between.total) < 4096
+    assert abs(played.between.total - wanted.between.total) < 4096
     assert played.phase == wanted.phase
     for phase, peak in wanted.peaks.items():
-        assert played.peaks[phase] == pytest.approx(peak, rel=0.002), phase
+        assert played.peaks[phase] == pytest.approx(peak, rel=off), phase
     assert played.at_peak.activations > 2 * SEQUENCE * 256 * 4  # more than one hidden state
     assert played.at_peak.total == pytest.approx(played.peak, rel=0.005)
 
@@ -89,9 +98,3 @@ def test_more_ranks_hold_less() -> None:
     )
     assert many.between.optimizer < few.between.optimizer / 400
     assert many.world == 1024
-
-
-def test_stages_are_answered() -> None:
-    config = load(config_of(1, pipeline={"stages": 2}))
-    with pytest.raises(ConfigError, match="stages"):
-        dry_run(build_on_meta(load_config("default")), config, world=2)
