@@ -8,36 +8,34 @@ A tensor that has no tier is always here, and nothing moves it.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from launcher.offload.idle import Idle
 from launcher.offload.tier import Tier, buffer
 
 
 class Buffers:
-    """Host buffers for what rests in tiers, used again by size.
+    """Host buffers for what rests in tiers.
 
     Args:
         leaving: tensors that may be on their way to a tier while others are worked with; what is more is waited for.
         pin: page-locked; None: under CUDA.
+
+    Attributes:
+        idle: where they come from; takes no more memory than is in use at once, unless that is page-locked, which
+            takes time.
     """
 
     def __init__(self, leaving: int = 0, *, pin: bool | None = None) -> None:
         self.leaving, self.pin = leaving, pin
-        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        pins = torch.cuda.is_available() if pin is None else pin
+        self.idle = Idle(partial(buffer, pin=pins), sparing=not pins)
         self._queue: deque[Resting] = deque()
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer [numel] with any content."""
-        idle = self._idle[numel, dtype]
-        return idle.pop() if idle else buffer(numel, dtype, pin=self.pin)
-
-    def give(self, one: Tensor) -> None:
-        """Hand a buffer back."""
-        self._idle[one.numel(), one.dtype].append(one)
 
     def leave(self, resting: Resting) -> None:
         """A tensor is being written: the oldest ones are waited for until what is on its way is allowed to be."""
@@ -97,7 +95,7 @@ class Resting:
         """Start reading it, if it is away."""
         if self._tensor is None:
             assert self.tier is not None and self.written, f"{self.key} has no values yet"
-            self._tensor = self._buffers.take(self.numel, self.dtype)
+            self._tensor = self._buffers.idle.take(self.numel, self.dtype)
             self._coming = self.tier.read(self.key, self._tensor)
 
     def here(self) -> Tensor:
@@ -116,7 +114,7 @@ class Resting:
     def fresh(self) -> Tensor:
         """Memory for new values, in place of those that it has."""
         if self._tensor is None:
-            self._tensor = self._buffers.take(self.numel, self.dtype)
+            self._tensor = self._buffers.idle.take(self.numel, self.dtype)
             return self._tensor
         return self.here()
 
@@ -146,4 +144,4 @@ class Resting:
 
     def _give_back(self, tensor: Tensor) -> None:
         self._tensor = None
-        self._buffers.give(tensor)
+        self._buffers.idle.give(tensor)

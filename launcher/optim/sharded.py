@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -179,9 +180,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for piece in flat.slices(gradient.owned.to(flat.master.device)):
             if self.zero.slots[piece.name].used and piece.name in self._group_of:
                 tensor = self.tensors[piece.name]
-                item = one_pass.OnePass(
-                    tensor.data, piece.data, self.inner.state[tensor], into.get(piece.name)
-                )
+                zeros = partial(self.states[gradient].zeros, piece.name)
+                state, param = self.inner.state[tensor], into.get(piece.name)
+                item = one_pass.OnePass(tensor.data, piece.data, state, param, zeros)
                 by_group.setdefault(self._group_of[piece.name], []).append(item)
         for index, items in by_group.items():
             dtype = self._widened(flat.master_dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from launcher.monitor.memory import hand_back_freed
 from launcher.offload.resting import Resting
 from launcher.zero import ParamSlice
 from launcher.zero.gradients import FlatGradient
@@ -67,6 +68,13 @@ class FlatState:
         self.shown = True
         return pieces
 
+    def zeros(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
+        """A new state of a parameter, in the memory that goes where it rests."""
+        place = self._places[name]
+        if not self.moves:
+            return torch.zeros(place.stop - place.start, dtype=dtype, device=self.flat.optim_home.device)
+        return self._place_of(key, dtype)[place]
+
     def hide(self, *, changed: bool = True) -> None:
         """Take them away again; weights and gradient are let go of by those who have them.
 
@@ -75,12 +83,15 @@ class FlatState:
         """
         if not self.moves:
             return
+        copied = False
         for name, place in self._places.items():
             tensor = self.tensors[name]
             for key, value in self._state.get(tensor, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.numel() == place.stop - place.start:
-                    self._take(key, value, tensor, place)
+                    copied |= self._take(key, value, tensor, place)
             tensor.data = self._empty
+        if copied:
+            hand_back_freed()  # or what optimizers make for all buffers, one after the other, stays in malloc's hands
         for one in self._resting.values():
             one.put() if changed else one.drop()
         self.shown = False
@@ -92,12 +103,19 @@ class FlatState:
         known = self._state.get(tensor, {})
         return [key for key in self._resting if key in known]
 
-    def _take(self, key: str, value: Tensor, tensor: Tensor, place: slice) -> None:
-        if key not in self._resting:
-            name, size = f"{self.flat.name}/{key}", self.flat.owned.stop - self.flat.owned.start
-            self._resting[key] = self.flat.homes.resting(name, size, value.dtype, self.flat.optim_home)
-            self._resting[key].fresh().zero_()
-        mine = self._resting[key].here()[place]
-        if mine.data_ptr() != value.data_ptr():
+    def _take(self, key: str, value: Tensor, tensor: Tensor, place: slice) -> bool:
+        """Leave an empty tensor in place of a state; returns whether it was in other memory than where it rests."""
+        mine = self._place_of(key, value.dtype)[place]
+        elsewhere = mine.data_ptr() != value.data_ptr()
+        if elsewhere:
             mine.copy_(value)
         self._state[tensor][key] = value.new_empty(0)
+        return elsewhere
+
+    def _place_of(self, key: str, dtype: torch.dtype) -> Tensor:
+        """[owned range] of a state; zeros when it is new."""
+        if key not in self._resting:
+            name, size = f"{self.flat.name}/{key}", self.flat.owned.stop - self.flat.owned.start
+            self._resting[key] = self.flat.homes.resting(name, size, dtype, self.flat.optim_home)
+            self._resting[key].fresh().zero_()
+        return self._resting[key].here()

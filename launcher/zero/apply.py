@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Axis, all_reduce
 from launcher.errors import ElsewhereError
+from launcher.monitor.memory import hand_back_freed
 from launcher.offload.homes import Homes
 from launcher.tensor.assemble import whole
 from launcher.tensor.split import Split
@@ -77,7 +78,7 @@ class ZeroModel:
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
-        self.fetcher = Fetcher(policy, self.homes.ahead, self.homes.units_ahead)
+        self.fetcher = Fetcher(policy, self.homes.ahead, self.homes.units_ahead, spares=self.homes.one_memory)
         trained = [unit for unit in units if unit.gradients]
         root = [unit for unit in trained if unit is units[-1]]
         self.reducer = Reducer(
@@ -292,8 +293,8 @@ def apply(
         homes: where shards rest; default: in the memory of the device.
     """
     source = source or ModelValues()
-    pool = BufferPool(device)
     homes = homes or Homes(device)
+    pool = BufferPool(device, homes.buffers.idle if homes.one_memory else None)
     planning = assign_units(
         module, with_leaves(module, blocks), policy, splits, holders, homes.cut * axes.shard.degree
     )
@@ -326,4 +327,6 @@ def apply(
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
+    if homes.one_memory:
+        hand_back_freed()  # what the parameters took before
     return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"), elsewhere, homes)
