@@ -18,12 +18,15 @@ class Idle:
         make: new memory: (elements, dtype) -> [elements] with any content.
         sparing: all buffers together, idle ones too, take no more memory than was in use at once so far: for a new one
             the oldest idle ones are freed. Else what was taken once stays.
+
+    Attributes:
+        most: bytes that were in use at once.
     """
 
     def __init__(self, make: Callable[[int, torch.dtype], Tensor], *, sparing: bool = False) -> None:
         self._make, self._sparing = make, sparing
         self._buffers: list[Tensor] = []  # each uint8 [bytes], the newest last
-        self._in_use = self._most = 0
+        self._in_use = self.most = 0
         self._alone = _use_count(torch.empty(1))
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -54,8 +57,8 @@ class Idle:
         return sum(one.numel() for one in self._buffers)
 
     def _spare(self) -> None:
-        self._most = max(self._most, self._in_use)
-        while self._sparing and self._buffers and self._in_use + self.nbytes > self._most:
+        self.most = max(self.most, self._in_use)
+        while self._sparing and self._buffers and self._in_use + self.nbytes > self.most:
             del self._buffers[0]
 
 

@@ -23,7 +23,7 @@ from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
-from launcher.zero.layout import assign_units, homes_of
+from launcher.zero.layout import assign_units, choose_homes
 from launcher.zero.leaf import with_leaves
 from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
@@ -298,7 +298,7 @@ def apply(
     planning = assign_units(
         module, with_leaves(module, blocks), policy, splits, holders, homes.cut * axes.shard.degree
     )
-    chosen = homes_of(planning, homes, policy, axes.shard.degree)
+    chosen = choose_homes(planning, homes, policy, axes.shard.degree)
     units = []
     for planned in planning:
         flats = []
