@@ -9,7 +9,10 @@ A tensor that has no tier is always here, and nothing moves it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -83,6 +86,15 @@ class Resting:
         return self.tier is not None
 
     @property
+    def has_values(self) -> bool:
+        return self.written or self._tensor is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Of its memory."""
+        return torch.device("cpu") if self._tensor is None else self._tensor.device
+
+    @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
@@ -145,3 +157,69 @@ class Resting:
     def _give_back(self, tensor: Tensor) -> None:
         self._tensor = None
         self._buffers.idle.give(tensor)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a flat tensor, wherever that rests."""
+
+    of: Resting
+    span: slice
+
+    @property
+    def numel(self) -> int:
+        return int(self.span.stop - self.span.start)
+
+    def here(self) -> Tensor:
+        """[numel], in memory until the whole is let go of."""
+        return self.of.here()[self.span]
+
+    def part(self, start: int, stop: int) -> Part:
+        """Elements [start, stop) of it."""
+        return Part(self.of, slice(self.span.start + start, self.span.start + stop))
+
+
+class Window:
+    """Flat tensors that are asked for in turn: the last few of them are in memory.
+
+    Args:
+        changed: they are written to, and new ones are zeros.
+    """
+
+    MOST = 4
+
+    def __init__(self, *, changed: bool) -> None:
+        self._changed = changed
+        self._open: dict[Resting, None] = {}  # by last use
+
+    def here(self, part: Part) -> Tensor:
+        """[numel]; good until the next call."""
+        whole = part.of
+        if not whole.moves:
+            return part.here()
+        self._open.pop(whole, None)
+        while len(self._open) >= self.MOST:
+            self._let_go(next(iter(self._open)))
+        self._open[whole] = None
+        if self._changed and not whole.has_values:
+            whole.fresh().zero_()
+        return part.here()
+
+    def close(self) -> None:
+        """Let go of all."""
+        while self._open:
+            self._let_go(next(iter(self._open)))
+
+    def _let_go(self, whole: Resting) -> None:
+        del self._open[whole]
+        whole.put() if self._changed else whole.drop()
+
+
+@contextmanager
+def in_turn(*, changed: bool = False) -> Iterator[Window]:
+    """A window that is closed at the end."""
+    window = Window(changed=changed)
+    try:
+        yield window
+    finally:
+        window.close()

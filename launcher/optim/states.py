@@ -7,13 +7,13 @@ The inner optimizer makes its states when it steps a parameter for the first tim
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from launcher.monitor.memory import hand_back_freed
-from launcher.offload.resting import Resting
+from launcher.offload.resting import Part, Resting
 from launcher.zero import ParamSlice
 from launcher.zero.gradients import FlatGradient
 
@@ -73,14 +73,25 @@ class FlatState:
         place = self._places[name]
         if not self.moves:
             return torch.zeros(place.stop - place.start, dtype=dtype, device=self.flat.optim_home.device)
-        return self._place_of(key, dtype)[place]
+        return self._place_of(key, dtype)[place].zero_()
 
-    def hide(self, *, changed: bool = True) -> None:
-        """Take them away again; weights and gradient are let go of by those who have them.
+    def parts(self, name: str) -> dict[str, Any]:
+        """The states of a parameter, while they are not shown: what rests as a part, the rest as it is."""
+        known, place = self._state.get(self.tensors[name], {}), self._places[name]
+        rests = set() if self.shown else self._resting.keys()
+        return {key: Part(self._resting[key], place) if key in rests else known[key] for key in known}
 
-        Args:
-            changed: states have to be written.
-        """
+    def start(self, name: str, key: str, dtype: torch.dtype) -> Tensor | Part:
+        """Zeros to be filled, as a state of a parameter: a tensor, or a part of one that rests."""
+        tensor, place = self.tensors[name], self._places[name]
+        if not self.moves:
+            self._state[tensor][key] = self.zeros(name, key, dtype)
+            return cast(Tensor, self._state[tensor][key])
+        self._state[tensor][key] = self._empty.to(dtype)
+        return Part(self._resting_of(key, dtype), place)
+
+    def hide(self) -> None:
+        """Take them away again, changed; weights and gradient are let go of by those who have them."""
         if not self.moves:
             return
         copied = False
@@ -93,7 +104,7 @@ class FlatState:
         if copied:
             hand_back_freed()  # or what optimizers make for all buffers, one after the other, stays in malloc's hands
         for one in self._resting.values():
-            one.put() if changed else one.drop()
+            one.put()
         self.shown = False
 
     # ---- inside -----------------------------------------------------------------------------
@@ -114,8 +125,11 @@ class FlatState:
 
     def _place_of(self, key: str, dtype: torch.dtype) -> Tensor:
         """[owned range] of a state; zeros when it is new."""
+        one = self._resting_of(key, dtype)
+        return one.here() if one.has_values else one.fresh().zero_()
+
+    def _resting_of(self, key: str, dtype: torch.dtype) -> Resting:
         if key not in self._resting:
             name, size = f"{self.flat.name}/{key}", self.flat.owned.stop - self.flat.owned.start
             self._resting[key] = self.flat.homes.resting(name, size, dtype, self.flat.optim_home)
-            self._resting[key].fresh().zero_()
-        return self._resting[key].here()
+        return self._resting[key]

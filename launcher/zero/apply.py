@@ -100,7 +100,7 @@ class ZeroModel:
     # ---- slices -----------------------------------------------------------------------------
 
     def slices(self) -> list[ParamSlice]:
-        """What this rank owns of every parameter, as views of the master weights."""
+        """What this rank owns of every parameter, as parts of the master weights."""
         return [piece for flat in self.flats for piece in flat.slices()]
 
     def written_slices(self) -> list[ParamSlice]:
@@ -110,7 +110,7 @@ class ZeroModel:
         if self.axes.replicate.rank > 0:  # the first shard group writes for all
             return []
         flats = [flat for flat in self.flats if flat.slots[0].holders.rank == 0]
-        return [piece for flat in flats for piece in flat.slices(flat.values(), flat.shard_span)]
+        return [piece for flat in flats for piece in flat.slices(span=flat.shard_span)]
 
     def publish(self) -> None:
         """Bring changed master weights into every rank's parameters."""
@@ -321,12 +321,12 @@ def apply(
                 flat.fill(read, from_rank_zero=isinstance(source, ModelValues))
             flats.append(flat)
         units.append(Unit(planned.name, planned.module, flats, policy))
+        if homes.one_memory:
+            hand_back_freed()  # what the values took before
     if isinstance(source, MadeOnMeta):
         source.make_buffers(device)
     for owner in module.modules():
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
-    if homes.one_memory:
-        hand_back_freed()  # what the parameters took before
     return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"), elsewhere, homes)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from launcher.offload.resting import Part, Window
 from tests.engine.driving import advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import stack
@@ -43,8 +45,6 @@ def test_a_deeper_model_needs_no_more_buffers(pool: WorkerPool, tmp_path: Path) 
 
 def first_states(ctx: RankContext, config: dict[str, Any]) -> int:
     """Bytes of states that were made elsewhere than in the memory that goes to NVMe."""
-    from unittest.mock import patch
-
     engine = engine_of(config, stack())
     made: list[int] = []
     real = torch.zeros_like
@@ -63,3 +63,30 @@ def test_states_are_made_in_the_memory_that_goes_to_nvme(pool: WorkerPool, tmp_p
     """Else the first step leaves malloc with as much as all states take."""
     assert pool.run(first_states, 1, json_of(tmp_path))[0] == 0
     assert pool.run(first_states, 1, config_of(3))[0] == 0
+
+
+def checkpointed(ctx: RankContext, config: dict[str, Any], depth: int, directory: str) -> tuple[int, int]:
+    """Most bytes that were held while a checkpoint was written and read, and the bytes of all that is in it."""
+    engine = engine_of(config, stack(width=64, depth=depth))
+    advance(engine, ctx, range(1))
+    engine.zero.homes.buffers.settle()
+    held: list[int] = []
+    real = Window.here
+
+    def watching(window: Window, part: Part) -> torch.Tensor:
+        found = real(window, part)
+        held.append(sum(engine.held_bytes().values()))
+        return found
+
+    with patch.object(Window, "here", watching):
+        engine.save_checkpoint(directory)
+        engine.load_checkpoint(directory)
+    engine.destroy()
+    return max(held), sum(3 * 4 * slot.numel for slot in engine.zero.slots.values())
+
+
+def test_checkpoints_bring_in_a_few_tensors_at_a_time(pool: WorkerPool, tmp_path: Path) -> None:
+    config = json_of(tmp_path)
+    found = [pool.run(checkpointed, 2, config, depth, str(tmp_path / f"{depth}"))[0] for depth in (6, 18)]
+    assert found[0][0] == found[1][0], "three times the blocks"
+    assert found[1][0] < found[1][1] / 2 / 4, "of all that a rank has"
