@@ -1,6 +1,6 @@
 """Memory of training against the size of the model, with everything on NVMe: it follows the block, not the model.
 
-    python -m benchmarks.offload_memory --layers 8 16 32 64 --limit 1200 --out docs/offload_memory.png
+    python -m benchmarks.offload_memory --layers 8 16 24 40 --limit 1200 --out docs/offload_memory.png
 
 Llamas of the same blocks and more and more of them, each in a process of its own, made straight on the disk:
 Prints a table, draws it, and leaves the records in benchmarks/results/. With `--limit` the largest runs once more under
@@ -27,7 +27,7 @@ from benchmarks.workload import ADAM, SIZES, Text, config_of, lm_loss
 from launcher.monitor.plot import DPI, HEIGHT, WIDTH
 
 BLOCK = SIZES["medium"]
-SEQ, STEPS = 128, 4
+SEQ, STEPS = 128, 3
 STATE = 16  # bytes of a parameter: weight, gradient and two moments in fp32
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32, 64], help="blocks of each model")
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 24, 40], help="blocks of each model")
     parser.add_argument("--limit", type=int, default=0, help="MiB for the largest model, once more")
     parser.add_argument("--nvme-path", default="/tmp", help="a directory on the disk")
     parser.add_argument("--out", type=Path, help="the picture")
