@@ -47,8 +47,8 @@ class OffloadParamConfig(OffloadConfig):
     }
 
     buffer_count: Count = 5
-    """Units (blocks of the model) that are read from NVMe ahead of their use, at most; on a CPU those that stay gathered
-    from forward to backward count, too."""
+    """Units (blocks of the model) that are read from NVMe ahead of their use, at most; on a CPU those that stay
+    gathered from forward to backward count, too."""
 
     buffer_size: Count = 100_000_000
     """`buffer_count` times so many elements, at most; one unit always."""
