@@ -17,7 +17,7 @@ WORK = {
     "medium": Work("medium", global_batch=8, micro_batch=1, steps=6, warmup=2),
 }
 
-GROUPS = ["one rank", "1f1b", "two chunks"]
+GROUPS = ["one rank", "two stages", "two chunks"]
 
 
 def flags(schedule: str) -> dict[str, str | int]:
@@ -25,21 +25,21 @@ def flags(schedule: str) -> dict[str, str | int]:
 
 
 OURS = [
-    Row("ours, 1f1b", ("1f1b",), "ours", flags=flags("1f1b")),
-    Row("ours, zb-h1", ("1f1b",), "ours", flags=flags("zb-h1")),
+    Row("ours, 1f1b", ("two stages",), "ours", flags=flags("1f1b")),
+    Row("ours, zb-h1", ("two stages",), "ours", flags=flags("zb-h1")),
     Row("ours, interleaved", ("two chunks",), "ours", flags=flags("interleaved")),
-    Row("ours, zbv", ("two chunks",), "ours", flags=flags("zbv")),
+    Row("ours, zbv", ("two stages", "two chunks"), "ours", flags=flags("zbv")),
 ]
 PEERS = [
     Row("plain PyTorch", ("one rank",), "single", world=1),
-    Row("DeepSpeed PipelineModule", ("1f1b",), "deepspeed", flags=flags("1f1b")),
-    Row("torch pipelining, 1f1b", ("1f1b",), "pipelining", flags=flags("1f1b")),
+    Row("DeepSpeed PipelineModule", ("two stages",), "deepspeed", flags=flags("1f1b")),
+    Row("torch pipelining, 1f1b", ("two stages",), "pipelining", flags=flags("1f1b")),
     Row("torch pipelining, interleaved", ("two chunks",), "pipelining", flags=flags("interleaved")),
     Row("torch pipelining, zbv", ("two chunks",), "pipelining", flags=flags("zbv")),
 ]
 TUNED = [
-    Row("DeepSpeed, malloc keeps", ("1f1b",), "deepspeed", flags=flags("1f1b"), environment=KEEP),
-    Row("torch, 1f1b, malloc keeps", ("1f1b",), "pipelining", flags=flags("1f1b"), environment=KEEP),
+    Row("DeepSpeed, malloc keeps", ("two stages",), "deepspeed", flags=flags("1f1b"), environment=KEEP),
+    Row("torch, 1f1b, malloc keeps", ("two stages",), "pipelining", flags=flags("1f1b"), environment=KEEP),
 ]
 
 SUITE = Suite("pipeline", WORK, GROUPS, OURS, PEERS, TUNED)

@@ -57,10 +57,14 @@ class Work:
 
 
 def llama_config(size: str) -> Any:
+    """The Hugging Face config of a named size."""
+    return config_of(SIZES[size])
+
+
+def config_of(s: Size) -> Any:
     """The Hugging Face config of a size."""
     from transformers import LlamaConfig
 
-    s = SIZES[size]
     fields: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": s.hidden,

@@ -4,7 +4,7 @@ boxes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class FlatSlice(torch.Tensor):
             not inside the local tensor.
     """
 
-    data_1d: torch.Tensor
+    _data: Callable[[], torch.Tensor]
     of: Split
     start: int
     stop: int
@@ -62,13 +62,38 @@ class FlatSlice(torch.Tensor):
                 f"flat range [{start}, {stop}) needs a contiguous 1-D tensor of {stop - start} elements, "
                 f"not one of shape {tuple(data_1d.shape)}"
             )
-        split = of if isinstance(of, Split) else Split.whole(of)
-        made: FlatSlice = torch.Tensor._make_wrapper_subclass(
-            cls, split.shape, dtype=data_1d.dtype, device=data_1d.device
+        data_1d = data_1d.detach()
+        place = of if isinstance(of, Split) else Split.whole(of), start, stop
+        return cls.lazily(
+            lambda: data_1d, *place, dtype=data_1d.dtype, device=data_1d.device, firsts_only=firsts_only
         )
-        made.data_1d, made.of, made.start, made.stop = data_1d.detach(), split, start, stop
-        made.firsts_only, made._boxes = firsts_only, list(split.boxes(start, stop))
+
+    @classmethod
+    def lazily(
+        cls,
+        data: Callable[[], torch.Tensor],
+        of: Split,
+        start: int,
+        stop: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        firsts_only: bool = True,
+    ) -> FlatSlice:
+        """A slice whose memory is asked for whenever it is read or written.
+
+        Args:
+            data: gives [stop - start], 1-D and contiguous, good until another slice is asked for.
+        """
+        made: FlatSlice = torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=dtype, device=device)
+        made._data, made.of, made.start, made.stop = data, of, start, stop
+        made.firsts_only, made._boxes = firsts_only, list(of.boxes(start, stop))
         return made
+
+    @property
+    def data_1d(self) -> torch.Tensor:
+        """The elements of the slice."""
+        return self._data()
 
     def with_data(self, data_1d: torch.Tensor) -> FlatSlice:
         """The same slice with other memory."""

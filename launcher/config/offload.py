@@ -47,10 +47,11 @@ class OffloadParamConfig(OffloadConfig):
     }
 
     buffer_count: Count = 5
-    """Units (blocks of the model) that are read from NVMe ahead of their use, at most."""
+    """Units (blocks of the model) that are read from NVMe ahead of their use, at most; on a CPU those that stay
+    gathered from forward to backward count, too."""
 
     buffer_size: Count = 100_000_000
-    """`buffer_count` times so many elements are read ahead, at most; one unit always."""
+    """`buffer_count` times so many elements, at most; one unit always."""
 
     max_in_cpu: Whole = 1_000_000_000
     """Elements a rank that stay in host memory when `device` is "nvme", unless `host_budget` says how many bytes."""

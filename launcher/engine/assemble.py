@@ -17,7 +17,7 @@ from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
 from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes, state_dtype
 from launcher.engine.engine import Engine
-from launcher.engine.offloading import homes_of
+from launcher.engine.offloading import open_homes
 from launcher.engine.staging import (
     agree,
     cut_model,
@@ -145,7 +145,7 @@ def initialize(
         pp=mesh.axes["pp"],
         holders=holders,
         elsewhere=staged.elsewhere if staged is not None else {},
-        homes=homes_of(resolved, mesh, device),
+        homes=open_homes(resolved, mesh, device),
     )
     cast_buffers(resolved, model)
     stepper = (

@@ -19,7 +19,7 @@ STATES = {"SGD": 1, "Adagrad": 1, "Lion": 1}  # of other optimizers two are expe
 HOST = torch.device("cpu")
 
 
-def homes_of(config: Config, mesh: Mesh, device: torch.device) -> Homes:
+def open_homes(config: Config, mesh: Mesh, device: torch.device) -> Homes:
     """Where the shards of this rank rest; opens what it needs on NVMe.
 
     Raises:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from launcher.engine.random_state import random_states, restore_random_states
 from launcher.engine.whole import of_stages
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
+from launcher.offload.resting import Part, Window, in_turn
 from launcher.zero import ParamSlice
 
 if TYPE_CHECKING:
@@ -41,24 +41,15 @@ def save_state(
     latest: bool = True,
 ) -> None:
     """Write the checkpoint DIRECTORY/TAG: each rank writes its slice of everything in its stage. Collective."""
-    with _in_memory(engine):
+    with in_turn() as window:
         tensors: Tensors = {}
         for piece in _written(engine):
             if not (exclude_frozen and not engine.zero.slots[piece.name].leaf.requires_grad):
-                tensors[f"model/{piece.name}"] = _flat_slice(engine, piece, piece.data)
+                tensors[f"model/{piece.name}"] = _flat_slice(engine, piece, piece.part, window)
         tensors |= _buffers(engine)
-        tensors |= _optimizer_state(engine)
+        tensors |= _optimizer_state(engine, window)
         tensors |= _random_states(engine)
         engine.saver.save(directory, tag, tensors, _meta(engine, client_state), latest)
-
-
-@contextmanager
-def _in_memory(engine: Engine, *, changed: bool = False) -> Iterator[None]:
-    """Inside, parameters and states are in memory, wherever they rest."""
-    with nullcontext() if engine.optimizer is None else engine.optimizer.shown(changed=changed):
-        yield
-    for flat in engine.zero.flats:
-        flat.rest(changed=changed)
 
 
 def load_state(
@@ -81,19 +72,20 @@ def load_state(
     stored = _fitting(engine, path, meta, strict=strict, optimizer=stepper is not None)
     engine.zero.free_gathered()
     engine.abandon_step()
-    with _in_memory(engine, changed=True):
+    with in_turn(changed=True) as window:
         tensors: Tensors = {
-            f"model/{piece.name}": _flat_slice(engine, piece, piece.data) for piece in engine.zero.slices()
+            f"model/{piece.name}": _flat_slice(engine, piece, piece.part, window)
+            for piece in engine.zero.slices()
         }
         tensors |= _buffers(engine)
         if stepper is not None:
-            tensors |= _empty_optimizer_state(engine, stored)
+            tensors |= _empty_optimizer_state(engine, stored, window)
             stepper.load_state_dict(meta["optimizer"])
         rng = _rng_to_load(engine, stored) if counters else {}
         engine.saver.load(directory, tag, {**tensors, **rng}, strict)
         if stepper is not None:
             _take_numbers(engine, tensors)
-        engine.zero.publish()
+    engine.zero.publish()
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(meta["scheduler"])
     if counters:
@@ -150,10 +142,13 @@ def _written(engine: Engine) -> list[ParamSlice]:
     return engine.zero.slices() if engine.saver.node_local else engine.zero.written_slices()
 
 
-def _flat_slice(engine: Engine, piece: ParamSlice, data: Tensor) -> FlatSlice:
+def _flat_slice(engine: Engine, piece: ParamSlice, data: Tensor | Part, window: Window) -> FlatSlice:
     """`data` in the place of a piece of a parameter. A node with storage of its own may lack the first holders."""
-    firsts_only = not engine.saver.node_local
-    return FlatSlice(data, piece.split, piece.start, piece.stop, firsts_only=firsts_only)
+    place, firsts_only = (piece.split, piece.start, piece.stop), not engine.saver.node_local
+    if isinstance(data, Tensor):
+        return FlatSlice(data, *place, firsts_only=firsts_only)
+    get = partial(window.here, data)
+    return FlatSlice.lazily(get, *place, dtype=data.of.dtype, device=data.of.device, firsts_only=firsts_only)
 
 
 def _meta(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +199,7 @@ def _buffers(engine: Engine) -> Tensors:
     return {f"buffer/{name}": buffer for name, buffer in persistent_buffers(engine.module)}
 
 
-def _optimizer_state(engine: Engine) -> Tensors:
+def _optimizer_state(engine: Engine, window: Window) -> Tensors:
     if engine.optimizer is None:
         return {}
     written = {piece.name: piece for piece in _written(engine)}
@@ -217,7 +212,11 @@ def _optimizer_state(engine: Engine) -> Tensors:
                 tensors[f"number/{key}/{name}"] = torch.tensor(value)
             elif value is None:
                 continue
-            elif not isinstance(value, Tensor) or value.shape not in ((), owned.data.shape):
+            elif isinstance(value, Part):
+                if piece is not None:
+                    part = value.part(piece.start - owned.start, piece.stop - owned.start)
+                    tensors[f"optimizer/{key}/{name}"] = _flat_slice(engine, piece, part, window)
+            elif not isinstance(value, Tensor) or value.shape not in ((), (owned.part.numel,)):
                 raise CheckpointError(
                     f"The optimizer's state {key!r} of {name} is neither a number nor shaped like the parameter, "
                     "so it cannot be saved free of topology.",
@@ -227,12 +226,12 @@ def _optimizer_state(engine: Engine) -> Tensors:
             elif value.dim() == 0:
                 tensors[f"scalar/{key}/{name}"] = value
             elif piece is not None:
-                part = value[piece.start - owned.start : piece.stop - owned.start]
-                tensors[f"optimizer/{key}/{name}"] = _flat_slice(engine, piece, part)
+                elements = value[piece.start - owned.start : piece.stop - owned.start]
+                tensors[f"optimizer/{key}/{name}"] = _flat_slice(engine, piece, elements, window)
     return tensors
 
 
-def _empty_optimizer_state(engine: Engine, stored: Stored) -> Tensors:
+def _empty_optimizer_state(engine: Engine, stored: Stored, window: Window) -> Tensors:
     """State tensors for everything that the checkpoint has of the parameters this rank owns."""
     assert engine.optimizer is not None
     inner, slices = engine.optimizer.inner, engine.optimizer.slices
@@ -253,12 +252,12 @@ def _empty_optimizer_state(engine: Engine, stored: Stored) -> Tensors:
         if kind == "optimizer":
             if dtype.is_floating_point:  # saved with another precision of the optimizer's state
                 dtype = engine.optimizer.dtype_of(name)
-            value = torch.zeros_like(piece.data, dtype=dtype)
-            tensors[full_name] = _flat_slice(engine, piece, value)
+            state = engine.optimizer.start_state(name, key, dtype)
+            tensors[full_name] = _flat_slice(engine, piece, state, window)
         else:
-            device = piece.data.device if kind == "scalar" and id(tensor) in on_device else None
+            device = piece.part.of.device if kind == "scalar" and id(tensor) in on_device else None
             value = tensors[full_name] = torch.zeros((), dtype=dtype, device=device)
-        inner.state[tensor][key] = value
+            inner.state[tensor][key] = value
     return tensors
 
 

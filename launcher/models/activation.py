@@ -20,6 +20,11 @@ from launcher.monitor.timers import Timers
 _inside: ContextVar[bool] = ContextVar("inside a checkpoint", default=False)
 
 
+def recomputing() -> bool:
+    """Whether this is inside of a backward: a forward that runs here computes again what was not kept."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 class Checkpointer:
     """Runs functions so that only their inputs are kept, and the rest is computed again in backward.
 
@@ -79,7 +84,7 @@ class Checkpointer:
 
     @contextmanager
     def _watch(self, name: str) -> Iterator[None]:
-        phase = "recompute" if torch._C._current_graph_task_id() != -1 else "forward"
+        phase = "recompute" if recomputing() else "forward"
         with ExitStack() as stack:
             stack.callback(_inside.reset, _inside.set(True))
             if self._synchronize:

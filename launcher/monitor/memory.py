@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -37,6 +39,18 @@ def current_memory_bytes(device: torch.device | str = "cpu") -> int:
 
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
+
+
+def hand_back_freed() -> None:
+    """Have malloc give freed memory back to the system, which it keeps for later where that lies between blocks in use.
+    Nothing happens where the C library is not glibc."""
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def _status_bytes(key: str) -> int | None:

@@ -120,6 +120,11 @@ class Homes:
             tier.close()
 
     @property
+    def one_memory(self) -> bool:
+        """What comes from tiers and what is computed with lies in the same memory."""
+        return bool(self.tiers) and self.device.type == "cpu"
+
+    @property
     def tiers(self) -> list[Tier]:
         """Each once."""
         found = [room.home.tier for room in (*self.parameters, *self.optimizer)]

@@ -8,36 +8,37 @@ A tensor that has no tier is always here, and nothing moves it.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from launcher.offload.idle import Idle
 from launcher.offload.tier import Tier, buffer
 
 
 class Buffers:
-    """Host buffers for what rests in tiers, used again by size.
+    """Host buffers for what rests in tiers.
 
     Args:
         leaving: tensors that may be on their way to a tier while others are worked with; what is more is waited for.
         pin: page-locked; None: under CUDA.
+
+    Attributes:
+        idle: where they come from; takes no more memory than is in use at once, unless that is page-locked, which
+            takes time.
     """
 
     def __init__(self, leaving: int = 0, *, pin: bool | None = None) -> None:
         self.leaving, self.pin = leaving, pin
-        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        pins = torch.cuda.is_available() if pin is None else pin
+        self.idle = Idle(partial(buffer, pin=pins), sparing=not pins)
         self._queue: deque[Resting] = deque()
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer [numel] with any content."""
-        idle = self._idle[numel, dtype]
-        return idle.pop() if idle else buffer(numel, dtype, pin=self.pin)
-
-    def give(self, one: Tensor) -> None:
-        """Hand a buffer back."""
-        self._idle[one.numel(), one.dtype].append(one)
 
     def leave(self, resting: Resting) -> None:
         """A tensor is being written: the oldest ones are waited for until what is on its way is allowed to be."""
@@ -85,6 +86,15 @@ class Resting:
         return self.tier is not None
 
     @property
+    def has_values(self) -> bool:
+        return self.written or self._tensor is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Of its memory."""
+        return torch.device("cpu") if self._tensor is None else self._tensor.device
+
+    @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
@@ -97,7 +107,7 @@ class Resting:
         """Start reading it, if it is away."""
         if self._tensor is None:
             assert self.tier is not None and self.written, f"{self.key} has no values yet"
-            self._tensor = self._buffers.take(self.numel, self.dtype)
+            self._tensor = self._buffers.idle.take(self.numel, self.dtype)
             self._coming = self.tier.read(self.key, self._tensor)
 
     def here(self) -> Tensor:
@@ -116,7 +126,7 @@ class Resting:
     def fresh(self) -> Tensor:
         """Memory for new values, in place of those that it has."""
         if self._tensor is None:
-            self._tensor = self._buffers.take(self.numel, self.dtype)
+            self._tensor = self._buffers.idle.take(self.numel, self.dtype)
             return self._tensor
         return self.here()
 
@@ -146,4 +156,70 @@ class Resting:
 
     def _give_back(self, tensor: Tensor) -> None:
         self._tensor = None
-        self._buffers.give(tensor)
+        self._buffers.idle.give(tensor)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a flat tensor, wherever that rests."""
+
+    of: Resting
+    span: slice
+
+    @property
+    def numel(self) -> int:
+        return int(self.span.stop - self.span.start)
+
+    def here(self) -> Tensor:
+        """[numel], in memory until the whole is let go of."""
+        return self.of.here()[self.span]
+
+    def part(self, start: int, stop: int) -> Part:
+        """Elements [start, stop) of it."""
+        return Part(self.of, slice(self.span.start + start, self.span.start + stop))
+
+
+class Window:
+    """Flat tensors that are asked for in turn: the last few of them are in memory.
+
+    Args:
+        changed: they are written to, and new ones are zeros.
+    """
+
+    MOST = 4
+
+    def __init__(self, *, changed: bool) -> None:
+        self._changed = changed
+        self._open: dict[Resting, None] = {}  # by last use
+
+    def here(self, part: Part) -> Tensor:
+        """[numel]; good until the next call."""
+        whole = part.of
+        if not whole.moves:
+            return part.here()
+        self._open.pop(whole, None)
+        while len(self._open) >= self.MOST:
+            self._let_go(next(iter(self._open)))
+        self._open[whole] = None
+        if self._changed and not whole.has_values:
+            whole.fresh().zero_()
+        return part.here()
+
+    def close(self) -> None:
+        """Let go of all."""
+        while self._open:
+            self._let_go(next(iter(self._open)))
+
+    def _let_go(self, whole: Resting) -> None:
+        del self._open[whole]
+        whole.put() if self._changed else whole.drop()
+
+
+@contextmanager
+def in_turn(*, changed: bool = False) -> Iterator[Window]:
+    """A window that is closed at the end."""
+    window = Window(changed=changed)
+    try:
+        yield window
+    finally:
+        window.close()

@@ -1,8 +1,8 @@
 """Tiers: where tensors rest under names. The room's glossary.
 
-A tier takes tensors under keys and gives their values back. A tensor that rests has a place: host memory, or a range
-of a file. The first write of a key allocates the place; later ones must have as many bytes. Reads and writes are
-futures, which complete in any order; one key has one future at a time.
+A tier takes tensors under keys and gives their values back. A tensor that rests has a place, a range of a file. The
+first write of a key allocates the place; later ones must have as many bytes. Reads and writes are futures, which
+complete in any order; one key has one future at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from typing import Protocol
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -31,7 +30,7 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """`host` or `nvme`."""
+        """For people: `nvme`."""
 
     def reserve(self, size: int) -> None:
         """Make sure of room for `size` bytes more. To be called before the run, with all that will be written.
@@ -95,87 +94,6 @@ def finished() -> Future[None]:
     done: Future[None] = Future()
     done.set_result(None)
     return done
-
-
-class HostTier:
-    """Tensors in host memory, page-locked under CUDA."""
-
-    name = "host"
-
-    def __init__(self) -> None:
-        self._places: dict[str, Tensor] = {}  # each uint8 [bytes]
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def reserve(self, size: int) -> None:
-        """Make sure of `size` bytes of host memory. Looks only: other processes may take them in between."""
-        found = psutil.virtual_memory().available
-        if size > found:
-            raise OffloadError(
-                f"host memory is too small: {size:,} bytes are needed, {found:,} are available",
-                where="offload, device cpu",
-                fix='use more ranks or machines, or offload to a disk with "device": "nvme"',
-            )
-
-    def write(self, key: str, tensor: Tensor) -> Future[None]:
-        size = size_of(tensor)
-        if key not in self._places:
-            self._places[key] = buffer(size, torch.uint8)
-        place = self._place(key, size)
-        return self._copy(place, as_bytes(tensor, key))
-
-    def read(self, key: str, into: Tensor) -> Future[None]:
-        return self._copy(as_bytes(into, key), self._place(key, size_of(into)))
-
-    def resting(self, key: str, dtype: torch.dtype) -> Tensor:
-        """The memory itself [numel], for work in place."""
-        return self._place(key, None).view(dtype)
-
-    def free(self, key: str) -> None:
-        del self._places[key]
-
-    def close(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
-        self._places.clear()
-
-    def _place(self, key: str, size: int | None) -> Tensor:
-        place = self._places.get(key)
-        if place is None or size not in (None, place.numel()):
-            raise wrong_size(key, size or 0, None if place is None else place.numel())
-        return place
-
-    def _copy(self, target: Tensor, source: Tensor) -> Future[None]:
-        """Copies to and from a GPU run beside its compute: on a stream of their own, after what is queued now."""
-        gpu = next((tensor.device for tensor in (target, source) if tensor.is_cuda), None)
-        if gpu is None:
-            target.copy_(source)
-            return finished()
-        if gpu not in self._streams:
-            self._streams[gpu] = torch.cuda.Stream(gpu)
-        stream = self._streams[gpu]
-        stream.wait_stream(torch.cuda.current_stream(gpu))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return CopyFuture(stream.record_event(), target, source)
-
-
-class CopyFuture(Future[None]):
-    """A copy between a GPU and page-locked memory. `result()` makes the host wait; `stream_wait` only a stream."""
-
-    def __init__(self, event: torch.cuda.Event, *held: Tensor) -> None:
-        super().__init__()
-        self._event, self._held = event, held  # neither side may be freed while it is copied
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-    def result(self, timeout: float | None = None) -> None:
-        self._event.synchronize()
-        self._held = ()
-
-    def stream_wait(self) -> None:
-        """Work that the current stream is given from now on comes after the copy; the host goes on."""
-        torch.cuda.current_stream().wait_event(self._event)
 
 
 def as_bytes(tensor: Tensor, key: str) -> Tensor:

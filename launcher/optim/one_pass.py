@@ -39,12 +39,14 @@ class OnePass:
         grad: of any floating dtype; its values are lost.
         state: the optimizer's state of this slice; {} before the first step. Filled and updated.
         param: takes the new weights in its own dtype; None: nothing does.
+        zeros: makes a state that is missing: (name, dtype) -> zeros like the weights; default: of new memory.
     """
 
     weights: Tensor
     grad: Tensor
     state: dict[str, Any]
     param: Tensor | None = None
+    zeros: Callable[[str, torch.dtype], Tensor] | None = None
 
 
 @dataclass
@@ -209,7 +211,8 @@ def _begin(rule: Rule, group: dict[str, Any], item: OnePass, dtype: torch.dtype)
     state, first = item.state, False
     for name in rule.states(group):
         if state.get(name) is None:
-            state[name], first = torch.zeros_like(item.weights, dtype=dtype), True
+            zeros = item.zeros or (lambda _, dtype: torch.zeros_like(item.weights, dtype=dtype))
+            state[name], first = zeros(name, dtype), True
     if rule.counts:
         counter = state.setdefault("step", torch.zeros((), dtype=torch.float32))
         counter.add_(1) if rule.corrects else counter.fill_(torch.inf)

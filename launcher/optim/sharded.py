@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Pending
 from launcher.errors import ConfigError
+from launcher.offload.resting import Part
 from launcher.optim import one_pass
 from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
@@ -67,6 +69,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inherit()
         self.states = {
             gradient: FlatState(gradient, self.tensors, self.inner.state) for gradient in zero.gradients
+        }
+        self._state_of = {
+            slot.name: state for state in self.states.values() for slot in state.gradient.flat.slots
         }
         for state in self.states.values():
             state.hide()
@@ -179,9 +184,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for piece in flat.slices(gradient.owned.to(flat.master.device)):
             if self.zero.slots[piece.name].used and piece.name in self._group_of:
                 tensor = self.tensors[piece.name]
-                item = one_pass.OnePass(
-                    tensor.data, piece.data, self.inner.state[tensor], into.get(piece.name)
-                )
+                zeros = partial(self.states[gradient].zeros, piece.name)
+                state, param = self.inner.state[tensor], into.get(piece.name)
+                item = one_pass.OnePass(tensor.data, piece.data, state, param, zeros)
                 by_group.setdefault(self._group_of[piece.name], []).append(item)
         for index, items in by_group.items():
             dtype = self._widened(flat.master_dtype)
@@ -224,34 +229,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def slices(self) -> dict[str, ParamSlice]:
-        """What this rank steps of each parameter, by name; inside `shown` where it rests elsewhere."""
+        """What this rank steps of each parameter, by name."""
         return {piece.name: piece for gradient in self.zero.gradients for piece in gradient.flat.slices()}
 
-    @contextmanager
-    def shown(self, *, changed: bool) -> Iterator[None]:
-        """Inside, weights and states are in memory, all of them.
-
-        Args:
-            changed: they are written where they rest, and not only let go of.
-        """
-        for state in self.states.values():
-            state.fetch()
-        for state in self.states.values():
-            state.show()
-        try:
-            yield
-        finally:
-            for state in self.states.values():
-                state.hide(changed=changed)
-                state.flat.rest(changed=changed)
-
     def state_slices(self) -> dict[str, dict[str, Any]]:
-        """Optimizer state of each owned parameter: a 1-D tensor like the slice, or a scalar that all ranks share."""
+        """Optimizer state of each owned parameter: a 1-D tensor like the slice, a part of one where that rests
+        elsewhere, or a scalar that all ranks share."""
         return {
-            name: dict(self.inner.state[tensor])
-            for name, tensor in self.tensors.items()
-            if tensor in self.inner.state
+            slot.name: self.states[gradient].parts(slot.name)
+            for gradient in self.zero.gradients
+            for slot, _, _ in gradient.flat.overlaps(gradient.flat.owned)
+            if self.tensors[slot.name] in self.inner.state
         }
+
+    def start_state(self, name: str, key: str, dtype: torch.dtype) -> Tensor | Part:
+        """`FlatState.start` of an owned parameter."""
+        return self._state_of[name].start(name, key, dtype)
 
     def held_bytes(self) -> int:
         """Bytes of the optimizer's state in this rank's memory."""

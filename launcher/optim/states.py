@@ -7,12 +7,13 @@ The inner optimizer makes its states when it steps a parameter for the first tim
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from launcher.offload.resting import Resting
+from launcher.monitor.memory import hand_back_freed
+from launcher.offload.resting import Part, Resting
 from launcher.zero import ParamSlice
 from launcher.zero.gradients import FlatGradient
 
@@ -67,22 +68,43 @@ class FlatState:
         self.shown = True
         return pieces
 
-    def hide(self, *, changed: bool = True) -> None:
-        """Take them away again; weights and gradient are let go of by those who have them.
+    def zeros(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
+        """A new state of a parameter, in the memory that goes where it rests."""
+        place = self._places[name]
+        if not self.moves:
+            return torch.zeros(place.stop - place.start, dtype=dtype, device=self.flat.optim_home.device)
+        return self._place_of(key, dtype)[place].zero_()
 
-        Args:
-            changed: states have to be written.
-        """
+    def parts(self, name: str) -> dict[str, Any]:
+        """The states of a parameter, while they are not shown: what rests as a part, the rest as it is."""
+        known, place = self._state.get(self.tensors[name], {}), self._places[name]
+        rests = set() if self.shown else self._resting.keys()
+        return {key: Part(self._resting[key], place) if key in rests else known[key] for key in known}
+
+    def start(self, name: str, key: str, dtype: torch.dtype) -> Tensor | Part:
+        """Zeros to be filled, as a state of a parameter: a tensor, or a part of one that rests."""
+        tensor, place = self.tensors[name], self._places[name]
+        if not self.moves:
+            self._state[tensor][key] = self.zeros(name, key, dtype)
+            return cast(Tensor, self._state[tensor][key])
+        self._state[tensor][key] = self._empty.to(dtype)
+        return Part(self._resting_of(key, dtype), place)
+
+    def hide(self) -> None:
+        """Take them away again, changed; weights and gradient are let go of by those who have them."""
         if not self.moves:
             return
+        copied = False
         for name, place in self._places.items():
             tensor = self.tensors[name]
             for key, value in self._state.get(tensor, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.numel() == place.stop - place.start:
-                    self._take(key, value, tensor, place)
+                    copied |= self._take(key, value, tensor, place)
             tensor.data = self._empty
+        if copied:
+            hand_back_freed()  # or what optimizers make for all buffers, one after the other, stays in malloc's hands
         for one in self._resting.values():
-            one.put() if changed else one.drop()
+            one.put()
         self.shown = False
 
     # ---- inside -----------------------------------------------------------------------------
@@ -92,12 +114,22 @@ class FlatState:
         known = self._state.get(tensor, {})
         return [key for key in self._resting if key in known]
 
-    def _take(self, key: str, value: Tensor, tensor: Tensor, place: slice) -> None:
-        if key not in self._resting:
-            name, size = f"{self.flat.name}/{key}", self.flat.owned.stop - self.flat.owned.start
-            self._resting[key] = self.flat.homes.resting(name, size, value.dtype, self.flat.optim_home)
-            self._resting[key].fresh().zero_()
-        mine = self._resting[key].here()[place]
-        if mine.data_ptr() != value.data_ptr():
+    def _take(self, key: str, value: Tensor, tensor: Tensor, place: slice) -> bool:
+        """Leave an empty tensor in place of a state; returns whether it was in other memory than where it rests."""
+        mine = self._place_of(key, value.dtype)[place]
+        elsewhere = mine.data_ptr() != value.data_ptr()
+        if elsewhere:
             mine.copy_(value)
         self._state[tensor][key] = value.new_empty(0)
+        return elsewhere
+
+    def _place_of(self, key: str, dtype: torch.dtype) -> Tensor:
+        """[owned range] of a state; zeros when it is new."""
+        one = self._resting_of(key, dtype)
+        return one.here() if one.has_values else one.fresh().zero_()
+
+    def _resting_of(self, key: str, dtype: torch.dtype) -> Resting:
+        if key not in self._resting:
+            name, size = f"{self.flat.name}/{key}", self.flat.owned.stop - self.flat.owned.start
+            self._resting[key] = self.flat.homes.resting(name, size, dtype, self.flat.optim_home)
+        return self._resting[key]

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from launcher.models.activation import recomputing
 from launcher.models.names import places_of
 from launcher.pipeline.crossing import Shape, Signature
 from launcher.pipeline.origins import Origin
@@ -144,19 +144,19 @@ class StagedModel:
 
     def _before_block(self, index: int) -> Callable[..., Any]:
         def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return None if _recomputing() else self.route.enter_at(index, (args, kwargs))
+            return None if recomputing() else self.route.enter_at(index, (args, kwargs))
 
         return before
 
     def _after_block(self, block: nn.Module, args: Any, output: Any) -> Any:
-        if self.route.origins is None or _recomputing():
+        if self.route.origins is None or recomputing():
             return None
         self.route.learned.returns.setdefault(type(block).__qualname__, tree_map(Shape.of, output))
         return self.route.marked(output, Origin.HERE)
 
     def _after_part(self, name: str) -> Callable[..., Any]:
         def after(part: nn.Module, args: Any, output: Any) -> Any:
-            if self.route.origins is None or _recomputing():
+            if self.route.origins is None or recomputing():
                 return None
             self.route.learned.outputs[name] = tree_map(Shape.of, output)
             return self.route.marked(output, Origin.HERE)
@@ -216,11 +216,6 @@ class StagedModel:
         slicing = self._learned[stage, signature].slicing
         if self.sequence is not None and slicing is not None:
             self.sequence.recall(slicing)
-
-
-def _recomputing() -> bool:
-    """Whether this is a forward inside of a backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _shared(

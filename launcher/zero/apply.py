@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Axis, all_reduce
 from launcher.errors import ElsewhereError
+from launcher.monitor.memory import hand_back_freed
 from launcher.offload.homes import Homes
 from launcher.tensor.assemble import whole
 from launcher.tensor.split import Split
@@ -22,7 +23,7 @@ from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
-from launcher.zero.layout import assign_units, homes_of
+from launcher.zero.layout import assign_units, choose_homes
 from launcher.zero.leaf import with_leaves
 from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
@@ -77,7 +78,7 @@ class ZeroModel:
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
-        self.fetcher = Fetcher(policy, self.homes.ahead, self.homes.units_ahead)
+        self.fetcher = Fetcher(policy, self.homes.ahead, self.homes.units_ahead, spares=self.homes.one_memory)
         trained = [unit for unit in units if unit.gradients]
         root = [unit for unit in trained if unit is units[-1]]
         self.reducer = Reducer(
@@ -99,7 +100,7 @@ class ZeroModel:
     # ---- slices -----------------------------------------------------------------------------
 
     def slices(self) -> list[ParamSlice]:
-        """What this rank owns of every parameter, as views of the master weights."""
+        """What this rank owns of every parameter, as parts of the master weights."""
         return [piece for flat in self.flats for piece in flat.slices()]
 
     def written_slices(self) -> list[ParamSlice]:
@@ -109,7 +110,7 @@ class ZeroModel:
         if self.axes.replicate.rank > 0:  # the first shard group writes for all
             return []
         flats = [flat for flat in self.flats if flat.slots[0].holders.rank == 0]
-        return [piece for flat in flats for piece in flat.slices(flat.values(), flat.shard_span)]
+        return [piece for flat in flats for piece in flat.slices(span=flat.shard_span)]
 
     def publish(self) -> None:
         """Bring changed master weights into every rank's parameters."""
@@ -292,12 +293,12 @@ def apply(
         homes: where shards rest; default: in the memory of the device.
     """
     source = source or ModelValues()
-    pool = BufferPool(device)
     homes = homes or Homes(device)
+    pool = BufferPool(device, homes.buffers.idle if homes.one_memory else None)
     planning = assign_units(
         module, with_leaves(module, blocks), policy, splits, holders, homes.cut * axes.shard.degree
     )
-    chosen = homes_of(planning, homes, policy, axes.shard.degree)
+    chosen = choose_homes(planning, homes, policy, axes.shard.degree)
     units = []
     for planned in planning:
         flats = []
@@ -320,6 +321,8 @@ def apply(
                 flat.fill(read, from_rank_zero=isinstance(source, ModelValues))
             flats.append(flat)
         units.append(Unit(planned.name, planned.module, flats, policy))
+        if homes.one_memory:
+            hand_back_freed()  # what the values took before
     if isinstance(source, MadeOnMeta):
         source.make_buffers(device)
     for owner in module.modules():

@@ -81,7 +81,7 @@ class StepChecks:
         copies, shard, tp = {}, self.zero.axes.shard, self.zero.tp
         part = f" of tp rank {tp.rank}" if tp.degree > 1 else ""
         for flat in self.zero.flats:
-            values = flat.values()
+            values = flat.values().here()
             if not flat.sharded and flat.full is not None:
                 copies[f"unit {flat.name}{part}"] = _checksum(flat.full)
             elif self.zero.axes.replicate.degree > 1:
@@ -89,6 +89,7 @@ class StepChecks:
             for at, held, _ in shared(flat, flat.owned):
                 name = f"what {held.holders} tp ranks hold of unit {flat.name} ({held.group}, dp rank {flat.axis.rank})"
                 copies[name] = copies.get(name, 0) + _checksum(values[at])
+            flat.rest()
         return copies
 
     def _not_finite(self) -> list[str]:

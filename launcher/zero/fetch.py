@@ -30,12 +30,15 @@ class Fetcher:
 
     Args:
         policy: prefetch size, live limit, reuse distance.
-        ahead, units_ahead: elements and units whose shards are brought in before they are gathered, where they rest
+        ahead, units_ahead: elements and units further on that are in memory, shards or gathered, of those that rest
             elsewhere; one unit at least.
+        spares: what is gathered lies in the memory that such units are to spare: nothing is kept for longer than that.
     """
 
-    def __init__(self, policy: ZeroPolicy, ahead: int = 0, units_ahead: int = 0) -> None:
-        self.policy, self.ahead, self.units_ahead = policy, ahead, units_ahead
+    def __init__(
+        self, policy: ZeroPolicy, ahead: int = 0, units_ahead: int = 0, *, spares: bool = False
+    ) -> None:
+        self.policy, self.ahead, self.units_ahead, self.spares = policy, ahead, units_ahead, spares
         self._fetched: set[Unit] = set()
         self._orders: dict[bool, list[Unit]] = {}  # with gradients / without
         self._order: list[Unit] = []
@@ -149,23 +152,33 @@ class Fetcher:
 
     def _fetch(self) -> None:
         """Bring the shards of units further on in. All ranks ask for the same ones, so they gather the same ones."""
-        ahead = 0
+        near: set[Unit] = set()
         for unit in self._order[self._next :]:
-            if unit.moves and unit not in self.gathered and unit not in self._fetched:
-                if ahead and (ahead + unit.numel > self.ahead or len(self._fetched) >= self.units_ahead):
-                    return
+            if not unit.moves or unit in near:
+                continue
+            if near and not self._fits(near, unit):
+                return
+            near.add(unit)
+            if unit not in self.gathered and unit not in self._fetched:
                 unit.fetch()
                 self._fetched.add(unit)
-            ahead += unit.numel if unit in self._fetched else 0
+
+    def _fits(self, near: set[Unit], unit: Unit) -> bool:
+        """Whether a unit may be in memory beside those."""
+        return len(near) < self.units_ahead and sum(one.numel for one in near) + unit.numel <= self.ahead
 
     def _reused_soon(self, unit: Unit) -> bool:
         if self._mode is not Following.FOLLOWING or self.live > self.policy.max_live_parameters:
             return False
-        distance = 0
+        distance, near = 0, {unit}
         for later in self._order[self._next :]:
             if later is unit:
                 return True
             distance += later.numel
             if distance > self.policy.max_reuse_distance:
                 return False
+            if unit.moves and self.spares and later not in near:
+                if not self._fits(near, later):
+                    return False
+                near.add(later)
         return False

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Pending, all_gather, broadcast, dequantize, quantize, quantized_all_gather
 from launcher.offload.homes import Home, Homes
+from launcher.offload.resting import Part, Resting
 from launcher.zero.axes import ShardAxes
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
@@ -219,12 +220,12 @@ class FlatBuffer:
         self.packed = quantize(values, BITS)
         self._shard = self._master = self.homes.staying(self._empty)
 
-    def values(self) -> Tensor:
-        """The master weights, to be read."""
+    def values(self) -> Resting:
+        """The master weights, to be read: unpacked until they are published."""
         if self.packed is not None and not self._master.numel:
             whole = self._empty.new_empty(self.numel // self.axis.degree)
             self._master = self.homes.staying(dequantize(self.packed, whole, BITS))
-        return self.master
+        return self._master
 
     def _make_leaf(self, slot: Slot) -> None:
         old = slot.leaf
@@ -247,11 +248,10 @@ class FlatBuffer:
         """What this rank owns of each parameter.
 
         Args:
-            of: a buffer over the owned range; default: the master weights, unpacked until they are published.
+            of: a buffer over the owned range; default: the master weights, which are not brought in for this.
             span: only what lies in this range of the flat buffer; default: all that is owned.
         """
-        if of is None:
-            of = self.values()
+        whole = self.values() if of is None else self.homes.staying(of)
         first = self.owned.start
         return [
             ParamSlice(
@@ -259,7 +259,7 @@ class FlatBuffer:
                 slot.split,
                 start,
                 stop,
-                of[slot.offset + start - first : slot.offset + stop - first],
+                Part(whole, slice(slot.offset + start - first, slot.offset + stop - first)),
             )
             for slot, start, stop in self.overlaps(span or self.owned)
         ]
@@ -343,7 +343,7 @@ class FlatBuffer:
         """
         self._second_is_new = False
         if self.packed is not None:
-            self._pack(self.values())
+            self._pack(self.values().here())
             return []
         if self.own_master and not written:
             params = self._shard.fresh() if self.sharded else self._owned_params

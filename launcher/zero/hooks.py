@@ -22,6 +22,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
+from launcher.models.activation import recomputing
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.reduce import Reducer
@@ -82,7 +83,7 @@ class Hooks:
 
     def _before(self, unit: Unit) -> Callable[..., None]:
         def before_forward(module: nn.Module, args: object) -> None:
-            if _in_autograd():  # activation checkpointing recomputes this module
+            if recomputing():
                 self._enter_backward(unit)
                 return
             if unit is self.root:
@@ -102,7 +103,7 @@ class Hooks:
 
     def _after(self, unit: Unit) -> Callable[..., None]:
         def after_forward(module: nn.Module, args: object, output: object) -> None:
-            if _in_autograd():
+            if recomputing():
                 return
             if unit is self.root:
                 self._end_forward(output)
@@ -202,7 +203,3 @@ class Hooks:
         for unit in self.units:
             unit.arrived, unit.in_backward = 0, False
         self.fetcher.end()
-
-
-def _in_autograd() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -96,7 +96,7 @@ def assign_units(
     return [unit for unit in units if unit.groups] + [root]
 
 
-def homes_of(
+def choose_homes(
     units: list[PlannedUnit], homes: Homes, policy: ZeroPolicy, degree: int
 ) -> Iterator[tuple[Home, Home]]:
     """For each buffer in its order: where its parameters rest, and where what the optimizer works with. Takes the room

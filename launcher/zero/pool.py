@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from launcher.offload.idle import Idle
 
 if TYPE_CHECKING:
     from launcher.zero.flat import FlatBuffer
 
 
 class BufferPool:
-    """Flat buffers by size and dtype.
+    """Flat buffers by size.
 
-    A returned buffer is handed out again only when nothing else refers to its memory: a view that autograd or a
-    user still holds keeps its values, and costs memory instead of correctness.
+    Args:
+        idle: where they come from; default: memory of the device, kept for good.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, idle: Idle | None = None) -> None:
         self.device = device
         # who is gathered where, by the address of the storage object
         self.occupants: dict[int, FlatBuffer] = {}
-        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._alone = _use_count(torch.empty(1))
+        self._idle = idle or Idle(partial(_new, device))
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer [numel] with any content."""
-        idle = self._idle[numel, dtype]
-        for i in range(len(idle) - 1, -1, -1):
-            if _use_count(idle[i]) == self._alone:
-                return idle.pop(i)
-        idle.clear()  # what is still referred to will be freed by whoever holds it
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        return self._idle.take(numel, dtype)
 
     def give(self, buffer: Tensor) -> None:
         """Hand a buffer back."""
-        self._idle[buffer.numel(), buffer.dtype].append(buffer)
+        self._idle.give(buffer)
 
     def clear(self) -> None:
         """Free every idle buffer."""
@@ -45,8 +41,8 @@ class BufferPool:
 
     @property
     def idle_bytes(self) -> int:
-        return sum(b.numel() * b.element_size() for buffers in self._idle.values() for b in buffers)
+        return self._idle.nbytes
 
 
-def _use_count(buffer: Tensor) -> int:
-    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)  # type: ignore[attr-defined]
+def _new(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Axis
+from launcher.offload.resting import Part
 from launcher.tensor.split import Split
 from launcher.zero.sharded_parameter import ShardedParameter
 
@@ -82,15 +83,19 @@ class ParamSlice:
         name: of the logical parameter.
         split: which elements of it are local.
         start, stop: flat element range of the local parameter.
-        data: [stop - start], master weights: fp32 (the parameter's own dtype when frozen, or without fp32_master); a
-            view, writable.
+        part: of the master weights: fp32 (the parameter's own dtype when frozen, or without fp32_master).
     """
 
     name: str
     split: Split
     start: int
     stop: int
-    data: Tensor
+    part: Part
+
+    @property
+    def data(self) -> Tensor:
+        """[stop - start], a writable view; brings in what rests elsewhere."""
+        return self.part.here()
 
     @property
     def shape(self) -> torch.Size:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.models.load import SafetensorsSource
+from launcher.offload.resting import Part
 from tests.pool import RankContext
 from tests.zero.models import points, stack
 
@@ -72,11 +73,18 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in engine.zero.full_parameters()}
 
 
+def brought(value: Any) -> Any:
+    """A state of the optimizer, in memory where it rests elsewhere."""
+    return value.here() if isinstance(value, Part) else value
+
+
 def whole_state(engine: Any) -> dict[str, Tensor]:
     """Master weights by name, and optimizer states by state/name, put together from all ranks' slices."""
     pieces = [(piece.name, piece, piece.data) for piece in engine.zero.slices()]
     for name, state in engine.optimizer.state_slices().items():
-        pieces += [(f"{key}/{name}", engine.optimizer.slices[name], value) for key, value in state.items()]
+        pieces += [
+            (f"{key}/{name}", engine.optimizer.slices[name], brought(value)) for key, value in state.items()
+        ]
     mine = [(name, piece.shape, piece.start, piece.stop, data.clone()) for name, piece, data in pieces]
     every: list[Any] = [None] * engine.world_size
     dist.all_gather_object(every, mine)

@@ -10,13 +10,12 @@ import torch
 
 from launcher.errors import OffloadError
 from launcher.offload.nvme import NvmeTier
-from launcher.offload.tier import ALIGNMENT, HostTier, Tier, buffer
+from launcher.offload.tier import ALIGNMENT, Tier, buffer
 
 
-@pytest.fixture(params=["host", "nvme"])
+@pytest.fixture
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
-    make: dict[str, Callable[[], Tier]] = {"host": HostTier, "nvme": lambda: NvmeTier(tmp_path)}
-    made = make[request.param]()
+    made = NvmeTier(tmp_path)
     request.addfinalizer(made.close)
     return made
 
@@ -82,11 +81,3 @@ def test_buffers_are_aligned_and_outlive_their_makers(numel: int) -> None:
     part = made.fill_(3)[-1:]
     del made
     assert part.item() == 3
-
-
-def test_work_in_place_on_the_host() -> None:
-    tier = HostTier()
-    tier.write("a", torch.ones(4)).result()
-    tier.resting("a", torch.float32).mul_(5)
-    tier.read("a", into := torch.empty(4)).result()
-    assert into.tolist() == [5, 5, 5, 5]

@@ -42,8 +42,7 @@ def trained(
     losses = advance(engine, ctx, range(steps))
     engine.zero.homes.buffers.settle()
     held = engine.held_bytes()
-    with engine.optimizer.shown(changed=False):
-        state = whole_state(engine)
+    state = whole_state(engine)
     weights = whole_weights(engine)
     engine.destroy()
     return losses, weights, state, held

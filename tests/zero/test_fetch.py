@@ -148,3 +148,17 @@ def test_what_rests_elsewhere_is_read_ahead_and_gathered_one_use_later(
     assert [unit.starts for unit in units[1:3]] == [2, 2], "gathered in the first iteration only"
     fetch.use(units[1], "forward")
     assert units[2].starts == (3 if asked > 1 else 2), "whose read was asked for one use before"
+
+
+def test_what_rests_elsewhere_is_kept_no_longer_than_it_would_be_read_ahead() -> None:
+    """Memory must not grow with the model: without a limit all units are there at the end of the forward."""
+
+    def most(*, spares: bool) -> int:
+        units = [FakeUnit(c, moves=True) for c in "abcdefghij"]
+        policy = ZeroPolicy.of_stage(3, prefetch_bucket_size=10**9, max_reuse_distance=10**9)
+        fetch = Fetcher(policy, ahead=10**9, units_ahead=3, spares=spares)
+        iterate(fetch, units)
+        return max(len(live) for live in iterate(fetch, units))
+
+    assert most(spares=False) == 10
+    assert most(spares=True) <= 1 + 3

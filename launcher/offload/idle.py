@@ -1,0 +1,66 @@
+"""Memory that is not in use: handed out again by size, and given up where it would be more than is ever needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Idle:
+    """Flat buffers that are taken, given back and taken again.
+
+    A buffer is handed out again only when nothing else refers to its memory: a view that autograd or a
+    user still holds keeps its values, and costs memory instead of correctness.
+
+    Args:
+        make: new memory: (elements, dtype) -> [elements] with any content.
+        sparing: all buffers together, idle ones too, take no more memory than was in use at once so far: for a new one
+            the oldest idle ones are freed. Else what was taken once stays.
+
+    Attributes:
+        most: bytes that were in use at once.
+    """
+
+    def __init__(self, make: Callable[[int, torch.dtype], Tensor], *, sparing: bool = False) -> None:
+        self._make, self._sparing = make, sparing
+        self._buffers: list[Tensor] = []  # each uint8 [bytes], the newest last
+        self._in_use = self.most = 0
+        self._alone = _use_count(torch.empty(1))
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer [numel] with any content."""
+        size = numel * dtype.itemsize
+        self._in_use += size
+        for i in range(len(self._buffers) - 1, -1, -1):
+            if self._buffers[i].numel() == size and _use_count(self._buffers[i]) == self._alone:
+                return self._buffers.pop(i).view(dtype)
+        # what is still referred to will be freed by whoever holds it
+        self._buffers = [one for one in self._buffers if one.numel() != size]
+        self._spare()
+        return self._make(numel, dtype)
+
+    def give(self, buffer: Tensor) -> None:
+        """Hand a buffer back."""
+        raw = buffer.view(torch.uint8)
+        self._in_use -= raw.numel()
+        self._buffers.append(raw)
+
+    def clear(self) -> None:
+        """Free every idle buffer."""
+        self._buffers.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Of idle buffers."""
+        return sum(one.numel() for one in self._buffers)
+
+    def _spare(self) -> None:
+        self.most = max(self.most, self._in_use)
+        while self._sparing and self._buffers and self._in_use + self.nbytes > self.most:
+            del self._buffers[0]
+
+
+def _use_count(buffer: Tensor) -> int:
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)  # type: ignore[attr-defined]
