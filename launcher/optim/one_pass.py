@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
+from launcher.offload.tier import memory
 from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
 from launcher.optim.lion import Lion
 
@@ -209,7 +210,8 @@ def _begin(rule: Rule, group: dict[str, Any], item: OnePass, dtype: torch.dtype)
     state, first = item.state, False
     for name in rule.states(group):
         if state.get(name) is None:
-            state[name], first = torch.zeros_like(item.weights, dtype=dtype), True
+            state[name] = memory(item.weights.numel(), dtype, item.weights.device).zero_()
+            first = True
     if rule.counts:
         counter = state.setdefault("step", torch.zeros((), dtype=torch.float32))
         counter.add_(1) if rule.corrects else counter.fill_(torch.inf)

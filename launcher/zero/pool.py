@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from launcher.offload.tier import memory
+
 if TYPE_CHECKING:
     from launcher.zero.flat import FlatBuffer
 
@@ -33,7 +35,7 @@ class BufferPool:
             if _use_count(idle[i]) == self._alone:
                 return idle.pop(i)
         idle.clear()  # what is still referred to will be freed by whoever holds it
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        return memory(numel, dtype, self.device)
 
     def give(self, buffer: Tensor) -> None:
         """Hand a buffer back."""
