@@ -28,7 +28,8 @@ CHUNK = (
 )  # elements; its fp32 scratch takes 1 MiB. Smaller ones cost Python's time, larger ones leave the cache
 CREW = 8  # threads at most: they share the interpreter; on more cores each has several of torch's
 
-Kernel = Callable[[dict[str, Any], "Chunk", Tensor | None], None]
+Kernel = Callable[[dict[str, Any], Tensor | None], Callable[["Chunk"], None]]
+"""For a param group and the divisor of the gradients, or None: what steps a chunk."""
 
 
 @dataclass
@@ -76,7 +77,7 @@ class Rule:
     Args:
         states: names of its elementwise states for a param group.
         counts: it keeps a step counter.
-        kernel: steps a chunk in one dtype; gets the divisor of the gradients, or None.
+        kernel: makes what steps a chunk in one dtype; once a step, as chunks come every 100 us.
         scales: the kernel divides by it. Else gradients are multiplied before.
         passes_once: the kernel reads memory once, so what needs no cast needs no chunks.
         corrects: false: bias corrections are those of infinitely many steps.
@@ -90,62 +91,37 @@ class Rule:
     corrects: bool = True
 
 
-def _adam(function: Any, group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
+def _adam(function: Any, group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    function(
-        chunk.weights,
-        chunk.grads,
-        chunk.states["exp_avg"],
-        chunk.states["exp_avg_sq"],
-        chunk.states.get("max_exp_avg_sq", []),
-        chunk.steps,
-        amsgrad=group["amsgrad"],
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        grad_scale=divisor,
-        found_inf=None,
-    )
+    options = {key: group[key] for key in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+    kernel = partial(function, **options, beta1=beta1, beta2=beta2, grad_scale=divisor, found_inf=None)
+
+    def step(chunk: Chunk) -> None:
+        states, most = chunk.states, chunk.states.get("max_exp_avg_sq", [])
+        kernel(chunk.weights, chunk.grads, states["exp_avg"], states["exp_avg_sq"], most, chunk.steps)
+
+    return step
 
 
-def _adagrad(group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
-    torch._fused_adagrad_(
-        chunk.weights,
-        chunk.grads,
-        chunk.states["sum"],
-        chunk.steps,
-        lr=group["lr"],
-        lr_decay=group["lr_decay"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        grad_scale=divisor,
-        found_inf=None,
-    )
+def _adagrad(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
+    options = {key: group[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
+    kernel = partial(torch._fused_adagrad_, **options, grad_scale=divisor, found_inf=None)
+    return lambda chunk: kernel(chunk.weights, chunk.grads, chunk.states["sum"], chunk.steps)
 
 
-def _sgd(group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
-    torch._fused_sgd_(
-        chunk.weights,
-        chunk.grads,
-        chunk.states.get("momentum_buffer", []),
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        is_first_step=chunk.first,
-        grad_scale=divisor,
-        found_inf=None,
-    )
+def _sgd(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
+    keys = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+    options = {key: group[key] for key in keys}
+    kernel = partial(torch._fused_sgd_, **options, grad_scale=divisor, found_inf=None)
+
+    def step(chunk: Chunk) -> None:
+        kernel(chunk.weights, chunk.grads, chunk.states.get("momentum_buffer", []), is_first_step=chunk.first)
+
+    return step
 
 
-def _lion(group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
-    Lion.update(group, chunk.weights, chunk.grads, chunk.states["exp_avg"])
+def _lion(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
+    return lambda chunk: Lion.update(group, chunk.weights, chunk.grads, chunk.states["exp_avg"])
 
 
 def _moments(group: dict[str, Any]) -> tuple[str, ...]:
@@ -192,13 +168,16 @@ def step(
         scale: factor on all gradients.
         dtype: of the arithmetic and of new state.
     """
+    multiply = scale if scale != 1.0 and (scale == 0.0 or not rule.scales) else None
+    divisor = torch.full((), 1 / scale) if scale != 1.0 and multiply is None else None
+    work = partial(_step_chunk, rule.kernel(group, divisor), multiply, dtype)
     first = [_begin(rule, group, item, dtype) for item in slices]
     pairs = [(item, new) for item, new in zip(slices, first, strict=True) if item.weights.numel()]
     whole = [pair for pair in pairs if rule.passes_once and _needs_no_cast(pair[0], dtype)]
     for chunk in _chunks(rule, group, whole, 2**62):
-        _step_chunk(rule, group, scale, dtype, chunk)
+        work(chunk)
     cut = [pair for pair in pairs if not (rule.passes_once and _needs_no_cast(pair[0], dtype))]
-    _share_out(partial(_step_chunk, rule, group, scale, dtype), list(_chunks(rule, group, cut, CHUNK)))
+    _share_out(work, list(_chunks(rule, group, cut, CHUNK)))
 
 
 def _needs_no_cast(item: OnePass, dtype: torch.dtype) -> bool:
@@ -247,16 +226,15 @@ def _chunks(
         yield chunk
 
 
-def _step_chunk(rule: Rule, group: dict[str, Any], scale: float, dtype: torch.dtype, chunk: Chunk) -> None:
+def _step_chunk(
+    kernel: Callable[[Chunk], None], multiply: float | None, dtype: torch.dtype, chunk: Chunk
+) -> None:
     held = chunk.weights
     chunk.grads = _cast(chunk.grads, dtype, place=0)
     chunk.weights = _cast(held, dtype, place=1)
-    divisor = None
-    if scale != 1.0 and (scale == 0.0 or not rule.scales):
-        torch._foreach_mul_(chunk.grads, scale)
-    elif scale != 1.0:
-        divisor = torch.full((), 1 / scale)
-    rule.kernel(group, chunk, divisor)
+    if multiply is not None:
+        torch._foreach_mul_(chunk.grads, multiply)
+    kernel(chunk)
     for stepped, weights, param in zip(chunk.weights, held, chunk.params, strict=True):
         if weights is not stepped:
             weights.copy_(stepped)
@@ -269,12 +247,17 @@ _scratch = threading.local()
 
 def _cast(tensors: list[Tensor], dtype: torch.dtype, place: int) -> list[Tensor]:
     """The tensors in `dtype`: those of another one in this thread's scratch buffer number `place`."""
-    if all(tensor.dtype == dtype for tensor in tensors):
+    for tensor in tensors:
+        if tensor.dtype != dtype:
+            break
+    else:
         return tensors
     buffers: dict[Any, Tensor] = _scratch.__dict__
     key = f"{dtype} {place}"
     if key not in buffers:
         buffers[key] = torch.empty(CHUNK, dtype=dtype)
+    if len(tensors) == 1:
+        return [buffers[key][: tensor.numel()].copy_(tensor)]
     parts = buffers[key][: sum(tensor.numel() for tensor in tensors)].split([t.numel() for t in tensors])
     return [
         tensor if tensor.dtype == dtype else part.copy_(tensor)

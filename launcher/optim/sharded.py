@@ -9,6 +9,7 @@ the updated parameters of a buffer travel while the next one is stepped.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -25,6 +26,7 @@ from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.gradients import FlatGradient
 
+logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -68,6 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.states = {
             gradient: FlatState(gradient, self.tensors, self.inner.state) for gradient in zero.gradients
         }
+        self.early: set[FlatGradient] = set()  # stepped before the step (`early.py`)
         for state in self.states.values():
             state.hide()
 
@@ -113,21 +116,47 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for gradients, following in zip_longest(batches, batches[1:], fillvalue=no_more):
             for gradient in following if self.zero.homes.reads_ahead else ():
                 self.states[gradient].fetch()
-            written = {gradient: self._step_buffer(gradient, scale, rule) for gradient in gradients}
-            self._finish(gradients)
-            for gradient in gradients:
-                self.states[gradient].hide()
-                gradient.rest(changed=False)
-                pending += gradient.flat.publish(written=written[gradient])
+            pending += self._step_batch(gradients, scale, rule)
+        self.early.clear()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler of torch made for it wants to know
         for travelling in pending:
             travelling.wait()
+
+    @torch.no_grad()
+    def step_early(self, gradient: FlatGradient, scale: float) -> None:
+        """Step one buffer now, of those that need no collective; the next `step` leaves it out."""
+        squares = gradient.squares() if self.zero.policy.compute_norm else None
+        self._step_batch([gradient], scale, one_pass.rule_of(self.inner))
+        gradient.spend(squares)
+        self.early.add(gradient)
+
+    def forget_early(self) -> None:
+        """The step that these were part of will not come."""
+        if self.early:
+            names = ", ".join(sorted(gradient.flat.name for gradient in self.early))
+            logger.warning("a step is given up after parts of the model were stepped already: %s", names)
+        self.early.clear()
+
+    def _step_batch(
+        self, gradients: list[FlatGradient], scale: float, rule: one_pass.Rule | None
+    ) -> list[Pending]:
+        """Step buffers, let go of what rests, start bringing the parameters to every rank."""
+        written = {gradient: self._step_buffer(gradient, scale, rule) for gradient in gradients}
+        self._finish(gradients)
+        pending: list[Pending] = []
+        for gradient in gradients:
+            self.states[gradient].hide()
+            gradient.rest(changed=False)
+            pending += gradient.flat.publish(written=written[gradient])
+        return pending
 
     def _batches(self) -> Iterator[list[FlatGradient]]:
         """Buffers that are stepped before the parameters change: one, or those of a sub-group in the two-half step."""
         batch: list[FlatGradient] = []
         elements, alone = 0, not isinstance(self.inner, WholeOptimizer)
         for gradient in self.zero.gradients:
+            if gradient in self.early:
+                continue
             if batch and (alone or elements + gradient.flat.numel > self.sub_group_size):
                 yield batch
                 batch, elements = [], 0

@@ -102,6 +102,11 @@ class FlatGradient:
         shard.put() if changed and self._filled else shard.drop()
         self._squares, self._touched = squares, False
 
+    def spend(self, squares: Tensor | None) -> None:
+        """The optimizer has used it: forget its values, keep the sum of their squares."""
+        self._shard_buffer().drop()
+        self._filled, self._touched, self._squares = False, False, squares
+
     def _full_buffer(self) -> Tensor:
         if self._full is None:
             self._full = memory(self.flat.numel, self._dtype, self.flat.pool.device).zero_()
