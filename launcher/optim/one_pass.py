@@ -7,12 +7,9 @@ compiled. State has the names, shapes and numbers that torch.optim's fused class
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +20,9 @@ from launcher.offload.tier import memory
 from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
 from launcher.optim.lion import Lion
 
-CHUNK = (
-    2**18
-)  # elements; its fp32 scratch takes 1 MiB. Smaller ones cost Python's time, larger ones leave the cache
-CREW = 8  # threads at most: they share the interpreter; on more cores each has several of torch's
+CHUNK = 2**19
+"""Elements; its fp32 scratch takes 2 MiB. Smaller ones cost Python's time, and that of torch's threads to meet, which
+they do three times a chunk; larger ones leave the cache. Measured best with one thread and with two."""
 
 Kernel = Callable[[dict[str, Any], Tensor | None], Callable[["Chunk"], None]]
 """For a param group and the divisor of the gradients, or None: what steps a chunk."""
@@ -177,7 +173,8 @@ def step(
     for chunk in _chunks(rule, group, whole, 2**62):
         work(chunk)
     cut = [pair for pair in pairs if not (rule.passes_once and _needs_no_cast(pair[0], dtype))]
-    _share_out(work, list(_chunks(rule, group, cut, CHUNK)))
+    for chunk in _chunks(rule, group, cut, CHUNK):
+        work(chunk)
 
 
 def _needs_no_cast(item: OnePass, dtype: torch.dtype) -> bool:
@@ -242,58 +239,23 @@ def _step_chunk(
             param.copy_(stepped)
 
 
-_scratch = threading.local()
+_scratch: dict[str, Tensor] = {}
 
 
 def _cast(tensors: list[Tensor], dtype: torch.dtype, place: int) -> list[Tensor]:
-    """The tensors in `dtype`: those of another one in this thread's scratch buffer number `place`."""
+    """The tensors in `dtype`: those of another one in scratch buffer number `place`."""
     for tensor in tensors:
         if tensor.dtype != dtype:
             break
     else:
         return tensors
-    buffers: dict[Any, Tensor] = _scratch.__dict__
     key = f"{dtype} {place}"
-    if key not in buffers:
-        buffers[key] = torch.empty(CHUNK, dtype=dtype)
+    if key not in _scratch:
+        _scratch[key] = memory(CHUNK, dtype, tensor.device)
     if len(tensors) == 1:
-        return [buffers[key][: tensor.numel()].copy_(tensor)]
-    parts = buffers[key][: sum(tensor.numel() for tensor in tensors)].split([t.numel() for t in tensors])
+        return [_scratch[key][: tensor.numel()].copy_(tensor)]
+    parts = _scratch[key][: sum(tensor.numel() for tensor in tensors)].split([t.numel() for t in tensors])
     return [
         tensor if tensor.dtype == dtype else part.copy_(tensor)
         for tensor, part in zip(tensors, parts, strict=True)
     ]
-
-
-# ---- threads --------------------------------------------------------------------------------
-# torch would split every call over its threads and wait for all of them three times a chunk, which costs more than the
-# chunk where waking a thread is slow. Threads that take whole chunks meet once a step.
-
-
-def _share_out(work: Callable[[Chunk], None], chunks: list[Chunk]) -> None:
-    cores = torch.get_num_threads()
-    if cores == 1 or len(chunks) < 2:
-        for chunk in chunks:
-            work(chunk)
-        return
-    members = min(cores, CREW)
-    left = iter(chunks)  # shared: who is free takes the next
-
-    @torch.no_grad()
-    def take() -> None:
-        for chunk in left:
-            work(chunk)
-
-    crew = _crew(os.getpid(), members, cores // members)
-    try:
-        for done in [crew.submit(take) for _ in range(min(members, len(chunks)))]:
-            done.result()
-    finally:
-        # The number is kept for each thread, and once more for threads to come: a new member changed the latter.
-        torch.set_num_threads(cores)
-
-
-@lru_cache(maxsize=1)
-def _crew(process: int, members: int, cores: int) -> ThreadPoolExecutor:
-    """Threads with `cores` of torch's threads each. Those of a parent process are not ours after a fork."""
-    return ThreadPoolExecutor(members, "optimizer", torch.set_num_threads, (cores,))
