@@ -3,8 +3,9 @@
     python -m benchmarks.optimizer_step --threads 1 2 --out benchmarks/results/optimizer_step.jsonl
 
 AdamW on fp32 master weights. "fp32": gradients are fp32. "bf16": gradients come in bf16, and the new weights are
-written in bf16, too; torch and DeepSpeed cast in passes of their own. Each works in memory as its library allocates
-it: ours in huge pages, torch and DeepSpeed in torch's. "in our memory": DeepSpeed where ours works.
+written in bf16, too; torch and DeepSpeed cast in passes of their own. "compiled": with the JSON's `compile`. Each works
+in memory as its library allocates it: ours in huge pages, torch and DeepSpeed in torch's. "in our memory": DeepSpeed
+where ours works.
 
 An element costs 28 bytes of traffic in all of them. "bound": the time of so many bytes at the speed of the fastest of
 some plain operations that read and write memory (`streams`), in memory as ours.
@@ -76,6 +77,7 @@ def ours(on: Tensors) -> Steps:
     return {
         "ours fp32": lambda: one_pass.step(one_pass.ADAMW, group, fp32),
         "ours bf16": lambda: one_pass.step(one_pass.ADAMW, group, bf16),
+        "ours, compiled bf16": lambda: one_pass.step(one_pass.ADAMW, group, bf16, compiles=True),
     }
 
 

@@ -426,7 +426,8 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         compile_kwargs: dict[str, Any] | None = None,
         schedule: Any = None,
     ) -> None:
-        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs.
+        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs. With
+        "inductor", also the optimizer's step of 16-bit parameters on the CPU.
 
         DeepSpeed compiles the whole module. A second call does nothing.
 
@@ -442,6 +443,8 @@ class Engine(Answers, Feeding, Saving, nn.Module):
             )
         if not self.is_compiled:
             compile_blocks(self.module, backend, compile_kwargs or {})
+            if self.optimizer is not None and backend == "inductor":
+                self.optimizer.compiles = True
             self.is_compiled = True
 
     def collect_python_gc(self) -> int:

@@ -2,13 +2,14 @@
 
 Chunk by chunk a gradient is cast into a scratch buffer that stays in cache, torch's fused kernel steps the chunk, and
 the new weights are cast into the parameter while they are still in cache: memory sees every tensor once. Nothing is
-compiled. State has the names, shapes and numbers that torch.optim's fused classes give it.
+compiled, unless somebody asks for it (`compiled.py`). State has the names, shapes and numbers that torch.optim's fused
+classes give it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from launcher.offload.tier import memory
+from launcher.optim import compiled
 from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
 from launcher.optim.lion import Lion
 
@@ -77,6 +79,7 @@ class Rule:
         scales: the kernel divides by it. Else gradients are multiplied before.
         passes_once: the kernel reads memory once, so what needs no cast needs no chunks.
         corrects: false: bias corrections are those of infinitely many steps.
+        decoupled: weight decay is AdamW's; None: the rule is not Adam's, and is not compiled.
     """
 
     states: Callable[[dict[str, Any]], tuple[str, ...]]
@@ -85,6 +88,7 @@ class Rule:
     scales: bool = True
     passes_once: bool = True
     corrects: bool = True
+    decoupled: bool | None = None
 
 
 def _adam(function: Any, group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
@@ -124,13 +128,13 @@ def _moments(group: dict[str, Any]) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
 
-ADAM = Rule(_moments, partial(_adam, torch._fused_adam_))
-ADAMW = Rule(_moments, partial(_adam, torch._fused_adamw_))
+ADAM = Rule(_moments, partial(_adam, torch._fused_adam_), decoupled=False)
+ADAMW = Rule(_moments, partial(_adam, torch._fused_adamw_), decoupled=True)
 RULES: dict[type, Rule] = {
     Adam: ADAM,
     AdamW: ADAMW,
-    UncorrectedAdam: Rule(ADAM.states, ADAM.kernel, corrects=False),
-    UncorrectedAdamW: Rule(ADAMW.states, ADAMW.kernel, corrects=False),
+    UncorrectedAdam: replace(ADAM, corrects=False),
+    UncorrectedAdamW: replace(ADAMW, corrects=False),
     Adagrad: Rule(lambda group: ("sum",), _adagrad),
     SGD: Rule(lambda group: ("momentum_buffer",) if group["momentum"] else (), _sgd, counts=False),
     Lion: Rule(lambda group: ("exp_avg",), _lion, counts=False, scales=False, passes_once=False),
@@ -156,6 +160,7 @@ def step(
     *,
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    compiles: bool = False,
 ) -> None:
     """Step slices of one param group, with all cores that torch has.
 
@@ -163,6 +168,7 @@ def step(
         group: the options of the optimizer's param group.
         scale: factor on all gradients.
         dtype: of the arithmetic and of new state.
+        compiles: what has to be cast goes through a compiled loop, where there is one for it.
     """
     multiply = scale if scale != 1.0 and (scale == 0.0 or not rule.scales) else None
     divisor = torch.full((), 1 / scale) if scale != 1.0 and multiply is None else None
@@ -173,12 +179,28 @@ def step(
     for chunk in _chunks(rule, group, whole, 2**62):
         work(chunk)
     cut = [pair for pair in pairs if not (rule.passes_once and _needs_no_cast(pair[0], dtype))]
+    if compiles and rule.decoupled is not None and not group["amsgrad"] and (loop := compiled.loop()):
+        cut = [pair for pair in cut if not _by_loop(loop, rule, group, pair[0], scale)]
     for chunk in _chunks(rule, group, cut, CHUNK):
         work(chunk)
 
 
 def _needs_no_cast(item: OnePass, dtype: torch.dtype) -> bool:
     return item.param is None and item.grad.dtype == item.weights.dtype == dtype
+
+
+def _by_loop(
+    loop: Callable[..., None], rule: Rule, group: dict[str, Any], item: OnePass, scale: float
+) -> bool:
+    """Step a slice by the compiled loop, if it is one for that; gives whether it was."""
+    mean, square = item.state["exp_avg"], item.state["exp_avg_sq"]
+    wide = item.weights.dtype == mean.dtype == square.dtype == torch.float32
+    if item.param is None or not wide or item.weights.numel() < compiled.SMALLEST:
+        return False
+    decoupled = bool(rule.decoupled)
+    numbers = compiled.numbers_of(group, scale, float(item.state["step"]), decoupled=decoupled)
+    loop(item.weights, item.grad, mean, square, item.param, numbers)
+    return True
 
 
 def _begin(rule: Rule, group: dict[str, Any], item: OnePass, dtype: torch.dtype) -> bool:

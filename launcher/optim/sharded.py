@@ -70,6 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.states = {
             gradient: FlatState(gradient, self.tensors, self.inner.state) for gradient in zero.gradients
         }
+        self.compiles = False  # the step on the CPU may go through torch.compile
         self.early: set[FlatGradient] = set()  # stepped before the step (`early.py`)
         for state in self.states.values():
             state.hide()
@@ -214,7 +215,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 by_group.setdefault(self._group_of[piece.name], []).append(item)
         for index, items in by_group.items():
             dtype = self._widened(flat.master_dtype)
-            one_pass.step(rule, self.param_groups[index], items, scale=scale, dtype=dtype)
+            group = self.param_groups[index]
+            one_pass.step(rule, group, items, scale=scale, dtype=dtype, compiles=self.compiles)
         return params is not None
 
     def _step_by_tiles(self, gradient: FlatGradient, scale: float, masters: dict[str, Tensor]) -> None:
