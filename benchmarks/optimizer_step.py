@@ -3,142 +3,198 @@
     python -m benchmarks.optimizer_step --threads 1 2 --out benchmarks/results/optimizer_step.jsonl
 
 AdamW on fp32 master weights. "fp32": gradients are fp32. "bf16": gradients come in bf16, and the new weights are
-written in bf16, too; torch and DeepSpeed cast in passes of their own. An element costs 28 bytes of traffic both ways.
-"bound": plain in-place operations and copies that read and write those bytes and compute next to nothing.
+written in bf16, too; torch and DeepSpeed cast in passes of their own. "compiled": with the JSON's `compile`. Each works
+in memory as its library allocates it: ours in huge pages, torch and DeepSpeed in torch's. "in our memory": DeepSpeed
+where ours works.
 
-They take turns in one process for each number of threads. Times at which the scheduler took a core from us are left
-out."""
+An element costs 28 bytes of traffic in all of them. "bound": the time of so many bytes at the speed of the fastest of
+some plain operations that read and write memory (`streams`), in memory as ours.
+
+All take turns in one process for each number of threads. Times are the faster quartile of the turns; ratios are
+medians of the ratios of each turn, so that what disturbs a turn disturbs both sides."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measure import machine_busy_s
+from launcher.offload.tier import memory
 from launcher.optim import one_pass
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-BASELINES = {"fp32": "DeepSpeed fp32", "bf16": "DeepSpeed bf16"}
+BYTES = 28  # of an element: weights and two moments read and written, 4 for gradient and parameter
 Steps = dict[str, Callable[[], object]]
 
 
-def steps(numel: int) -> Steps:
-    """What is timed; all work on the same tensors."""
-    weights = nn.Parameter(torch.randn(numel) * 0.02)
-    grad, low_grad = torch.randn(numel) * 0.01, (torch.randn(numel) * 0.01).bfloat16()
-    low = weights.detach().bfloat16()
-    weights.grad = grad
-    ours: dict[str, Any] = {}
-    optimizer = torch.optim.AdamW([weights], **OPTIONS, fused=True)
-    group = optimizer.param_groups[0]
-    fp32 = [one_pass.OnePass(weights.data, grad, ours)]
-    bf16 = [one_pass.OnePass(weights.data, low_grad, ours, low)]
-    one_pass.step(one_pass.ADAMW, group, fp32)
-    optimizer.state[weights] = ours
-    found: Steps = {
-        "bound fp32": lambda: _move(weights.data, ours, grad, None),
-        "bound bf16": lambda: _move(weights.data, ours, low_grad, low),
+class Tensors(NamedTuple):
+    """What a step works on, each [numel]."""
+
+    weights: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    grad: Tensor
+    low_grad: Tensor
+    low: Tensor
+
+
+def tensors(make: Callable[[torch.dtype], Tensor]) -> Tensors:
+    fp32 = [make(torch.float32) for _ in range(4)]
+    made = Tensors(*fp32, *(make(torch.bfloat16) for _ in range(2)))
+    made.weights.normal_(std=0.02)
+    made.grad.normal_(std=0.01)
+    made.low_grad.copy_(made.grad)
+    made.low.copy_(made.weights)
+    made.exp_avg.zero_()
+    made.exp_avg_sq.zero_()
+    return made
+
+
+def steps(numel: int, mine: Tensors) -> Steps:
+    """What is timed, by name."""
+    plain = tensors(lambda dtype: torch.empty(numel, dtype=dtype))
+    found = {**ours(mine), **theirs(plain, " fp32", " bf16")}
+    return {**found, **theirs(mine, " in our memory fp32", " in our memory bf16", only="DeepSpeed")}
+
+
+def ours(on: Tensors) -> Steps:
+    state: dict[str, Any] = {"exp_avg": on.exp_avg, "exp_avg_sq": on.exp_avg_sq}
+    group = torch.optim.AdamW([nn.Parameter(torch.empty(0))], **OPTIONS, fused=True).param_groups[0]
+    fp32 = [one_pass.OnePass(on.weights, on.grad, state)]
+    bf16 = [one_pass.OnePass(on.weights, on.low_grad, state, on.low)]
+    return {
         "ours fp32": lambda: one_pass.step(one_pass.ADAMW, group, fp32),
         "ours bf16": lambda: one_pass.step(one_pass.ADAMW, group, bf16),
-        "torch fp32": optimizer.step,
-        "torch bf16": lambda: _three_passes(optimizer.step, weights.data, grad, low_grad, low),
+        "ours, compiled bf16": lambda: one_pass.step(one_pass.ADAMW, group, bf16, compiles=True),
     }
-    theirs = _deepspeed(weights, ours)
-    if theirs is not None:
-        found["DeepSpeed fp32"] = theirs
-        found["DeepSpeed bf16"] = lambda: _three_passes(theirs, weights.data, grad, low_grad, low)
+
+
+def theirs(on: Tensors, fp32: str, bf16: str, *, only: str = "") -> Steps:
+    """Steps of torch and DeepSpeed."""
+    found: Steps = {}
+    for name, make in {"torch": _torch, "DeepSpeed": _deepspeed}.items():
+        if only in name and (step := make(on)) is not None:
+            found[name + fp32] = step
+            found[name + bf16] = partial(_three_passes, step, on)
     return found
 
 
-def _three_passes(
-    step: Callable[[], object], weights: Tensor, grad: Tensor, low_grad: Tensor, low: Tensor
-) -> None:
-    grad.copy_(low_grad)
+def _three_passes(step: Callable[[], object], on: Tensors) -> None:
+    on.grad.copy_(on.low_grad)
     step()
-    low.copy_(weights)
+    on.low.copy_(on.weights)
 
 
-def _move(weights: Tensor, state: dict[str, Any], grad: Tensor, low: Tensor | None) -> None:
-    """Read and write the bytes of a step."""
-    if low is None:
-        state["exp_avg"].add_(grad, alpha=1e-9)
-    else:
-        state["exp_avg"].mul_(1.0)
-        low.view(torch.float32).copy_(grad.view(torch.float32))
-    state["exp_avg_sq"].mul_(1.0)
-    weights.mul_(1.0)
+def _torch(on: Tensors) -> Callable[[], object]:
+    weights = nn.Parameter(on.weights)
+    weights.grad = on.grad
+    optimizer = torch.optim.AdamW([weights], **OPTIONS, fused=True)
+    optimizer.state[weights] = {
+        "step": torch.zeros(()),
+        "exp_avg": on.exp_avg,
+        "exp_avg_sq": on.exp_avg_sq,
+    }
+    return optimizer.step
 
 
-def _deepspeed(weights: nn.Parameter, state: dict[str, Any]) -> Callable[[], object] | None:
+def _deepspeed(on: Tensors) -> Callable[[], object] | None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         return None
+    weights = nn.Parameter(on.weights)
+    weights.grad = on.grad
     optimizer = DeepSpeedCPUAdam([weights], adamw_mode=True, **OPTIONS)
-    optimizer.state[weights] = {**state, "step": 0}
+    optimizer.state[weights] = {"step": 0, "exp_avg": on.exp_avg, "exp_avg_sq": on.exp_avg_sq}
     return optimizer.step  # type: ignore[no-any-return]
 
 
-def timed(step: Callable[[], object]) -> tuple[float, bool]:
-    """(seconds, whether no other process took a core meanwhile)."""
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
-    step()
-    took = time.perf_counter() - start
-    return took, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == before
-
-
-@torch.no_grad()
-def measure(numel: int, turns: int, limit: float) -> dict[str, list[float]]:
-    """Seconds of each, in undisturbed turns: until there are `turns` of each, or `limit` seconds have passed."""
-    what = steps(numel)
-    for _ in range(2):
-        for step in what.values():
-            step()
-    clean: dict[str, list[float]] = {name: [] for name in what}
-    rest: dict[str, list[float]] = {name: [] for name in what}
-    end = time.perf_counter() + limit
-    while min(map(len, clean.values())) < turns and time.perf_counter() < end:
-        for name, step in what.items():
-            took, alone = timed(step)
-            (clean if alone else rest)[name].append(took)
-    # A machine that is never quiet: the fastest half of all turns.
+def streams(on: Tensors) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Operations that compute next to nothing: name -> (bytes of an element that they read and write, the call)."""
+    a, b, c = on.exp_avg, on.exp_avg_sq, on.weights
+    sgd: dict[str, Any] = {
+        "weight_decay": 0.0,
+        "momentum": 1.0,
+        "lr": 0.0,
+        "dampening": 1.0,
+        "nesterov": False,
+    }
+    rest: dict[str, Any] = {"maximize": False, "is_first_step": False, "grad_scale": None, "found_inf": None}
     return {
-        name: found if len(found) >= 3 else sorted(found + rest[name])[: max(3, len(rest[name]) // 2)]
-        for name, found in clean.items()
+        "SGD with momentum": (20, lambda: torch._fused_sgd_([c], [on.grad], [a], **sgd, **rest)),
+        "copy": (8, lambda: a.copy_(b)),
+        "scale in place": (8, lambda: a.mul_(1.0)),
+        "add in place": (12, lambda: a.add_(b, alpha=0.0)),
+        "triad": (12, lambda: torch.add(a, b, alpha=0.0, out=c)),
     }
 
 
-def table(threads: int, numel: int, found: dict[str, list[float]]) -> str:
+@torch.no_grad()
+def measure(numel: int, turns: int, limit: float) -> dict[str, Any]:
+    """Seconds of each, one a turn, until there are `turns` or `limit` seconds have passed; what others used of the
+    machine meanwhile."""
+    mine = tensors(lambda dtype: memory(numel, dtype, torch.device("cpu")))
+    what = steps(numel, mine)
+    plain = streams(mine)
+    every = {**what, **{name: call for name, (_, call) in plain.items()}}
+    for call in list(every.values()) * 2:
+        call()
+    found: dict[str, list[float]] = {name: [] for name in every}
+    busy, own, start = machine_busy_s(), time.process_time(), time.perf_counter()
+    while len(found["ours fp32"]) < turns and time.perf_counter() < start + limit:
+        for name, call in every.items():
+            before = time.perf_counter()
+            call()
+            found[name].append(time.perf_counter() - before)
+    wall = time.perf_counter() - start
+    others = (machine_busy_s() - busy - (time.process_time() - own)) / wall / (os.cpu_count() or 1)
+    speeds = {name: sorted(moved * numel / s for s in found[name]) for name, (moved, _) in plain.items()}
+    # bytes/s of the faster quartile, of the operation that has most
+    best = max(speeds, key=lambda name: speeds[name][-len(speeds[name]) // 4])
+    found["bound"] = [s * BYTES / plain[best][0] for s in found[best]]
+    return {"s": found, "others": round(others, 3), "bound": best}
+
+
+def quick(seconds: list[float]) -> float:
+    """The faster quartile."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def table(threads: int, numel: int, measured: dict[str, Any]) -> str:
+    found: dict[str, list[float]] = measured["s"]
     lines = [
-        f"{threads} threads, {numel:,} elements",
+        f"{threads} threads, {numel:,} elements, {len(found['bound'])} turns; bound: {measured['bound']}; "
+        f"others used {measured['others']:.0%} of the machine",
         "",
-        "| step | ms, median | smallest | turns | M elements/s | / DeepSpeed | / bound |",
+        "| step | ms | smallest | M elements/s | / DeepSpeed | / DeepSpeed in our memory | / bound |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, seconds in found.items():
-        kind = name.rsplit(" ", 1)[1]
-        took, peer, bound = (
-            median(found[n]) if n in found else None for n in (name, BASELINES[kind], f"bound {kind}")
-        )
-        assert took is not None and bound is not None
-        against = "" if peer is None else f"{peer / took:.2f}"
-        lines.append(
-            f"| {name} | {took * 1e3:.1f} | {min(seconds) * 1e3:.1f} | {len(seconds)} | {numel / took / 1e6:.0f} "
-            f"| {against} | {bound / took:.2f} |"
-        )
+    for name in (name for name in found if name.endswith((" fp32", " bf16")) or name == "bound"):
+        kind = name.rsplit(" ", 1)[-1]
+        peers = (f"DeepSpeed {kind}", f"DeepSpeed in our memory {kind}", "bound")
+        against = [f"{ratio(found[name], found[peer]):.2f}" if peer in found else "" for peer in peers]
+        took = quick(found[name])
+        cells = [f"{took * 1e3:.1f}", f"{min(found[name]) * 1e3:.1f}", f"{numel / took / 1e6:.0f}", *against]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def ratio(mine: list[float], theirs: list[float]) -> float:
+    """Median over turns of how often ours goes into theirs."""
+    return median(other / own for own, other in zip(mine, theirs, strict=True))
 
 
 def main() -> None:
@@ -164,7 +220,7 @@ def main() -> None:
     print(table(args.threads[0], args.numel, found), flush=True)
     if args.out:
         with args.out.open("a") as file:
-            record = {"threads": args.threads[0], "numel": args.numel, "torch": torch.__version__, "s": found}
+            record = {"threads": args.threads[0], "numel": args.numel, "torch": torch.__version__, **found}
             file.write(json.dumps(record) + "\n")
 
 

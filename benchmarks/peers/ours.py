@@ -20,7 +20,8 @@ def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer | Stage
     if flags.pp > 1:
         config["pipeline"] = {"stages": flags.pp, "schedule": flags.schedule}
     engine = launcher.initialize(model=build_model(work.model), config=config)[0]
-    if flags.pp == 1:
+    # by whole steps the engine knows that the optimizer's follows: as in the recipes, it steps what rests on NVMe early
+    if flags.pp == 1 and not flags.offload:
         return EnginePeer(engine)
     return (WatchedStages if flags.watch else StagesPeer)(engine, _item)
 

@@ -24,7 +24,13 @@ from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
 from launcher.engine.evaluating import losses_and_outputs, reduced
 from launcher.engine.feeding import Feeding
-from launcher.engine.finite import check_unused, clip_factor, skips_overflow, tell_overflow
+from launcher.engine.finite import (
+    check_unused,
+    clip_factor,
+    may_step_early,
+    skips_overflow,
+    tell_overflow,
+)
 from launcher.engine.python_gc import hold
 from launcher.engine.saving import Saving
 from launcher.engine.watch import Watch
@@ -33,6 +39,7 @@ from launcher.models.activation import Checkpointer
 from launcher.models.compiled import compile_blocks
 from launcher.monitor.log import set_level
 from launcher.monitor.writers import Monitor
+from launcher.optim.early import EarlySteps
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.runtime import Runtime
@@ -95,6 +102,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._norm: float | None = None
         self._applied = False
         self._scaled = False  # gradients of this step came through backward(), which scales the loss
+        self._step_follows = False  # inside a call that runs all microbatches of a step
         self._gc = hold(self) if config.disable_python_gc else None
         set_level(config.log_level)
         if config.dump_state and mesh.rank == 0:
@@ -170,6 +178,10 @@ class Engine(Answers, Feeding, Saving, nn.Module):
 
     def _announce_boundary(self) -> None:
         self.zero.reducer.boundary = self.is_gradient_accumulation_boundary()
+        optimizer = self.optimizer if self._step_follows and may_step_early(self) else None
+        self.zero.reducer.taker = (
+            None if optimizer is None else EarlySteps(optimizer, lambda: 1 / self._divisor())
+        )
         watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
@@ -200,10 +212,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         squares, used = self.zero.norm_and_use()
         if not self._config.zero_optimization.ignore_unused_parameters:
             check_unused(self.zero, used)
-        ranks = (
-            self.zero.mean_divisor if self._config.gradient_allreduce_op == "mean" else self.zero.sum_divisor
-        )
-        scale = ranks * (self.loss_scaler.scale if self._scaled else self.gradient_accumulation_steps())
+        scale = self._divisor()
         norm = math.sqrt(float(squares)) / scale if math.isfinite(float(squares)) else float(squares)
         overflow = not math.isfinite(norm) and skips_overflow(self._config)
         self._norm = norm if self.zero.policy.compute_norm else None
@@ -214,6 +223,21 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         if not overflow:
             self.optimizer.step(clip_factor(norm, float(self._config.gradient_clipping)) / scale)
         return overflow
+
+    def _divisor(self) -> float:
+        """Of the gradients that are there at the end of a step, clipping apart."""
+        mean = self._config.gradient_allreduce_op == "mean"
+        ranks = self.zero.mean_divisor if mean else self.zero.sum_divisor
+        return ranks * (self.loss_scaler.scale if self._scaled else self.gradient_accumulation_steps())
+
+    @contextmanager
+    def _whole_step(self) -> Iterator[None]:
+        """Inside, nobody looks at gradients or changes the optimizer before the step."""
+        self._step_follows = True
+        try:
+            yield
+        finally:
+            self._step_follows = False
 
     def _count(self, overflow: bool) -> None:
         self._applied = not overflow
@@ -280,6 +304,8 @@ class Engine(Answers, Feeding, Saving, nn.Module):
 
     def abandon_step(self) -> None:
         """Forget the microbatches since the last optimizer step."""
+        if self.optimizer is not None:
+            self.optimizer.forget_early()
         self.zero.zero_grad()
         self.watch.forget()
         self._microbatches = self._backwards = 0
@@ -294,8 +320,9 @@ class Engine(Answers, Feeding, Saving, nn.Module):
             return self._train_stages(data_iter)
         total = torch.zeros((), device=self.device)
         for left in reversed(range(self.gradient_accumulation_steps())):
-            loss = self._loss_of(self._read(data_iter))
-            self.backward(loss)
+            with self._whole_step():
+                loss = self._loss_of(self._read(data_iter))
+                self.backward(loss)
             total += loss.detach().float()
             if left == 0 or self.managed_gradient_accumulation():
                 self.step()
@@ -359,8 +386,9 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         for batch, weight in zip(batches, weights, strict=True):
             if losses and self.managed_gradient_accumulation():
                 self.step()  # of the microbatch before: it only counts
-            loss = self._loss_of(batch)
-            self.backward(loss * weight, scale_wrt_gas=False)
+            with self._whole_step():
+                loss = self._loss_of(batch)
+                self.backward(loss * weight, scale_wrt_gas=False)
             losses.append(loss.detach())
         return pipelined.weighted([float(loss) for loss in losses], weights)
 
@@ -398,7 +426,8 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         compile_kwargs: dict[str, Any] | None = None,
         schedule: Any = None,
     ) -> None:
-        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs.
+        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs. With
+        "inductor", also the optimizer's step of 16-bit parameters on the CPU.
 
         DeepSpeed compiles the whole module. A second call does nothing.
 
@@ -414,6 +443,8 @@ class Engine(Answers, Feeding, Saving, nn.Module):
             )
         if not self.is_compiled:
             compile_blocks(self.module, backend, compile_kwargs or {})
+            if self.optimizer is not None and backend == "inductor":
+                self.optimizer.compiles = True
             self.is_compiled = True
 
     def collect_python_gc(self) -> int:

@@ -8,6 +8,7 @@ from launcher.config import Config
 from launcher.engine.dtypes import scales_loss
 from launcher.errors import LauncherError
 from launcher.optim.loss_scale import LossScaleExhausted
+from launcher.optim.whole import WholeOptimizer
 from launcher.zero import ZeroModel
 from launcher.zero.overflow import find_overflows, in_words
 
@@ -23,6 +24,19 @@ def skips_overflow(config: Config) -> bool:
 def clip_factor(norm: float, limit: float) -> float:
     """What gradients of this norm are multiplied by (`gradient_clipping`); a limit of 0 never clips."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+def may_step_early(engine: Engine) -> bool:
+    """Whether a buffer can be stepped before all gradients are there: its gradient is whole after its reduction over
+    dp, and nothing about the others changes its step."""
+    config, zero = engine._config, engine.zero
+    alone = zero.tp.degree == zero.pp.degree == 1 and zero.checks is None
+    optimizer = engine.optimizer
+    whole = (
+        optimizer is not None and engine.versions is None and not isinstance(optimizer.inner, WholeOptimizer)
+    )
+    known = float(config.gradient_clipping) == 0 and not skips_overflow(config)
+    return alone and whole and known and config.zero_optimization.ignore_unused_parameters
 
 
 def check_unused(zero: ZeroModel, used: list[bool]) -> None:

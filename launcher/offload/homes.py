@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.offload.resting import Buffers, Resting
-from launcher.offload.tier import Tier, buffer
+from launcher.offload.tier import Tier, buffer, memory
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Homes:
 
     def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device == self.device:
-            return torch.zeros(numel, dtype=dtype, device=device)
+            return memory(numel, dtype, device).zero_()
         return buffer(numel, dtype, pin=self.buffers.pin).zero_()
 
     def close(self) -> None:

@@ -64,18 +64,27 @@ def buffer(numel: int, dtype: torch.dtype, *, pin: bool | None = None) -> Tensor
     return torch.frombuffer(pages, dtype=torch.uint8)[:size].view(dtype)
 
 
+def memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory [numel] of a device, with any content, for what lives long. In huge pages where it is large and the CPU's:
+    an optimizer's step over it is then up to twice as fast, as the processor fetches ahead across 4096 bytes."""
+    if device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
+        return buffer(numel, dtype, pin=False)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 def _mapped(size: int) -> np.ndarray:
     """New memory, uint8 [size], in huge pages where it is large: direct I/O on them is twice as fast, as a request
     is then a few long pieces for the disk and not one of every 4096 bytes."""
     large = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     room = size + HUGE_PAGE if large else size  # what is never touched takes no memory
-    memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages = np.frombuffer(memory, np.uint8)
+    mapping = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = np.frombuffer(mapping, np.uint8)
     if not large:
         return pages
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
     start = -pages.ctypes.data % HUGE_PAGE
+    with contextlib.suppress(OSError):  # a kernel without them
+        # the end, if it fills no huge page, is left to small ones: it would take a whole one
+        mapping.madvise(mmap.MADV_HUGEPAGE, start, size - size % HUGE_PAGE)
     return pages[start : start + size]
 
 

@@ -2,32 +2,32 @@
 
 Chunk by chunk a gradient is cast into a scratch buffer that stays in cache, torch's fused kernel steps the chunk, and
 the new weights are cast into the parameter while they are still in cache: memory sees every tensor once. Nothing is
-compiled. State has the names, shapes and numbers that torch.optim's fused classes give it.
+compiled, unless somebody asks for it (`compiled.py`). State has the names, shapes and numbers that torch.optim's fused
+classes give it.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
+from launcher.offload.tier import memory
+from launcher.optim import compiled
 from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
 from launcher.optim.lion import Lion
 
-CHUNK = (
-    2**18
-)  # elements; its fp32 scratch takes 1 MiB. Smaller ones cost Python's time, larger ones leave the cache
-CREW = 8  # threads at most: they share the interpreter; on more cores each has several of torch's
+CHUNK = 2**19
+"""Elements; its fp32 scratch takes 2 MiB. Smaller ones cost Python's time, and that of torch's threads to meet, which
+they do three times a chunk; larger ones leave the cache. Measured best with one thread and with two."""
 
-Kernel = Callable[[dict[str, Any], "Chunk", Tensor | None], None]
+Kernel = Callable[[dict[str, Any], Tensor | None], Callable[["Chunk"], None]]
+"""For a param group and the divisor of the gradients, or None: what steps a chunk."""
 
 
 @dataclass
@@ -77,10 +77,11 @@ class Rule:
     Args:
         states: names of its elementwise states for a param group.
         counts: it keeps a step counter.
-        kernel: steps a chunk in one dtype; gets the divisor of the gradients, or None.
+        kernel: makes what steps a chunk in one dtype; once a step, as chunks come every 100 us.
         scales: the kernel divides by it. Else gradients are multiplied before.
         passes_once: the kernel reads memory once, so what needs no cast needs no chunks.
         corrects: false: bias corrections are those of infinitely many steps.
+        decoupled: weight decay is AdamW's; None: the rule is not Adam's, and is not compiled.
     """
 
     states: Callable[[dict[str, Any]], tuple[str, ...]]
@@ -89,77 +90,53 @@ class Rule:
     scales: bool = True
     passes_once: bool = True
     corrects: bool = True
+    decoupled: bool | None = None
 
 
-def _adam(function: Any, group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
+def _adam(function: Any, group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    function(
-        chunk.weights,
-        chunk.grads,
-        chunk.states["exp_avg"],
-        chunk.states["exp_avg_sq"],
-        chunk.states.get("max_exp_avg_sq", []),
-        chunk.steps,
-        amsgrad=group["amsgrad"],
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        grad_scale=divisor,
-        found_inf=None,
-    )
+    options = {key: group[key] for key in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+    kernel = partial(function, **options, beta1=beta1, beta2=beta2, grad_scale=divisor, found_inf=None)
+
+    def step(chunk: Chunk) -> None:
+        states, most = chunk.states, chunk.states.get("max_exp_avg_sq", [])
+        kernel(chunk.weights, chunk.grads, states["exp_avg"], states["exp_avg_sq"], most, chunk.steps)
+
+    return step
 
 
-def _adagrad(group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
-    torch._fused_adagrad_(
-        chunk.weights,
-        chunk.grads,
-        chunk.states["sum"],
-        chunk.steps,
-        lr=group["lr"],
-        lr_decay=group["lr_decay"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        grad_scale=divisor,
-        found_inf=None,
-    )
+def _adagrad(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
+    options = {key: group[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
+    kernel = partial(torch._fused_adagrad_, **options, grad_scale=divisor, found_inf=None)
+    return lambda chunk: kernel(chunk.weights, chunk.grads, chunk.states["sum"], chunk.steps)
 
 
-def _sgd(group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
-    torch._fused_sgd_(
-        chunk.weights,
-        chunk.grads,
-        chunk.states.get("momentum_buffer", []),
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        is_first_step=chunk.first,
-        grad_scale=divisor,
-        found_inf=None,
-    )
+def _sgd(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
+    keys = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+    options = {key: group[key] for key in keys}
+    kernel = partial(torch._fused_sgd_, **options, grad_scale=divisor, found_inf=None)
+
+    def step(chunk: Chunk) -> None:
+        kernel(chunk.weights, chunk.grads, chunk.states.get("momentum_buffer", []), is_first_step=chunk.first)
+
+    return step
 
 
-def _lion(group: dict[str, Any], chunk: Chunk, divisor: Tensor | None) -> None:
-    Lion.update(group, chunk.weights, chunk.grads, chunk.states["exp_avg"])
+def _lion(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
+    return lambda chunk: Lion.update(group, chunk.weights, chunk.grads, chunk.states["exp_avg"])
 
 
 def _moments(group: dict[str, Any]) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
 
-ADAM = Rule(_moments, partial(_adam, torch._fused_adam_))
-ADAMW = Rule(_moments, partial(_adam, torch._fused_adamw_))
+ADAM = Rule(_moments, partial(_adam, torch._fused_adam_), decoupled=False)
+ADAMW = Rule(_moments, partial(_adam, torch._fused_adamw_), decoupled=True)
 RULES: dict[type, Rule] = {
     Adam: ADAM,
     AdamW: ADAMW,
-    UncorrectedAdam: Rule(ADAM.states, ADAM.kernel, corrects=False),
-    UncorrectedAdamW: Rule(ADAMW.states, ADAMW.kernel, corrects=False),
+    UncorrectedAdam: replace(ADAM, corrects=False),
+    UncorrectedAdamW: replace(ADAMW, corrects=False),
     Adagrad: Rule(lambda group: ("sum",), _adagrad),
     SGD: Rule(lambda group: ("momentum_buffer",) if group["momentum"] else (), _sgd, counts=False),
     Lion: Rule(lambda group: ("exp_avg",), _lion, counts=False, scales=False, passes_once=False),
@@ -185,6 +162,7 @@ def step(
     *,
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    compiles: bool = False,
 ) -> None:
     """Step slices of one param group, with all cores that torch has.
 
@@ -192,18 +170,39 @@ def step(
         group: the options of the optimizer's param group.
         scale: factor on all gradients.
         dtype: of the arithmetic and of new state.
+        compiles: what has to be cast goes through a compiled loop, where there is one for it.
     """
+    multiply = scale if scale != 1.0 and (scale == 0.0 or not rule.scales) else None
+    divisor = torch.full((), 1 / scale) if scale != 1.0 and multiply is None else None
+    work = partial(_step_chunk, rule.kernel(group, divisor), multiply, dtype)
     first = [_begin(rule, group, item, dtype) for item in slices]
     pairs = [(item, new) for item, new in zip(slices, first, strict=True) if item.weights.numel()]
     whole = [pair for pair in pairs if rule.passes_once and _needs_no_cast(pair[0], dtype)]
     for chunk in _chunks(rule, group, whole, 2**62):
-        _step_chunk(rule, group, scale, dtype, chunk)
+        work(chunk)
     cut = [pair for pair in pairs if not (rule.passes_once and _needs_no_cast(pair[0], dtype))]
-    _share_out(partial(_step_chunk, rule, group, scale, dtype), list(_chunks(rule, group, cut, CHUNK)))
+    if compiles and rule.decoupled is not None and not group["amsgrad"] and (loop := compiled.loop()):
+        cut = [pair for pair in cut if not _by_loop(loop, rule, group, pair[0], scale)]
+    for chunk in _chunks(rule, group, cut, CHUNK):
+        work(chunk)
 
 
 def _needs_no_cast(item: OnePass, dtype: torch.dtype) -> bool:
     return item.param is None and item.grad.dtype == item.weights.dtype == dtype
+
+
+def _by_loop(
+    loop: Callable[..., None], rule: Rule, group: dict[str, Any], item: OnePass, scale: float
+) -> bool:
+    """Step a slice by the compiled loop, if it is one for that; gives whether it was."""
+    mean, square = item.state["exp_avg"], item.state["exp_avg_sq"]
+    wide = item.weights.dtype == mean.dtype == square.dtype == torch.float32
+    if item.param is None or not wide or item.weights.numel() < compiled.SMALLEST:
+        return False
+    decoupled = bool(rule.decoupled)
+    numbers = compiled.numbers_of(group, scale, float(item.state["step"]), decoupled=decoupled)
+    loop(item.weights, item.grad, mean, square, item.param, numbers)
+    return True
 
 
 def _begin(rule: Rule, group: dict[str, Any], item: OnePass, dtype: torch.dtype) -> bool:
@@ -211,12 +210,16 @@ def _begin(rule: Rule, group: dict[str, Any], item: OnePass, dtype: torch.dtype)
     state, first = item.state, False
     for name in rule.states(group):
         if state.get(name) is None:
-            zeros = item.zeros or (lambda _, dtype: torch.zeros_like(item.weights, dtype=dtype))
-            state[name], first = zeros(name, dtype), True
+            state[name] = (item.zeros or partial(_zeros, item.weights))(name, dtype)
+            first = True
     if rule.counts:
         counter = state.setdefault("step", torch.zeros((), dtype=torch.float32))
         counter.add_(1) if rule.corrects else counter.fill_(torch.inf)
     return first
+
+
+def _zeros(like: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    return memory(like.numel(), dtype, like.device).zero_()
 
 
 def _chunks(
@@ -248,16 +251,15 @@ def _chunks(
         yield chunk
 
 
-def _step_chunk(rule: Rule, group: dict[str, Any], scale: float, dtype: torch.dtype, chunk: Chunk) -> None:
+def _step_chunk(
+    kernel: Callable[[Chunk], None], multiply: float | None, dtype: torch.dtype, chunk: Chunk
+) -> None:
     held = chunk.weights
     chunk.grads = _cast(chunk.grads, dtype, place=0)
     chunk.weights = _cast(held, dtype, place=1)
-    divisor = None
-    if scale != 1.0 and (scale == 0.0 or not rule.scales):
-        torch._foreach_mul_(chunk.grads, scale)
-    elif scale != 1.0:
-        divisor = torch.full((), 1 / scale)
-    rule.kernel(group, chunk, divisor)
+    if multiply is not None:
+        torch._foreach_mul_(chunk.grads, multiply)
+    kernel(chunk)
     for stepped, weights, param in zip(chunk.weights, held, chunk.params, strict=True):
         if weights is not stepped:
             weights.copy_(stepped)
@@ -265,53 +267,23 @@ def _step_chunk(rule: Rule, group: dict[str, Any], scale: float, dtype: torch.dt
             param.copy_(stepped)
 
 
-_scratch = threading.local()
+_scratch: dict[str, Tensor] = {}
 
 
 def _cast(tensors: list[Tensor], dtype: torch.dtype, place: int) -> list[Tensor]:
-    """The tensors in `dtype`: those of another one in this thread's scratch buffer number `place`."""
-    if all(tensor.dtype == dtype for tensor in tensors):
+    """The tensors in `dtype`: those of another one in scratch buffer number `place`."""
+    for tensor in tensors:
+        if tensor.dtype != dtype:
+            break
+    else:
         return tensors
-    buffers: dict[Any, Tensor] = _scratch.__dict__
     key = f"{dtype} {place}"
-    if key not in buffers:
-        buffers[key] = torch.empty(CHUNK, dtype=dtype)
-    parts = buffers[key][: sum(tensor.numel() for tensor in tensors)].split([t.numel() for t in tensors])
+    if key not in _scratch:
+        _scratch[key] = memory(CHUNK, dtype, tensor.device)
+    if len(tensors) == 1:
+        return [_scratch[key][: tensor.numel()].copy_(tensor)]
+    parts = _scratch[key][: sum(tensor.numel() for tensor in tensors)].split([t.numel() for t in tensors])
     return [
         tensor if tensor.dtype == dtype else part.copy_(tensor)
         for tensor, part in zip(tensors, parts, strict=True)
     ]
-
-
-# ---- threads --------------------------------------------------------------------------------
-# torch would split every call over its threads and wait for all of them three times a chunk, which costs more than the
-# chunk where waking a thread is slow. Threads that take whole chunks meet once a step.
-
-
-def _share_out(work: Callable[[Chunk], None], chunks: list[Chunk]) -> None:
-    cores = torch.get_num_threads()
-    if cores == 1 or len(chunks) < 2:
-        for chunk in chunks:
-            work(chunk)
-        return
-    members = min(cores, CREW)
-    left = iter(chunks)  # shared: who is free takes the next
-
-    @torch.no_grad()
-    def take() -> None:
-        for chunk in left:
-            work(chunk)
-
-    crew = _crew(os.getpid(), members, cores // members)
-    try:
-        for done in [crew.submit(take) for _ in range(min(members, len(chunks)))]:
-            done.result()
-    finally:
-        # The number is kept for each thread, and once more for threads to come: a new member changed the latter.
-        torch.set_num_threads(cores)
-
-
-@lru_cache(maxsize=1)
-def _crew(process: int, members: int, cores: int) -> ThreadPoolExecutor:
-    """Threads with `cores` of torch's threads each. Those of a parent process are not ours after a fork."""
-    return ThreadPoolExecutor(members, "optimizer", torch.set_num_threads, (cores,))

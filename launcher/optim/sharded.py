@@ -9,6 +9,7 @@ the updated parameters of a buffer travel while the next one is stepped.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,7 @@ from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.gradients import FlatGradient
 
+logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -73,6 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._state_of = {
             slot.name: state for state in self.states.values() for slot in state.gradient.flat.slots
         }
+        self.compiles = False  # the step on the CPU may go through torch.compile
+        self.early: set[FlatGradient] = set()  # stepped before the step (`early.py`)
         for state in self.states.values():
             state.hide()
 
@@ -118,21 +122,47 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for gradients, following in zip_longest(batches, batches[1:], fillvalue=no_more):
             for gradient in following if self.zero.homes.reads_ahead else ():
                 self.states[gradient].fetch()
-            written = {gradient: self._step_buffer(gradient, scale, rule) for gradient in gradients}
-            self._finish(gradients)
-            for gradient in gradients:
-                self.states[gradient].hide()
-                gradient.rest(changed=False)
-                pending += gradient.flat.publish(written=written[gradient])
+            pending += self._step_batch(gradients, scale, rule)
+        self.early.clear()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler of torch made for it wants to know
         for travelling in pending:
             travelling.wait()
+
+    @torch.no_grad()
+    def step_early(self, gradient: FlatGradient, scale: float) -> None:
+        """Step one buffer now, of those that need no collective; the next `step` leaves it out."""
+        squares = gradient.squares() if self.zero.policy.compute_norm else None
+        self._step_batch([gradient], scale, one_pass.rule_of(self.inner))
+        gradient.spend(squares)
+        self.early.add(gradient)
+
+    def forget_early(self) -> None:
+        """The step that these were part of will not come."""
+        if self.early:
+            names = ", ".join(sorted(gradient.flat.name for gradient in self.early))
+            logger.warning("a step is given up after parts of the model were stepped already: %s", names)
+        self.early.clear()
+
+    def _step_batch(
+        self, gradients: list[FlatGradient], scale: float, rule: one_pass.Rule | None
+    ) -> list[Pending]:
+        """Step buffers, let go of what rests, start bringing the parameters to every rank."""
+        written = {gradient: self._step_buffer(gradient, scale, rule) for gradient in gradients}
+        self._finish(gradients)
+        pending: list[Pending] = []
+        for gradient in gradients:
+            self.states[gradient].hide()
+            gradient.rest(changed=False)
+            pending += gradient.flat.publish(written=written[gradient])
+        return pending
 
     def _batches(self) -> Iterator[list[FlatGradient]]:
         """Buffers that are stepped before the parameters change: one, or those of a sub-group in the two-half step."""
         batch: list[FlatGradient] = []
         elements, alone = 0, not isinstance(self.inner, WholeOptimizer)
         for gradient in self.zero.gradients:
+            if gradient in self.early:
+                continue
             if batch and (alone or elements + gradient.flat.numel > self.sub_group_size):
                 yield batch
                 batch, elements = [], 0
@@ -190,7 +220,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 by_group.setdefault(self._group_of[piece.name], []).append(item)
         for index, items in by_group.items():
             dtype = self._widened(flat.master_dtype)
-            one_pass.step(rule, self.param_groups[index], items, scale=scale, dtype=dtype)
+            group = self.param_groups[index]
+            one_pass.step(rule, group, items, scale=scale, dtype=dtype, compiles=self.compiles)
         return params is not None
 
     def _step_by_tiles(self, gradient: FlatGradient, scale: float, masters: dict[str, Tensor]) -> None:

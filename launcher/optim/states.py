@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from launcher.monitor.memory import hand_back_freed
 from launcher.offload.resting import Part, Resting
+from launcher.offload.tier import memory
 from launcher.zero import ParamSlice
 from launcher.zero.gradients import FlatGradient
 
@@ -72,7 +73,7 @@ class FlatState:
         """A new state of a parameter, in the memory that goes where it rests."""
         place = self._places[name]
         if not self.moves:
-            return torch.zeros(place.stop - place.start, dtype=dtype, device=self.flat.optim_home.device)
+            return memory(place.stop - place.start, dtype, self.flat.optim_home.device).zero_()
         return self._place_of(key, dtype)[place].zero_()
 
     def parts(self, name: str) -> dict[str, Any]:

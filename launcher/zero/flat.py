@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from launcher.comm import Pending, all_gather, broadcast, dequantize, quantize, quantized_all_gather
 from launcher.offload.homes import Home, Homes
 from launcher.offload.resting import Part, Resting
+from launcher.offload.tier import memory
 from launcher.zero.axes import ShardAxes
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
@@ -102,9 +103,9 @@ class FlatBuffer:
             self._shard = self.homes.resting(f"{self.name}/parameters", size, self.dtype, self.params_home)
             if self.axes.secondary is not None:
                 size = self.numel // self.axes.secondary.degree
-                self.second = torch.zeros(size, dtype=self.dtype, device=device)
+                self.second = memory(size, self.dtype, device).zero_()
         else:
-            self.full = torch.zeros(self.numel, dtype=self.dtype, device=device)
+            self.full = memory(self.numel, self.dtype, device).zero_()
             self._shard = self.homes.staying(self.full[self.shard_span])
         wide = torch.float32 if self.policy.fp32_master else self.dtype
         self._master = self._shard if self.sharded else self.homes.staying(self._owned_params)

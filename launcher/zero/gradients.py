@@ -9,6 +9,7 @@ from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_
 from launcher.errors import LauncherError
 from launcher.offload.homes import Home
 from launcher.offload.resting import Resting
+from launcher.offload.tier import memory
 from launcher.zero.flat import ALIGN, FlatBuffer
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.shared import sum_of_squares
@@ -101,9 +102,14 @@ class FlatGradient:
         shard.put() if changed and self._filled else shard.drop()
         self._squares, self._touched = squares, False
 
+    def spend(self, squares: Tensor | None) -> None:
+        """The optimizer has used it: forget its values, keep the sum of their squares."""
+        self._shard_buffer().drop()
+        self._filled, self._touched, self._squares = False, False, squares
+
     def _full_buffer(self) -> Tensor:
         if self._full is None:
-            self._full = torch.zeros(self.flat.numel, dtype=self._dtype, device=self.flat.pool.device)
+            self._full = memory(self.flat.numel, self._dtype, self.flat.pool.device).zero_()
         return self._full
 
     # ---- one microbatch ---------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.offload.idle import Idle
+from launcher.offload.tier import memory
 
 if TYPE_CHECKING:
     from launcher.zero.flat import FlatBuffer
@@ -45,4 +46,4 @@ class BufferPool:
 
 
 def _new(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
+    return memory(numel, dtype, device)

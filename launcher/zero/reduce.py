@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
@@ -21,6 +22,16 @@ from launcher.zero.unit import Unit
 # Where gradients are sharded, reductions of this many units run on while the next unit computes its backward; older
 # ones are waited for, so that no more full gradients are held.
 UNITS_IN_FLIGHT = 2
+
+
+class Taker(Protocol):
+    """Who uses gradients as soon as they are reduced, in the last microbatch of a step."""
+
+    def expect(self, gradient: FlatGradient) -> None:
+        """Its reduction has started."""
+
+    def take(self, gradient: FlatGradient) -> bool:
+        """It is reduced; gives whether nobody needs it any more."""
 
 
 class Reducer:
@@ -35,6 +46,7 @@ class Reducer:
         self.order, self.policy = order, policy
         self.sync = True  # false inside no_sync: gradients stay on the leaves
         self.boundary = True  # the last microbatch of a step
+        self.taker: Taker | None = None  # for that one
         self._unsent = False  # the leaves hold gradients of a backward inside no_sync
         self._turn = 0
         self._ready: set[Unit] = set()
@@ -93,6 +105,8 @@ class Reducer:
                 self._reduce(gradient, full)
 
     def _reduce(self, gradient: FlatGradient, full: Tensor) -> None:
+        if self.boundary and self.taker is not None:
+            self.taker.expect(gradient)
         full = gradient.to_wire(full)
         chunks = gradient.chunks()
         for chunk in chunks:
@@ -122,5 +136,5 @@ class Reducer:
         gradient.done(full)
         if boundary and gradient.flat.axes.replicate.degree > 1:
             self._over_groups.append(gradient.sum_over_groups())
-        else:
+        elif not (boundary and self.taker is not None and self.taker.take(gradient)):
             gradient.rest(final=boundary)

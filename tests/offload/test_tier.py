@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from launcher.errors import OffloadError
 from launcher.offload.nvme import NvmeTier
-from launcher.offload.tier import ALIGNMENT, Tier, buffer
+from launcher.offload.tier import ALIGNMENT, HUGE_PAGE, Tier, buffer, memory
 
 
 @pytest.fixture
@@ -81,3 +82,27 @@ def test_buffers_are_aligned_and_outlive_their_makers(numel: int) -> None:
     part = made.fill_(3)[-1:]
     del made
     assert part.item() == 3
+
+
+def pages_of(address: int) -> tuple[str, int]:
+    """Flags of the mapping that an address of this process lies in, and KiB of huge pages there."""
+    inside, huge = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            inside = start <= address < end
+        elif inside and line.startswith("AnonHugePages"):
+            huge = int(line.split()[1])
+        elif inside and line.startswith("VmFlags"):
+            return line, huge
+    raise AssertionError("no mapping holds the address")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here")
+def test_what_lives_long_lies_in_huge_pages_and_takes_no_more_than_it_needs() -> None:
+    made = memory(5 * HUGE_PAGE // 8, torch.float32, torch.device("cpu")).zero_()  # 2.5 of them
+    assert made.data_ptr() % HUGE_PAGE == 0
+    flags, huge = pages_of(made.data_ptr())
+    assert " hg" in flags
+    assert huge * 1024 <= 2 * HUGE_PAGE
+    assert memory(1000, torch.bfloat16, torch.device("cpu")).shape == (1000,)

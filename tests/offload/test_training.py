@@ -12,7 +12,7 @@ from torch import Tensor
 
 from launcher.config import ConfigProblems, load
 from launcher.errors import OffloadError
-from tests.engine.driving import advance, config_of, engine_of, whole_state, whole_weights
+from tests.engine.driving import advance, config_of, engine_of, microbatches, whole_state, whole_weights
 from tests.pool import RankContext, WorkerPool
 
 KEY = "zero_optimization"
@@ -97,6 +97,56 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert torch.equal(got[name], value), name
+
+
+def by_whole_steps(
+    ctx: RankContext, config: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor], list[tuple[int, int]], bool, list[float | None]]:
+    """Losses and weights; of each step how many buffers were stepped before it and how many there are; whether a
+    gradient was ever written; norms."""
+    engine = engine_of(config)
+    losses, early, norms = [], [], []
+    for step in range(STEPS):
+        parts = microbatches(ctx, step, engine.gradient_accumulation_steps())
+        losses.append(engine.run_microbatches(parts, [1 / len(parts)] * len(parts)))
+        early.append((len(engine.optimizer.early), len(engine.zero.gradients)))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    wrote = any("gradient" in key for tier in engine.zero.homes.tiers for key in tier._index)
+    weights = whole_weights(engine)
+    engine.destroy()
+    return losses, weights, early, wrote, norms
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "place"),
+    [(1, "", "optimizer-nvme"), (2, "", "all-nvme"), (2, "bf16", "optimizer-nvme")],
+)
+def test_buffers_are_stepped_while_the_backward_runs(
+    pool: WorkerPool, tmp_path: Path, world: int, dtype: str, place: str
+) -> None:
+    precision = {dtype: {"enabled": True, "check_grad_overflow": False}} if dtype else {}
+    want = pool.run(by_whole_steps, world, json_of(3, "", {}, accumulation=1, **precision))[0]
+    got = pool.run(
+        by_whole_steps, world, json_of(3, str(tmp_path), PLACES[place], accumulation=1, **precision)
+    )[0]
+    assert got[0] == want[0] and got[4] == want[4]
+    assert_same(got[1], want[1])
+    assert [before for before, _ in want[2]] == [0] * STEPS
+    assert all(before == every > 1 for before, every in got[2])
+    assert not got[3], "a gradient that is used at once needs no disk"
+
+
+@pytest.mark.parametrize("sections", [{"gradient_clipping": 0.1}, {"accumulation": 2}], ids=str)
+def test_what_is_known_late_is_stepped_late(
+    pool: WorkerPool, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    """Clipping needs the norm of all gradients. With accumulation the last microbatch's are added to earlier ones."""
+    want = pool.run(by_whole_steps, 2, json_of(3, "", {}, **sections))[0]
+    got = pool.run(by_whole_steps, 2, json_of(3, str(tmp_path), PLACES["all-nvme"], **sections))[0]
+    assert got[0] == want[0] and got[4] == want[4]
+    assert_same(got[1], want[1])
+    assert all((before == 0) == ("gradient_clipping" in sections) for before, _ in got[2])
 
 
 OPTIMIZERS = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from launcher.optim import one_pass
+from launcher.optim import compiled, one_pass
 from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
 from launcher.optim.lion import Lion
 
@@ -34,14 +34,12 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     before = torch.get_num_threads()
     monkeypatch.setattr(one_pass, "CHUNK", SMALL)
-    one_pass._scratch.__dict__.clear()
-    one_pass._crew.cache_clear()
+    one_pass._scratch.clear()
     torch.set_num_threads(request.param)
     yield request.param
     assert torch.get_num_threads() == request.param
     torch.set_num_threads(before)
-    one_pass._scratch.__dict__.clear()
-    one_pass._crew.cache_clear()
+    one_pass._scratch.clear()
 
 
 def values(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -123,10 +121,59 @@ def test_who_steps_otherwise_is_left_to_its_own_step() -> None:
     assert one_pass.rule_of(replaced) is None
 
 
-def test_a_failure_in_a_thread_is_raised(threads: int) -> None:
-    group = AdamW([nn.Parameter(torch.zeros(3))], fused=True).param_groups[0]
-    broken = one_pass.OnePass(
-        torch.zeros(2000), torch.zeros(2000), {}, torch.zeros(2000, dtype=torch.bfloat16)
-    )
-    with pytest.raises(KeyError, match="betas"):
-        one_pass.step(one_pass.ADAMW, {k: v for k, v in group.items() if k != "betas"}, [broken])
+ADAMS = [name for name in OPTIMIZERS if "adam" in name and "amsgrad" not in name]
+
+
+def stepped_low(name: str, *, compiles: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Master weights and bf16 parameters after three steps."""
+    params = [nn.Parameter(v) for v in values(0)]
+    optimizer = OPTIMIZERS[name](params)
+    low = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
+    rule, group = one_pass.rule_of(optimizer), optimizer.param_groups[0]
+    group["maximize"] = name == "adam"
+    assert rule is not None
+    for turn in range(3):
+        grads = values(1 + turn, torch.bfloat16)
+        items = [
+            one_pass.OnePass(p.data, grad, optimizer.state[p], into)
+            for p, grad, into in zip(params, grads, low, strict=True)
+        ]
+        one_pass.step(rule, group, items, scale=0.3, compiles=compiles)
+    return [p.data for p in params], low
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_the_loop_that_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its formula, run without a compiler: the numbers of torch's kernels to 1e-6."""
+    calls: list[int] = []
+
+    def loop(weights: Tensor, *rest: Tensor) -> None:
+        calls.append(weights.numel())
+        compiled.update(weights, *rest)
+
+    monkeypatch.setattr(compiled, "loop", lambda: loop)
+    monkeypatch.setattr(compiled, "SMALLEST", 100)
+    want, (got, low) = stepped_low(name, compiles=False)[0], stepped_low(name, compiles=True)
+    assert calls == [1000, 129] * 3, "small slices are left to torch's kernels"
+    for a, b, c in zip(want, got, low, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+        assert torch.equal(c, b.bfloat16())
+
+
+def test_without_a_compiler_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object, **kwargs: object) -> Callable[..., None]:
+        def call(*tensors: Tensor) -> None:
+            raise RuntimeError("g++ is not there")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(compiled, "SMALLEST", 1)
+    compiled.loop.cache_clear()
+    want, got = stepped_low("adamw", compiles=False)[0], stepped_low("adamw", compiles=True)[0]
+    compiled.loop.cache_clear()
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["the optimizer's step is not compiled, and runs in torch's kernels: g++ is not there"]
