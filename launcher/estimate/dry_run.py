@@ -101,6 +101,7 @@ def dry_run(model: nn.Module, config: Config, *, world: int, rank: int = 0, sequ
     Raises:
         ConfigError: the JSON does not go with so many ranks, or with the model.
     """
+    _refuse_disks(config)
     _fill_buffers(model)
     batch = batch_of(config, sequence)
     with _ranks(world, rank):
@@ -143,6 +144,20 @@ def rehearse(
         finally:
             engine.destroy()
             torch.set_num_threads(threads)
+
+
+def _refuse_disks(config: Config) -> None:
+    zero = config.zero_optimization
+    for key, section in (
+        ("offload_param", zero.offload_param),
+        ("offload_optimizer", zero.offload_optimizer),
+    ):
+        if section is not None and section.device == "nvme":
+            raise ConfigError(
+                "a run with shards on NVMe cannot be rehearsed yet",
+                where=config.where(f"zero_optimization.{key}.device"),
+                fix='write "cpu": what the disk would hold is counted as memory then',
+            )
 
 
 def batch_of(config: Config, sequence: int) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import launcher
 from launcher.config import load
+from launcher.errors import ConfigError
 from launcher.estimate.dry_run import DryRun, batch_of, dry_run, rehearse
 from launcher.estimate.live import Counting
 from launcher.models.build import build_on_meta, load_config
@@ -98,3 +100,10 @@ def test_more_ranks_hold_less() -> None:
     )
     assert many.between.optimizer < few.between.optimizer / 400
     assert many.world == 1024
+
+
+def test_a_disk_is_not_written_to(tmp_path: Path) -> None:
+    on_disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with pytest.raises(ConfigError, match="offload_optimizer"):
+        dry_run(build_on_meta(load_config("default")), load(config_of(2, on_disk)), world=2)
+    assert not list(tmp_path.iterdir())
