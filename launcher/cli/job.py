@@ -1,0 +1,349 @@
+"""From the command line to what a front end runs: hosts, what their agents are told, and the share of each."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.cli.flags import value_of
+from launcher.cli.recipes import DEFAULT_RECIPE, PACKAGE, find_recipe
+from launcher.cluster import cores, environment, facts, preflight, runners
+from launcher.cluster.crew import Crew, Limits
+from launcher.cluster.frontend import FrontEnd
+from launcher.cluster.hostfile import Host, read_hostfile
+from launcher.cluster.node import Node
+from launcher.cluster.rendezvous import Wanted
+from launcher.cluster.selection import first_slots, select
+from launcher.cluster.share import Share
+from launcher.cluster.wire import Message
+from launcher.config.ranks import places as places_of
+from launcher.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launcher.config import Config
+
+logger = logging.getLogger("launcher")
+THIS_MACHINE = "localhost"
+
+
+class Request:
+    """What is to be run, from the part of the command line that starts with the recipe's name."""
+
+    def __init__(self, flags: argparse.Namespace, recipe: list[str]) -> None:
+        name, *self.arguments = recipe or [DEFAULT_RECIPE]
+        self.kind, self.target, self.is_ours = "script", name, False
+        self.name = Path(name).stem
+        if flags.module:
+            self.kind = "module"
+        elif flags.no_python:
+            self.kind = "program"
+        else:
+            path, self.is_ours = find_recipe(name)
+            self.target = str(path)
+
+    @property
+    def asks_for_help(self) -> bool:
+        """`--help` of a script is answered by one plain process, without ranks."""
+        return self.kind == "script" and bool({"-h", "--help"} & set(self.arguments))
+
+
+@dataclass
+class Job:
+    """A run as it was asked for.
+
+    Args:
+        run: the recipe or script.
+        flags: the launcher's.
+        config: the JSON, found right; None where none is named.
+        source: what the ranks read: the JSON's absolute path, or its text in base64.
+    """
+
+    run: Request
+    flags: argparse.Namespace
+    config: Config | None
+    source: str | None
+    hosts: list[Host] = field(default_factory=list)
+    """Hosts without slots use all devices that are found there."""
+    asked: dict[str, str] = field(default_factory=dict)
+    """Variables that the user asked for, for all nodes."""
+
+    def __post_init__(self) -> None:
+        flags = self.flags
+        self.asked = environment.asked_for(flags.export, os.environ)
+        self.runner = flags.launcher.lower() if flags.launcher else "ssh"
+        self.hosts = _hosts(flags, self.runner)
+        # Which slots a host without a hostfile has is seen there.
+        self.late_choice = not self.hosts[0].slots
+        if not self.late_choice:
+            self.hosts = _selected(self.hosts, flags)
+        if any(not self._is_here(host) for host in self.hosts):
+            runners.check_runner(self.runner)
+        self.device = (self.run.is_ours and value_of(self.run.arguments, "--device")) or flags.device
+        self.needs = self._needs()
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(silence_s=self.flags.node_timeout)
+
+    def front_end(self) -> FrontEnd:
+        nodes = [Node(host, i, self.command(host)) for i, host in enumerate(self.hosts)]
+        flags = self.flags
+        meeting = Wanted(flags.master_addr, flags.master_port)
+        return FrontEnd(
+            Crew(nodes, self.limits),
+            self.hello,
+            self.judge,
+            self.plan,
+            meeting=meeting,
+            max_restarts=flags.max_restarts,
+        )
+
+    def command(self, host: Host) -> list[str]:
+        """What is run on this machine to start the agent of a host."""
+        flags = self.flags
+        settings = runners.Settings(
+            extra=shlex.split(flags.launcher_args or ""),
+            ssh_port=flags.ssh_port,
+            venv_script=flags.venv_script,
+            connect_s=self.limits.connect_s,
+        )
+        if self._is_here(host):
+            return runners.HERE.command(host, settings)
+        return runners.command(self.runner, host, settings)
+
+    def hello(self, node: Node) -> Message:
+        """What an agent is told first."""
+        here = self._is_here(node.host)
+        return {
+            "environment": self.asked if here else {**environment.passed_on(os.environ), **self.asked},
+            "forget": [] if here else environment.of_mpi(),
+            "python": list(sys.version_info[:2]),
+            "directory": os.getcwd(),
+            "path": [str(PACKAGE.parent)],
+            "needs": list(self.needs),
+            "count_gpus": self.device != "cpu",
+            "silence_s": self.limits.silence_s,
+            "beat_s": self.limits.beat_s,
+        }
+
+    def judge(self, nodes: Sequence[Node]) -> None:
+        """Raise `ConfigError` where a node is not ready."""
+        preflight.judge(nodes, preflight.Needs(self.needs, self.device, compare=len(nodes) > 1))
+
+    def plan(self, front_end: FrontEnd) -> list[Share]:
+        """The shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
+
+        Raises:
+            ConfigError: more ranks than devices, or degrees that do not make the number of ranks.
+        """
+        nodes = front_end.crew.nodes
+        device = self._choose_device(nodes)
+        counts = [len(node.host.slots) for node in nodes]
+        total = sum(counts)
+        if self.config is not None:
+            dp = self.config.dp_degree(total)  # raises where the degrees do not make the number of ranks
+            if self.run.is_ours or self.config.pipeline.stages is not None:  # else a script's model may say
+                degrees = self.config.pipeline.degree, dp, self.config.tensor_parallel.degree
+                front_end.places = places_of(*degrees)
+        self._check_binding(counts)
+        output_dir = run_directory(value_of(self.run.arguments, "--output-dir"), self.run.name)
+        common = self._common(output_dir, device)
+        shown = [] if self.flags.enable_each_rank_log else self._shown(total)
+        firsts = [sum(counts[:i]) for i in range(len(counts))]
+        front_end.shown = self._names(nodes, firsts, shown) if shown != [0] else {}
+        front_end.shows_rank_0 = shown == [0]
+        self._say_what_starts(nodes, total, device)
+        logger.info("run directory: %s", output_dir)
+        masked = device == "cuda" and (self.flags.hostfile or self.flags.include or self.flags.exclude)
+        return [
+            replace(
+                common,
+                ranks=count,
+                first_rank=first,
+                world_size=total,
+                node=node.index,
+                nodes=len(nodes),
+                shown=shown,
+                slots=node.host.slots if masked else None,
+            )
+            for node, count, first in zip(nodes, counts, firsts, strict=True)
+        ]
+
+    def _common(self, output_dir: Path, device: str) -> Share:
+        """What the shares of all nodes have in common."""
+        flags, run = self.flags, self.run
+        to_files = flags.enable_each_rank_log
+        variables = {
+            "LAUNCHER_DEVICE": device,
+            "LAUNCHER_OUTPUT_DIR": str(output_dir),
+            "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
+        }
+        if self.source is not None:
+            variables["LAUNCHER_CONFIG"] = self.source
+        bind = flags.bind_cores_to_rank or flags.bind_core_list
+        return Share(
+            kind=run.kind,
+            target=run.target,
+            arguments=run.arguments,
+            log_dir=str(Path(to_files).resolve() if to_files else output_dir / "logs"),
+            log_prefix=time.strftime("%Y%m%d-%H%M%S_") if to_files else "",
+            append_local_rank=not (run.is_ours or flags.no_local_rank),
+            environment=variables,
+            bind_cores=(flags.bind_core_list or "") if bind else None,
+        )
+
+    def _needs(self) -> dict[str, str | None]:
+        """Files that the ranks read, and their digests here."""
+        files = [self.run.target] if self.run.kind == "script" else []
+        if self.source is not None and os.path.isabs(self.source):
+            files.append(self.source)
+        return {path: facts.digest(Path(path)) for path in files}
+
+    def _is_here(self, host: Host) -> bool:
+        """Whether a host is this machine, which needs no ssh."""
+        return not self.flags.force_multi and host.name in (THIS_MACHINE, "127.0.0.1", socket.gethostname())
+
+    def _choose_device(self, nodes: Sequence[Node]) -> str:
+        """The kind of device. Gives every host its slots where nobody has said them.
+
+        Raises:
+            ConfigError: more ranks are wanted than there are devices.
+        """
+        seen = [node.facts["gpus"] for node in nodes if node.facts is not None]
+        device = "cuda" if self.device != "cpu" and min(seen) > 0 else "cpu"
+        if not self.late_choice:
+            return device
+        for node, gpus in zip(nodes, seen, strict=True):
+            wanted = self.flags.num_gpus
+            if device == "cuda" and wanted is not None and wanted > gpus:
+                raise ConfigError(
+                    f"{wanted} ranks are wanted and {_spoken(node)} shows {gpus} CUDA devices",
+                    where=f"--num_gpus {wanted}",
+                    fix=f"write --num_gpus {gpus}, or --device cpu to run the ranks on the CPU",
+                )
+            there = gpus if device == "cuda" else wanted or 1
+            node.host = Host(node.host.name, tuple(range(there)))
+        chosen = {host.name: host for host in _selected([node.host for node in nodes], self.flags)}
+        for node in nodes:
+            node.host = chosen[node.name]
+        return device
+
+    def _check_binding(self, counts: Sequence[int]) -> None:
+        """The nodes bind cores themselves; mistakes that can be seen here are told before anything starts."""
+        flags = self.flags
+        if (flags.bind_cores_to_rank or flags.bind_core_list) and self._is_here(self.hosts[0]):
+            listed = (
+                cores.parse_core_list(flags.bind_core_list) if flags.bind_core_list else cores.usable_cores()
+            )
+            cores.share_cores(listed, counts[0])
+
+    def _shown(self, total: int) -> list[int]:
+        """Ranks whose output goes to the terminal: rank 0, and those of `--tee`.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        wanted = self.flags.tee
+        if wanted is None:
+            return [0]
+        if wanted == "all":
+            return list(range(total))
+        ranks = sorted({0, *(int(text) for text in wanted.split(","))})
+        if ranks[-1] >= total:
+            raise ConfigError(
+                f"there is no rank {ranks[-1]}", where=f"--tee {wanted}", fix=f"the last is {total - 1}"
+            )
+        return ranks
+
+    def _names(self, nodes: Sequence[Node], firsts: Sequence[int], shown: Sequence[int]) -> dict[int, str]:
+        host_of = {
+            first + i: node.name
+            for node, first in zip(nodes, firsts, strict=True)
+            for i in range(len(node.host.slots))
+        }
+        return {r: f"{host_of[r]}:{r}: " if len(nodes) > 1 else f"{r}: " for r in shown}
+
+    def _say_what_starts(self, nodes: Sequence[Node], ranks: int, device: str) -> None:
+        first = nodes[0].facts
+        assert first is not None
+        count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        where = "" if len(nodes) == 1 else f" of {len(nodes)} hosts ({_few(nodes)})"
+        backend = "nccl" if device == "cuda" else "gloo"
+        threads = ""
+        if first["threads"] is None and not (self.flags.bind_cores_to_rank or self.flags.bind_core_list):
+            number = max(1, first["cores"] // len(nodes[0].host.slots))
+            threads = f", OMP_NUM_THREADS={number} (cores / ranks)"
+        logger.info("%s on %s%s, backend %s%s", count, device, where, backend, threads)
+
+
+def run_directory(wanted: str | None, recipe: str) -> Path:
+    """Create the run's directory: the one asked for, or a new `runs/<recipe>-<date>-<time>`."""
+    try:
+        if wanted is not None:
+            Path(wanted).mkdir(parents=True, exist_ok=True)
+            return Path(wanted).resolve()
+        base = Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        candidate, number = base, 1
+        while candidate.exists():
+            number += 1
+            candidate = base.with_name(f"{base.name}-{number}")
+        candidate.mkdir(parents=True)
+        return candidate.resolve()
+    except OSError as error:
+        raise ConfigError(
+            f"the run's directory cannot be made: {error}",
+            where="--output-dir",
+            fix="name one that can be written",
+        ) from None
+
+
+def _hosts(flags: argparse.Namespace, runner: str) -> list[Host]:
+    """The hosts that are named by a hostfile, or by the scheduler; else this machine."""
+    if flags.hostfile:
+        return read_hostfile(flags.hostfile)
+    allocated = os.environ.get("SLURM_JOB_NODELIST")
+    if runner == "slurm" and allocated:
+        asked = subprocess.run(
+            ["scontrol", "show", "hostnames", allocated], capture_output=True, text=True, check=False
+        )
+        if asked.returncode == 0:
+            return [Host(name, ()) for name in asked.stdout.split()]
+    if flags.launcher:
+        raise ConfigError(
+            f"--launcher {flags.launcher} needs hosts",
+            where="command line",
+            fix="name them: --hostfile PATH"
+            + (", or start inside of an allocation" if runner == "slurm" else ""),
+        )
+    return [Host(THIS_MACHINE, ())]
+
+
+def _selected(hosts: list[Host], flags: argparse.Namespace) -> list[Host]:
+    late = not flags.hostfile
+    chosen = select(
+        hosts,
+        include=flags.include,
+        exclude=flags.exclude,
+        num_nodes=flags.num_nodes,
+        num_gpus=None if late else flags.num_gpus,
+    )
+    return [first_slots(host, flags.num_gpus) for host in chosen] if late and flags.num_gpus else chosen
+
+
+def _spoken(node: Node) -> str:
+    return "this machine" if node.name == THIS_MACHINE else node.name
+
+
+def _few(nodes: Sequence[Node]) -> str:
+    names = [node.name for node in nodes]
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ..., {names[-1]}"

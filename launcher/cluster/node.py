@@ -1,0 +1,139 @@
+"""`Node`: one host of a run as the front end sees it: a command that runs there, and the lines it exchanges."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.cluster import arrive
+from launcher.cluster.hostfile import Host
+from launcher.cluster.wire import Message, Reader, Writer
+
+ONE_LINE = 'import json; hello = json.loads(open(0, "rb", 0, closefd=False).readline()); exec(hello["code"])'
+"""What Python is told to run on a node. Without what a shell could take: ', %, $, a backslash, a line break."""
+ERRORS_KEPT = 8
+
+
+class Node:
+    """A host and the connection to its agent.
+
+    Args:
+        host: name and slots.
+        index: its number among the nodes.
+        command: what starts Python with ONE_LINE there, with this process's pipes.
+
+    Attributes:
+        facts: what the agent found; None until it has arrived.
+        heard: when the last message came (time.monotonic).
+        lost: why it is gone; None while it is there.
+        running: it has ranks.
+    """
+
+    def __init__(self, host: Host, index: int, command: Sequence[str]) -> None:
+        self.host, self.index, self.command = host, index, list(command)
+        self.facts: Message | None = None
+        self.lost: str | None = None
+        self.running = False
+        self.heard = time.monotonic()
+        self._errors = b""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+    @property
+    def connected(self) -> bool:
+        return self._process is not None and self.lost is None
+
+    def connect(self, hello: Message) -> None:
+        """Start the agent and tell it who it is."""
+        self.heard = time.monotonic()
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the front end, which ends the agents in order
+            )
+        except OSError as error:
+            self.lost = f"{self.command[0]} cannot be started: {error.strerror}"
+            return
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self.reader = Reader(self._process.stdout.fileno())
+        self.writer = Writer(self._process.stdin.fileno())
+        os.set_blocking(self._process.stderr.fileno(), False)
+        # The first line is not marked: what reads it knows nothing of marks.
+        first = {**hello, "code": Path(arrive.__file__).read_text(encoding="utf-8")}
+        self.writer.send_plain(first)
+
+    def send(self, do: str, **more: object) -> None:
+        if self.connected:
+            self.writer.send({"do": do, **more})
+
+    def descriptors(self) -> list[int]:
+        """What to wait for until there is something to read."""
+        return [self.reader.fd] if self.connected and not self.reader.ended else []
+
+    def read(self) -> list[Message]:
+        """Messages that have come. Notices when the connection has ended: `lost` then says why."""
+        if not self.connected:
+            return []
+        messages = self.reader.read()
+        self.writer.flush()
+        self._read_errors()
+        if messages:
+            self.heard = time.monotonic()
+        if self.reader.ended:
+            self.lost = self._why_ended()
+        return messages
+
+    def give_up(self, why: str) -> None:
+        """The node is not waited for any more."""
+        self.lost = self.lost or why
+        self.running = False
+        self.close()
+
+    def close(self) -> None:
+        """End the local side of the connection; the agent notices."""
+        process = self._process
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        try:
+            process.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._process = None
+
+    def complaint(self) -> str:
+        """The last thing that the command said which started the agent."""
+        lines = [line for line in self._errors.decode(errors="replace").splitlines() if line.strip()]
+        noise = self.reader.noise if self._process is not None else []
+        return "\n".join((lines or noise)[-ERRORS_KEPT:])
+
+    def _why_ended(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            code = None
+        self._read_errors()
+        said = self.complaint()
+        how = "the connection ended" if code is None else f"{Path(self.command[0]).name} ended with {code}"
+        return f"{how}: {said}" if said else how
+
+    def _read_errors(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        with contextlib.suppress(BlockingIOError, OSError):
+            while data := os.read(self._process.stderr.fileno(), 1 << 16):
+                self._errors = (self._errors + data)[-(1 << 14) :]
