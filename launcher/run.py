@@ -144,9 +144,13 @@ class Run:
     def resume_from(self) -> tuple[Path, str | None] | None:
         """(directory of checkpoints, tag or None for the latest) that `--resume` names; None: start anew.
 
+        After a restart by the launcher it is this run's own newest checkpoint, where there is one.
+
         Raises:
             ConfigError: nothing is there.
         """
+        if int(os.environ.get("LAUNCHER_ATTEMPT", 0)) > 0 and (self.checkpoints / "latest").is_file():
+            return self.checkpoints, None
         wanted = self.args.resume
         if wanted is None:
             return None

@@ -96,7 +96,15 @@ class Job:
         return Limits(silence_s=self.flags.node_timeout)
 
     def front_end(self) -> FrontEnd:
-        nodes = [Node(host, i, self.command(host)) for i, host in enumerate(self.hosts)]
+        nodes = [
+            Node(
+                host,
+                i,
+                self.command(host),
+                dials=not self._is_here(host) and runners.RUNNERS[self.runner].dials,
+            )
+            for i, host in enumerate(self.hosts)
+        ]
         flags = self.flags
         meeting = Wanted(flags.master_addr, flags.master_port)
         return FrontEnd(
@@ -110,16 +118,24 @@ class Job:
 
     def command(self, host: Host) -> list[str]:
         """What is run on this machine to start the agent of a host."""
+        if self._is_here(host):
+            return runners.HERE.command(host, self._settings())
+        return runners.command(self.runner, host, self._settings())
+
+    def shell_command(self, host: Host, line: str) -> list[str]:
+        """What is run on this machine for a line of shell on a host."""
+        if self._is_here(host):
+            return ["sh", "-c", line]
+        return [*runners.command("ssh", host, self._settings())[:-1], line]
+
+    def _settings(self) -> runners.Settings:
         flags = self.flags
-        settings = runners.Settings(
+        return runners.Settings(
             extra=shlex.split(flags.launcher_args or ""),
             ssh_port=flags.ssh_port,
             venv_script=flags.venv_script,
             connect_s=self.limits.connect_s,
         )
-        if self._is_here(host):
-            return runners.HERE.command(host, settings)
-        return runners.command(self.runner, host, settings)
 
     def hello(self, node: Node) -> Message:
         """What an agent is told first."""

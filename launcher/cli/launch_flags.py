@@ -28,6 +28,9 @@ examples:
   launch schedule 1f1b --stages 4 --microbatches 8          (what each rank of a pipeline does)
   launch bench io /local_nvme                               (how fast a directory is for offloading)
   launch --num_gpus 4 my_script.py --any --flags
+  launch --hostfile hosts --config ds_config.json pretrain  (on the hosts of a file, over ssh)
+  launch report --hostfile hosts                            (versions, memory, devices of every host)
+  launch ssh --hostfile hosts nvidia-smi -L                 (a command on every host)
   launch --config ds_configs/zero2.json pretrain --help     (the recipe's flags)
 
 Flags before the recipe's name are the launcher's, flags after it are the recipe's.
@@ -42,6 +45,7 @@ def launch_parser() -> FlagParser:
         usage="launch [flags] --config DS.json [pretrain | finetune | RECIPE.py | SCRIPT.py] [its flags]\n"
         "       launch check DS.json [--num-gpus N] [--explain] [--migrate OUT.json]\n"
         "       launch schedule NAME --stages P --microbatches M [--chunks V] [--costs F,I,W] [--out FILE]\n"
+        "       launch report [--hostfile HOSTS] | launch ssh --hostfile HOSTS COMMAND\n"
         "       launch bench io PATH [--size N] [--seconds S] [--out FILE]",
         description="Trains a Hugging Face model from a DeepSpeed-style JSON.",
         epilog=EPILOG,
@@ -85,7 +89,9 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument("-e", "--exclude", metavar="SPEC", help="all but these")
     hosts.add_argument("--num_nodes", type=positive, metavar="N", help="the first N hosts")
     hosts.add_argument(
-        "--launcher", metavar="NAME", help="how nodes are reached: ssh (default), slurm, openmpi, mpich, impi"
+        "--launcher",
+        metavar="NAME",
+        help="how nodes are reached: ssh (default), pdsh, slurm, openmpi, mpich, impi",
     )
     hosts.add_argument("--launcher_args", metavar="TEXT", help="more arguments for ssh, srun or mpirun")
     hosts.add_argument("--ssh_port", type=_port, metavar="PORT", help="port of the nodes' sshd")

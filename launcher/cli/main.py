@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,14 @@ def _launch(argv: list[str]) -> int:
         from launcher.cli.bench import bench
 
         return bench(argv[1:])
+    if argv[:1] == ["report"]:
+        from launcher.cli.hosts import report
+
+        return report(argv[1:])
+    if argv[:1] == ["ssh"]:
+        from launcher.cli.hosts import ssh
+
+        return ssh(argv[1:])
     parser = launch_parser()
     own, recipe = split_argv(parser, argv)
     flags = parser.parse_args(own)
@@ -87,7 +96,11 @@ def _launch(argv: list[str]) -> int:
     if run.is_ours:
         check_flags(Path(run.target), run.arguments)
     config = _checked_config(flags.config, needed=run.is_ours)
-    outcome = Job(run, flags, config, _source(flags.config) if config is not None else None).front_end().run()
+    job = Job(run, flags, config, _source(flags.config) if config is not None else None)
+    if flags.dry_run:
+        print("\n".join(shlex.join(job.command(host)) for host in job.hosts))
+        return 0
+    outcome = job.front_end().run()
     sys.stdout.flush()
     if outcome.message:
         print_error(outcome.message)

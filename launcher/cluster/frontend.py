@@ -143,11 +143,20 @@ class FrontEnd:
             LauncherError: one of them does not answer.
         """
         gone = [node for node in self.crew.nodes if node.lost is not None]
+        if gone:  # what is left there ends by itself; it must not meet what is started now
+            self._pause(self.crew.limits.grace_s)
         for node in gone:
             self.crew.forget(node)
         for _ in self.crew.connect(gone, self.hello):
             self._look_up()
         self.judge(self.crew.nodes)
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for _ in self.crew.events():
+                pass
+            self._look_up()
 
     def _attempt(self, shares: list[Share]) -> tuple[Outcome, Cause | None]:
         """Start all ranks and wait for their end; the cause is None unless something failed."""
@@ -158,7 +167,7 @@ class FrontEnd:
         number = None
         try:
             for node, share in zip(self.crew.nodes, shares, strict=True):
-                node.running = True
+                node.running, node.complete = True, False
                 terminal = size if share.first_rank == 0 else None
                 node.send("start", share=asdict(replace(share, terminal=terminal)))
             size = self._watch(screen, causes, size)
@@ -169,8 +178,12 @@ class FrontEnd:
         left = self._told(unclean)
         if number is not None:
             return Outcome(128 + number, f"stopped by {number.name}; logs: {log_dir}{left}"), None
-        if not causes:
+        unfinished = [node for node in self.crew.nodes if not node.complete]
+        if not causes and not unfinished:
             return Outcome(0), None
+        if not causes:
+            silent = ", ".join(node.name for node in unfinished)
+            return Outcome(1, f"nobody said how the ranks of {silent} ended; logs: {log_dir}{left}"), None
         cause = min(causes, key=lambda c: c.time)
         return Outcome(cause.exit_code, cause.message + left), cause
 
@@ -178,10 +191,10 @@ class FrontEnd:
         self, screen: Screen, causes: list[Cause], size: tuple[int, int] | None
     ) -> tuple[int, int] | None:
         """Until every node has ended well, or one has not."""
-        while any(node.running for node in self.crew.nodes) and not causes:
+        failing = False
+        while any(node.running for node in self.crew.nodes) and not (failing or causes):
             for node, message in self.crew.events():
-                if message["is"] == "failing":
-                    return size
+                failing = failing or message["is"] == "failing"
                 self._take(node, message, screen, causes)
             self._look_up()
             if size is not None and screen.size not in (None, size):
@@ -199,7 +212,7 @@ class FrontEnd:
                 host = f"{node.name}: " if self.several else ""
                 causes.append(Cause(time.time(), f"{host}{error}", 2, node, can_retry=False))
             case "ended":
-                node.running = False
+                node.running, node.complete = False, message["complete"]
                 if message["failure"]:
                     failure = Failure.from_json(message["failure"])
                     # What the node's clock says is only compared with itself.

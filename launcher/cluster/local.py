@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from launcher.cluster import cores, memory_killer, processes, rank
+from launcher.cluster import cores, facts, memory_killer, processes, rank
 from launcher.cluster.failure import (
     ErrorRecord,
     Failure,
@@ -127,6 +127,10 @@ class Ranks:
         share = self.share
         Path(share.log_dir).mkdir(parents=True, exist_ok=True)
         common = {**os.environ, **share.environment, **self._devices()}
+        if share.nodes > 1 and "GLOO_SOCKET_IFNAME" not in common:
+            # gloo would take the address that the host's own name has, which is often a loopback.
+            interface = facts.interface_towards(share.master_addr, share.master_port)
+            common |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         shares = None
         if share.bind_cores is not None:
             listed = cores.parse_core_list(share.bind_cores) if share.bind_cores else cores.usable_cores()

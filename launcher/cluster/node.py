@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.cluster import arrive
+from launcher.cluster import arrive, dial
 from launcher.cluster.hostfile import Host
 from launcher.cluster.wire import Message, Reader, Writer
 
@@ -25,22 +27,26 @@ class Node:
         host: name and slots.
         index: its number among the nodes.
         command: what starts Python with ONE_LINE there, with this process's pipes.
+        dials: the command forwards no input; see `dial.py`.
 
     Attributes:
         facts: what the agent found; None until it has arrived.
         heard: when the last message came (time.monotonic).
         lost: why it is gone; None while it is there.
         running: it has ranks.
+        complete: its ranks have ended, all of them well.
     """
 
-    def __init__(self, host: Host, index: int, command: Sequence[str]) -> None:
-        self.host, self.index, self.command = host, index, list(command)
+    def __init__(self, host: Host, index: int, command: Sequence[str], *, dials: bool = False) -> None:
+        self.host, self.index, self.command, self.dials = host, index, list(command), dials
         self.facts: Message | None = None
         self.lost: str | None = None
-        self.running = False
+        self.running = self.complete = False
         self.heard = time.monotonic()
         self._errors = b""
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._first: Message = {}
 
     @property
     def name(self) -> str:
@@ -69,8 +75,9 @@ class Node:
         self.writer = Writer(self._process.stdin.fileno())
         os.set_blocking(self._process.stderr.fileno(), False)
         # The first line is not marked: what reads it knows nothing of marks.
-        first = {**hello, "code": Path(arrive.__file__).read_text(encoding="utf-8")}
-        self.writer.send_plain(first)
+        self._first = {**hello, "code": Path(arrive.__file__).read_text(encoding="utf-8")}
+        if not self.dials:
+            self.writer.send_plain(self._first)
 
     def send(self, do: str, **more: object) -> None:
         if self.connected:
@@ -87,9 +94,12 @@ class Node:
         messages = self.reader.read()
         self.writer.flush()
         self._read_errors()
+        if self._connection is None:
+            for told in [message for message in messages if message["is"] == "dial"]:
+                self._dial(told)
         if messages:
             self.heard = time.monotonic()
-        if self.reader.ended:
+        if self.connected and self.reader.ended:
             self.lost = self._why_ended()
         return messages
 
@@ -104,6 +114,9 @@ class Node:
         process = self._process
         if process is None:
             return
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -111,8 +124,10 @@ class Node:
         try:
             process.wait(timeout=0.5)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            pass
+        with contextlib.suppress(ProcessLookupError):  # pdsh and mpirun may leave the ssh that they started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         self._process = None
 
     def complaint(self) -> str:
@@ -120,6 +135,15 @@ class Node:
         lines = [line for line in self._errors.decode(errors="replace").splitlines() if line.strip()]
         noise = self.reader.noise if self._process is not None else []
         return "\n".join((lines or noise)[-ERRORS_KEPT:])
+
+    def _dial(self, told: Message) -> None:
+        try:
+            self._connection = dial.dial(told, self.name)
+        except OSError as error:
+            self.give_up(f"its agent listens on port {told['port']} and cannot be reached: {error}")
+            return
+        self.reader, self.writer = Reader(self._connection.fileno()), Writer(self._connection.fileno())
+        self.writer.send_plain(self._first)
 
     def _why_ended(self) -> str:
         assert self._process is not None

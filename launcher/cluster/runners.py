@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from launcher.cluster import dial
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import ONE_LINE
 from launcher.errors import ConfigError
@@ -37,9 +38,8 @@ class Runner:
     command: Callable[[Host, Settings], list[str]]
     program: str
     """What must be installed here."""
-    is_this_machine: bool = False
-    answers_by_socket: bool = False
-    """Its command forwards no input: orders take a TCP connection to the agent instead (`dial.py`)."""
+    dials: bool = False
+    """Its command forwards no input: the stream is a TCP connection to the agent instead (`dial.py`)."""
 
 
 def command(name: str, host: Host, settings: Settings) -> list[str]:
@@ -63,15 +63,23 @@ def check_runner(name: str) -> None:
         )
 
 
+def _pdsh(host: Host, settings: Settings) -> list[str]:
+    port = ["PDSH_SSH_ARGS_APPEND=" + f"-p {settings.ssh_port}"] if settings.ssh_port else []
+    line = _shell_line(settings, dial.one_line(ONE_LINE))
+    user, _, name = host.name.rpartition("@")
+    login = ["-l", user] if user else []
+    return ["env", *port, "pdsh", "-R", "ssh", "-S", "-N", *login, "-w", name, *settings.extra, line]
+
+
 def _python(settings: Settings) -> list[str]:
     """Python with the agent's one line, as arguments that no shell reads."""
     start = [settings.python, "-c", ONE_LINE]
     return ["sh", "-c", _shell_line(settings)] if settings.venv_script else start
 
 
-def _shell_line(settings: Settings) -> str:
+def _shell_line(settings: Settings, code: str = ONE_LINE) -> str:
     """The same for a shell."""
-    start = "exec " + shlex.join([settings.python, "-c", ONE_LINE])
+    start = "exec " + shlex.join([settings.python, "-c", code])
     return f". {shlex.quote(settings.venv_script)} && {start}" if settings.venv_script else start
 
 
@@ -113,10 +121,11 @@ def _impi(host: Host, settings: Settings) -> list[str]:
 
 RUNNERS = {
     "ssh": Runner(_ssh, "ssh"),
+    "pdsh": Runner(_pdsh, "pdsh", dials=True),
     "slurm": Runner(_slurm, "srun"),
     "openmpi": Runner(_openmpi, "mpirun"),
     "mpich": Runner(_mpich, "mpirun"),
     "impi": Runner(_impi, "mpirun"),
 }
-HERE = Runner(_here, sys.executable, is_this_machine=True)
+HERE = Runner(_here, sys.executable)
 """This machine, without any program in between."""

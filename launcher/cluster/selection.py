@@ -104,7 +104,8 @@ def _nodes(text: str, there: dict[str, tuple[int, ...]]) -> list[str]:
     parts = text.split("@")
     while parts:
         joined = "@".join(parts[:2])
-        if len(parts) > 1 and (joined in there or joined.rpartition(":")[0] in there):
+        name = "@".join([parts[0], *(part.partition(":")[0] for part in parts[1:2])])
+        if len(parts) > 1 and {joined, name} & there.keys():
             nodes.append(joined)
             del parts[:2]
         else:

@@ -32,11 +32,13 @@ QUICK = ("--node_timeout", "3")
 
 
 @contextmanager
-def running(hosts: Hosts, cwd: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+def running(
+    hosts: Hosts, cwd: Path, *flags: str, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A run of two ranks on each machine, all of which wait."""
     (cwd / "script.py").write_text(WAITING)
     flags = ("--device", "cpu", "--hostfile", hosts.hostfile(cwd), *flags)
-    process = hosts.start(cwd, *flags, "script.py", "--output-dir", "out")
+    process = hosts.start(cwd, *flags, "script.py", "--output-dir", "out", env=env)
     try:
         ready = [cwd / f"ready{rank}" for rank in range(4)]
         wait_for(lambda: process.poll() is not None or all(p.exists() for p in ready), "the ranks")

@@ -700,10 +700,8 @@ def relay(left, right, seconds, keeper, tell):
         for due, link, frame in pending:
             if due > now:
                 break
-            try:
+            with contextlib.suppress(OSError):  # full or down: lost, as on a real wire
                 link.send(frame)
-            except OSError:
-                pass  # full or down: lost, as on a real wire
             sent += 1
         del pending[:sent]
 

@@ -1,0 +1,38 @@
+"""`launch report`, `launch ssh` and `--dry_run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cluster.launching import launch
+from tests.cluster.testbed import Hosts
+
+
+def test_report_of_this_machine(tmp_path: Path) -> None:
+    done = launch("report", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("localhost\n")
+    for name in ("python", "torch", "cores", "memory", "gpus", "clock"):
+        assert f"\n  {name} " in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_and_ssh_of_several(hosts: Hosts, tmp_path: Path) -> None:
+    hosts("refuse", "node2")
+    hostfile = hosts.hostfile(tmp_path)
+    report = hosts.launch(tmp_path, "report", "--hostfile", hostfile)
+    assert report.code == 1 and "node1\n  host          node1\n" in report.out
+    assert "node2\n  not ready   ssh ended with 255" in report.out
+    ssh = hosts.launch(
+        tmp_path, "ssh", "--hostfile", hostfile, "--include", "node1", "echo $((20+1)); exit 3"
+    )
+    assert (ssh.code, ssh.out) == (3, "node1: 21\n")
+
+
+def test_dry_run_prints_the_commands_and_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("me@w0 slots=2\nw1 slots=2\n")
+    (tmp_path / "script.py").write_text("")
+    done = launch("-H", "hosts", "--ssh_port", "2222", "--dry_run", "script.py", cwd=tmp_path)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and [line.split()[0] for line in lines] == ["ssh", "ssh"]
+    assert " -- me@w0 " in lines[0] and " -p 2222 " in lines[1] and " -- w1 " in lines[1]
+    assert not (tmp_path / "runs").exists()
