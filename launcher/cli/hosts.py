@@ -34,7 +34,7 @@ def report(argv: Sequence[str]) -> int:
 
 
 def ssh(argv: Sequence[str]) -> int:
-    """`launch ssh [launcher flags] COMMAND`: a shell command on every host at the same time, lines behind the host's name.
+    """`launch ssh [launcher flags] COMMAND`: a shell command on every host at once, lines behind its name.
 
     Returns:
         0, or the largest exit code.

@@ -11,6 +11,7 @@ from launcher.cluster.node import Node
 from launcher.cluster.wire import Message
 
 POLL_MS = 50
+CLOSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,10 @@ class Crew:
         """Let the agents go."""
         self.tell(self.nodes, "bye")
         for node in self.nodes:
-            node.close()
+            node.hang_up()
+        until = time.monotonic() + CLOSE_S
+        for node in self.nodes:
+            node.close(until - time.monotonic())
 
     def _losses(self, now: float) -> Iterator[tuple[Node, Message]]:
         for node in self.nodes:

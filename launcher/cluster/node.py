@@ -109,26 +109,28 @@ class Node:
         self.running = False
         self.close()
 
-    def close(self) -> None:
-        """End the local side of the connection; the agent notices."""
-        process = self._process
-        if process is None:
+    def hang_up(self) -> None:
+        """End the connection; the agent notices."""
+        if self._process is None:
             return
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        for pipe in (process.stdin, process.stdout, process.stderr):
+        pipes = self._process.stdin, self._process.stdout, self._process.stderr, self._connection
+        for pipe in pipes:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        try:
-            process.wait(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            pass
+        self._connection = None
+
+    def close(self, wait_s: float = 0.5) -> None:
+        """Hang up, and see that the command which started the agent ends within `wait_s`."""
+        self.hang_up()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(0.0, wait_s))
         with contextlib.suppress(ProcessLookupError):  # pdsh and mpirun may leave the ssh that they started
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        self._process = None
 
     def complaint(self) -> str:
         """The last thing that the command said which started the agent."""

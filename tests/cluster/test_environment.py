@@ -103,9 +103,6 @@ def test_commands_of_the_runners_hold_no_value_and_nothing_for_a_shell() -> None
     assert not set(ONE_LINE) & set("'$`\\%!\n")
     for name in RUNNERS:
         words = command(name, Host("node1", (0, 1)), Settings(extra=("--more",), ssh_port=2222))
-        assert (
-            "--more" in words
-            and any("node1" in word for word in words)
-            and (ONE_LINE in words[-1]) != RUNNERS[name].dials
-        )
+        assert "--more" in words and any("node1" in word for word in words)
+        assert (ONE_LINE in words[-1]) != RUNNERS[name].dials
     assert MARK not in ONE_LINE.encode()
