@@ -114,6 +114,7 @@ class Job:
             self.plan,
             meeting=meeting,
             max_restarts=flags.max_restarts,
+            hang_s=flags.hang_timeout,
         )
 
     def command(self, host: Host) -> list[str]:
@@ -215,6 +216,7 @@ class Job:
             log_prefix=time.strftime("%Y%m%d-%H%M%S_") if to_files else "",
             append_local_rank=not (run.is_ours or flags.no_local_rank),
             environment=variables,
+            watched=flags.hang_timeout > 0,
             bind_cores=(flags.bind_core_list or "") if bind else None,
         )
 

@@ -119,6 +119,13 @@ def _add_host_flags(parser: FlagParser) -> None:
     )
     ending = parser.add_argument_group("failures")
     ending.add_argument(
+        "--hang_timeout",
+        type=_seconds_or_never,
+        default=600.0,
+        metavar="S",
+        help="end a run in which no rank begins a collective for so long; 0 for never (default: 600)",
+    )
+    ending.add_argument(
         "--max_restarts", type=_count, default=0, metavar="N", help="start a failed run again up to N times"
     )
 
@@ -210,6 +217,10 @@ def _seconds(text: str) -> float:
     if not 1 <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"needs seconds from 1 to 86400, not {text!r}")
     return seconds
+
+
+def _seconds_or_never(text: str) -> float:
+    return 0.0 if text == "0" else _seconds(text)
 
 
 def _count(text: str) -> int:

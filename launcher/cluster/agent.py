@@ -22,6 +22,8 @@ from launcher.errors import LauncherError
 
 POLL_S = 0.05
 DRAIN_S = 2.0
+STACKS_S = 0.5
+"""How long ranks have to write their stacks; the kernel delivers the signal also where Python is blocked."""
 LOST = 3
 """Exit code of an agent that the front end does not talk to any more."""
 
@@ -75,6 +77,7 @@ class Agent:
         self._over = False
         self._seen_parent = os.getppid()
         self._probe = facts.Probe()
+        self._stacks_due: float | None = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._leave)
         self._say("here", facts=facts.collect(hello))
@@ -107,6 +110,9 @@ class Agent:
                 self._say("stopped")
             case "signal" if self._ranks is not None:
                 processes.signal_all(self._ranks.pids, message["number"])
+            case "stacks" if self._ranks is not None:
+                self._ranks.ask_for_stacks()
+                self._stacks_due = time.monotonic() + STACKS_S
             case "resize" if self._ranks is not None:
                 self._ranks.resize(message["rows"], message["columns"])
             case "listen":
@@ -129,9 +135,12 @@ class Agent:
         """See how the ranks are, and say so."""
         now = time.monotonic()
         if now - self._said >= self._beat_s:
-            self._say("alive")
+            self._say("alive", stalled_s=self._ranks.stalled_s() if self._ranks is not None else None)
         if self._ranks is None:
             return
+        if self._stacks_due is not None and now >= self._stacks_due:
+            self._stacks_due = None
+            self._say("stacks", states=self._ranks.states())
         ended = self._ranks.poll()
         self._show()
         if ended is not None:

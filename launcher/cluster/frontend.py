@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
 
-from launcher.cluster import rendezvous
+from launcher.cluster import hang, processes, rendezvous
 from launcher.cluster.crew import Crew
 from launcher.cluster.failure import Failure, describe, exit_code
 from launcher.cluster.node import Node
@@ -23,6 +23,8 @@ from launcher.cluster.share import Share
 from launcher.cluster.wire import Message, bytes_of
 from launcher.errors import ConfigError
 
+STACKS_S = 3.0
+"""How long agents may take to tell the stacks of their ranks."""
 AFTER_GRACE_S = 4.0
 """How much longer than the grace of its ranks an agent may take to say that all have ended."""
 LOSS_COMES_FIRST_S = 1.0
@@ -74,6 +76,7 @@ class FrontEnd:
         plan: the shares, one a node; it may set the attributes below.
         meeting: the rendezvous that the user asked for.
         max_restarts: how often a failed run is started again.
+        hang_s: seconds without progress of any rank after which the run is taken to hang; 0: never.
 
     Attributes:
         places: what each rank is in the mesh, for people.
@@ -90,9 +93,11 @@ class FrontEnd:
         *,
         meeting: rendezvous.Wanted,
         max_restarts: int = 0,
+        hang_s: float = 0.0,
     ) -> None:
         self.crew, self.hello, self.judge, self.plan, self.meeting = crew, hello, judge, plan, meeting
-        self.max_restarts = max_restarts
+        self.max_restarts, self.hang_s = max_restarts, hang_s
+        self._stalled: dict[Node, float] = {}
         self.places: Sequence[str] = ()
         self.shown: dict[int, str] = {}
         self.shows_rank_0 = False
@@ -107,6 +112,8 @@ class FrontEnd:
         Raises:
             LauncherError: it cannot be started, and nothing was.
         """
+        others = [child.pid for child in processes.descendants()]
+        processes.adopt_orphans()
         with self._heeding_signals():
             try:
                 for _ in self.crew.connect(self.crew.nodes, self.hello):
@@ -121,6 +128,9 @@ class FrontEnd:
             finally:
                 self._ending = True
                 self.crew.close()
+                processes.end_descendants(
+                    0, except_for=others
+                )  # pdsh and mpirun leave the ssh that they started
 
     def _attempts(self, shares: list[Share]) -> Outcome:
         attempt = 0
@@ -170,7 +180,7 @@ class FrontEnd:
                 node.running, node.complete = True, False
                 terminal = size if share.first_rank == 0 else None
                 node.send("start", share=asdict(replace(share, terminal=terminal)))
-            size = self._watch(screen, causes, size)
+            size = self._watch(screen, causes, size, log_dir)
         except Interrupted as error:
             number = error.number
         unclean = self._end(screen, causes, shares)
@@ -188,15 +198,18 @@ class FrontEnd:
         return Outcome(cause.exit_code, cause.message + left), cause
 
     def _watch(
-        self, screen: Screen, causes: list[Cause], size: tuple[int, int] | None
+        self, screen: Screen, causes: list[Cause], size: tuple[int, int] | None, log_dir: str
     ) -> tuple[int, int] | None:
         """Until every node has ended well, or one has not."""
         failing = False
+        self._stalled.clear()
         while any(node.running for node in self.crew.nodes) and not (failing or causes):
             for node, message in self.crew.events():
                 failing = failing or message["is"] == "failing"
                 self._take(node, message, screen, causes)
             self._look_up()
+            if self.hang_s and self._stalled and min(self._stalled.values()) >= self.hang_s:
+                causes.append(self._hang(screen, causes, log_dir))
             if size is not None and screen.size not in (None, size):
                 size = screen.size or size
                 self.crew.nodes[0].send("resize", rows=size[0], columns=size[1])
@@ -204,6 +217,8 @@ class FrontEnd:
 
     def _take(self, node: Node, message: Message, screen: Screen, causes: list[Cause]) -> None:
         match message["is"]:
+            case "alive" if message["stalled_s"] is not None:
+                self._stalled[node] = message["stalled_s"]
             case "output":
                 screen.show(message["rank"], bytes_of(message["text"]))
             case "refused":
@@ -226,6 +241,24 @@ class FrontEnd:
                     else f"the agent was lost: {node.lost}"
                 )
                 causes.append(Cause(time.time() - LOSS_COMES_FIRST_S, ranks, 1, node, lost=True))
+
+    def _hang(self, screen: Screen, causes: list[Cause], log_dir: str) -> Cause:
+        """Ask every rank what it does, and say it."""
+        asked = [node for node in self.crew.nodes if node.running]
+        self.crew.tell(asked, "stacks")
+        states: list[hang.RankState] = []
+        answered: set[Node] = set()
+        until = time.monotonic() + STACKS_S
+        while len(answered) < len(asked) and time.monotonic() < until:
+            for node, message in self.crew.events():
+                if message["is"] == "stacks":
+                    answered.add(node)
+                    states += [hang.RankState(host=node.name, **state) for state in message["states"]]
+                else:
+                    self._take(node, message, screen, causes)
+        states.sort(key=lambda state: state.rank)
+        hang.write(states, log_dir)
+        return Cause(time.time(), hang.describe(states, log_dir), 1, asked[0])
 
     def _failed(self, node: Node, failure: Failure, when: float) -> Cause:
         message = describe(

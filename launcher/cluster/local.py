@@ -8,12 +8,14 @@ first rank starts. Its error files and variables are the ones used here.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from launcher.cluster import cores, facts, memory_killer, processes, rank
 from launcher.cluster.failure import (
@@ -28,6 +30,7 @@ from launcher.cluster.selection import MASKS, masked_devices
 from launcher.cluster.share import Share
 from launcher.cluster.terminal import Terminal
 from launcher.errors import ConfigError
+from launcher.monitor import beacon
 
 GRACE_S = 3.0
 """How long a rank has between SIGTERM and SIGKILL."""
@@ -50,6 +53,7 @@ class Ranks:
         self._alive_at = time.time()
         self._kills = memory_killer.kills()
         self._failed: dict[int, int] | None = None
+        self._watched: Path | None = None
         try:
             self._start()
         except OSError as error:
@@ -98,8 +102,41 @@ class Ranks:
         for process in self._processes:
             process.poll()
 
+    def stalled_s(self) -> float | None:
+        """For how long no rank of this node has begun anything; None where none has ever."""
+        signs = [beacon.read(self._watched / f"{r}.beacon") for r in self._every()] if self._watched else []
+        return min((sign.since_s for sign in signs if sign is not None), default=None)
+
+    def ask_for_stacks(self) -> None:
+        """Every rank writes where its threads are; `states` reads it a moment later."""
+        processes.signal_all(self.pids, rank.SHOW_STACKS)
+
+    def states(self) -> list[dict[str, Any]]:
+        """What each rank does: the fields of `hang.RankState` but for the host."""
+        found: list[dict[str, Any]] = []
+        if self._watched is None:
+            return found
+        for local_rank in self._every():
+            sign = beacon.read(self._watched / f"{local_rank}.beacon")
+            stacks = self._watched / f"{local_rank}.stacks"
+            found.append(
+                {
+                    "rank": self.share.first_rank + local_rank,
+                    "number": sign and sign.number,
+                    "text": sign.text if sign else "",
+                    "since_s": sign.since_s if sign else 0.0,
+                    "stack": stacks.read_text(errors="replace") if stacks.exists() else "",
+                }
+            )
+        return found
+
+    def _every(self) -> range:
+        return range(len(self._processes))
+
     def close(self) -> None:
         """Close the files; call it when `output` has no more."""
+        if self._watched is not None:
+            shutil.rmtree(self._watched, ignore_errors=True)
         if self._terminal is not None:
             self._terminal.close()
         for file in (*self._files, *self._outputs.values()):
@@ -126,6 +163,8 @@ class Ranks:
     def _start(self) -> None:
         share = self.share
         Path(share.log_dir).mkdir(parents=True, exist_ok=True)
+        if share.watched and share.kind != "program":
+            self._watched = Path(tempfile.mkdtemp(prefix="launch-"))
         common = {**os.environ, **share.environment, **self._devices()}
         if share.nodes > 1 and "GLOO_SOCKET_IFNAME" not in common:
             # gloo would take the address that the host's own name has, which is often a loopback.
@@ -140,6 +179,10 @@ class Ranks:
         for local_rank in range(share.ranks):
             share.record(local_rank).unlink(missing_ok=True)
             variables = {**common, **share.identity(local_rank)}
+            if self._watched is not None:
+                beacon.prepare(self._watched / f"{local_rank}.beacon")
+                variables[beacon.VARIABLE] = str(self._watched / f"{local_rank}.beacon")
+                variables["LAUNCHER_STACKS"] = str(self._watched / f"{local_rank}.stacks")
             if shares is not None:
                 variables["LAUNCHER_CORES"] = ",".join(map(str, shares[local_rank]))
             self._processes.append(self._popen(local_rank, variables))

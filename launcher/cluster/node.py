@@ -128,7 +128,7 @@ class Node:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(0.0, wait_s))
-        with contextlib.suppress(ProcessLookupError):  # pdsh and mpirun may leave the ssh that they started
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

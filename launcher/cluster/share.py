@@ -39,6 +39,8 @@ class Share:
     """Cores to share out among the ranks, `""` for all; None leaves that to the operating system."""
     slots: Sequence[int] | None = None
     """Devices to show to the ranks, counted as in the hostfile; None shows what is visible anyway."""
+    watched: bool = False
+    """Ranks show what they do, and can be asked for their stacks."""
     attempt: int = 0
     """0, then one more with every restart; the same on all nodes."""
 
