@@ -144,12 +144,15 @@ class Run:
     def resume_from(self) -> tuple[Path, str | None] | None:
         """(directory of checkpoints, tag or None for the latest) that `--resume` names; None: start anew.
 
-        After a restart by the launcher it is this run's own newest checkpoint, where there is one.
+        After a restart by the launcher or by Slurm it is this run's own newest checkpoint, where there is one.
 
         Raises:
             ConfigError: nothing is there.
         """
-        if int(os.environ.get("LAUNCHER_ATTEMPT", 0)) > 0 and (self.checkpoints / "latest").is_file():
+        again = any(
+            int(os.environ.get(name) or 0) > 0 for name in ("LAUNCHER_ATTEMPT", "SLURM_RESTART_COUNT")
+        )
+        if again and (self.checkpoints / "latest").is_file():
             return self.checkpoints, None
         wanted = self.args.resume
         if wanted is None:

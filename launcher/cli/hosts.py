@@ -6,8 +6,9 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from launcher.cli.job import Job, Request
+from launcher.cli.job import Job
 from launcher.cli.launch_flags import launch_parser, split_argv
+from launcher.cli.request import Request
 from launcher.cluster.facts import PACKAGES
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node

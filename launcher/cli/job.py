@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.flags import value_of
-from launcher.cli.recipes import DEFAULT_RECIPE, PACKAGE, find_recipe
+from launcher.cli.recipes import PACKAGE
+from launcher.cli.request import THIS_MACHINE, Request, hosts_of, run_directory, selected
 from launcher.cluster import cores, environment, facts, preflight, runners
 from launcher.cluster.crew import Crew, Limits
 from launcher.cluster.frontend import FrontEnd
-from launcher.cluster.hostfile import Host, read_hostfile
+from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
 from launcher.cluster.rendezvous import Wanted
-from launcher.cluster.selection import first_slots, select
 from launcher.cluster.share import Share
 from launcher.cluster.wire import Message
 from launcher.config.ranks import places as places_of
@@ -33,28 +32,6 @@ if TYPE_CHECKING:
     from launcher.config import Config
 
 logger = logging.getLogger("launcher")
-THIS_MACHINE = "localhost"
-
-
-class Request:
-    """What is to be run, from the part of the command line that starts with the recipe's name."""
-
-    def __init__(self, flags: argparse.Namespace, recipe: list[str]) -> None:
-        name, *self.arguments = recipe or [DEFAULT_RECIPE]
-        self.kind, self.target, self.is_ours = "script", name, False
-        self.name = Path(name).stem
-        if flags.module:
-            self.kind = "module"
-        elif flags.no_python:
-            self.kind = "program"
-        else:
-            path, self.is_ours = find_recipe(name)
-            self.target = str(path)
-
-    @property
-    def asks_for_help(self) -> bool:
-        """`--help` of a script is answered by one plain process, without ranks."""
-        return self.kind == "script" and bool({"-h", "--help"} & set(self.arguments))
 
 
 @dataclass
@@ -81,11 +58,11 @@ class Job:
         flags = self.flags
         self.asked = environment.asked_for(flags.export, os.environ)
         self.runner = flags.launcher.lower() if flags.launcher else "ssh"
-        self.hosts = _hosts(flags, self.runner)
+        self.hosts = hosts_of(flags, self.runner)
         # Which slots a host without a hostfile has is seen there.
         self.late_choice = not self.hosts[0].slots
         if not self.late_choice:
-            self.hosts = _selected(self.hosts, flags)
+            self.hosts = selected(self.hosts, flags)
         if any(not self._is_here(host) for host in self.hosts):
             runners.check_runner(self.runner)
         self.device = (self.run.is_ours and value_of(self.run.arguments, "--device")) or flags.device
@@ -251,7 +228,7 @@ class Job:
                 )
             there = gpus if device == "cuda" else wanted or 1
             node.host = Host(node.host.name, tuple(range(there)))
-        chosen = {host.name: host for host in _selected([node.host for node in nodes], self.flags)}
+        chosen = {host.name: host for host in selected([node.host for node in nodes], self.flags)}
         for node in nodes:
             node.host = chosen[node.name]
         return device
@@ -302,60 +279,6 @@ class Job:
             number = max(1, first["cores"] // len(nodes[0].host.slots))
             threads = f", OMP_NUM_THREADS={number} (cores / ranks)"
         logger.info("%s on %s%s, backend %s%s", count, device, where, backend, threads)
-
-
-def run_directory(wanted: str | None, recipe: str) -> Path:
-    """Create the run's directory: the one asked for, or a new `runs/<recipe>-<date>-<time>`."""
-    try:
-        if wanted is not None:
-            Path(wanted).mkdir(parents=True, exist_ok=True)
-            return Path(wanted).resolve()
-        base = Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        candidate, number = base, 1
-        while candidate.exists():
-            number += 1
-            candidate = base.with_name(f"{base.name}-{number}")
-        candidate.mkdir(parents=True)
-        return candidate.resolve()
-    except OSError as error:
-        raise ConfigError(
-            f"the run's directory cannot be made: {error}",
-            where="--output-dir",
-            fix="name one that can be written",
-        ) from None
-
-
-def _hosts(flags: argparse.Namespace, runner: str) -> list[Host]:
-    """The hosts that are named by a hostfile, or by the scheduler; else this machine."""
-    if flags.hostfile:
-        return read_hostfile(flags.hostfile)
-    allocated = os.environ.get("SLURM_JOB_NODELIST")
-    if runner == "slurm" and allocated:
-        asked = subprocess.run(
-            ["scontrol", "show", "hostnames", allocated], capture_output=True, text=True, check=False
-        )
-        if asked.returncode == 0:
-            return [Host(name, ()) for name in asked.stdout.split()]
-    if flags.launcher:
-        raise ConfigError(
-            f"--launcher {flags.launcher} needs hosts",
-            where="command line",
-            fix="name them: --hostfile PATH"
-            + (", or start inside of an allocation" if runner == "slurm" else ""),
-        )
-    return [Host(THIS_MACHINE, ())]
-
-
-def _selected(hosts: list[Host], flags: argparse.Namespace) -> list[Host]:
-    late = not flags.hostfile
-    chosen = select(
-        hosts,
-        include=flags.include,
-        exclude=flags.exclude,
-        num_nodes=flags.num_nodes,
-        num_gpus=None if late else flags.num_gpus,
-    )
-    return [first_slots(host, flags.num_gpus) for host in chosen] if late and flags.num_gpus else chosen
 
 
 def _spoken(node: Node) -> str:

@@ -94,6 +94,11 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="how nodes are reached: ssh (default), pdsh, slurm, openmpi, mpich, impi",
     )
     hosts.add_argument("--launcher_args", metavar="TEXT", help="more arguments for ssh, srun or mpirun")
+    hosts.add_argument(
+        "--submit",
+        metavar="TEXT",
+        help="submit this as a Slurm job instead; TEXT are arguments for sbatch, or empty",
+    )
     hosts.add_argument("--ssh_port", type=_port, metavar="PORT", help="port of the nodes' sshd")
     hosts.add_argument("--venv_script", metavar="PATH", help="a shell script that is read on each node first")
     hosts.add_argument(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
-from launcher.cli.recipes import check_flags, shared_directory
+from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, shared_directory
 from launcher.errors import ConfigError, LauncherError
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def _launch(argv: list[str]) -> int:
     flags = parser.parse_args(own)
     refuse_unsupported(flags)
     _set_up_logging("error" if flags.quiet else flags.log_level)
-    from launcher.cli.job import Job, Request
+    from launcher.cli.job import Job
+    from launcher.cli.request import Request
 
     run = Request(flags, recipe)
     if not run.is_ours and run.asks_for_help:
@@ -96,6 +97,10 @@ def _launch(argv: list[str]) -> int:
     if run.is_ours:
         check_flags(Path(run.target), run.arguments)
     config = _checked_config(flags.config, needed=run.is_ours)
+    if flags.submit is not None:
+        from launcher.cli.submit import submit
+
+        return submit(flags, run, argv if recipe else [*argv, DEFAULT_RECIPE])
     job = Job(run, flags, config, _source(flags.config) if config is not None else None)
     if flags.dry_run:
         print("\n".join(shlex.join(job.command(host)) for host in job.hosts))

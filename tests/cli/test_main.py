@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.job import run_directory
+from launcher.cli.request import run_directory
 from tests.cluster.launching import environment, launch
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
