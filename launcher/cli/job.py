@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from launcher.cli.flags import value_of
 from launcher.cli.recipes import PACKAGE
-from launcher.cli.request import THIS_MACHINE, Request, hosts_of, run_directory, selected
-from launcher.cluster import cores, environment, facts, preflight, runners
+from launcher.cli.request import THIS_MACHINE, Request, hosts_of, joining_place, run_directory, selected
+from launcher.cluster import cores, environment, facts, join, preflight, runners
 from launcher.cluster.crew import Crew, Limits
 from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import Host
@@ -31,6 +31,8 @@ from launcher.errors import ConfigError
 if TYPE_CHECKING:
     from launcher.config import Config
 
+JOIN_S = 600.0
+"""How long nodes that come by themselves are waited for."""
 logger = logging.getLogger("launcher")
 
 
@@ -63,14 +65,15 @@ class Job:
         self.late_choice = not self.hosts[0].slots
         if not self.late_choice:
             self.hosts = selected(self.hosts, flags)
-        if any(not self._is_here(host) for host in self.hosts):
+        if not flags.no_ssh and any(not self._is_here(host) for host in self.hosts):
             runners.check_runner(self.runner)
         self.device = (self.run.is_ours and value_of(self.run.arguments, "--device")) or flags.device
         self.needs = self._needs()
 
     @property
     def limits(self) -> Limits:
-        return Limits(silence_s=self.flags.node_timeout)
+        limits = Limits(silence_s=self.flags.node_timeout)
+        return replace(limits, connect_s=JOIN_S) if self.flags.no_ssh else limits
 
     def front_end(self) -> FrontEnd:
         nodes = [
@@ -84,8 +87,12 @@ class Job:
         ]
         flags = self.flags
         meeting = Wanted(flags.master_addr, flags.master_port)
+        admit = None
+        if flags.no_ssh:
+            addr, port = joining_place(flags)
+            admit, meeting = join.Door(addr, port).admit, Wanted(addr, None)
         return FrontEnd(
-            Crew(nodes, self.limits),
+            Crew(nodes, self.limits, admit),
             self.hello,
             self.judge,
             self.plan,
@@ -98,6 +105,8 @@ class Job:
         """What is run on this machine to start the agent of a host."""
         if self._is_here(host):
             return runners.HERE.command(host, self._settings())
+        if self.flags.no_ssh:
+            return []
         return runners.command(self.runner, host, self._settings())
 
     def shell_command(self, host: Host, line: str) -> list[str]:
@@ -117,7 +126,9 @@ class Job:
 
     def hello(self, node: Node) -> Message:
         """What an agent is told first."""
-        here = self._is_here(node.host)
+        here = (
+            self._is_here(node.host) or self.flags.no_ssh
+        )  # a node that comes by itself has its own variables
         return {
             "environment": self.asked if here else {**environment.passed_on(os.environ), **self.asked},
             "forget": [] if here else environment.of_mpi(),
@@ -206,6 +217,8 @@ class Job:
 
     def _is_here(self, host: Host) -> bool:
         """Whether a host is this machine, which needs no ssh."""
+        if self.flags.no_ssh:
+            return host == self.hosts[0]
         return not self.flags.force_multi and host.name in (THIS_MACHINE, "127.0.0.1", socket.gethostname())
 
     def _choose_device(self, nodes: Sequence[Node]) -> str:

@@ -12,8 +12,6 @@ from launcher.errors import ConfigError
 NOT_THERE_YET = {
     "autotuning": "{tune,run}",
     "save_pid": None,
-    "node_rank": "RANK",
-    "no_ssh": None,
     "elastic_training": None,
     "min_elastic_nodes": "N",
     "max_elastic_nodes": "N",
@@ -97,7 +95,7 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument(
         "--submit",
         metavar="TEXT",
-        help="submit this as a Slurm job instead; TEXT are arguments for sbatch, or empty",
+        help="submit this as a Slurm job instead; --submit="arguments for sbatch"",
     )
     hosts.add_argument("--ssh_port", type=_port, metavar="PORT", help="port of the nodes' sshd")
     hosts.add_argument("--venv_script", metavar="PATH", help="a shell script that is read on each node first")
@@ -109,6 +107,10 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="a variable for the ranks of all nodes",
     )
     hosts.add_argument("--force_multi", action="store_true", help="reach this machine by the runner, too")
+    hosts.add_argument(
+        "--no_ssh", action="store_true", help="you start this command on every node, with its own --node_rank"
+    )
+    hosts.add_argument("--node_rank", type=_count, metavar="R", help="which node this is, from 0")
     hosts.add_argument(
         "--no_ssh_check", action="store_true", help=argparse.SUPPRESS
     )  # nodes are checked as they start

@@ -5,6 +5,7 @@ Nothing here imports torch, so that `--help` and every mistake are answered at o
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import shlex
@@ -101,6 +102,8 @@ def _launch(argv: list[str]) -> int:
         from launcher.cli.submit import submit
 
         return submit(flags, run, argv if recipe else [*argv, DEFAULT_RECIPE])
+    if flags.no_ssh and flags.node_rank:
+        _join(flags)
     job = Job(run, flags, config, _source(flags.config) if config is not None else None)
     if flags.dry_run:
         print("\n".join(shlex.join(job.command(host)) for host in job.hosts))
@@ -110,6 +113,16 @@ def _launch(argv: list[str]) -> int:
     if outcome.message:
         print_error(outcome.message)
     return outcome.exit_code
+
+
+def _join(flags: argparse.Namespace) -> NoReturn:
+    """Be a node of a run whose front end is on node 0."""
+    from launcher.cli.job import JOIN_S
+    from launcher.cli.request import joining_place
+    from launcher.cluster import join
+
+    addr, port = joining_place(flags)
+    join.become_agent(join.knock(addr, port, flags.node_rank, JOIN_S))
 
 
 def _checked_config(path: str | None, *, needed: bool) -> Config | None:

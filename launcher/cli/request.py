@@ -14,6 +14,7 @@ from launcher.cluster.selection import first_slots, select
 from launcher.errors import ConfigError
 
 THIS_MACHINE = "localhost"
+JOINING_PORT = 29500  # DeepSpeed's
 
 
 class Request:
@@ -41,6 +42,8 @@ def hosts_of(flags: argparse.Namespace, runner: str) -> list[Host]:
     """The hosts that are named by a hostfile, or by the scheduler; else this machine."""
     if flags.hostfile:
         return read_hostfile(flags.hostfile)
+    if flags.no_ssh and flags.num_nodes:
+        return [Host(f"node{rank}", ()) for rank in range(flags.num_nodes)]
     allocated = os.environ.get("SLURM_JOB_NODELIST")
     if runner == "slurm" and allocated:
         asked = subprocess.run(
@@ -56,6 +59,21 @@ def hosts_of(flags: argparse.Namespace, runner: str) -> list[Host]:
             + (", or start inside of an allocation" if runner == "slurm" else ""),
         )
     return [Host(THIS_MACHINE, ())]
+
+
+def joining_place(flags: argparse.Namespace) -> tuple[str, int]:
+    """Address and port at which nodes that come by themselves (`--no_ssh`) find node 0.
+
+    Raises:
+        ConfigError: the flags do not say it, or not which node this is.
+    """
+    if flags.master_addr is None or flags.node_rank is None:
+        raise ConfigError(
+            "--no_ssh needs --node_rank and --master_addr",
+            where="command line",
+            fix="start the same command on every node: --no_ssh --node_rank R --master_addr ADDRESS_OF_NODE_0",
+        )
+    return flags.master_addr, flags.master_port or JOINING_PORT
 
 
 def selected(hosts: list[Host], flags: argparse.Namespace) -> list[Host]:

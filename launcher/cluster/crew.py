@@ -39,10 +39,13 @@ class Crew:
     Args:
         nodes: in the order of their ranks.
         limits: see `Limits`.
+        admit: called in every turn while nodes are waited for; it may let some in (`join.py`).
     """
 
-    def __init__(self, nodes: Sequence[Node], limits: Limits) -> None:
-        self.nodes, self.limits = list(nodes), limits
+    def __init__(
+        self, nodes: Sequence[Node], limits: Limits, admit: Callable[[Sequence[Node]], None] | None = None
+    ) -> None:
+        self.nodes, self.limits, self.admit = list(nodes), limits, admit
         self._told_lost: set[Node] = set()
         self._beaten = time.monotonic()
 
@@ -55,6 +58,8 @@ class Crew:
                 node = waiting.pop(0)
                 node.connect(hello(node))
                 arriving.add(node)
+            if self.admit is not None:
+                self.admit(self.nodes)
             for node, message in self.events():
                 if message["is"] == "here":
                     node.facts = {**message["facts"], "arrived": time.time()}

@@ -26,7 +26,7 @@ class Node:
     Args:
         host: name and slots.
         index: its number among the nodes.
-        command: what starts Python with ONE_LINE there, with this process's pipes.
+        command: what starts Python with ONE_LINE there, with this process's pipes; empty where it comes by itself.
         dials: the command forwards no input; see `dial.py`.
 
     Attributes:
@@ -54,11 +54,14 @@ class Node:
 
     @property
     def connected(self) -> bool:
-        return self._process is not None and self.lost is None
+        return self.lost is None and (self._process is not None or self._connection is not None)
 
     def connect(self, hello: Message) -> None:
         """Start the agent and tell it who it is."""
         self.heard = time.monotonic()
+        self._first = {**hello, "code": Path(arrive.__file__).read_text(encoding="utf-8")}
+        if not self.command:
+            return
         try:
             self._process = subprocess.Popen(
                 self.command,
@@ -75,7 +78,6 @@ class Node:
         self.writer = Writer(self._process.stdin.fileno())
         os.set_blocking(self._process.stderr.fileno(), False)
         # The first line is not marked: what reads it knows nothing of marks.
-        self._first = {**hello, "code": Path(arrive.__file__).read_text(encoding="utf-8")}
         if not self.dials:
             self.writer.send_plain(self._first)
 
@@ -111,10 +113,8 @@ class Node:
 
     def hang_up(self) -> None:
         """End the connection; the agent notices."""
-        if self._process is None:
-            return
-        pipes = self._process.stdin, self._process.stdout, self._process.stderr, self._connection
-        for pipe in pipes:
+        pipes = [self._process.stdin, self._process.stdout, self._process.stderr] if self._process else []
+        for pipe in (*pipes, self._connection):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
@@ -132,6 +132,12 @@ class Node:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+    def adopt(self, connection: socket.socket) -> None:
+        """Take a connection to the agent as the control stream, and tell it who it is."""
+        self._connection, self.heard = connection, time.monotonic()
+        self.reader, self.writer = Reader(connection.fileno()), Writer(connection.fileno())
+        self.writer.send_plain(self._first)
+
     def complaint(self) -> str:
         """The last thing that the command said which started the agent."""
         lines = [line for line in self._errors.decode(errors="replace").splitlines() if line.strip()]
@@ -144,11 +150,11 @@ class Node:
         except OSError as error:
             self.give_up(f"its agent listens on port {told['port']} and cannot be reached: {error}")
             return
-        self.reader, self.writer = Reader(self._connection.fileno()), Writer(self._connection.fileno())
-        self.writer.send_plain(self._first)
+        self.adopt(self._connection)
 
     def _why_ended(self) -> str:
-        assert self._process is not None
+        if self._process is None:
+            return "the connection ended"
         try:
             code = self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
@@ -159,7 +165,8 @@ class Node:
         return f"{how}: {said}" if said else how
 
     def _read_errors(self) -> None:
-        assert self._process is not None and self._process.stderr is not None
+        if self._process is None or self._process.stderr is None:
+            return
         with contextlib.suppress(BlockingIOError, OSError):
             while data := os.read(self._process.stderr.fileno(), 1 << 16):
                 self._errors = (self._errors + data)[-(1 << 14) :]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from tests.cluster.launching import launch
-from tests.cluster.testbed import Hosts
+from tests.cluster.testbed import Hosts, ended
 
 
 def test_report_of_this_machine(tmp_path: Path) -> None:
@@ -36,3 +37,29 @@ def test_dry_run_prints_the_commands_and_starts_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0 and [line.split()[0] for line in lines] == ["ssh", "ssh"]
     assert " -- me@w0 " in lines[0] and " -p 2222 " in lines[1] and " -- w1 " in lines[1]
     assert not (tmp_path / "runs").exists()
+
+
+def test_nodes_that_come_by_themselves(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os; print(os.environ['RANK'], os.environ['WHERE'], flush=True)"
+    )
+    flags = ("--no_ssh", "--num_nodes", "2", "--num_gpus", "2", "--device", "cpu", "--tee", "all")
+    flags += ("--master_addr", "node1", "--node_timeout", "4")
+    token = {"LAUNCHER_TOKEN": "secret"}
+    stranger = hosts.start(
+        tmp_path, *flags, "--node_rank", "1", "script.py", env={"LAUNCHER_TOKEN": "x"}, name="node2"
+    )
+    later = hosts.start(
+        tmp_path, *flags, "--node_rank", "1", "script.py", env={**token, "WHERE": "there"}, name="node2"
+    )
+    first = hosts.start(
+        tmp_path, *flags, "--node_rank", "0", "script.py", env={**token, "WHERE": "here"}, name="node1"
+    )
+    end = ended(first, time.monotonic(), limit_s=40)
+    assert end.code == 0, end.errors
+    assert sorted(line for line in end.out.splitlines() if line.startswith("node")) == [
+        f"node{rank // 2}:{rank}: {rank} {'there' if rank > 1 else 'here'}" for rank in range(4)
+    ]
+    assert ended(later, time.monotonic(), limit_s=10).code == 0
+    refused = ended(stranger, time.monotonic(), limit_s=10)
+    assert refused.code == 2 and "did not take this node" in refused.errors

@@ -21,27 +21,28 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
 
 
+def environment_of(runner: str, directory: Path) -> dict[str, str]:
+    """What a launch with `runner` needs: that `mpirun` is the one of its kind."""
+    if runner not in PROGRAMS or runner == "pdsh":
+        return {}
+    (directory / "bin").mkdir()
+    mpirun = directory / "bin" / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\nexec {PROGRAMS[runner]} "$@"\n')
+    mpirun.chmod(0o755)
+    return {**AS_ROOT, "PATH": f"{directory}/bin:{os.environ['PATH']}"}
+
+
 @pytest.fixture(params=list(PROGRAMS))
-def runner(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A runner; `mpirun` is the one of its kind."""
-    program = shutil.which(PROGRAMS[request.param])
-    if program is None:
-        pytest.skip(f"{PROGRAMS[request.param]} is not installed here")
-    if request.param != "pdsh":
-        (tmp_path / "bin").mkdir()
-        (tmp_path / "bin" / "mpirun").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
-        (tmp_path / "bin" / "mpirun").chmod(0o755)
+def runner(request: pytest.FixtureRequest) -> str:
+    program = PROGRAMS[request.param]
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed here")
     return str(request.param)
-
-
-def flags(hosts: Hosts, cwd: Path, runner: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    env = {**AS_ROOT, "PATH": f"{cwd}/bin:{os.environ['PATH']}"}
-    return ("--launcher", runner), env
 
 
 def test_ranks_and_environment(hosts: Hosts, tmp_path: Path, runner: str) -> None:
     (tmp_path / "script.py").write_text(TELLING)
-    chosen, env = flags(hosts, tmp_path, runner)
+    chosen, env = ("--launcher", runner), environment_of(runner, tmp_path)
     common = ("--hostfile", hosts.hostfile(tmp_path, slots=1), "--device", "cpu", "--tee", "all")
     end = hosts.launch(tmp_path, *chosen, *common, "script.py", env=env)
     assert end.code == 0, end.errors
@@ -53,7 +54,7 @@ def test_ranks_and_environment(hosts: Hosts, tmp_path: Path, runner: str) -> Non
 
 @pytest.mark.parametrize("verb", ["rank", "front end", "cut"])
 def test_faults(hosts: Hosts, tmp_path: Path, runner: str, verb: str) -> None:
-    chosen, env = flags(hosts, tmp_path, runner)
+    chosen, env = ("--launcher", runner), environment_of(runner, tmp_path)
     with running(hosts, tmp_path, *chosen, "--node_timeout", "3", env=env) as process:
         since = time.monotonic()
         if verb == "rank":

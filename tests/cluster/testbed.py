@@ -57,12 +57,14 @@ class Hosts:
         path.write_text(self("hostfile", "--slots", slots) + more)
         return str(path)
 
-    def start(self, cwd: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """`launch ARGUMENTS` on head."""
+    def start(
+        self, cwd: Path, *arguments: str, env: dict[str, str] | None = None, name: str = "head"
+    ) -> subprocess.Popen[str]:
+        """`launch ARGUMENTS` on a machine."""
         launch = [sys.executable, "-m", "launcher.cli.main", *arguments]
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            [sys.executable, str(SCRIPT), "exec", "head", "--", *launch],
+            [sys.executable, str(SCRIPT), "exec", name, "--", *launch],
             **{"cwd": cwd, "env": {**self.env, **(env or {})}},
             **{"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "text": True},
         )
