@@ -95,7 +95,7 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument(
         "--submit",
         metavar="TEXT",
-        help="submit this as a Slurm job instead; --submit="arguments for sbatch"",
+        help="submit this as a Slurm job instead; TEXT goes to sbatch: --submit='-p gpu'",
     )
     hosts.add_argument("--ssh_port", type=_port, metavar="PORT", help="port of the nodes' sshd")
     hosts.add_argument("--venv_script", metavar="PATH", help="a shell script that is read on each node first")
