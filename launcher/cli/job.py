@@ -56,6 +56,9 @@ class Job:
     asked: dict[str, str] = field(default_factory=dict)
     """Variables that the user asked for, for all nodes."""
 
+    output_dir: Path | None = None
+    """The run's directory, once it is made."""
+
     def __post_init__(self) -> None:
         flags = self.flags
         self.asked = environment.asked_for(flags.export, os.environ)
@@ -99,6 +102,7 @@ class Job:
             meeting=meeting,
             max_restarts=flags.max_restarts,
             hang_s=flags.hang_timeout,
+            min_nodes=flags.min_elastic_nodes,
         )
 
     def command(self, host: Host) -> list[str]:
@@ -161,7 +165,9 @@ class Job:
                 degrees = self.config.pipeline.degree, dp, self.config.tensor_parallel.degree
                 front_end.places = places_of(*degrees)
         self._check_binding(counts)
-        output_dir = run_directory(value_of(self.run.arguments, "--output-dir"), self.run.name)
+        if self.output_dir is None:
+            self.output_dir = run_directory(value_of(self.run.arguments, "--output-dir"), self.run.name)
+        output_dir = self.output_dir
         common = self._common(output_dir, device)
         shown = [] if self.flags.enable_each_rank_log else self._shown(total)
         firsts = [sum(counts[:i]) for i in range(len(counts))]

@@ -13,7 +13,6 @@ NOT_THERE_YET = {
     "autotuning": "{tune,run}",
     "save_pid": None,
     "elastic_training": None,
-    "min_elastic_nodes": "N",
     "max_elastic_nodes": "N",
 }
 
@@ -125,6 +124,12 @@ def _add_host_flags(parser: FlagParser) -> None:
         "--dry_run", action="store_true", help="print what would be typed for each node, and end"
     )
     ending = parser.add_argument_group("failures")
+    ending.add_argument(
+        "--min_elastic_nodes",
+        type=positive,
+        metavar="N",
+        help="a restart may go on with N or more hosts where others do not come back (default: all are needed)",
+    )
     ending.add_argument(
         "--hang_timeout",
         type=_seconds_or_never,

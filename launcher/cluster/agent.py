@@ -92,7 +92,7 @@ class Agent:
                 self._obey(message)
             self._out.flush()
             self._look()
-            if self._deserted():
+            if self._deserted() and not self._over:
                 self._finish(GRACE_S)
                 return LOST
         deadline = time.monotonic() + DRAIN_S

@@ -76,6 +76,7 @@ class FrontEnd:
         plan: the shares, one a node; it may set the attributes below.
         meeting: the rendezvous that the user asked for.
         max_restarts: how often a failed run is started again.
+        min_nodes: a restart goes on with so many nodes where others do not come back; None: all are needed.
         hang_s: seconds without progress of any rank after which the run is taken to hang; 0: never.
 
     Attributes:
@@ -94,9 +95,10 @@ class FrontEnd:
         meeting: rendezvous.Wanted,
         max_restarts: int = 0,
         hang_s: float = 0.0,
+        min_nodes: int | None = None,
     ) -> None:
         self.crew, self.hello, self.judge, self.plan, self.meeting = crew, hello, judge, plan, meeting
-        self.max_restarts, self.hang_s = max_restarts, hang_s
+        self.max_restarts, self.hang_s, self.min_nodes = max_restarts, hang_s, min_nodes
         self._stalled: dict[Node, float] = {}
         self.places: Sequence[str] = ()
         self.shown: dict[int, str] = {}
@@ -128,9 +130,8 @@ class FrontEnd:
             finally:
                 self._ending = True
                 self.crew.close()
-                processes.end_descendants(
-                    0, except_for=others
-                )  # pdsh and mpirun leave the ssh that they started
+                # pdsh and mpirun leave the ssh that they started.
+                processes.end_descendants(0, except_for=others)
 
     def _attempts(self, shares: list[Share]) -> Outcome:
         attempt = 0
@@ -144,13 +145,14 @@ class FrontEnd:
             logger.warning("%s", outcome.message)
             logger.warning("restart %d of %d", attempt, self.max_restarts)
             self._ending = False
-            self._bring_back()
+            if self._bring_back():
+                shares = self.plan(self)
 
-    def _bring_back(self) -> None:
-        """Connect again to the nodes that were lost.
+    def _bring_back(self) -> bool:
+        """Connect again to the nodes that were lost; whether some of them are left out now.
 
         Raises:
-            LauncherError: one of them does not answer.
+            LauncherError: one of them does not answer, and is needed.
         """
         gone = [node for node in self.crew.nodes if node.lost is not None]
         if gone:  # what is left there ends by itself; it must not meet what is started now
@@ -159,7 +161,16 @@ class FrontEnd:
             self.crew.forget(node)
         for _ in self.crew.connect(gone, self.hello):
             self._look_up()
+        there = [node for node in self.crew.nodes if node.lost is None]
+        without = [node.name for node in self.crew.nodes if node.lost is not None]
+        goes_on = bool(without) and self.min_nodes is not None and len(there) >= self.min_nodes
+        if goes_on:
+            logger.warning("going on without %s", ", ".join(without))
+            self.crew.nodes = there
+            for index, node in enumerate(there):
+                node.index = index
         self.judge(self.crew.nodes)
+        return goes_on
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds

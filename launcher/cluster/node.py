@@ -18,6 +18,7 @@ from launcher.cluster.wire import Message, Reader, Writer
 ONE_LINE = 'import json; hello = json.loads(open(0, "rb", 0, closefd=False).readline()); exec(hello["code"])'
 """What Python is told to run on a node. Without what a shell could take: ', %, $, a backslash, a line break."""
 ERRORS_KEPT = 8
+DRAIN_S = 0.5
 
 
 class Node:
@@ -113,6 +114,14 @@ class Node:
 
     def hang_up(self) -> None:
         """End the connection; the agent notices."""
+        if self._connection is not None:
+            with contextlib.suppress(
+                OSError
+            ):  # what was said must arrive: closed with unread data it would be lost
+                self._connection.shutdown(socket.SHUT_WR)
+                self._connection.settimeout(DRAIN_S)
+                while self._connection.recv(1 << 16):
+                    pass
         pipes = [self._process.stdin, self._process.stdout, self._process.stderr] if self._process else []
         for pipe in (*pipes, self._connection):
             if pipe is not None:

@@ -57,3 +57,17 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("from launcher.errors import ConfigError\nraise ConfigError('no')\n")
     done = launch("--max_restarts", "3", "script.py", cwd=tmp_path)
     assert done.returncode == 2 and "restart" not in done.stdout
+
+
+def test_a_restart_goes_on_without_a_node_that_is_gone(hosts: Hosts, tmp_path: Path) -> None:
+    with running(hosts, tmp_path, "--max_restarts", "1", "--min_elastic_nodes", "1") as process:
+        for rank in range(4):
+            (tmp_path / f"fail{rank}").write_text(
+                "if os.environ['LAUNCHER_ATTEMPT'] == '0': time.sleep(99)\n"
+                "print('world', os.environ['WORLD_SIZE'], flush=True)"
+            )
+        since = time.monotonic()
+        hosts("kill", "node1")  # the first node: rank 0 is elsewhere then
+        end = ended(process, since, limit_s=30)
+    assert end.code == 0, end.errors
+    assert "going on without node1" in end.out and "2 ranks on cpu" in end.out and "world 2\n" in end.out

@@ -90,8 +90,7 @@ def test_submit_runs_the_same_command_in_a_job(slurm: Hosts, tmp_path: Path) -> 
         "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:], flush=True)"
     )
     flags = (
-        "--submit",
-        "--wait",
+        "--submit=--wait",
         "--num_nodes",
         "2",
         "--num_gpus",
