@@ -25,7 +25,6 @@ from launcher.cluster.node import Node
 from launcher.cluster.rendezvous import Wanted
 from launcher.cluster.share import Share
 from launcher.cluster.wire import Message
-from launcher.config.ranks import places as places_of
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -160,6 +159,8 @@ class Job:
         counts = [len(node.host.slots) for node in nodes]
         total = sum(counts)
         if self.config is not None:
+            from launcher.config.ranks import places as places_of
+
             dp = self.config.dp_degree(total)  # raises where the degrees do not make the number of ranks
             if self.run.is_ours or self.config.pipeline.stages is not None:  # else a script's model may say
                 degrees = self.config.pipeline.degree, dp, self.config.tensor_parallel.degree
