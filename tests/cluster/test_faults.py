@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.testbed import Ended, Hosts, ended, wait_for
+from tests.cluster.testbed import Ended, Hosts, ended, thorough, wait_for
 
 # Every rank has a child in a session of its own, and waits. That of rank 1 ignores SIGTERM where a test wants it.
 WAITING = """
@@ -76,7 +76,7 @@ def test_a_failed_rank_ends_all(hosts: Hosts, tmp_path: Path, text: str, code: i
     assert f"node2:{tmp_path}/out/logs/rank3.log" in end.errors
 
 
-@pytest.mark.parametrize("verb", ["cut", "freeze"])
+@pytest.mark.parametrize("verb", ["cut", pytest.param("freeze", marks=thorough)])
 def test_a_node_that_says_nothing_ends_all(hosts: Hosts, tmp_path: Path, verb: str) -> None:
     with running(hosts, tmp_path, *QUICK) as process:
         end = fault(hosts, tmp_path, process, verb, "node2")
@@ -89,6 +89,7 @@ def test_a_node_that_says_nothing_ends_all(hosts: Hosts, tmp_path: Path, verb: s
     assert "could not be cleaned from here: node2" in end.errors
 
 
+@thorough
 def test_a_node_whose_processes_are_killed(hosts: Hosts, tmp_path: Path) -> None:
     with running(hosts, tmp_path) as process:
         end = fault(hosts, tmp_path, process, "kill", "node2")
@@ -96,6 +97,7 @@ def test_a_node_whose_processes_are_killed(hosts: Hosts, tmp_path: Path) -> None
     assert end.code == 1 and end.took_s < 10 and "node2 was lost: ssh ended with 255" in end.errors
 
 
+@thorough
 def test_a_killed_agent_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
     with running(hosts, tmp_path) as process:
         since = time.monotonic()
@@ -106,7 +108,7 @@ def test_a_killed_agent_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
     assert end.code == 1 and end.took_s < 10 and "node2 was lost: " in end.errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=thorough)])
 def test_a_signal_ends_all(hosts: Hosts, tmp_path: Path, number: signal.Signals) -> None:
     with running(hosts, tmp_path) as process:
         since = time.monotonic()
@@ -116,6 +118,7 @@ def test_a_signal_ends_all(hosts: Hosts, tmp_path: Path, number: signal.Signals)
     assert end.code == 128 + number and end.took_s < 10 and f"stopped by {number.name}" in end.errors
 
 
+@thorough
 def test_ctrl_c_while_a_node_is_cut_off(hosts: Hosts, tmp_path: Path) -> None:
     with running(hosts, tmp_path) as process:
         hosts("cut", "node2")
@@ -134,6 +137,7 @@ def test_nothing_outlives_a_killed_front_end(hosts: Hosts, tmp_path: Path) -> No
             assert hosts.wait_until_empty(name, limit_s=10) == []
 
 
+@thorough
 def test_a_front_end_that_is_cut_off(hosts: Hosts, tmp_path: Path) -> None:
     with running(hosts, tmp_path, *QUICK) as process:
         end = fault(hosts, tmp_path, process, "cut", "head")
@@ -146,7 +150,7 @@ def test_a_front_end_that_is_cut_off(hosts: Hosts, tmp_path: Path) -> None:
     ("verb", "said"),
     [
         (("refuse", "node2"), "Connection refused"),
-        (("cut", "node2"), "Connection timed out (no answer"),
+        pytest.param(("cut", "node2"), "Connection timed out (no answer", marks=thorough),
         (("hide", "node2", "{cwd}/needed"), "there is no file {cwd}/needed/script.py"),
     ],
     ids=["refused", "cut", "no script"],
@@ -165,6 +169,7 @@ def test_a_node_that_is_not_there_at_the_start(
     assert not (cwd / "started").exists() and hosts.left("node1") == hosts.left("node2") == []
 
 
+@thorough
 def test_a_name_that_nobody_knows(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     end = hosts.launch(tmp_path, "--hostfile", hosts.hostfile(tmp_path, more="nodex slots=1\n"), "script.py")

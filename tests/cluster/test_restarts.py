@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.cluster.launching import launch
 from tests.cluster.test_faults import running
-from tests.cluster.testbed import Hosts, ended
+from tests.cluster.testbed import Hosts, ended, thorough
 
 FAILS_TWICE = """
 import os, pathlib, sys, time
@@ -33,6 +33,7 @@ def test_every_crash_costs_one_restart(hosts: Hosts, tmp_path: Path) -> None:
         assert [line.split()[1] for line in lines] == ["0", "1", "2"]
 
 
+@thorough
 def test_a_node_that_comes_back_is_used_again(hosts: Hosts, tmp_path: Path) -> None:
     with running(hosts, tmp_path, "--max_restarts", "1") as process:
         for rank in range(4):

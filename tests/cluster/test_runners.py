@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_faults import running
-from tests.cluster.testbed import Hosts, ended
+from tests.cluster.testbed import Hosts, ended, thorough
 
+pytestmark = thorough
 TELLING = """
 import os, socket
 told = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")}

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_faults import WAITING
-from tests.cluster.testbed import CANNOT, SCRIPT, Hosts, ended, wait_for
+from tests.cluster.testbed import CANNOT, SCRIPT, Hosts, ended, thorough, wait_for
 
+pytestmark = thorough
 LAUNCH = (
     "salloc",
     "-Q",

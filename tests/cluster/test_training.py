@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.cluster.launching import launch
-from tests.cluster.testbed import Hosts
+from tests.cluster.testbed import Hosts, thorough
 from tests.engine.test_recipes import BYTES, PROSE
 from tests.pool.reference import tiny_llama
 
+pytestmark = thorough
 SECTIONS: dict[str, dict[str, Any]] = {
     "zero3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     "tp2pp2": {

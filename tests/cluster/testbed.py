@@ -15,6 +15,9 @@ import pytest
 
 from tests.cluster.launching import ROOT, environment
 
+thorough = pytest.mark.skipif(
+    not os.environ.get("LAUNCHER_TEST_CLUSTER"), reason="`make cluster` runs it: it takes long"
+)
 SCRIPT = ROOT / "tests" / "testbed" / "hosts.py"
 CANNOT = 77
 START_S = 40
