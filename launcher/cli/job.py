@@ -102,6 +102,7 @@ class Job:
             max_restarts=flags.max_restarts,
             hang_s=flags.hang_timeout,
             min_nodes=flags.min_elastic_nodes,
+            term_grace_s=flags.term_grace,
         )
 
     def command(self, host: Host) -> list[str]:
@@ -200,6 +201,8 @@ class Job:
             "LAUNCHER_OUTPUT_DIR": str(output_dir),
             "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
         }
+        if flags.term_grace:
+            variables["LAUNCHER_TERM_GRACE"] = str(flags.term_grace)
         if self.source is not None:
             variables["LAUNCHER_CONFIG"] = self.source
         bind = flags.bind_cores_to_rank or flags.bind_core_list

@@ -131,6 +131,13 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="a restart may go on with N or more hosts where others do not come back (default: all are needed)",
     )
     ending.add_argument(
+        "--term_grace",
+        type=_seconds_or_never,
+        default=0.0,
+        metavar="S",
+        help="on SIGTERM, as a scheduler sends it, recipes have S seconds to save a checkpoint (default: 0, they end)",
+    )
+    ending.add_argument(
         "--hang_timeout",
         type=_seconds_or_never,
         default=600.0,

@@ -65,15 +65,9 @@ def batch_script(flags: argparse.Namespace, run: Request, argv: Sequence[str], d
     rest = list(run.arguments)
     if run.is_ours and value_of(rest, "--output-dir") is None:
         rest += ["--output-dir", str(directory)]  # a job that is queued again must find its checkpoints
-    command = [
-        sys.executable,
-        "-m",
-        "launcher.cli.main",
-        "--launcher",
-        "slurm",
-        *inside,
-        *argv[len(own) : len(own) + 1],
-    ]
+    grace = [] if flags.term_grace else ["--term_grace", "45"]
+    launch = [sys.executable, "-m", "launcher.cli.main", "--launcher", "slurm", *grace]
+    command = [*launch, *inside, argv[len(own)]]
     return TEMPLATE.format(
         name=run.name,
         nodes=flags.num_nodes,

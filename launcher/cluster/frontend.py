@@ -77,6 +77,7 @@ class FrontEnd:
         meeting: the rendezvous that the user asked for.
         max_restarts: how often a failed run is started again.
         min_nodes: a restart goes on with so many nodes where others do not come back; None: all are needed.
+        term_grace_s: seconds that ranks have after a SIGTERM to this process before they are ended.
         hang_s: seconds without progress of any rank after which the run is taken to hang; 0: never.
 
     Attributes:
@@ -96,9 +97,11 @@ class FrontEnd:
         max_restarts: int = 0,
         hang_s: float = 0.0,
         min_nodes: int | None = None,
+        term_grace_s: float = 0.0,
     ) -> None:
         self.crew, self.hello, self.judge, self.plan, self.meeting = crew, hello, judge, plan, meeting
         self.max_restarts, self.hang_s, self.min_nodes = max_restarts, hang_s, min_nodes
+        self.term_grace_s = term_grace_s
         self._stalled: dict[Node, float] = {}
         self.places: Sequence[str] = ()
         self.shown: dict[int, str] = {}
@@ -194,6 +197,8 @@ class FrontEnd:
             size = self._watch(screen, causes, size, log_dir)
         except Interrupted as error:
             number = error.number
+            if number == signal.SIGTERM and self.term_grace_s:
+                self._let_finish(screen, causes)
         unclean = self._end(screen, causes, shares)
         screen.close()
         left = self._told(unclean)
@@ -252,6 +257,20 @@ class FrontEnd:
                     else f"the agent was lost: {node.lost}"
                 )
                 causes.append(Cause(time.time() - LOSS_COMES_FIRST_S, ranks, 1, node, lost=True))
+
+    def _let_finish(self, screen: Screen, causes: list[Cause]) -> None:
+        """Pass SIGTERM on, and wait for ranks that save a checkpoint, until another signal comes."""
+        self._ending = True
+        logger.warning("SIGTERM: ranks have %g s to save a checkpoint", self.term_grace_s)
+        self.crew.tell(self.crew.nodes, "signal", number=int(signal.SIGTERM))
+        until = time.monotonic() + self.term_grace_s
+        while (
+            any(node.running for node in self.crew.nodes)
+            and time.monotonic() < until
+            and len(self._signals) < 2
+        ):
+            for node, message in self.crew.events():
+                self._take(node, message, screen, causes)
 
     def _hang(self, screen: Screen, causes: list[Cause], log_dir: str) -> Cause:
         """Ask every rank what it does, and say it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.launching import launch
+from tests.cluster.launching import launch, launching, wait_for
 from tests.cluster.testbed import Hosts, thorough
 from tests.engine.test_recipes import BYTES, PROSE
 from tests.pool.reference import tiny_llama
@@ -62,3 +62,18 @@ def test_two_machines_train_as_one_process(hosts: Hosts, tmp_path: Path) -> None
         assert end.code == 0, end.errors + end.out
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
         assert "4 ranks on cpu of 2 hosts (node1, node2)" in end.out
+
+
+def test_sigterm_saves_a_checkpoint_where_it_has_time(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(tiny_llama(vocab=BYTES, layers=2).config.to_dict()))
+    (tmp_path / "prose.txt").write_text(PROSE)
+    config(tmp_path, "zero2", {"zero_optimization": {"stage": 2}})
+    long = tuple("100000" if word == "4" else word for word in PRETRAIN)
+    flags = ("--config", "zero2.json", "--device", "cpu", "--num_gpus", "2", "--term_grace", "60")
+    with launching(*flags, *long, "--output-dir", "run", cwd=tmp_path) as process:
+        wait_for(tmp_path / "run" / "metrics.jsonl")
+        process.terminate()
+        out, errors = process.communicate(timeout=90)
+    assert process.returncode == 143 and "stopped by SIGTERM" in errors
+    tag = (tmp_path / "run" / "checkpoints" / "latest").read_text()
+    assert f"SIGTERM: saved after step {tag.removeprefix('global_step')}" in out
