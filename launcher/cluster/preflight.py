@@ -76,7 +76,7 @@ def _wrong(node: Node, nodes: Sequence[Node], needs: Needs) -> Iterator[str]:
 HINTS = {
     "Name or service not known": "no such name: see the hostfile, or ~/.ssh/config",
     "Could not resolve hostname": "no such name: see the hostfile, or ~/.ssh/config",
-    "Permission denied": "ssh needs a password there: put your key into its ~/.ssh/authorized_keys",
+    "Permission denied (": "ssh needs a password there: put your key into its ~/.ssh/authorized_keys",
     "Host key verification failed": "connect once by hand and accept its key",
     "Connection refused": "nothing listens there: is sshd running, and is --ssh_port right?",
     "Connection timed out": "no answer: is the machine up, and does the network reach it?",

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from pathlib import Path
 
+import psutil
+import pytest
+
 from tests.cluster.launching import launch
-from tests.cluster.testbed import Hosts, ended
+from tests.cluster.testbed import Hosts, ended, thorough, wait_for
 
 
 def test_report_of_this_machine(tmp_path: Path) -> None:
@@ -63,3 +68,43 @@ def test_nodes_that_come_by_themselves(hosts: Hosts, tmp_path: Path) -> None:
     assert ended(later, time.monotonic(), limit_s=10).code == 0
     refused = ended(stranger, time.monotonic(), limit_s=10)
     assert refused.code == 2 and "did not take this node" in refused.errors
+
+
+AWKWARD = "a  b 'c' \"d\" $HOME `id` \\ %n ! *\nä\t"
+
+
+def test_values_and_arguments_arrive_as_they_are_and_are_not_seen(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import json, os, pathlib, sys, time\n"
+        "json.dump([os.environ['SECRET'], sys.argv[1:]], open('told' + os.environ['RANK'] + '.tmp', 'w'))\n"
+        "os.rename('told' + os.environ['RANK'] + '.tmp', 'told' + os.environ['RANK'])\n"
+        "while not pathlib.Path('seen').exists(): time.sleep(0.05)\n"
+    )
+    flags = ("--hostfile", hosts.hostfile(tmp_path, slots=1), "--device", "cpu", "--export", "SECRET")
+    process = hosts.start(
+        tmp_path, *flags, "--no_local_rank", "script.py", AWKWARD, env={"SECRET": AWKWARD + "key"}
+    )
+    told = [tmp_path / f"told{rank}" for rank in (0, 1)]
+    wait_for(lambda: all(path.exists() for path in told), "the ranks")
+    shown = hosts("ps", "head") + hosts("ps", "node1") + hosts("ps", "node2")
+    (tmp_path / "seen").touch()
+    assert ended(process, time.monotonic(), limit_s=20).code == 0
+    assert [json.loads(path.read_text()) for path in told] == [[AWKWARD + "key", [AWKWARD]]] * 2
+    assert "arrive" not in shown and "key" not in shown.replace("test_key", "")
+
+
+@thorough
+@pytest.mark.parametrize(
+    ("hidden", "said"),
+    [
+        (sys.executable, "is " + sys.executable + " there?"),
+        (str(Path(psutil.__file__).parent), "its Python cannot import psutil"),
+    ],
+    ids=["python", "package"],
+)
+def test_what_is_missing_on_one_node(hosts: Hosts, tmp_path: Path, hidden: str, said: str) -> None:
+    (tmp_path / "script.py").write_text("open('started', 'w')")
+    hosts("hide", "node2", hidden)
+    end = hosts.launch(tmp_path, "--hostfile", hosts.hostfile(tmp_path), "script.py")
+    assert end.code == 2 and end.took_s < 10 and "1 of 2 hosts are not ready" in end.errors
+    assert said in end.errors and not (tmp_path / "started").exists()
