@@ -78,15 +78,7 @@ class Job:
         return replace(limits, connect_s=JOIN_S) if self.flags.no_ssh else limits
 
     def front_end(self) -> FrontEnd:
-        nodes = [
-            Node(
-                host,
-                i,
-                self.command(host),
-                dials=not self._is_here(host) and runners.RUNNERS[self.runner].dials,
-            )
-            for i, host in enumerate(self.hosts)
-        ]
+        nodes = [self._node(host, i) for i, host in enumerate(self.hosts)]
         flags = self.flags
         meeting = Wanted(flags.master_addr, flags.master_port)
         admit = None
@@ -104,6 +96,11 @@ class Job:
             min_nodes=flags.min_elastic_nodes,
             term_grace_s=flags.term_grace,
         )
+
+    def _node(self, host: Host, index: int) -> Node:
+        here = self._is_here(host)
+        dials = not (here or self.flags.no_ssh) and runners.RUNNERS[self.runner].dials
+        return Node(host, index, self.command(host), dials=dials, here=here)
 
     def command(self, host: Host) -> list[str]:
         """What is run on this machine to start the agent of a host."""
@@ -141,7 +138,8 @@ class Job:
             "path": [str(PACKAGE.parent)],
             "needs": list(self.needs),
             "count_gpus": self.device != "cpu",
-            "silence_s": self.limits.silence_s,
+            # A front end on the same machine may be stopped by Ctrl-Z; that it has died the pipe tells.
+            "silence_s": 1e9 if node.here else self.limits.silence_s,
             "beat_s": self.limits.beat_s,
         }
 

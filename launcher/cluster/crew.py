@@ -40,12 +40,16 @@ class Crew:
         nodes: in the order of their ranks.
         limits: see `Limits`.
         admit: called in every turn while nodes are waited for; it may let some in (`join.py`).
+
+    Attributes:
+        ending: ranks are being ended, which keeps agents busy for longer than they may be silent otherwise.
     """
 
     def __init__(
         self, nodes: Sequence[Node], limits: Limits, admit: Callable[[Sequence[Node]], None] | None = None
     ) -> None:
         self.nodes, self.limits, self.admit = list(nodes), limits, admit
+        self.ending = False
         self._told_lost: set[Node] = set()
         self._beaten = time.monotonic()
 
@@ -119,8 +123,8 @@ class Crew:
 
     def _losses(self, now: float) -> Iterator[tuple[Node, Message]]:
         for node in self.nodes:
-            silent = node.connected and node.facts is not None and now - node.heard > self.limits.silence_s
-            if silent:
+            heeded = node.connected and node.facts is not None and not (node.here or self.ending)
+            if heeded and now - node.heard > self.limits.silence_s:
                 node.give_up(
                     f"nothing was heard of it for {self.limits.silence_s:g} s: it is cut off, frozen or down"
                 )

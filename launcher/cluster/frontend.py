@@ -106,7 +106,7 @@ class FrontEnd:
         self.places: Sequence[str] = ()
         self.shown: dict[int, str] = {}
         self.shows_rank_0 = False
-        self.several = len(crew.nodes) > 1
+        self.several = len(crew.nodes) > 1 or not crew.nodes[0].here
         self._signals: list[int] = []
         self._ending = False
 
@@ -147,7 +147,7 @@ class FrontEnd:
             attempt += 1
             logger.warning("%s", outcome.message)
             logger.warning("restart %d of %d", attempt, self.max_restarts)
-            self._ending = False
+            self._ending = self.crew.ending = False
             if self._bring_back():
                 shares = self.plan(self)
 
@@ -302,7 +302,7 @@ class FrontEnd:
 
     def _end(self, screen: Screen, causes: list[Cause], shares: list[Share]) -> list[Node]:
         """End what runs still; the nodes of which that is not known."""
-        self._ending = True
+        self._ending = self.crew.ending = True
         grace = self.crew.limits.grace_s
         running = [node for node in self.crew.nodes if node.running]
         self.crew.tell(running, "stop", grace_s=grace)

@@ -29,6 +29,8 @@ class Node:
         index: its number among the nodes.
         command: what starts Python with ONE_LINE there, with this process's pipes; empty where it comes by itself.
         dials: the command forwards no input; see `dial.py`.
+        here: it is this machine, whose pipes always tell when a process has died; silence then only means a busy or
+            stopped one.
 
     Attributes:
         facts: what the agent found; None until it has arrived.
@@ -38,8 +40,10 @@ class Node:
         complete: its ranks have ended, all of them well.
     """
 
-    def __init__(self, host: Host, index: int, command: Sequence[str], *, dials: bool = False) -> None:
-        self.host, self.index, self.command, self.dials = host, index, list(command), dials
+    def __init__(
+        self, host: Host, index: int, command: Sequence[str], *, dials: bool = False, here: bool = False
+    ) -> None:
+        self.host, self.index, self.command, self.dials, self.here = host, index, list(command), dials, here
         self.facts: Message | None = None
         self.lost: str | None = None
         self.running = self.complete = False
