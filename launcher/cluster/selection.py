@@ -51,9 +51,9 @@ def select(
     if num_nodes is not None:
         if num_nodes > len(chosen):
             raise ConfigError(
-                f"--num_nodes {num_nodes}: there are {len(chosen)} hosts",
+                f"--num_nodes {num_nodes}: the number of hosts is {len(chosen)}",
                 where="command line",
-                fix="ask for fewer",
+                fix="ask for fewer, or name more: --hostfile",
             )
         chosen = chosen[:num_nodes]
     return chosen if num_gpus is None else [first_slots(host, num_gpus) for host in chosen]

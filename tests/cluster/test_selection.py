@@ -46,7 +46,7 @@ def test_what_is_chosen(flags: dict[str, object], expected: dict[str, str]) -> N
         ({"include": "w0", "exclude": "w1"}, "exclude each other"),
         ({"include": "w0", "num_gpus": 1}, "exclude each other"),
         ({"exclude": "w0@w1@me@w2"}, "leaves no slot of 3 hosts"),
-        ({"num_nodes": 4}, "there are 3 hosts"),
+        ({"num_nodes": 4}, "the number of hosts is 3"),
         ({"num_gpus": 3}, "me@w2 has 2 slots"),
     ],
 )
