@@ -27,6 +27,8 @@ STACKS_S = 3.0
 """How long agents may take to tell the stacks of their ranks."""
 AFTER_GRACE_S = 4.0
 """How much longer than the grace of its ranks an agent may take to say that all have ended."""
+DOUBTFUL_S = 1.5
+"""How long a node is waited for that had missed heartbeats before the end."""
 LOSS_COMES_FIRST_S = 1.0
 """A lost node is the cause of failures that ranks elsewhere recorded up to so long before it was noticed."""
 logger = logging.getLogger("launcher")
@@ -306,11 +308,18 @@ class FrontEnd:
         grace = self.crew.limits.grace_s
         running = [node for node in self.crew.nodes if node.running]
         self.crew.tell(running, "stop", grace_s=grace)
-        deadline = time.monotonic() + grace + AFTER_GRACE_S
+        began = time.monotonic()
+        deadline = began + grace + AFTER_GRACE_S
+        # Nodes that have missed heartbeats already are probably gone, too: where this machine is cut off, all are.
+        doubtful = [node for node in running if began - node.heard > 2.5 * self.crew.limits.beat_s]
         told_to_hurry = False
         while any(node.running for node in running) and time.monotonic() < deadline:
             for node, message in self.crew.events():
                 self._take(node, message, screen, causes)
+            if time.monotonic() - began > DOUBTFUL_S:
+                for node in doubtful:
+                    if node.running and node.heard < began and not node.here:
+                        node.give_up("it has not answered for a while")
             if len(self._signals) > 1 and not told_to_hurry:
                 told_to_hurry = True
                 deadline = min(deadline, time.monotonic() + AFTER_GRACE_S)
