@@ -18,6 +18,7 @@ from launcher.cli.flags import value_of
 from launcher.cli.recipes import PACKAGE
 from launcher.cli.request import THIS_MACHINE, Request, hosts_of, joining_place, run_directory, selected
 from launcher.cluster import cores, environment, facts, join, preflight, runners
+from launcher.cluster.attempt import Patience
 from launcher.cluster.crew import Crew, Limits
 from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import Host
@@ -92,9 +93,8 @@ class Job:
             self.plan,
             meeting=meeting,
             max_restarts=flags.max_restarts,
-            hang_s=flags.hang_timeout,
             min_nodes=flags.min_elastic_nodes,
-            term_grace_s=flags.term_grace,
+            patience=Patience(flags.hang_timeout, flags.term_grace),
         )
 
     def _node(self, host: Host, index: int) -> Node:
@@ -163,7 +163,7 @@ class Job:
             dp = self.config.dp_degree(total)  # raises where the degrees do not make the number of ranks
             if self.run.is_ours or self.config.pipeline.stages is not None:  # else a script's model may say
                 degrees = self.config.pipeline.degree, dp, self.config.tensor_parallel.degree
-                front_end.places = places_of(*degrees)
+                front_end.speech.places = places_of(*degrees)
         self._check_binding(counts)
         if self.output_dir is None:
             self.output_dir = run_directory(value_of(self.run.arguments, "--output-dir"), self.run.name)
@@ -171,8 +171,8 @@ class Job:
         common = self._common(output_dir, device)
         shown = [] if self.flags.enable_each_rank_log else self._shown(total)
         firsts = [sum(counts[:i]) for i in range(len(counts))]
-        front_end.shown = self._names(nodes, firsts, shown) if shown != [0] else {}
-        front_end.shows_rank_0 = shown == [0]
+        front_end.speech.shown = self._names(nodes, firsts, shown) if shown != [0] else {}
+        front_end.speech.shows_rank_0 = shown == [0]
         self._say_what_starts(nodes, total, device)
         logger.info("run directory: %s", output_dir)
         masked = device == "cuda" and (self.flags.hostfile or self.flags.include or self.flags.exclude)

@@ -31,6 +31,8 @@ class RankState:
 def describe(states: Sequence[RankState], log_dir: str) -> str:
     """The report for the terminal."""
     shown = [s for s in states if s.number is not None]
+    if not shown:
+        return "no rank has made progress for a while, and none said where it is"
     stalled = min(s.since_s for s in shown)
     lines = [f"no rank has made progress for {stalled:.0f} s"]
     (number, text), _ = Counter((s.number, s.text) for s in shown).most_common(1)[0]
@@ -52,6 +54,7 @@ def write(states: Sequence[RankState], log_dir: str) -> None:
             else "nothing shown"
         )
         parts.append(f"==== rank {state.rank} on {state.host}: {last}\n{state.stack or 'no stack'}\n")
+    Path(log_dir).mkdir(parents=True, exist_ok=True)  # the logs themselves may lie on the nodes only
     (Path(log_dir) / FILE).write_text("\n".join(parts), encoding="utf-8")
 
 
