@@ -89,7 +89,6 @@ def _launch(argv: list[str]) -> int:
     flags = parser.parse_args(own)
     refuse_unsupported(flags)
     _set_up_logging("error" if flags.quiet else flags.log_level)
-    from launcher.cli.job import Job
     from launcher.cli.request import Request
 
     run = Request(flags, recipe)
@@ -104,6 +103,8 @@ def _launch(argv: list[str]) -> int:
         return submit(flags, run, argv if recipe else [*argv, DEFAULT_RECIPE])
     if flags.no_ssh and flags.node_rank:
         _join(flags)
+    from launcher.cli.job import Job
+
     job = Job(run, flags, config, _source(flags.config) if config is not None else None)
     if flags.dry_run:
         print("\n".join(shlex.join(job.command(host)) for host in job.hosts))

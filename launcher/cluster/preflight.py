@@ -81,6 +81,7 @@ HINTS = {
     "Connection refused": "nothing listens there: is sshd running, and is --ssh_port right?",
     "Connection timed out": "no answer: is the machine up, and does the network reach it?",
     "No route to host": "no way there: is the machine up and connected?",
+    "cannot execute": f"is {sys.executable} there? --venv_script prepares the shell",
     "not found": f"is {sys.executable} there? --venv_script prepares the shell",
     "No such file": f"is {sys.executable} there? --venv_script prepares the shell",
 }

@@ -102,14 +102,13 @@ def _nodes(text: str, there: dict[str, tuple[int, ...]]) -> list[str]:
     """The nodes of a filter; `@` divides them, but may also be a part of a host's name (`user@host`)."""
     nodes: list[str] = []
     parts = text.split("@")
-    while parts:
-        joined = "@".join(parts[:2])
-        name = "@".join([parts[0], *(part.partition(":")[0] for part in parts[1:2])])
-        if len(parts) > 1 and {joined, name} & there.keys():
-            nodes.append(joined)
-            del parts[:2]
-        else:
-            nodes.append(parts.pop(0))
+    at = 0
+    while at < len(parts):
+        joined = "@".join(parts[at : at + 2])
+        name = "@".join([parts[at], *(part.partition(":")[0] for part in parts[at + 1 : at + 2])])
+        both = at + 1 < len(parts) and {joined, name} & there.keys()
+        nodes.append(joined if both else parts[at])
+        at += 2 if both else 1
     return nodes
 
 

@@ -51,8 +51,8 @@ def test_no_host_and_no_file(tmp_path: Path) -> None:
 
 def test_ten_thousand_hosts_in_a_second() -> None:
     text = "".join(f"node{n} slots=8\n" for n in range(10_000))
-    started = time.perf_counter()
+    started = time.process_time()
     hosts = parse_hostfile(text, "hosts")
     chosen = select(hosts, exclude="@".join(f"node{n}:0-3" for n in range(0, 10_000, 2)))
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert len(chosen) == 10_000 and sum(len(host.slots) for host in chosen) == 60_000

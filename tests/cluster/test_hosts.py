@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.cluster.launching import launch
+from tests.cluster.launching import ROOT, launch
 from tests.cluster.testbed import Hosts, ended, thorough, wait_for
 
 
@@ -70,6 +70,7 @@ def test_nodes_that_come_by_themselves(hosts: Hosts, tmp_path: Path) -> None:
     assert refused.code == 2 and "did not take this node" in refused.errors
 
 
+TORCH = next(file for file in metadata.files("torch") or [] if file.name == "METADATA").locate().parent
 AWKWARD = "a  b 'c' \"d\" $HOME `id` \\ %n ! *\nä\t"
 
 
@@ -98,9 +99,10 @@ def test_values_and_arguments_arrive_as_they_are_and_are_not_seen(hosts: Hosts, 
     ("hidden", "said"),
     [
         (sys.executable, "is " + sys.executable + " there?"),
-        (str(Path(psutil.__file__).parent), "its Python cannot import psutil"),
+        (str(ROOT / "launcher" / "cluster"), "its Python cannot import launcher.cluster.agent"),
+        (str(TORCH), "torch is not installed, on the others it is"),
     ],
-    ids=["python", "package"],
+    ids=["python", "launcher", "torch"],
 )
 def test_what_is_missing_on_one_node(hosts: Hosts, tmp_path: Path, hidden: str, said: str) -> None:
     (tmp_path / "script.py").write_text("open('started', 'w')")
