@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile -c constraints.txt
 
-.PHONY: train test lint parity models stages clean
+.PHONY: train test lint parity models stages cluster clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch --config ds_configs/zero2.json
@@ -30,6 +30,11 @@ models: $(VENV)/.installed-test
 # Every pipeline schedule beside one process; writes docs/stages.md, and fails where they differ.
 stages: $(VENV)/.installed-test
 	$(BIN)/python -m tests.pipeline.parity_table
+
+# Every runner that is installed, every fault, and training, on pretend machines: needs root and the programs below.
+# apt-get install --no-install-recommends iproute2 openssh-client openssh-server procps pdsh slurm-wlm openmpi-bin mpich
+cluster: $(VENV)/.installed-test
+	LAUNCHER_TEST_CLUSTER=1 HOSTS_REQUIRED=1 $(BIN)/python -m pytest tests/cluster
 
 clean:
 	rm -rf $(VENV)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ class Run:
     device: torch.device
     console: Console
     rank: int = field(default=0)
+    terminated: list[int] = field(default_factory=list)
+    """SIGTERMs that came, where the launcher gives time for a last checkpoint (`--term_grace`)."""
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> Run:
@@ -64,11 +67,22 @@ class Run:
         torch.manual_seed(seed)
         output = Path(os.environ.get("LAUNCHER_OUTPUT_DIR") or args.output_dir or "runs/run")
         output.mkdir(parents=True, exist_ok=True)
-        return cls(args, config, output, device, Console(quiet=rank != 0, soft_wrap=True), rank)
+        run = cls(args, config, output, device, Console(quiet=rank != 0, soft_wrap=True), rank)
+        if "LAUNCHER_TERM_GRACE" in os.environ:
+            signal.signal(signal.SIGTERM, lambda number, _: run.terminated.append(number))
+        return run
 
     def say(self, text: str) -> None:
         """Print a line, once for all ranks."""
         self.console.print(text, highlight=False, markup=False)
+
+    def told_to_stop(self) -> bool:
+        """Whether some rank was told to end, so that all save a checkpoint first. Every rank must call it."""
+        if "LAUNCHER_TERM_GRACE" not in os.environ:
+            return False
+        told = torch.tensor(float(bool(self.terminated)))
+        dist.all_reduce(told)
+        return bool(told)
 
     @property
     def checkpoints(self) -> Path:
@@ -144,9 +158,16 @@ class Run:
     def resume_from(self) -> tuple[Path, str | None] | None:
         """(directory of checkpoints, tag or None for the latest) that `--resume` names; None: start anew.
 
+        After a restart by the launcher or by Slurm it is this run's own newest checkpoint, where there is one.
+
         Raises:
             ConfigError: nothing is there.
         """
+        again = any(
+            int(os.environ.get(name) or 0) > 0 for name in ("LAUNCHER_ATTEMPT", "SLURM_RESTART_COUNT")
+        )
+        if again and (self.checkpoints / "latest").is_file():
+            return self.checkpoints, None
         wanted = self.args.resume
         if wanted is None:
             return None

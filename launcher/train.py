@@ -121,6 +121,10 @@ class Training:
                     progress.update(record)
                 if self._due(self.run.args.save_every):
                     self.save()
+                if self.run.told_to_stop():
+                    self.save()
+                    progress.message(f"SIGTERM: saved after step {self.engine.global_steps}")
+                    raise SystemExit(0)
         if metrics is not None:
             metrics.close()
         self._finish()

@@ -8,25 +8,13 @@ from collections.abc import Sequence
 from launcher.cli.flags import FlagParser, positive
 from launcher.errors import ConfigError
 
-# DeepSpeed's flags that only mean something on several nodes: known, and refused until nodes can be started.
-SEVERAL_NODES = {
-    "hostfile": "PATH",
-    "include": "SPEC",
-    "exclude": "SPEC",
-    "node_rank": "RANK",
-    "launcher": "NAME",
-    "launcher_args": "TEXT",
-    "no_ssh": None,
-    "no_ssh_check": None,
-    "force_multi": None,
-    "ssh_port": "PORT",
-    "venv_script": "PATH",
+# DeepSpeed's flags that are known, and refused.
+NOT_THERE_YET = {
+    "autotuning": "{tune,run}",
+    "save_pid": None,
     "elastic_training": None,
-    "min_elastic_nodes": "N",
     "max_elastic_nodes": "N",
 }
-SHORT_FORMS = {"hostfile": "-H", "include": "-i", "exclude": "-e"}
-NOT_THERE_YET = {"autotuning": "{tune,run}", "save_pid": None}
 
 EPILOG = """\
 examples:
@@ -38,6 +26,9 @@ examples:
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu 80GiB
   launch bench io /local_nvme                               (how fast a directory is for offloading)
   launch --num_gpus 4 my_script.py --any --flags
+  launch --hostfile hosts --config ds_config.json pretrain  (on the hosts of a file, over ssh)
+  launch report --hostfile hosts                            (versions, memory, devices of every host)
+  launch ssh --hostfile hosts nvidia-smi -L                 (a command on every host)
   launch --config ds_configs/zero2.json pretrain --help     (the recipe's flags)
 
 Flags before the recipe's name are the launcher's, flags after it are the recipe's.
@@ -53,6 +44,7 @@ def launch_parser() -> FlagParser:
         "       launch check DS.json [--num-gpus N] [--explain] [--migrate OUT.json]\n"
         "       launch schedule NAME --stages P --microbatches M [--chunks V] [--costs F,I,W] [--out FILE]\n"
         "       launch memory-estimate --config DS.json --model MODEL [--num-gpus N] [--gpu BYTES] [--json]\n"
+        "       launch report [--hostfile HOSTS] | launch ssh --hostfile HOSTS COMMAND\n"
         "       launch bench io PATH [--size N] [--seconds S] [--out FILE]",
         description="Trains a Hugging Face model from a DeepSpeed-style JSON.",
         epilog=EPILOG,
@@ -73,19 +65,90 @@ def launch_parser() -> FlagParser:
         help="number of ranks (default: one per GPU, or one on a machine without GPUs; works on CPU too)",
     )
     run.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto")
-    run.add_argument("--master_addr", default="127.0.0.1", metavar="ADDR", help="default: 127.0.0.1")
+    run.add_argument(
+        "--master_addr", metavar="ADDR", help="default: one of the first node that the others reach"
+    )
     run.add_argument("--master_port", type=_port, metavar="PORT", help="default: a free port is picked")
     _add_script_flags(parser)
     _add_output_flags(parser)
-    refused = parser.add_argument_group("known, refused for now (several nodes, tuning)")
-    refused.add_argument("--num_nodes", type=int, default=1, metavar="N", help="only 1")
-    for name, metavar in {**SEVERAL_NODES, **NOT_THERE_YET}.items():
-        spellings = [SHORT_FORMS[name]] if name in SHORT_FORMS else []
+    _add_host_flags(parser)
+    refused = parser.add_argument_group("known, refused for now")
+    for name, metavar in NOT_THERE_YET.items():
         if metavar is None:
-            refused.add_argument(*spellings, f"--{name}", action="store_true", help=argparse.SUPPRESS)
+            refused.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
         else:
-            refused.add_argument(*spellings, f"--{name}", metavar=metavar, help=argparse.SUPPRESS)
+            refused.add_argument(f"--{name}", metavar=metavar, help=argparse.SUPPRESS)
     return parser
+
+
+def _add_host_flags(parser: FlagParser) -> None:
+    hosts = parser.add_argument_group("several machines")
+    hosts.add_argument("-H", "--hostfile", metavar="PATH", help="lines of `NAME slots=COUNT`")
+    hosts.add_argument("-i", "--include", metavar="SPEC", help="only these: node1@node2:0,2-3")
+    hosts.add_argument("-e", "--exclude", metavar="SPEC", help="all but these")
+    hosts.add_argument("--num_nodes", type=positive, metavar="N", help="the first N hosts")
+    hosts.add_argument(
+        "--launcher",
+        metavar="NAME",
+        help="how nodes are reached: ssh (default), pdsh, slurm, openmpi, mpich, impi",
+    )
+    hosts.add_argument("--launcher_args", metavar="TEXT", help="more arguments for ssh, srun or mpirun")
+    hosts.add_argument(
+        "--submit",
+        metavar="TEXT",
+        help="submit this as a Slurm job instead; TEXT goes to sbatch: --submit='-p gpu'",
+    )
+    hosts.add_argument("--ssh_port", type=_port, metavar="PORT", help="port of the nodes' sshd")
+    hosts.add_argument("--venv_script", metavar="PATH", help="a shell script that is read on each node first")
+    hosts.add_argument(
+        "--export",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for the ranks of all nodes",
+    )
+    hosts.add_argument("--force_multi", action="store_true", help="reach this machine by the runner, too")
+    hosts.add_argument(
+        "--no_ssh", action="store_true", help="you start this command on every node, with its own --node_rank"
+    )
+    hosts.add_argument("--node_rank", type=_count, metavar="R", help="which node this is, from 0")
+    hosts.add_argument(
+        "--no_ssh_check", action="store_true", help=argparse.SUPPRESS
+    )  # nodes are checked as they start
+    hosts.add_argument(
+        "--node_timeout",
+        type=_seconds,
+        default=12.0,
+        metavar="S",
+        help="a node that is silent for so long is lost, and ends its ranks itself (default: 12)",
+    )
+    hosts.add_argument(
+        "--dry_run", action="store_true", help="print what would be typed for each node, and end"
+    )
+    ending = parser.add_argument_group("failures")
+    ending.add_argument(
+        "--min_elastic_nodes",
+        type=positive,
+        metavar="N",
+        help="a restart may go on with N or more hosts where others do not come back (default: all are needed)",
+    )
+    ending.add_argument(
+        "--term_grace",
+        type=_seconds_or_never,
+        default=0.0,
+        metavar="S",
+        help="on SIGTERM, as a scheduler sends it, recipes have S seconds to save a checkpoint (default: 0, they end)",
+    )
+    ending.add_argument(
+        "--hang_timeout",
+        type=_seconds_or_never,
+        default=600.0,
+        metavar="S",
+        help="end a run in which no rank begins a collective for so long; 0 for never (default: 600)",
+    )
+    ending.add_argument(
+        "--max_restarts", type=_count, default=0, metavar="N", help="start a failed run again up to N times"
+    )
 
 
 def _add_script_flags(parser: FlagParser) -> None:
@@ -108,6 +171,7 @@ def _add_output_flags(parser: FlagParser) -> None:
     output.add_argument(
         "--enable_each_rank_log", metavar="DIR", help="every rank's output to DIR only, none on the terminal"
     )
+    output.add_argument("--tee", type=_ranks, metavar="RANKS", help="show these ranks, too: 1,3 or all")
     output.add_argument(
         "--log_level",
         choices=("debug", "info", "warning", "error", "critical"),
@@ -153,11 +217,6 @@ def _refuse_flag(parser: FlagParser, name: str) -> None:
 
 def refuse_unsupported(flags: argparse.Namespace) -> None:
     """Raise `ConfigError` for a flag that is known but cannot be honoured by this version."""
-    for name in SEVERAL_NODES:
-        if getattr(flags, name):
-            _several_nodes(f"--{name}")
-    if flags.num_nodes != 1:
-        _several_nodes("--num_nodes")
     for name in NOT_THERE_YET:
         if getattr(flags, name):
             raise ConfigError(f"--{name} is not implemented yet", where="command line", fix="leave it out")
@@ -165,15 +224,33 @@ def refuse_unsupported(flags: argparse.Namespace) -> None:
         raise ConfigError("--module and --no_python exclude each other", where="command line")
 
 
-def _several_nodes(flag: str) -> None:
-    raise ConfigError(
-        f"{flag} needs several nodes, which this version does not start yet",
-        where="command line",
-        fix="start on this machine alone: --num_gpus N ranks; CUDA_VISIBLE_DEVICES chooses the GPUs",
-    )
-
-
 def _port(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"needs a port from 1 to 65535, not {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"needs seconds from 1 to 86400, not {text!r}")
+    return seconds
+
+
+def _seconds_or_never(text: str) -> float:
+    return 0.0 if text == "0" else _seconds(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"needs a whole number, not {text!r}")
+    return int(text)
+
+
+def _ranks(text: str) -> str:
+    if text != "all" and not all(part.isdigit() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"needs ranks such as 1,3, or all, not {text!r}")
+    return text

@@ -1,7 +1,6 @@
 """The `launch` command: check everything that can be checked, then start the ranks.
 
-Nothing here imports torch until the flags and the configuration are known to be right, so that `--help`
-and every mistake are answered at once.
+Nothing here imports torch, so that `--help` and every mistake are answered at once, and ranks start at once.
 """
 
 from __future__ import annotations
@@ -9,23 +8,20 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from launcher.cli.flags import value_of
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
-from launcher.cli.recipes import check_flags, find_recipe, shared_directory
+from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, shared_directory
 from launcher.errors import ConfigError, LauncherError
 
 if TYPE_CHECKING:
-    from launcher.cluster.local import LocalRun
     from launcher.config import Config
 
 EXIT_MISTAKE = 2
-DEFAULT_RECIPE = "pretrain"
 logger = logging.getLogger("launcher")
 
 
@@ -84,46 +80,54 @@ def _launch(argv: list[str]) -> int:
         from launcher.cli.memory_estimate import memory_estimate
 
         return memory_estimate(argv[1:])
+    if argv[:1] == ["report"]:
+        from launcher.cli.hosts import report
+
+        return report(argv[1:])
+    if argv[:1] == ["ssh"]:
+        from launcher.cli.hosts import ssh
+
+        return ssh(argv[1:])
     parser = launch_parser()
     own, recipe = split_argv(parser, argv)
     flags = parser.parse_args(own)
     refuse_unsupported(flags)
     _set_up_logging("error" if flags.quiet else flags.log_level)
-    run = _Request(flags, recipe)
+    from launcher.cli.request import Request
+
+    run = Request(flags, recipe)
     if not run.is_ours and run.asks_for_help:
         os.execv(sys.executable, [sys.executable, run.target, *run.arguments])
     if run.is_ours:
         check_flags(Path(run.target), run.arguments)
     config = _checked_config(flags.config, needed=run.is_ours)
-    # From here on torch may be imported.
-    from launcher.cluster import local
+    if flags.submit is not None:
+        from launcher.cli.submit import submit
 
-    outcome = local.run(_plan(run, flags, config))
+        return submit(flags, run, argv if recipe else [*argv, DEFAULT_RECIPE])
+    if flags.no_ssh and flags.node_rank:
+        _join(flags)
+    from launcher.cli.job import Job
+
+    job = Job(run, flags, config, _source(flags.config) if config is not None else None)
+    if flags.dry_run:
+        print("\n".join(shlex.join(job.command(host)) for host in job.hosts))
+        return 0
+    outcome = job.front_end().run()
     sys.stdout.flush()
     if outcome.message:
         print_error(outcome.message)
     return outcome.exit_code
 
 
-class _Request:
-    """What is to be run, from the part of the command line that starts with the recipe's name."""
+def _join(flags: argparse.Namespace) -> NoReturn:
+    """Be a node of a run whose front end is on node 0."""
+    from launcher.cli.job import JOIN_S
+    from launcher.cli.request import joining_place
+    from launcher.cluster import join
 
-    def __init__(self, flags: argparse.Namespace, recipe: list[str]) -> None:
-        name, *self.arguments = recipe or [DEFAULT_RECIPE]
-        self.kind, self.target, self.is_ours = "script", name, False
-        self.name = Path(name).stem
-        if flags.module:
-            self.kind = "module"
-        elif flags.no_python:
-            self.kind = "program"
-        else:
-            path, self.is_ours = find_recipe(name)
-            self.target = str(path)
-
-    @property
-    def asks_for_help(self) -> bool:
-        """`--help` of a script is answered by one plain process, without ranks."""
-        return self.kind == "script" and bool({"-h", "--help"} & set(self.arguments))
+    addr, port = joining_place(flags)
+    join.become_agent(join.knock(addr, port, flags.node_rank, JOIN_S))
 
 
 def _checked_config(path: str | None, *, needed: bool) -> Config | None:
@@ -155,88 +159,11 @@ def _source(path: str) -> str:
     return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 
-def _plan(run: _Request, flags: argparse.Namespace, config: Config | None) -> LocalRun:
-    from launcher.cluster import cores, local
-    from launcher.config.ranks import places as places_of
-
-    wanted = (run.is_ours and value_of(run.arguments, "--device")) or flags.device
-    device, ranks = local.choose_device(wanted, flags.num_gpus)
-    places: list[str] = []
-    if config is not None:
-        dp = config.dp_degree(ranks)  # raises where the degrees do not make the number of ranks
-        if run.is_ours or config.pipeline.stages is not None:  # else a script's model may say
-            places = places_of(config.pipeline.degree, dp, config.tensor_parallel.degree)
-    shares = None
-    if flags.bind_cores_to_rank or flags.bind_core_list:
-        listed = cores.parse_core_list(flags.bind_core_list) if flags.bind_core_list else cores.usable_cores()
-        shares = cores.share_cores(listed, ranks)
-    output_dir = _run_directory(value_of(run.arguments, "--output-dir"), run.name)
-    environment = {
-        "LAUNCHER_DEVICE": device,
-        "LAUNCHER_OUTPUT_DIR": str(output_dir),
-        "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
-    }
-    if config is not None:
-        environment["LAUNCHER_CONFIG"] = _source(flags.config)
-    threads = len(shares[0]) if shares else max(1, len(cores.usable_cores()) // ranks)
-    if "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(threads)
-    _say_what_starts(ranks, device, environment.get("OMP_NUM_THREADS"))
-    logger.info("run directory: %s", output_dir)
-    to_files = flags.enable_each_rank_log
-    return local.LocalRun(
-        kind=run.kind,
-        target=run.target,
-        arguments=run.arguments,
-        ranks=ranks,
-        places=places,
-        log_dir=Path(to_files).resolve() if to_files else output_dir / "logs",
-        log_prefix=time.strftime("%Y%m%d-%H%M%S_") if to_files else "",
-        show_rank_0=not to_files,
-        append_local_rank=not (run.is_ours or flags.no_local_rank),
-        master_addr=flags.master_addr,
-        master_port=local.choose_port(flags.master_addr, flags.master_port),
-        environment=environment,
-        cores=shares,
-    )
-
-
-def _say_what_starts(ranks: int, device: str, threads: str | None) -> None:
-    count = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    backend = "nccl" if device == "cuda" else "gloo"
-    ours = f", OMP_NUM_THREADS={threads} (cores / ranks)" if threads else ""
-    logger.info("%s on %s, backend %s%s", count, device, backend, ours)
-
-
-def _run_directory(wanted: str | None, recipe: str) -> Path:
-    """Create the run's directory: the one asked for, or a new `runs/<recipe>-<date>-<time>`."""
-    try:
-        if wanted is not None:
-            Path(wanted).mkdir(parents=True, exist_ok=True)
-            return Path(wanted).resolve()
-        base = Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        candidate, number = base, 1
-        while candidate.exists():
-            number += 1
-            candidate = base.with_name(f"{base.name}-{number}")
-        candidate.mkdir(parents=True)
-        return candidate.resolve()
-    except OSError as error:
-        raise ConfigError(
-            f"the run's directory cannot be made: {error}",
-            where="--output-dir",
-            fix="name one that can be written",
-        ) from None
-
-
 def _set_up_logging(level: str) -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("launch: %(message)s"))
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level.upper())
-    # Elastic reports each signal it sends; our one message says it better.
-    elastic = logging.getLogger("torch.distributed.elastic")
-    elastic.setLevel(logging.DEBUG if level == "debug" else logging.CRITICAL)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.errors import ConfigError
 
+DEFAULT_RECIPE = "pretrain"
 PACKAGE = Path(__file__).resolve().parent.parent
 
 

@@ -1,8 +1,5 @@
-"""Starting, watching and ending the ranks of a run.
+"""Starting, watching and ending the ranks of a run, on one machine or many.
 
-This version starts the ranks of one machine (`local.py`). The place is kept for several: the hostfile
-with its include and exclude filters, the runners (ssh, pdsh, slurm, mpi), the front end that owns a run,
-and the agent of each node, which will call `local.py` as the command line does now.
-
-Nothing here imports torch before a run is really started.
+The front end (`frontend.py`) owns a run and talks to an agent (`agent.py`) on each node; the ranks of a node are
+`local.py`'s. Nothing here imports torch.
 """

@@ -53,3 +53,8 @@ def share_cores(cores: Sequence[int], ranks: int) -> list[list[int]]:
             fix=f"start at most {len(cores)} ranks or leave the flag out",
         )
     return [list(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+def threads(ranks: int, shares: Sequence[Sequence[int]] | None) -> int:
+    """OMP_NUM_THREADS of a rank: the cores it is bound to, or its part of those of the machine."""
+    return len(shares[0]) if shares else max(1, len(usable_cores()) // ranks)

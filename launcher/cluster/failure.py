@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from launcher.cluster.memory_killer import ALLOWANCE
 
 TAIL_LINES = 20
 _CODES = {"mendable": 2, "exception": 1}
@@ -27,13 +30,29 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first rank that failed."""
+    """A rank that failed."""
 
     rank: int
     pid: int
     exit_code: int | None
     """As `subprocess` gives it: negative for a signal; None where the rank was still leaving."""
     record: ErrorRecord | None
+    time: float = 0.0
+    """Seconds since the epoch, by the clock of whoever holds this."""
+    local_rank: int = 0
+    log: str = ""
+    tail: Sequence[str] = ()
+    """The last lines of its log."""
+    memory_killer: str | None = None
+    """What says that the kernel killed it for memory."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Failure:
+        record = tree["record"] and ErrorRecord(**tree["record"])
+        return cls(**{**tree, "record": record, "tail": tuple(tree["tail"])})
 
 
 def read_record(path: str) -> ErrorRecord | None:
@@ -62,32 +81,31 @@ def first_failure(
     for rank in exit_codes:
         times.setdefault(rank, seen_at)
     rank = min(times, key=lambda candidate: (times[candidate], candidate))
-    return Failure(rank, pids[rank], exit_codes.get(rank), records.get(rank))
+    return Failure(rank, pids[rank], exit_codes.get(rank), records.get(rank), times[rank])
 
 
-def describe(failure: Failure, log: Path, *, log_was_shown: bool, place: str = "") -> str:
+def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: str = "") -> str:
     """The message for the terminal, without the leading `error:`.
 
     Args:
         failure: the first failure.
-        log: that rank's log file.
         log_was_shown: the rank's output is on the terminal already and its end need not be repeated.
         place: what the rank is in the mesh.
+        host: where it ran; empty where there is one machine.
     """
-    record = failure.record
-    who = f"rank {failure.rank} ({place}{', ' if place else ''}pid {failure.pid})"
+    record, log = failure.record, f"{host}:{failure.log}" if host else failure.log
+    at = f"{host}, local rank {failure.local_rank}" if host else ""
+    who = f"rank {failure.rank} ({', '.join(filter(None, (place, at, f'pid {failure.pid}')))})"
     if record is not None and record.kind == "mendable":
         return f"{record.message}\n  said by: {who}; log: {log}"
     if record is not None and record.kind == "exception":
         lines = [f"{who} failed: {record.message}", *_indented(record.traceback.splitlines())]
     else:
-        lines = [f"{who} {_manner(failure.exit_code)}"]
-        if failure.exit_code == -signal.SIGKILL:
-            lines.append(
-                "  if the kernel's memory killer did it, `dmesg | tail` says so: use less memory per rank"
-            )
-        lines += [] if log_was_shown else _tail(log)
-    return "\n".join([*lines, f"  the other ranks have been stopped; logs: {log.parent}"])
+        lines = [f"{who} {_manner(failure)}", *_advice(failure)]
+        lines += [] if log_was_shown else _ended(failure, log)
+    if host:
+        lines.append(f"  its log: {log}")
+    return "\n".join([*lines, f"  the other ranks have been stopped; logs: {Path(failure.log).parent}"])
 
 
 def exit_code(failure: Failure) -> int:
@@ -109,28 +127,47 @@ def append_to_logs(records: Mapping[int, ErrorRecord], logs: Mapping[int, Path])
                 file.write(text)
 
 
-def _manner(code: int | None) -> str:
-    if code is None:
-        return "failed while leaving"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}"
-
-
-def _tail(log: Path) -> Sequence[str]:
+def with_tail(failure: Failure, log: Path) -> Failure:
+    """The failure with the last lines of the rank's log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 16384))
             lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
     except OSError:
         lines = []
-    if not lines:
+    return replace(failure, log=str(log), tail=tuple(lines))
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _manner(failure: Failure) -> str:
+    code = failure.exit_code
+    if code is None:
+        return "failed while leaving"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    if failure.memory_killer:
+        return f"was killed by the kernel for memory ({signal_name(-code)}; {failure.memory_killer})"
+    return f"was killed by {signal_name(-code)}"
+
+
+def _advice(failure: Failure) -> list[str]:
+    if failure.exit_code != -signal.SIGKILL:
+        return []
+    if failure.memory_killer:
+        return [f"  to mend it: {ALLOWANCE}"]
+    return ["  if the kernel's memory killer did it, `dmesg | tail` says so: use less memory per rank"]
+
+
+def _ended(failure: Failure, log: str) -> Sequence[str]:
+    if not failure.tail:
         return [f"  its log {log} is empty"]
-    return [f"  last lines of {log}:", *_indented(lines)]
+    return [f"  last lines of {log}:", *_indented(failure.tail)]
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

@@ -1,248 +1,221 @@
-"""The ranks of this machine: started and watched through torch elastic, ended as one.
+"""The ranks of this machine: started, watched, and ended as one.
 
-When one rank dies, however it dies, the others are stopped within `GRACE_S` and a moment, and the rank that
-failed first is named. Imports torch: import this only once the configuration is known to be right.
+When one rank dies, however it dies, the others are stopped within a grace time and a moment, and the rank that failed
+first is named. Standard library only: torch's process machinery would cost each node an import of torch before the
+first rank starts. Its error files and variables are the ones used here.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import socket
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from typing import IO, Any
 
-import psutil
-import torch
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, SubprocessContext
-
-from launcher.cluster import processes, rank
+from launcher.cluster import cores, facts, memory_killer, processes, rank
 from launcher.cluster.failure import (
     ErrorRecord,
     Failure,
     append_to_logs,
-    describe,
-    exit_code,
     first_failure,
     read_record,
+    with_tail,
 )
-from launcher.cluster.terminal import TerminalCopy
+from launcher.cluster.selection import MASKS, masked_devices
+from launcher.cluster.share import Share
+from launcher.cluster.terminal import Terminal
 from launcher.errors import ConfigError
+from launcher.monitor import beacon
 
-POLL_S = 0.05
 GRACE_S = 3.0
 """How long a rank has between SIGTERM and SIGKILL."""
+PIECE = 1 << 16
 
 
-@dataclass(frozen=True)
-class LocalRun:
-    """Everything needed to start the ranks of one machine."""
-
-    kind: str
-    """`script` (a .py file), `module` (as `python -m`) or `program` (an executable)."""
-    target: str
-    arguments: Sequence[str]
-    ranks: int
-    log_dir: Path
-    places: Sequence[str] = ()
-    """What each rank is in the mesh, for people: "stage 1, dp 0"; empty where nobody knows."""
-    log_prefix: str = ""
-    show_rank_0: bool = True
-    """Copy rank 0's output to the terminal as well as to its log."""
-    append_local_rank: bool = False
-    """Append `--local_rank=N` to the arguments, as DeepSpeed's launcher does."""
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for every rank, beside those that say who it is."""
-    cores: Sequence[Sequence[int]] | None = None
-    """Cores that each rank is bound to; None leaves that to the operating system."""
-
-    def log(self, local_rank: int) -> Path:
-        return self.log_dir / f"{self.log_prefix}rank{local_rank}.log"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    exit_code: int
-    message: str | None = None
-    """What to tell the user where it failed or was interrupted."""
-
-
-def run(spec: LocalRun) -> Outcome:
-    """Start the ranks, wait for them, and return when no process of the run is left."""
-    processes.adopt_orphans()
-    ranks = _Ranks(spec)
-    started = time.time()
-    try:
-        ranks.start()
-        alive_at = started
-        while (result := ranks.wait(timeout=0)) is None:
-            alive_at = time.time()
-            time.sleep(POLL_S)
-    except SignalException as error:
-        _hold_signals()
-        ranks.close()
-        return Outcome(128 + error.sigval, f"stopped by {error.sigval.name}; logs: {spec.log_dir}")
-    finally:
-        _hold_signals()
-        ranks.finish()
-    if not result.is_failed():
-        return Outcome(0)
-    failure, records = ranks.first_failure(alive_at)
-    append_to_logs(records, {local_rank: spec.log(local_rank) for local_rank in range(spec.ranks)})
-    shown = spec.show_rank_0 and failure.rank == 0
-    place = spec.places[failure.rank] if spec.places else ""
-    log = spec.log(failure.rank)
-    return Outcome(exit_code(failure), describe(failure, log, log_was_shown=shown, place=place))
-
-
-def choose_device(wanted: str, ranks: int | None) -> tuple[str, int]:
-    """The kind of device and the number of ranks.
-
-    Args:
-        wanted: `auto`, `cuda` or `cpu`.
-        ranks: what the user asked for, or None: one per GPU, one on CPU.
+class Ranks:
+    """The ranks of a share. `poll` until it is not None, then `finish`; `finish` alone stops them.
 
     Raises:
-        ConfigError: CUDA is wanted and not there, or more ranks than GPUs.
+        ConfigError: they cannot be started: the log directory cannot be written, a program is missing, ...
     """
-    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
-    if wanted == "cuda" and gpus == 0:
-        raise ConfigError("this machine has no CUDA device", where="--device cuda", fix="write --device cpu")
-    if gpus == 0:
-        return "cpu", ranks or 1
-    if ranks is not None and ranks > gpus:
-        raise ConfigError(
-            f"{ranks} ranks are wanted and this machine shows {gpus} CUDA devices",
-            where=f"--num_gpus {ranks}",
-            fix=f"write --num_gpus {gpus}, or --device cpu to run the ranks on the CPU",
-        )
-    return "cuda", ranks or gpus
 
-
-def choose_port(addr: str, wanted: int | None) -> int:
-    """The rendezvous port: a free one, or the wanted one.
-
-    Raises:
-        ConfigError: the wanted port is taken.
-    """
-    with socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._files: list[IO[bytes]] = []
+        self._outputs: dict[int, IO[bytes]] = {}
+        self._terminal: Terminal | None = None
+        self._alive_at = time.time()
+        self._kills = memory_killer.kills()
+        self._failed: dict[int, int] | None = None
+        self._watched: Path | None = None
         try:
-            probe.bind((addr, wanted or 0))
+            self._start()
         except OSError as error:
+            self.finish(0)
             raise ConfigError(
-                f"{addr}:{wanted or 'any port'} cannot be used: {error.strerror or error}",
-                where="--master_addr, --master_port",
-                fix="leave both flags out: a free port is picked",
+                f"the ranks cannot be started: {error}",
+                where=f"{share.log_dir}, {sys.executable}",
+                fix="see that the run's directory can be written on every node",
             ) from None
-        return int(probe.getsockname()[1])
-
-
-class _RankLogs(LogsSpecs):
-    """stdout of rank r to its log (or pseudo-terminal); stderr joins it in `rank.py`."""
-
-    def __init__(self, spec: LocalRun, terminal: TerminalCopy | None) -> None:
-        super().__init__(log_dir=str(spec.log_dir))
-        self._spec, self._terminal = spec, terminal
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        spec = self._spec
-        stdouts = {local_rank: str(spec.log(local_rank)) for local_rank in envs}
-        tee = {0: stdouts[0]} if spec.show_rank_0 and self._terminal is None else {}
-        if self._terminal is not None:
-            stdouts[0] = self._terminal.path
-        error_files = {r: str(spec.log_dir / f"{spec.log_prefix}rank{r}.error.json") for r in envs}
-        for local_rank, path in error_files.items():
-            Path(path).unlink(missing_ok=True)
-            envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = path
-        return LogsDest(stdouts, dict.fromkeys(envs, ""), tee, {}, error_files)
 
     @property
-    def root_log_dir(self) -> str:
-        return str(self._spec.log_dir)
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
 
+    def poll(self) -> bool | None:
+        """None while they run; then whether all went well."""
+        codes = [process.poll() for process in self._processes]
+        if any(codes):
+            return False
+        if None in codes:
+            self._alive_at = time.time()
+            return None
+        return True
 
-class _Ranks(SubprocessContext):
-    """torch elastic's subprocesses, ended faster and with everything below them."""
+    def output(self) -> list[tuple[int, bytes]]:
+        """(rank, what it printed since) of the ranks that are shown."""
+        pieces = []
+        for shown, file in self._outputs.items():
+            if data := file.read(PIECE):
+                pieces.append((shown, data))
+        if self._terminal is not None and (data := self._terminal.read()):
+            pieces.append((0, data))
+        return pieces
 
-    def __init__(self, spec: LocalRun) -> None:
-        spec.log_dir.mkdir(parents=True, exist_ok=True)
-        self._spec = spec
-        self._others = [child.pid for child in psutil.Process().children()]
-        self._dead_at_close: dict[int, int] | None = None
-        on_terminal = spec.show_rank_0 and sys.stdout.isatty()
-        self._terminal = TerminalCopy(spec.log(0)) if on_terminal else None
-        super().__init__(
-            name="rank",
-            entrypoint=sys.executable,
-            args={local_rank: _command(spec, local_rank) for local_rank in range(spec.ranks)},
-            envs={local_rank: _environment(spec, local_rank) for local_rank in range(spec.ranks)},
-            logs_specs=_RankLogs(spec, self._terminal),
-            log_line_prefixes={0: ""},
-        )
+    def resize(self, rows: int, columns: int) -> None:
+        """The user's terminal has another size now."""
+        if self._terminal is not None:
+            self._terminal.resize(rows, columns)
 
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        if self._dead_at_close is None:
-            codes = {r: handler.proc.poll() for r, handler in self.subprocess_handlers.items()}
-            self._dead_at_close = {r: code for r, code in codes.items() if code}
-        processes.end_descendants(GRACE_S, except_for=self._others)
-        super()._close(death_sig, timeout=1)
+    def finish(self, grace_s: float = GRACE_S) -> None:
+        """End every process of the ranks, however deep: SIGTERM, `grace_s` seconds, SIGKILL."""
+        if self._failed is None:
+            codes = {r: process.poll() for r, process in enumerate(self._processes)}
+            self._failed = {r: code for r, code in codes.items() if code}
+        processes.end_descendants(grace_s)
+        for process in self._processes:
+            process.poll()
 
-    def finish(self) -> None:
-        """Leave no process and no unread output, also where starting was interrupted half way."""
-        processes.end_descendants(GRACE_S, except_for=self._others)
+    def stalled_s(self) -> float | None:
+        """For how long no rank of this node has begun anything; None where none has ever."""
+        signs = [beacon.read(self._watched / f"{r}.beacon") for r in self._every()] if self._watched else []
+        return min((sign.since_s for sign in signs if sign is not None), default=None)
+
+    def ask_for_stacks(self) -> None:
+        """Every rank writes where its threads are; `states` reads it a moment later."""
+        processes.signal_all(self.pids, rank.SHOW_STACKS)
+
+    def states(self) -> list[dict[str, Any]]:
+        """What each rank does: the fields of `hang.RankState` but for the host."""
+        found: list[dict[str, Any]] = []
+        if self._watched is None:
+            return found
+        for local_rank in self._every():
+            sign = beacon.read(self._watched / f"{local_rank}.beacon")
+            stacks = self._watched / f"{local_rank}.stacks"
+            found.append(
+                {
+                    "rank": self.share.first_rank + local_rank,
+                    "number": sign and sign.number,
+                    "text": sign.text if sign else "",
+                    "since_s": sign.since_s if sign else 0.0,
+                    "stack": stacks.read_text(errors="replace") if stacks.exists() else "",
+                }
+            )
+        return found
+
+    def _every(self) -> range:
+        return range(len(self._processes))
+
+    def close(self) -> None:
+        """Close the files; call it when `output` has no more."""
+        if self._watched is not None:
+            shutil.rmtree(self._watched, ignore_errors=True)
         if self._terminal is not None:
             self._terminal.close()
-            self._terminal = None
+        for file in (*self._files, *self._outputs.values()):
+            file.close()
 
-    def first_failure(self, alive_at: float) -> tuple[Failure, dict[int, ErrorRecord]]:
-        """The first failure, and the records of all ranks.
+    def failure(self) -> Failure | None:
+        """After `finish`: the first failure of what failed before it; None where nothing had."""
+        share, every = self.share, range(len(self._processes))
+        found = {r: read_record(str(share.record(r))) for r in every}
+        records: dict[int, ErrorRecord] = {r: record for r, record in found.items() if record is not None}
+        if not self._failed and not records:
+            return None
+        append_to_logs(records, {r: share.log(r) for r in every})
+        first = first_failure(self._failed or {}, records, dict(enumerate(self.pids)), self._alive_at)
+        local_rank = first.rank
+        killer = None
+        if first.exit_code == -9:
+            killer = memory_killer.evidence(first.pid, self._kills)
+        first = replace(
+            first, rank=share.first_rank + local_rank, local_rank=local_rank, memory_killer=killer
+        )
+        return with_tail(first, share.log(local_rank))
 
-        Args:
-            alive_at: the last time all ranks were seen alive (seconds since the epoch).
-        """
-        found = {r: read_record(path) for r, path in self.error_files.items()}
-        records = {r: record for r, record in found.items() if record is not None}
-        return first_failure(self._dead_at_close or {}, records, self.pids(), alive_at), records
+    def _start(self) -> None:
+        share = self.share
+        Path(share.log_dir).mkdir(parents=True, exist_ok=True)
+        if share.watched and share.kind != "program":
+            self._watched = Path(tempfile.mkdtemp(prefix="launch-"))
+        common = {**os.environ, **share.environment, **self._devices()}
+        if share.nodes > 1 and "GLOO_SOCKET_IFNAME" not in common:
+            # gloo would take the address that the host's own name has, which is often a loopback.
+            interface = facts.interface_towards(share.master_addr, share.master_port)
+            common |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+        shares = None
+        if share.bind_cores is not None:
+            listed = cores.parse_core_list(share.bind_cores) if share.bind_cores else cores.usable_cores()
+            shares = cores.share_cores(listed, share.ranks)
+        if "OMP_NUM_THREADS" not in common:
+            common["OMP_NUM_THREADS"] = str(cores.threads(share.ranks, shares))
+        for local_rank in range(share.ranks):
+            share.record(local_rank).unlink(missing_ok=True)
+            variables = {**common, **share.identity(local_rank)}
+            if self._watched is not None:
+                beacon.prepare(self._watched / f"{local_rank}.beacon")
+                variables[beacon.VARIABLE] = str(self._watched / f"{local_rank}.beacon")
+                variables["LAUNCHER_STACKS"] = str(self._watched / f"{local_rank}.stacks")
+            if shares is not None:
+                variables["LAUNCHER_CORES"] = ",".join(map(str, shares[local_rank]))
+            self._processes.append(self._popen(local_rank, variables))
 
+    def _popen(self, local_rank: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+        share = self.share
+        log, number = share.log(local_rank), share.first_rank + local_rank
+        if number == 0 and share.terminal is not None:
+            self._terminal = Terminal(log, share.terminal, keep=share.attempt > 0)
+            out: IO[bytes] | int = self._terminal.slave
+        else:
+            # A restart goes on in the same log.
+            out = log.open("ab" if share.attempt else "wb", buffering=0)
+            self._files.append(out)
+            if number in share.shown:
+                self._outputs[number] = log.open("rb", buffering=0)
+                self._outputs[number].seek(0, os.SEEK_END)
+        appended = [f"--local_rank={local_rank}"] if share.append_local_rank else []
+        command = [sys.executable, "-u", rank.__file__, share.kind, share.target, *appended, *share.arguments]
+        return subprocess.Popen(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the front end
+        )
 
-def _command(spec: LocalRun, local_rank: int) -> tuple[str, ...]:
-    appended = [f"--local_rank={local_rank}"] if spec.append_local_rank else []
-    return ("-u", rank.__file__, spec.kind, spec.target, *appended, *spec.arguments)
-
-
-def _environment(spec: LocalRun, local_rank: int) -> dict[str, str]:
-    variables = {
-        **spec.environment,
-        "RANK": str(local_rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(spec.ranks),
-        "LOCAL_WORLD_SIZE": str(spec.ranks),
-        "LOCAL_SIZE": str(spec.ranks),
-        "CROSS_RANK": "0",
-        "CROSS_SIZE": "1",
-        "MASTER_ADDR": spec.master_addr,
-        "MASTER_PORT": str(spec.master_port),
-        "LAUNCHER_PID": str(os.getpid()),
-    }
-    if spec.cores is not None:
-        variables["LAUNCHER_CORES"] = ",".join(str(core) for core in spec.cores[local_rank])
-    return variables
-
-
-def _hold_signals() -> None:
-    """The run is ending already: a second Ctrl-C must not leave half of it alive."""
-
-    def ignore(number: int, frame: FrameType | None) -> None:
-        return None
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, ignore)
+    def _devices(self) -> dict[str, str]:
+        """The mask that shows the chosen slots only."""
+        slots = self.share.slots
+        if slots is None:
+            return {}
+        name = next((name for name in MASKS if os.environ.get(name) is not None), MASKS[0])
+        mask = masked_devices(os.environ.get(name), slots, f"node {self.share.node}")
+        return {} if mask is None else {name: mask}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import sys
 import time
@@ -19,6 +20,13 @@ def adopt_orphans() -> None:
     """Become the parent of processes whose own parent, a rank, has died: none is lost sight of (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to those that still live."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def descendants(except_for: Iterable[int] = ()) -> list[psutil.Process]:

@@ -20,6 +20,7 @@ import time
 import traceback
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SHOW_STACKS = signal.SIGRTMIN + 7  # SIGUSR1 and SIGUSR2 are the script's
 EXIT_ALLOWANCE_S = 3  # a failed rank that hangs in its threads or exit handlers is ended after this time
 
 
@@ -31,6 +32,10 @@ def main() -> None:
     if kind == "program":
         os.execvp(name, [name, *arguments])
     faulthandler.enable()
+    stacks = os.environ.get("LAUNCHER_STACKS")
+    if stacks:
+        file = open(stacks, "w")  # noqa: SIM115 - open as long as this process lives
+        faulthandler.register(SHOW_STACKS, file=file, all_threads=True)
     failed_with: list[int] = []
     atexit.register(leave, failed_with)  # registered first, called last
     sys.argv = [name, *arguments]

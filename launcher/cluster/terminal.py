@@ -1,10 +1,11 @@
 """Rank 0 on the user's terminal: a pseudo-terminal, so that live progress lines work, copied to its log.
 
-Only used when the launcher's own output is a terminal; otherwise torch elastic's tee does the work.
+Only used when the front end's own output is a terminal; otherwise rank 0 writes to its log, which is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -12,24 +13,22 @@ import re
 import select
 import struct
 import termios
-import threading
 from pathlib import Path
 
 ESCAPE_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-Z0-9])")
 SHOW_CURSOR = b"\x1b[?25h\x1b[0m"
-CHECK_S = 0.1
 
 
 class LineLog:
-    """Writes terminal output as plain lines: no escape sequences, a redrawn line in its last state."""
+    """Writes terminal output as plain lines: no escape sequences, a redrawn line in its last state.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
+    Args:
+        keep: go on after what the file holds already.
+    """
+
+    def __init__(self, path: Path, *, keep: bool = False) -> None:
+        self._file = path.open("ab" if keep else "wb", buffering=0)
         self._line = b""
-
-    @property
-    def at_line_start(self) -> bool:
-        return not _last_state(self._line)
 
     def write(self, data: bytes) -> None:
         *finished, self._line = (self._line + data).split(b"\n")
@@ -44,64 +43,55 @@ class LineLog:
         self._file.close()
 
 
-class TerminalCopy:
-    """A pseudo-terminal whose output goes to the user's terminal and, cleaned, to a log file.
+class Terminal:
+    """A pseudo-terminal for a rank, whose output is read from it and goes, cleaned, to a log.
 
     Args:
         log: path of the log.
-        terminal: file descriptor of the user's terminal.
+        size: rows and columns of the user's terminal.
+        keep: go on after what the log holds already.
+
+    Attributes:
+        slave: file descriptor that the rank writes to.
     """
 
-    def __init__(self, log: Path, terminal: int = 1) -> None:
-        self._terminal, self._log = terminal, LineLog(log)
-        self._master, self._slave = pty.openpty()
-        attributes = termios.tcgetattr(self._slave)
+    def __init__(self, log: Path, size: tuple[int, int], *, keep: bool = False) -> None:
+        self._log = LineLog(log, keep=keep)
+        self._master, self.slave = pty.openpty()
+        attributes = termios.tcgetattr(self.slave)
         attributes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once is enough
-        termios.tcsetattr(self._slave, termios.TCSANOW, attributes)
-        self._size = b""
-        self._copy_size()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._copy, name="terminal copy", daemon=True)
-        self._thread.start()
+        termios.tcsetattr(self.slave, termios.TCSANOW, attributes)
+        os.set_blocking(self._master, False)
+        self.resize(*size)
 
-    @property
-    def path(self) -> str:
-        """What a rank opens as its stdout."""
-        return os.ttyname(self._slave)
+    def read(self) -> bytes:
+        """What was written since the last call."""
+        ready, _, _ = select.select([self._master], [], [], 0)
+        data = b""
+        if ready:
+            with contextlib.suppress(OSError):
+                data = os.read(self._master, 65536)
+        self._log.write(data)
+        return data
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def close(self) -> None:
-        """Copy what is left and close; call it when the rank has ended."""
-        self._ended.set()
-        self._thread.join()
-        # A rank that was killed while it drew a live line left the cursor hidden and in mid-line.
-        _write_all(self._terminal, SHOW_CURSOR if self._log.at_line_start else SHOW_CURSOR + b"\r\n")
+        """Close it; call it when the rank has ended and `read` has no more."""
         self._log.close()
-        os.close(self._slave)
+        os.close(self.slave)
         os.close(self._master)
 
-    def _copy(self) -> None:
-        while True:
-            ended = self._ended.is_set()
-            ready, _, _ = select.select([self._master], [], [], 0 if ended else CHECK_S)
-            if ready:
-                data = os.read(self._master, 65536)
-                self._log.write(data)
-                _write_all(self._terminal, data)
-            elif ended:
-                return
-            else:
-                self._copy_size()
 
-    def _copy_size(self) -> None:
-        size = fcntl.ioctl(self._terminal, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
-        if size != self._size:
-            fcntl.ioctl(self._master, termios.TIOCSWINSZ, size)
-            self._size = size
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+def size_of(descriptor: int) -> tuple[int, int] | None:
+    """Rows and columns of a terminal; None for what is none."""
+    try:
+        packed = fcntl.ioctl(descriptor, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+    except OSError:
+        return None
+    rows, columns, _, _ = struct.unpack("HHHH", packed)
+    return rows, columns
 
 
 def _last_state(line: bytes) -> bytes:

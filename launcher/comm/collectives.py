@@ -27,6 +27,7 @@ from torch.profiler import record_function
 from launcher.comm.memory import Add, Waitable
 from launcher.comm.mesh import Axis
 from launcher.comm.observe import Timing, observers
+from launcher.monitor import beacon
 from launcher.monitor.clock import now
 
 # torch 2.13 renamed these two; older versions know only the second name.
@@ -75,6 +76,7 @@ class Pending:
 
 
 _recorders: list[list[CollectiveRecord]] = []
+_beacon = beacon.mine()
 
 
 @contextmanager
@@ -99,6 +101,8 @@ def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:
 def keep_record(record: CollectiveRecord, axis: Axis) -> None:
     """Give the record to everybody who collects such; nothing is sent along an axis of one rank."""
     if axis.degree > 1:
+        if _beacon is not None:
+            _beacon.show(f"{record.op} of {record.tag}")
         for records in _recorders:
             records.append(record)
 

@@ -24,6 +24,7 @@ from launcher.config import Config
 from launcher.engine.assemble import initialize, split_layers
 from launcher.engine.dtypes import DTYPES
 from launcher.engine.engine import Engine
+from launcher.errors import ConfigError
 from launcher.estimate.hollow import Hollow
 from launcher.estimate.live import Counting, LiveBytes
 from launcher.pipeline.crossing import signature_of

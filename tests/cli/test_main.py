@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.main import _run_directory
+from launcher.cli.request import run_directory
 from tests.cluster.launching import environment, launch
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
@@ -90,7 +90,8 @@ def test_typo_in_the_configuration(tmp_path: Path) -> None:
         (["--config", "{config}", "pretrain", "--max-step", "3"], "did you mean --max-steps?"),
         (["--config", "{config}", "pretrain", "--max-steps", "many"], "--max-steps"),
         (["--numgpus", "2"], "did you mean --num_gpus?"),
-        (["--hostfile", "hosts", "pretrain"], "needs several nodes"),
+        (["--config", "{config}", "--hostfile", "absent", "pretrain"], "the hostfile absent cannot be read"),
+        (["--config", "{config}", "--launcher", "mpich", "pretrain"], "needs hosts"),
     ],
 )
 def test_mistakes(tmp_path: Path, argv: list[str], said: str) -> None:
@@ -123,6 +124,6 @@ def test_runs_of_the_same_second_get_directories_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = {_run_directory(None, "pretrain") for _ in range(4)}
+    made = {run_directory(None, "pretrain") for _ in range(4)}
     assert len(made) == 4 and all(path.is_dir() and path.parent == tmp_path / "runs" for path in made)
-    assert _run_directory("named", "x") == _run_directory("named", "x") == tmp_path / "named"
+    assert run_directory("named", "x") == run_directory("named", "x") == tmp_path / "named"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-
-from tests.cluster.zygote import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
@@ -22,9 +21,15 @@ def environment() -> dict[str, str]:
     return {**inherited, "PYTHONPATH": str(ROOT)}
 
 
+def started(arguments: tuple[str, ...], cwd: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launcher.cli.main", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=environment(), stdout=pipe, stderr=pipe, text=True)
+
+
 def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `launch` to its end."""
-    process = Forked("launcher.cli.main", list(arguments), cwd, environment())
+    process = started(arguments, cwd)
     try:
         out, errors = process.communicate(timeout=LIMIT_S)
     finally:
@@ -33,9 +38,9 @@ def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def launching(*arguments: str, cwd: Path) -> Iterator[Forked]:
+def launching(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """`launch` in the background; whatever is left of it is killed at the end."""
-    process = Forked("launcher.cli.main", list(arguments), cwd, environment())
+    process = started(arguments, cwd)
     try:
         yield process
     finally:

@@ -13,6 +13,7 @@ from launcher.cluster.failure import (
     exit_code,
     first_failure,
     read_record,
+    with_tail,
 )
 
 PIDS = {0: 100, 1: 101, 2: 102}
@@ -47,17 +48,16 @@ def test_what_the_rank_recorded_is_its_exit_code() -> None:
 def test_message_shows_the_end_of_the_log_unless_it_was_shown(tmp_path: Path) -> None:
     log = tmp_path / "rank1.log"
     log.write_text("".join(f"line {number}\n" for number in range(50)))
-    failure = Failure(1, 101, -15, None)
-    text = describe(failure, log, log_was_shown=False)
+    failure = with_tail(Failure(1, 101, -15, None), log)
+    text = describe(failure, log_was_shown=False)
     assert "rank 1 (pid 101) was killed by SIGTERM" in text
     assert "line 49" in text and "line 30" in text and "line 29" not in text
-    assert "line 49" not in describe(failure, log, log_was_shown=True)
+    assert "line 49" not in describe(failure, log_was_shown=True)
 
 
 def test_mendable_error_is_its_own_message(tmp_path: Path) -> None:
-    text = describe(
-        Failure(0, 100, 2, record(1, "mendable", "no such model")), tmp_path / "rank0.log", log_was_shown=True
-    )
+    failure = Failure(0, 100, 2, record(1, "mendable", "no such model"), log=str(tmp_path / "rank0.log"))
+    text = describe(failure, log_was_shown=True)
     assert text.startswith("no such model\n") and "Traceback" not in text and "rank 0" in text
 
 
@@ -77,3 +77,17 @@ def test_errors_end_the_logs(tmp_path: Path) -> None:
     append_to_logs({0: record(1, "mendable", "typo"), 1: record(1)}, logs)
     assert logs[0].read_text() == "before\nerror: typo\n"
     assert logs[1].read_text() == "before\nTraceback:\nValueError: x"
+
+
+def test_a_failure_travels_as_json() -> None:
+    failure = Failure(3, 101, 1, record(1, "mendable", "é\udc80"), 12.5, 1, "/runs/rank3.log", ("a", "b"))
+    assert Failure.from_json(json.loads(json.dumps(failure.to_json()))) == failure
+
+
+def test_on_several_hosts_the_message_says_where(tmp_path: Path) -> None:
+    failure = Failure(
+        3, 101, -9, None, local_rank=1, log="/runs/x/rank3.log", memory_killer="the log says so"
+    )
+    text = describe(failure, log_was_shown=False, place="stage 1", host="node2")
+    assert "rank 3 (stage 1, node2, local rank 1, pid 101) was killed by the kernel for memory" in text
+    assert "its log: node2:/runs/x/rank3.log" in text and "dmesg" not in text

@@ -261,3 +261,16 @@ def test_rank_0_sees_a_terminal_when_the_user_has_one(tmp_path: Path) -> None:
     assert b"terminal True 0\r\n" in shown and b"\x1b[2Kstep 1" in shown
     assert (tmp_path / "out/logs/rank0.log").read_text() == "terminal True 0\nstep 2\n"
     assert (tmp_path / "out/logs/rank1.log").read_text().startswith("terminal False 1\n")
+
+
+def test_a_stopped_launcher_does_not_end_the_run(tmp_path: Path) -> None:
+    script = write(
+        tmp_path, "import time\nopen('started', 'w').write('x')\ntime.sleep(4)\nopen('done', 'w')\n"
+    )
+    with launching("--node_timeout", "1", script, cwd=tmp_path) as process:
+        wait_for(tmp_path / "started")
+        process.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
+        time.sleep(3)
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0 and (tmp_path / "done").exists(), errors

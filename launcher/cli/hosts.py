@@ -1,0 +1,81 @@
+"""`launch report` and `launch ssh`: what all hosts are like, and a command on all of them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from launcher.cli.job import Job
+from launcher.cli.launch_flags import launch_parser, split_argv
+from launcher.cli.request import Request
+from launcher.cluster.facts import PACKAGES
+from launcher.cluster.hostfile import Host
+from launcher.cluster.node import Node
+from launcher.errors import ConfigError
+
+ROWS = ("host", "python", "executable", "cores", "memory", "gpus", "mask", "addresses")
+
+
+def report(argv: Sequence[str]) -> int:
+    """`launch report [launcher flags]`: a table of every host; 1 where one does not answer."""
+    job = _job(argv)
+    front_end = job.front_end()
+    nodes = front_end.crew.nodes
+    try:
+        for _ in front_end.crew.connect(nodes, job.hello):
+            pass
+        for node in nodes:
+            print("\n".join(_lines(node)))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        front_end.crew.close()
+    return 1 if any(node.facts is None for node in nodes) else 0
+
+
+def ssh(argv: Sequence[str]) -> int:
+    """`launch ssh [launcher flags] COMMAND`: a shell command on every host at once, lines behind its name.
+
+    Returns:
+        0, or the largest exit code.
+    """
+    own, words = split_argv(launch_parser(), argv)
+    if not words:
+        raise ConfigError(
+            "launch ssh needs a command", where="command line", fix="launch ssh -H hosts 'nvidia-smi -L'"
+        )
+    job = _job(own)
+    with ThreadPoolExecutor(job.limits.fan_out) as pool:
+        return max(pool.map(lambda host: _run(job, host, " ".join(words)), job.hosts))
+
+
+def _job(argv: Sequence[str]) -> Job:
+    """The hosts that the launcher's flags name; nothing is run on them."""
+    flags = launch_parser().parse_args([*argv, "--no_python"])
+    return Job(Request(flags, ["true"]), flags, None, None)
+
+
+def _run(job: Job, host: Host, line: str) -> int:
+    name = f"{host.name}: "
+    process = subprocess.Popen(
+        job.shell_command(host, line),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    for text in process.stdout:
+        print(name + text.decode(errors="replace").rstrip("\n"), flush=True)
+    return process.wait()
+
+
+def _lines(node: Node) -> list[str]:
+    if node.facts is None:
+        return [f"{node.name}", f"  not ready   {node.lost}"]
+    facts = {**node.facts, "memory": f"{node.facts['memory'] / 2**30:.1f} GiB free"}
+    facts |= {"addresses": ", ".join(node.facts["addresses"]), "mask": node.facts["mask"] or "none"}
+    rows = [(name, facts[name]) for name in ROWS]
+    rows += [(name, facts["versions"][name] or "not installed") for name in PACKAGES]
+    rows += [("clock", f"{facts['clock'] - facts['arrived']:+.1f} s against this machine")]
+    return [node.name, *(f"  {name:<12}  {value}" for name, value in rows)]

@@ -1,0 +1,110 @@
+"""What the command line asks for: which program, on which hosts, and into which directory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from launcher.cli.recipes import DEFAULT_RECIPE, find_recipe
+from launcher.cluster.hostfile import Host, read_hostfile
+from launcher.cluster.selection import first_slots, select
+from launcher.errors import ConfigError
+
+THIS_MACHINE = "localhost"
+JOINING_PORT = 29500  # DeepSpeed's
+
+
+class Request:
+    """What is to be run, from the part of the command line that starts with the recipe's name."""
+
+    def __init__(self, flags: argparse.Namespace, recipe: list[str]) -> None:
+        name, *self.arguments = recipe or [DEFAULT_RECIPE]
+        self.kind, self.target, self.is_ours = "script", name, False
+        self.name = Path(name).stem
+        if flags.module:
+            self.kind = "module"
+        elif flags.no_python:
+            self.kind = "program"
+        else:
+            path, self.is_ours = find_recipe(name)
+            self.target = str(path)
+
+    @property
+    def asks_for_help(self) -> bool:
+        """`--help` of a script is answered by one plain process, without ranks."""
+        return self.kind == "script" and bool({"-h", "--help"} & set(self.arguments))
+
+
+def hosts_of(flags: argparse.Namespace, runner: str) -> list[Host]:
+    """The hosts that are named by a hostfile, or by the scheduler; else this machine."""
+    if flags.hostfile:
+        return read_hostfile(flags.hostfile)
+    if flags.no_ssh and flags.num_nodes:
+        return [Host(f"node{rank}", ()) for rank in range(flags.num_nodes)]
+    allocated = os.environ.get("SLURM_JOB_NODELIST")
+    if runner == "slurm" and allocated:
+        asked = subprocess.run(
+            ["scontrol", "show", "hostnames", allocated], capture_output=True, text=True, check=False
+        )
+        if asked.returncode == 0:
+            return [Host(name, ()) for name in asked.stdout.split()]
+    if flags.launcher:
+        raise ConfigError(
+            f"--launcher {flags.launcher} needs hosts",
+            where="command line",
+            fix="name them: --hostfile PATH"
+            + (", or start inside of an allocation" if runner == "slurm" else ""),
+        )
+    return [Host(THIS_MACHINE, ())]
+
+
+def joining_place(flags: argparse.Namespace) -> tuple[str, int]:
+    """Address and port at which nodes that come by themselves (`--no_ssh`) find node 0.
+
+    Raises:
+        ConfigError: the flags do not say it, or not which node this is.
+    """
+    if flags.master_addr is None or flags.node_rank is None:
+        raise ConfigError(
+            "--no_ssh needs --node_rank and --master_addr",
+            where="command line",
+            fix="start the same command on every node: --no_ssh --node_rank R --master_addr ADDRESS_OF_NODE_0",
+        )
+    return flags.master_addr, flags.master_port or JOINING_PORT
+
+
+def selected(hosts: list[Host], flags: argparse.Namespace) -> list[Host]:
+    """Those hosts and slots that the flags choose."""
+    late = not flags.hostfile
+    chosen = select(
+        hosts,
+        include=flags.include,
+        exclude=flags.exclude,
+        num_nodes=flags.num_nodes,
+        num_gpus=None if late else flags.num_gpus,
+    )
+    return [first_slots(host, flags.num_gpus) for host in chosen] if late and flags.num_gpus else chosen
+
+
+def run_directory(wanted: str | None, recipe: str) -> Path:
+    """Create the run's directory: the one asked for, or a new `runs/<recipe>-<date>-<time>`."""
+    try:
+        if wanted is not None:
+            Path(wanted).mkdir(parents=True, exist_ok=True)
+            return Path(wanted).resolve()
+        base = Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        candidate, number = base, 1
+        while candidate.exists():
+            number += 1
+            candidate = base.with_name(f"{base.name}-{number}")
+        candidate.mkdir(parents=True)
+        return candidate.resolve()
+    except OSError as error:
+        raise ConfigError(
+            f"the run's directory cannot be made: {error}",
+            where="--output-dir",
+            fix="name one that can be written",
+        ) from None

@@ -1,0 +1,92 @@
+"""`--submit`: the same command line as a Slurm job. Writes the batch script and hands it to sbatch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.cli.flags import value_of
+from launcher.cli.request import Request
+from launcher.errors import ConfigError
+
+TEMPLATE = """\
+#!/bin/sh
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --output={directory}/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# A minute before the nodes are taken away; a job that is queued again goes on from its newest checkpoint.
+#SBATCH --signal=B:TERM@60
+cd {cwd} || exit
+exec {command}
+"""
+
+
+def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
+    """Write `launch.sbatch` into the run's directory and submit it; sbatch's exit code.
+
+    Args:
+        flags: the launcher's.
+        run: the recipe or script.
+        argv: the whole command line.
+
+    Raises:
+        ConfigError: the number of nodes is not said, or sbatch is not there.
+    """
+    if flags.num_nodes is None:
+        raise ConfigError(
+            "--submit needs to know how many nodes", where="command line", fix="add --num_nodes N"
+        )
+    directory = Path(value_of(run.arguments, "--output-dir") or Path("runs") / run.name).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    script = directory / "launch.sbatch"
+    script.write_text(batch_script(flags, run, argv, directory), encoding="utf-8")
+    try:
+        return subprocess.run(["sbatch", *shlex.split(flags.submit), str(script)], check=False).returncode
+    except OSError as error:
+        raise ConfigError(
+            f"sbatch cannot be run: {error.strerror}; the job is written to {script}",
+            where="--submit",
+            fix="submit it where Slurm is",
+        ) from None
+
+
+def batch_script(flags: argparse.Namespace, run: Request, argv: Sequence[str], directory: Path) -> str:
+    """The text of the script."""
+    own = list(argv[: len(argv) - len(run.arguments) - 1])
+    inside = _without(own, "--submit", "--num_nodes", "--launcher")
+    rest = list(run.arguments)
+    if run.is_ours and value_of(rest, "--output-dir") is None:
+        rest += ["--output-dir", str(directory)]  # a job that is queued again must find its checkpoints
+    grace = [] if flags.term_grace else ["--term_grace", "45"]
+    launch = [sys.executable, "-m", "launcher.cli.main", "--launcher", "slurm", *grace]
+    command = [*launch, *inside, argv[len(own)]]
+    return TEMPLATE.format(
+        name=run.name,
+        nodes=flags.num_nodes,
+        directory=str(directory).replace("%", "%%"),
+        cwd=shlex.quote(os.getcwd()),
+        command=shlex.join([*command, *rest]),
+    )
+
+
+def _without(tokens: Sequence[str], *flags: str) -> list[str]:
+    """The tokens without these flags and their values."""
+    kept: list[str] = []
+    skip = False
+    for token in tokens:
+        name = token.partition("=")[0].replace("-", "_")
+        if skip:
+            skip = False
+        elif any(name == flag.replace("-", "_") for flag in flags):
+            skip = "=" not in token
+        else:
+            kept.append(token)
+    return kept

@@ -1,0 +1,202 @@
+"""The agent: what runs on each node of a run, started there by the front end, and on this machine alike.
+
+It reads what to do as lines from its standard input and tells what happens as lines on its standard output
+(`wire.py`). It never outlives the front end: when its input ends or falls silent, it ends its ranks. It is two
+processes: a guard that waits, so that nothing is left when somebody kills the agent itself, and the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from typing import NoReturn
+
+from launcher.cluster import facts, processes
+from launcher.cluster.local import GRACE_S, Ranks
+from launcher.cluster.share import Share
+from launcher.cluster.wire import Message, Reader, Writer, text_of
+from launcher.errors import LauncherError
+
+POLL_S = 0.05
+DRAIN_S = 2.0
+STACKS_S = 0.5
+"""How long ranks have to write their stacks; the kernel delivers the signal also where Python is blocked."""
+LOST = 3
+"""Exit code of an agent that the front end does not talk to any more."""
+
+
+def serve(hello: Message) -> NoReturn:
+    """Become the agent (see `arrive.py`)."""
+    processes.adopt_orphans()
+    agent = os.fork()
+    if agent == 0:
+        os.setpgid(0, 0)
+        processes.adopt_orphans()
+        code = LOST
+        try:
+            code = Agent(hello).run()
+        finally:
+            os._exit(code)
+    _guard(agent)
+
+
+def _guard(agent: int) -> NoReturn:
+    """Wait for the agent, and end what it leaves."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # ssh, srun and mpirun send these when the front end goes; the agent then ends its ranks in order.
+        signal.signal(number, lambda number, _: _forward(agent, number))
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):
+        os.dup2(null, descriptor)
+    _, status = os.waitpid(agent, 0)
+    processes.end_descendants(0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _forward(agent: int, number: int) -> None:
+    os.kill(agent, number)
+
+
+class Agent:
+    """Takes orders from the front end, one message each, and reports.
+
+    Args:
+        hello: the front end's first line: `silence_s` is how long it may say nothing, `beat_s` how often either side
+            says that it lives.
+    """
+
+    def __init__(self, hello: Message) -> None:
+        self._in, self._out = Reader(0), Writer(1)
+        self._silence_s, self._beat_s = float(hello["silence_s"]), float(hello["beat_s"])
+        self._heard = self._said = time.monotonic()
+        self._ranks: Ranks | None = None
+        self._over = False
+        self._seen_parent = os.getppid()
+        self._probe = facts.Probe()
+        self._stacks_due: float | None = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._leave)
+        self._say("here", facts=facts.collect(hello))
+
+    def run(self) -> int:
+        """Serve until the front end has gone, or has no more orders; the exit code."""
+        while not self._over:
+            waiting = [1] if self._out.waiting else []
+            select.select([0], waiting, [], POLL_S)
+            for message in self._in.read():
+                self._heard = time.monotonic()
+                self._obey(message)
+            self._out.flush()
+            self._look()
+            if self._deserted() and not self._over:
+                self._finish(GRACE_S)
+                return LOST
+        deadline = time.monotonic() + DRAIN_S
+        while self._out.waiting and time.monotonic() < deadline:
+            select.select([], [1], [], POLL_S)
+            self._out.flush()
+        return 0
+
+    def _obey(self, message: Message) -> None:
+        match message["do"]:
+            case "start":
+                self._start(Share(**message["share"]))
+            case "stop":
+                self._finish(float(message["grace_s"]))
+                self._say("stopped")
+            case "signal" if self._ranks is not None:
+                processes.signal_all(self._ranks.pids, message["number"])
+            case "stacks" if self._ranks is not None:
+                self._ranks.ask_for_stacks()
+                self._stacks_due = time.monotonic() + STACKS_S
+            case "resize" if self._ranks is not None:
+                self._ranks.resize(message["rows"], message["columns"])
+            case "listen":
+                self._say("listening", **self._probe.listen(message["addr"], message["port"]))
+            case "reach":
+                self._say("reached", addresses=facts.reachable(message["addresses"], message["port"]))
+            case "bye":
+                self._over = True
+
+    def _start(self, share: Share) -> None:
+        self._probe.close()
+        try:
+            self._ranks = Ranks(share)
+        except LauncherError as error:
+            self._say("refused", what=error.what, where=error.where, fix=error.fix)
+        else:
+            self._say("started", pids=self._ranks.pids)
+
+    def _look(self) -> None:
+        """See how the ranks are, and say so."""
+        now = time.monotonic()
+        if now - self._said >= self._beat_s:
+            self._say("alive", stalled_s=self._ranks.stalled_s() if self._ranks is not None else None)
+        if self._ranks is None:
+            return
+        if self._stacks_due is not None and now >= self._stacks_due:
+            self._stacks_due = None
+            self._say("stacks", states=self._ranks.states())
+        ended = self._ranks.poll()
+        self._show()
+        if ended is not None:
+            if not ended:
+                self._say("failing")  # the others need not wait until all are ended here
+            self._finish(GRACE_S)
+
+    def _show(self) -> None:
+        while self._ranks is not None and not self._out.full:
+            pieces = self._ranks.output()
+            if not pieces:
+                return
+            for rank, data in pieces:
+                self._say("output", rank=rank, text=text_of(data))
+
+    def _drain(self) -> None:
+        """Show what is left to show; a front end that does not take it does not hold up the end."""
+        deadline = time.monotonic() + DRAIN_S
+        self._show()
+        while self._out.full and time.monotonic() < deadline:
+            select.select([], [1], [], POLL_S)
+            self._out.flush()
+            self._show()
+
+    def _finish(self, grace_s: float) -> None:
+        """End the ranks and tell how they ended."""
+        if self._ranks is None:
+            return
+        ranks, complete = self._ranks, self._ranks.poll() is True
+        ranks.finish(grace_s)
+        self._drain()
+        ranks.close()
+        failure = ranks.failure()
+        self._ranks = None
+        self._say(
+            "ended",
+            complete=complete and failure is None,
+            failure=failure and failure.to_json(),
+            now=time.time(),
+        )
+
+    def _deserted(self) -> bool:
+        return (
+            self._in.ended
+            or self._out.broken
+            or time.monotonic() - self._heard > self._silence_s
+            or os.getppid() != self._seen_parent
+        )
+
+    def _leave(self, number: int, frame: object) -> None:
+        self._in.ended = True
+
+    def _say(self, kind: str, /, **more: object) -> None:
+        self._said = time.monotonic()
+        self._out.send({"is": kind, **more})
+
+
+if __name__ == "__main__":
+    sys.exit("the front end starts this: launch --hostfile ...")

@@ -1,0 +1,46 @@
+"""The first code of an agent on its node. The front end sends it as text: nothing of ours needs to be installed there
+for it, so that a missing package, directory or variable is told as what it is. Standard library of any Python 3.
+"""
+
+import json
+import os
+import sys
+
+
+def arrive(hello):  # type: ignore[no-untyped-def]
+    """Take over environment, directory and import path, then become the agent.
+
+    Args:
+        hello: the front end's first line.
+    """
+    if sys.path and sys.path[0] == "":
+        del sys.path[0]
+    for name in list(os.environ):
+        if name.startswith(tuple(hello["forget"])):
+            del os.environ[name]
+    os.environ.update(hello["environment"])
+    if list(sys.version_info[:2]) != hello["python"]:
+        version, wanted = [".".join(map(str, v)) for v in (sys.version_info[:3], hello["python"])]
+        problem(f"{sys.executable} is Python {version}, here it is {wanted}", "install the same one there")
+    try:
+        os.chdir(hello["directory"])
+    except OSError as error:
+        problem(
+            f"no directory {hello['directory']}: {error.strerror}", "start in a directory that all hosts have"
+        )
+    sys.path[:0] = [path for path in hello["path"] if os.path.isdir(path)]
+    try:
+        from launcher.cluster.agent import serve
+    except ImportError as error:
+        problem(f"its Python cannot import {error.name or error}", "install the same packages there")
+    serve(hello)
+
+
+def problem(what, fix):  # type: ignore[no-untyped-def]
+    text = json.dumps({"is": "problem", "what": what, "fix": fix})
+    os.write(1, b"\x1e" + text.encode() + b"\n")
+    sys.exit(3)
+
+
+if "hello" in globals():  # set by the one line that runs this text
+    arrive(globals()["hello"])

@@ -1,0 +1,247 @@
+"""One attempt of a run: all ranks started, watched, and ended together."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from launcher.cluster import hang
+from launcher.cluster.crew import Crew
+from launcher.cluster.failure import Failure, describe, exit_code
+from launcher.cluster.node import Node
+from launcher.cluster.screen import Screen
+from launcher.cluster.share import Share
+from launcher.cluster.signals import Interrupted, Signals
+from launcher.cluster.wire import Message, bytes_of
+from launcher.errors import ConfigError
+
+STACKS_S = 3.0
+"""How long agents may take to tell the stacks of their ranks."""
+AFTER_GRACE_S = 4.0
+"""How much longer than the grace of its ranks an agent may take to say that all have ended."""
+DOUBTFUL_S = 1.5
+"""How long a node is waited for that had missed heartbeats before the end."""
+LOSS_COMES_FIRST_S = 1.0
+"""A lost node is the cause of failures that ranks elsewhere recorded up to so long before it was noticed."""
+logger = logging.getLogger("launcher")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    message: str | None = None
+    """What to tell the user where it failed or was interrupted."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run ends before its time."""
+
+    time: float
+    """Seconds since the epoch, by the front end's clock."""
+    message: str
+    exit_code: int
+    node: Node
+    can_retry: bool = True
+    lost: bool = False
+
+
+@dataclass
+class Speech:
+    """How the ranks of a run are spoken of."""
+
+    several: bool = False
+    """Hosts are named."""
+    places: Sequence[str] = ()
+    """What each rank is in the mesh."""
+    shown: dict[int, str] = field(default_factory=dict)
+    """The name of each rank that is shown; empty shows rank 0 as it is."""
+    shows_rank_0: bool = False
+    """The output of rank 0 is on the terminal as it is."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that a run has."""
+
+    hang_s: float = 0.0
+    """Without progress of any rank, after which it is taken to hang; 0: for ever."""
+    term_grace_s: float = 0.0
+    """After a SIGTERM to the front end, before the ranks are ended."""
+
+
+class Attempt:
+    """Ranks of all nodes, from their start to their end.
+
+    Args:
+        crew: the nodes, connected.
+        shares: what each runs.
+        speech: how to speak of the ranks.
+        patience: see `Patience`.
+        signals: those that the front end gets.
+    """
+
+    def __init__(
+        self, crew: Crew, shares: Sequence[Share], speech: Speech, patience: Patience, signals: Signals
+    ) -> None:
+        self.crew, self.shares, self.speech, self.patience = crew, shares, speech, patience
+        self.signals, self.screen, self.log_dir = signals, Screen(speech.shown), shares[0].log_dir
+        self.causes: list[Cause] = []
+        self._stalled: dict[Node, float] = {}
+
+    def run(self) -> tuple[Outcome, Cause | None]:
+        """Start all ranks and wait for their end; the cause is None unless something failed."""
+        size = self.screen.size if self.shares[0].shown else None
+        number = None
+        try:
+            for node, share in zip(self.crew.nodes, self.shares, strict=True):
+                node.running, node.complete = True, False
+                terminal = size if share.first_rank == 0 else None
+                node.send("start", share=asdict(replace(share, terminal=terminal)))
+            size = self._watch(size)
+        except Interrupted as error:
+            number = error.number
+            if number == signal.SIGTERM and self.patience.term_grace_s:
+                self._let_finish()
+        unclean = self._end()
+        self.screen.close()
+        left = self._told(unclean)
+        if number is not None:
+            return Outcome(128 + number, f"stopped by {number.name}; logs: {self.log_dir}{left}"), None
+        unfinished = [node for node in self.crew.nodes if not node.complete]
+        if not self.causes and not unfinished:
+            return Outcome(0), None
+        if not self.causes:
+            silent = ", ".join(node.name for node in unfinished)
+            return Outcome(
+                1, f"nobody said how the ranks of {silent} ended; logs: {self.log_dir}{left}"
+            ), None
+        cause = min(self.causes, key=lambda c: c.time)
+        return Outcome(cause.exit_code, cause.message + left), cause
+
+    def _watch(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
+        """Until every node has ended well, or one has not."""
+        failing = False
+        while any(node.running for node in self.crew.nodes) and not (failing or self.causes):
+            for node, message in self.crew.events():
+                failing = failing or message["is"] == "failing"
+                self._take(node, message)
+            self.signals.look_up()
+            stalled = [
+                self._stalled[node] for node in self.crew.nodes if node.running and node in self._stalled
+            ]
+            if self.patience.hang_s and stalled and min(stalled) >= self.patience.hang_s:
+                self.causes.append(self._hang())
+            if size is not None and self.screen.size not in (None, size):
+                size = self.screen.size or size
+                self.crew.nodes[0].send("resize", rows=size[0], columns=size[1])
+        return size
+
+    def _take(self, node: Node, message: Message) -> None:
+        match message["is"]:
+            case "alive" if message["stalled_s"] is not None:
+                self._stalled[node] = message["stalled_s"]
+            case "output":
+                self.screen.show(message["rank"], bytes_of(message["text"]))
+            case "refused":
+                node.running = False
+                error = ConfigError(message["what"], where=message["where"], fix=message["fix"])
+                host = f"{node.name}: " if self.speech.several else ""
+                self.causes.append(Cause(time.time(), f"{host}{error}", 2, node, can_retry=False))
+            case "ended":
+                node.running, node.complete = False, message["complete"]
+                if message["failure"]:
+                    failure = Failure.from_json(message["failure"])
+                    # What the node's clock says is only compared with itself.
+                    when = time.time() - (message["now"] - failure.time)
+                    self.causes.append(self._failed(node, failure, when))
+            case "lost":
+                node.running = False
+                ranks = (
+                    f"{node.name} was lost: {node.lost}"
+                    if self.speech.several
+                    else f"the agent was lost: {node.lost}"
+                )
+                self.causes.append(Cause(time.time() - LOSS_COMES_FIRST_S, ranks, 1, node, lost=True))
+
+    def _let_finish(self) -> None:
+        """Pass SIGTERM on, and wait for ranks that save a checkpoint, until another signal comes."""
+        self.signals.held = True
+        logger.warning("SIGTERM: ranks have %g s to save a checkpoint", self.patience.term_grace_s)
+        self.crew.tell(self.crew.nodes, "signal", number=int(signal.SIGTERM))
+        until = time.monotonic() + self.patience.term_grace_s
+        while (
+            any(node.running for node in self.crew.nodes)
+            and time.monotonic() < until
+            and len(self.signals.numbers) < 2
+        ):
+            for node, message in self.crew.events():
+                self._take(node, message)
+
+    def _hang(self) -> Cause:
+        """Ask every rank what it does, and say it."""
+        asked = [node for node in self.crew.nodes if node.running]
+        self.crew.tell(asked, "stacks")
+        states: list[hang.RankState] = []
+        answered: set[Node] = set()
+        until = time.monotonic() + STACKS_S
+        while len(answered) < len(asked) and time.monotonic() < until:
+            for node, message in self.crew.events():
+                if message["is"] == "stacks":
+                    answered.add(node)
+                    states += [hang.RankState(host=node.name, **state) for state in message["states"]]
+                else:
+                    self._take(node, message)
+        states.sort(key=lambda state: state.rank)
+        hang.write(states, self.log_dir)
+        return Cause(time.time(), hang.describe(states, self.log_dir), 1, asked[0])
+
+    def _failed(self, node: Node, failure: Failure, when: float) -> Cause:
+        message = describe(
+            failure,
+            log_was_shown=failure.rank == 0 and self.speech.shows_rank_0,
+            place=self.speech.places[failure.rank] if self.speech.places else "",
+            host=node.name if self.speech.several else "",
+        )
+        mistake = failure.record is not None and failure.record.kind == "mendable"
+        return Cause(when, message, exit_code(failure), node, can_retry=not mistake)
+
+    def _end(self) -> list[Node]:
+        """End what runs still; the nodes of which that is not known."""
+        self.signals.held = self.crew.ending = True
+        grace = self.crew.limits.grace_s
+        running = [node for node in self.crew.nodes if node.running]
+        self.crew.tell(running, "stop", grace_s=grace)
+        began = time.monotonic()
+        deadline = began + grace + AFTER_GRACE_S
+        # Nodes that have missed heartbeats already are probably gone, too: where this machine is cut off, all are.
+        doubtful = [node for node in running if began - node.heard > 2.5 * self.crew.limits.beat_s]
+        told_to_hurry = False
+        while any(node.running for node in running) and time.monotonic() < deadline:
+            for node, message in self.crew.events():
+                self._take(node, message)
+            if time.monotonic() - began > DOUBTFUL_S:
+                for node in doubtful:
+                    if node.running and node.heard < began and not node.here:
+                        node.give_up("it has not answered for a while")
+            if len(self.signals.numbers) > 1 and not told_to_hurry:
+                told_to_hurry = True
+                deadline = min(deadline, time.monotonic() + AFTER_GRACE_S)
+        for node in running:
+            if node.running:
+                node.give_up(f"it did not say within {grace + AFTER_GRACE_S:g} s that its ranks had ended")
+        return [node for node in self.crew.nodes if node.lost is not None]
+
+    def _told(self, unclean: list[Node]) -> str:
+        if not unclean:
+            return ""
+        names = ", ".join(node.name for node in unclean)
+        return (
+            f"\n  could not be cleaned from here: {names}; ranks there end by themselves within "
+            f"{self.crew.limits.silence_s + self.crew.limits.grace_s:g} s"
+        )

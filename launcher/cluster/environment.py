@@ -1,0 +1,125 @@
+"""Which variables go from this machine to the ranks on others, and the file `.deepspeed_env`.
+
+They travel in the first line of the control stream: byte for byte, past every shell, and not where `ps` shows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher.errors import ConfigError
+
+PREFIXES = (
+    *("NCCL_", "GLOO_", "UCX_", "UCC_", "FI_", "IBV_", "RDMAV_", "MV2_", "I_MPI_"),
+    *("TORCH", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "CUDNN_", "HIP_", "ROCM_", "HSA_"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "MALLOC_"),
+    *("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "DATASETS_", "TOKENIZERS_", "ACCELERATE_"),
+    *("WANDB_", "COMET_", "MLFLOW_", "TENSORBOARD_"),
+    *("PYTHON", "CONDA_", "LAUNCHER_", "DEEPSPEED_", "DS_", "LC_"),
+)
+"""Variables are passed on whose names begin so."""
+NAMES = (
+    *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "XDG_CACHE_HOME", "LANG", "TZ"),
+    *(
+        "http_proxy",
+        "https_proxy",
+        "no_proxy",
+        "all_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "NO_PROXY",
+        "ALL_PROXY",
+    ),
+    *("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE"),
+)
+"""And these."""
+OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "DS_ENV_FILE", "LAUNCHER_PID", "LAUNCHER_CORES")
+"""Never these: a node has its own, or they are of this machine alone."""
+FILE = ".deepspeed_env"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ASSIGNMENT = re.compile(
+    r"""(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*
+    (?: "(?P<double>(?:[^"\\]|\\.)*)" | '(?P<single>[^']*)' | (?P<plain>[^\n]*?) )
+    [ \t\r]* (?:(?<=[ \t])\#[^\n]*)? (?:\n|\Z)""",
+    re.VERBOSE | re.DOTALL,
+)
+_SKIPPED = re.compile(r"[ \t\r]*(?:#[^\n]*)?(?:\n|\Z)")
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """What goes to other nodes without being asked for."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name in NAMES or name.startswith(PREFIXES)) and name not in OF_THE_NODE
+    }
+
+
+def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """What `.deepspeed_env` and `--export` say; the flag has the last word.
+
+    Args:
+        exports: `NAME` (its value here) or `NAME=VALUE`.
+
+    Raises:
+        ConfigError: a name that is none, or has no value here; a line of the file that assigns nothing.
+    """
+    found: dict[str, str] = {}
+    name = environment.get("DS_ENV_FILE", FILE)
+    for directory in (Path.home(), Path.cwd()):
+        path = directory / name
+        if path.is_file():
+            found |= parse_file(path.read_text(encoding="utf-8", errors="surrogateescape"), str(path))
+    for export in exports:
+        name, equals, value = export.partition("=")
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{name!r} is no name of a variable",
+                where=f"--export {export}",
+                fix="write NAME or NAME=VALUE",
+            )
+        if not equals and name not in environment:
+            raise ConfigError(
+                f"{name} is not set here", where=f"--export {export}", fix=f"write {name}=VALUE"
+            )
+        found[name] = value if equals else environment[name]
+    return found
+
+
+def parse_file(text: str, name: str) -> dict[str, str]:
+    """`NAME=VALUE` lines; comments, blank lines, `export` and quotes as in a shell, but nothing is expanded.
+
+    Inside double quotes a backslash takes the next character as it is, and quoted values may have several lines.
+
+    Raises:
+        ConfigError: a line that is none of these.
+    """
+    found: dict[str, str] = {}
+    position = 0
+    while position < len(text):
+        if skipped := _SKIPPED.match(text, position):
+            position = skipped.end()
+            continue
+        start = re.compile(r"[ \t]*").match(text, position)
+        match = _ASSIGNMENT.match(text, start.end() if start else position)
+        if match is None or (match["plain"] or "").startswith(('"', "'")):
+            number = text.count("\n", 0, position) + 1
+            line = text[position:].split("\n", 1)[0].strip()
+            raise ConfigError(
+                f"{line!r} sets no variable",
+                where=f"{name}:{number}",
+                fix="write NAME=VALUE, quoted where needed",
+            )
+        if match["double"] is not None:
+            found[match["name"]] = re.sub(r"\\(.)", r"\1", match["double"], flags=re.DOTALL)
+        else:
+            found[match["name"]] = match["single"] if match["single"] is not None else match["plain"].rstrip()
+        position = match.end()
+    return found
+
+
+def of_mpi() -> list[str]:
+    """Prefixes of what mpirun and srun tell the agent, which ranks must not take for themselves."""
+    return ["OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "MPIR_CVAR_"]

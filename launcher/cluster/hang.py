@@ -1,0 +1,93 @@
+"""A run that makes no progress: what every rank does, in a few lines, and all stacks in a file."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = "hang.txt"
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+_OURS = re.compile(r"/torch/|/launcher/comm/|/threading\.py|/launcher/cluster/rank\.py|<frozen")
+"""Frames in which a rank waits for others; the interesting one is the first that is none of these."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What is known of a rank that may hang."""
+
+    rank: int
+    host: str
+    number: int | None
+    """Of the operation that it began last; None where it has shown nothing."""
+    text: str
+    since_s: float
+    stack: str
+    """Of all its threads, as faulthandler writes them; empty where it gave none."""
+
+
+def describe(states: Sequence[RankState], log_dir: str) -> str:
+    """The report for the terminal."""
+    shown = [s for s in states if s.number is not None]
+    if not shown:
+        return "no rank has made progress for a while, and none said where it is"
+    stalled = min(s.since_s for s in shown)
+    lines = [f"no rank has made progress for {stalled:.0f} s"]
+    (number, text), _ = Counter((s.number, s.text) for s in shown).most_common(1)[0]
+    same = [s for s in shown if (s.number, s.text) == (number, text)]
+    lines.append(f"  {_named(same)} in {text} (number {number}){_at(same[0]) if len(same) == 1 else ''}")
+    for state in states:
+        if state not in same:
+            lines.append(f"  {_who(state)} {_other(state, number)}{_at(state)}")
+    return "\n".join([*lines, f"  all stacks: {Path(log_dir) / FILE}"])
+
+
+def write(states: Sequence[RankState], log_dir: str) -> None:
+    """Write the stacks of all ranks."""
+    parts = []
+    for state in states:
+        last = (
+            f"number {state.number}, {state.since_s:.1f} s ago: {state.text}"
+            if state.number
+            else "nothing shown"
+        )
+        parts.append(f"==== rank {state.rank} on {state.host}: {last}\n{state.stack or 'no stack'}\n")
+    Path(log_dir).mkdir(parents=True, exist_ok=True)  # the logs themselves may lie on the nodes only
+    (Path(log_dir) / FILE).write_text("\n".join(parts), encoding="utf-8")
+
+
+def place(stack: str) -> str | None:
+    """`data.py:88 in next_batch`: where the main thread is, outside of what only waits for other ranks."""
+    threads = re.split(r"\n(?=(?:Current t|T)hread 0x)", "\n" + stack.strip())
+    current = [thread for thread in threads if thread.startswith("Current thread")] or threads[-1:]
+    frames = [match for line in current[0].splitlines() if (match := _FRAME.match(line))]
+    outside = [frame for frame in frames if not _OURS.search(frame["file"])] or frames
+    if not outside:
+        return None
+    frame = outside[0]
+    return f"{Path(frame['file']).name}:{frame['line']} in {frame['name']}"
+
+
+def _named(states: Sequence[RankState]) -> str:
+    if len(states) == 1:
+        return f"{_who(states[0])} is"
+    numbers = sorted(s.rank for s in states)
+    return f"ranks {','.join(map(str, numbers[:16]))}{',...' if len(numbers) > 16 else ''} wait"
+
+
+def _who(state: RankState) -> str:
+    return f"rank {state.rank} ({state.host})"
+
+
+def _other(state: RankState, number: int | None) -> str:
+    if state.number is None:
+        return "has shown nothing yet"
+    never = "never entered it, its last is" if number is not None and state.number < number else "is in"
+    return f"{never} {state.text} (number {state.number})"
+
+
+def _at(state: RankState) -> str:
+    where = place(state.stack)
+    return f", it is at {where}" if where else ""

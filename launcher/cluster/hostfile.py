@@ -1,0 +1,103 @@
+"""The hostfile: which hosts there are, and which slots each has.
+
+A line is `NAME slots=COUNT` (slots 0 to COUNT - 1) or `NAME slots=0,2,5-7` (these slots); `#` starts a comment. The
+order of the lines is the order of the nodes. DeepSpeed's grammar, but what it overlooks is an error here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import ConfigError
+
+_LINE = re.compile(
+    r"(?P<name>\S+)\s+slots=(?P<slots>\S+)(?:\s+max[_-]slots=\d+)?"
+)  # Open MPI's, without meaning here
+FORM = 'write "NAME slots=COUNT", or "NAME slots=0,2,5-7" for certain slots'
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of a run: what ssh is told (`user@name` and aliases are fine), and the slots that are used there."""
+
+    name: str
+    slots: tuple[int, ...]
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """The hosts of a file, in its order.
+
+    Raises:
+        ConfigError: there is no such file, or a line is wrong; with its number and text.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(
+            f"the hostfile {path} cannot be read: {reason}",
+            where="--hostfile",
+            fix="name a file of lines like `node1 slots=8`; without --hostfile this machine alone is used",
+        ) from None
+    return parse_hostfile(text, path)
+
+
+def parse_hostfile(text: str, name: str) -> list[Host]:
+    """The same of a text; `name` is what errors call it."""
+    hosts: list[Host] = []
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        where = f"{name}:{number}: {line.strip()}"
+        match = _LINE.fullmatch(entry)
+        if match is None:
+            raise ConfigError(f"{entry!r} names no host with its slots", where=where, fix=FORM)
+        host = match["name"]
+        if host.startswith("-"):
+            raise ConfigError(f"{host!r} cannot be a host's name", where=where, fix=FORM)
+        if host in lines:
+            raise ConfigError(
+                f"the host {host} stands twice", where=where, fix=f"delete this line or line {lines[host]}"
+            )
+        lines[host] = number
+        hosts.append(Host(host, _slots(match["slots"], where)))
+    if not hosts:
+        raise ConfigError(f"the hostfile {name} names no host", where="--hostfile", fix=FORM)
+    return hosts
+
+
+def _slots(text: str, where: str) -> tuple[int, ...]:
+    if text.isdecimal() and text.isascii():
+        if int(text) == 0:
+            raise ConfigError(
+                "slots=0: a host without slots runs nothing",
+                where=where,
+                fix="delete the line or give it slots",
+            )
+        return tuple(range(int(text)))
+    if "," not in text and "-" not in text:
+        raise ConfigError(f"slots={text} is no number", where=where, fix=FORM)
+    return numbers(text, where)
+
+
+def numbers(text: str, where: str) -> tuple[int, ...]:
+    """`0,2,5-7` -> (0, 2, 5, 6, 7), ascending, each once.
+
+    Raises:
+        ConfigError: not a list of numbers and ranges.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise ConfigError(
+                f"{part!r} in {text!r} is no slot and no range of slots",
+                where=where,
+                fix="write e.g. 0,2,5-7",
+            )
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(found))

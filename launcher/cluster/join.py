@@ -1,0 +1,148 @@
+"""Nodes that the user starts one by one (`--no_ssh`): each comes to the front end, instead of being called.
+
+The front end of node 0 opens a door at the address that all know; every other node knocks. With LAUNCHER_TOKEN set on
+all of them both sides prove that they know it (HMAC of the other's random number); the stream itself is not encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from launcher.cluster.node import Node
+from launcher.errors import ConfigError
+
+TOKEN = "LAUNCHER_TOKEN"
+ANSWER_S = 5.0
+RETRY_S = 0.5
+
+
+class Door:
+    """Where nodes knock.
+
+    Args:
+        addr: of this machine, as the others know it.
+        port: likewise.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+
+    def __init__(self, addr: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in addr else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} cannot be used: {error.strerror}",
+                where="--master_port",
+                fix="name another one on all nodes",
+            ) from None
+        self._socket.listen(128)
+
+    def admit(self, nodes: Sequence[Node]) -> None:
+        """Give every connection that has come to its node."""
+        while select.select([self._socket], [], [], 0)[0]:
+            visitor, _ = self._socket.accept()
+            visitor.settimeout(ANSWER_S)
+            try:
+                rank = _greet(visitor)
+                nodes[rank].adopt(visitor)
+            except (OSError, ValueError, KeyError, IndexError):
+                visitor.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _greet(visitor: socket.socket) -> int:
+    """The node rank of who knocks.
+
+    Raises:
+        ValueError: it does not know the token.
+    """
+    question = secrets.token_hex(16)
+    _send(visitor, {"question": question})
+    answer = _receive(visitor)
+    if not hmac.compare_digest(answer["proof"], _proof(question)):
+        raise ValueError("another token")
+    _send(visitor, {"proof": _proof(answer["question"])})
+    rank = int(answer["node_rank"])
+    if rank < 1:
+        raise ValueError("no such node")
+    return rank
+
+
+def knock(addr: str, port: int, node_rank: int, patience_s: float) -> socket.socket:
+    """A connection to the front end, which may start later than this node.
+
+    Raises:
+        ConfigError: nobody opens, or somebody who does not know the token.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            connection = socket.create_connection((addr, port), timeout=ANSWER_S)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"node 0 does not answer at {addr}:{port}: {error.strerror or error}",
+                    where="--master_addr, --master_port",
+                    fix="start the same command with --node_rank 0 there",
+                ) from None
+            time.sleep(RETRY_S)
+    try:
+        asked = _receive(connection)["question"]
+        question = secrets.token_hex(16)
+        _send(connection, {"node_rank": node_rank, "proof": _proof(asked), "question": question})
+        if not hmac.compare_digest(_receive(connection)["proof"], _proof(question)):
+            raise ValueError
+    except (OSError, ValueError, KeyError):
+        raise ConfigError(
+            f"{addr}:{port} did not take this node",
+            where="--master_addr, --master_port, LAUNCHER_TOKEN",
+            fix=f"start the same command, with the same {TOKEN} or none, on every node",
+        ) from None
+    return connection
+
+
+def become_agent(connection: socket.socket) -> NoReturn:
+    """Serve the front end that has opened."""
+    connection.settimeout(None)
+    os.dup2(connection.fileno(), 0)
+    os.dup2(connection.fileno(), 1)
+    connection.close()
+    with open(0, "rb", 0, closefd=False) as stream:
+        hello = json.loads(stream.readline())
+    exec(compile(hello["code"], "arrive.py", "exec"), {"hello": hello, "__name__": "arrive"})
+    raise SystemExit(1)
+
+
+def _proof(question: str) -> str:
+    return hmac.new(os.environ.get(TOKEN, "").encode(), question.encode(), hashlib.sha256).hexdigest()
+
+
+def _send(connection: socket.socket, message: dict[str, object]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> dict[str, str]:
+    """A line; not a byte more is taken."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte or len(line) > 4096:
+            raise ValueError("no line")
+        line += byte
+    return dict(json.loads(line))

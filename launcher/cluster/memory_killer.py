@@ -1,0 +1,71 @@
+"""Whether the kernel killed a process because memory ran out."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+GROUPS = Path("/sys/fs/cgroup")
+ALLOWANCE = "use less memory per rank, or allow the job more"
+
+
+def kills() -> int | None:
+    """How many processes of this one's control group have been killed for memory; None where nothing counts them."""
+    for file in _counters():
+        try:
+            match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+        except OSError:
+            continue
+        if match:
+            return int(match[1])
+    return None
+
+
+def evidence(pid: int, kills_before: int | None) -> str | None:
+    """What says that process `pid` was killed for memory; None where nothing does.
+
+    Args:
+        kills_before: `kills()` before it started.
+    """
+    now = kills()
+    if now is not None and kills_before is not None and now > kills_before:
+        return "its control group counts it"
+    return "the kernel's log says so" if _in_kernel_log(pid) else None
+
+
+def _counters() -> list[Path]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    files = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:  # version 2
+            files.append(GROUPS / group.lstrip("/") / "memory.events")
+        elif "memory" in controllers.split(","):
+            files.append(GROUPS / "memory" / group.lstrip("/") / "memory.oom_control")
+    return [*files, GROUPS / "memory.events", GROUPS / "memory" / "memory.oom_control"]
+
+
+def _in_kernel_log(pid: int) -> bool:
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        pattern = re.compile(rb"[Oo]ut of memory.*Killed process %d\b" % pid)
+        while True:
+            try:
+                record = os.read(log, 8192)
+            except BrokenPipeError:  # overwritten while we read: go on with the next
+                continue
+            if not record:
+                return False
+            if pattern.search(record):
+                return True
+    except OSError:
+        return False
+    finally:
+        os.close(log)

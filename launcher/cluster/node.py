@@ -1,0 +1,185 @@
+"""`Node`: one host of a run as the front end sees it: a command that runs there, and the lines it exchanges."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.cluster import arrive, dial
+from launcher.cluster.hostfile import Host
+from launcher.cluster.wire import Message, Reader, Writer
+
+ONE_LINE = 'import json; hello = json.loads(open(0, "rb", 0, closefd=False).readline()); exec(hello["code"])'
+"""What Python is told to run on a node. Without what a shell could take: ', %, $, a backslash, a line break."""
+ERRORS_KEPT = 8
+DRAIN_S = 0.5
+
+
+class Node:
+    """A host and the connection to its agent.
+
+    Args:
+        host: name and slots.
+        index: its number among the nodes.
+        command: what starts Python with ONE_LINE there, with this process's pipes; empty where it comes by itself.
+        dials: the command forwards no input; see `dial.py`.
+        here: it is this machine, whose pipes always tell when a process has died; silence then only means a busy or
+            stopped one.
+
+    Attributes:
+        facts: what the agent found; None until it has arrived.
+        heard: when the last message came (time.monotonic).
+        lost: why it is gone; None while it is there.
+        running: it has ranks.
+        complete: its ranks have ended, all of them well.
+    """
+
+    def __init__(
+        self, host: Host, index: int, command: Sequence[str], *, dials: bool = False, here: bool = False
+    ) -> None:
+        self.host, self.index, self.command, self.dials, self.here = host, index, list(command), dials, here
+        self.facts: Message | None = None
+        self.lost: str | None = None
+        self.running = self.complete = False
+        self.heard = time.monotonic()
+        self._errors = b""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._first: Message = {}
+
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+    @property
+    def connected(self) -> bool:
+        return self.lost is None and (self._process is not None or self._connection is not None)
+
+    def connect(self, hello: Message) -> None:
+        """Start the agent and tell it who it is."""
+        self.heard = time.monotonic()
+        self._first = {**hello, "code": Path(arrive.__file__).read_text(encoding="utf-8")}
+        if not self.command:
+            return
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the front end, which ends the agents in order
+            )
+        except OSError as error:
+            self.lost = f"{self.command[0]} cannot be started: {error.strerror}"
+            return
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self.reader = Reader(self._process.stdout.fileno())
+        self.writer = Writer(self._process.stdin.fileno())
+        os.set_blocking(self._process.stderr.fileno(), False)
+        # The first line is not marked: what reads it knows nothing of marks.
+        if not self.dials:
+            self.writer.send_plain(self._first)
+
+    def send(self, do: str, **more: object) -> None:
+        if self.connected:
+            self.writer.send({"do": do, **more})
+
+    def descriptors(self) -> list[int]:
+        """What to wait for until there is something to read."""
+        return [self.reader.fd] if self.connected and not self.reader.ended else []
+
+    def read(self) -> list[Message]:
+        """Messages that have come. Notices when the connection has ended: `lost` then says why."""
+        if not self.connected:
+            return []
+        messages = self.reader.read()
+        self.writer.flush()
+        self._read_errors()
+        if self._connection is None:
+            for told in [message for message in messages if message["is"] == "dial"]:
+                self._dial(told)
+        if messages:
+            self.heard = time.monotonic()
+        if self.connected and self.reader.ended:
+            self.lost = self._why_ended()
+        return messages
+
+    def give_up(self, why: str) -> None:
+        """The node is not waited for any more."""
+        self.lost = self.lost or why
+        self.running = False
+        self.close()
+
+    def hang_up(self) -> None:
+        """End the connection; the agent notices."""
+        if self._connection is not None:
+            with contextlib.suppress(
+                OSError
+            ):  # what was said must arrive: closed with unread data it would be lost
+                self._connection.shutdown(socket.SHUT_WR)
+                self._connection.settimeout(DRAIN_S)
+                while self._connection.recv(1 << 16):
+                    pass
+        pipes = [self._process.stdin, self._process.stdout, self._process.stderr] if self._process else []
+        for pipe in (*pipes, self._connection):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self._connection = None
+
+    def close(self, wait_s: float = 0.5) -> None:
+        """Hang up, and see that the command which started the agent ends within `wait_s`."""
+        self.hang_up()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(0.0, wait_s))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def adopt(self, connection: socket.socket) -> None:
+        """Take a connection to the agent as the control stream, and tell it who it is."""
+        self._connection, self.heard = connection, time.monotonic()
+        self.reader, self.writer = Reader(connection.fileno()), Writer(connection.fileno())
+        self.writer.send_plain(self._first)
+
+    def complaint(self) -> str:
+        """The last thing that the command said which started the agent."""
+        lines = [line for line in self._errors.decode(errors="replace").splitlines() if line.strip()]
+        noise = self.reader.noise if self._process is not None else []
+        return "\n".join((lines or noise)[-ERRORS_KEPT:])
+
+    def _dial(self, told: Message) -> None:
+        try:
+            self._connection = dial.dial(told, self.name)
+        except OSError as error:
+            self.give_up(f"its agent listens on port {told['port']} and cannot be reached: {error}")
+            return
+        self.adopt(self._connection)
+
+    def _why_ended(self) -> str:
+        if self._process is None:
+            return "the connection ended"
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            code = None
+        self._read_errors()
+        said = self.complaint()
+        how = "the connection ended" if code is None else f"{Path(self.command[0]).name} ended with {code}"
+        return f"{how}: {said}" if said else how
+
+    def _read_errors(self) -> None:
+        if self._process is None or self._process.stderr is None:
+            return
+        with contextlib.suppress(BlockingIOError, OSError):
+            while data := os.read(self._process.stderr.fileno(), 1 << 16):
+                self._errors = (self._errors + data)[-(1 << 14) :]

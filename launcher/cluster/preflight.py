@@ -1,0 +1,102 @@
+"""Whether all nodes are ready, from what their agents found: one table of everything that is wrong, host by host."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from launcher.cluster.facts import PACKAGES
+from launcher.cluster.node import Node
+from launcher.errors import ConfigError
+
+CLOCK_S = 30.0
+LEAST_MEMORY = 256 << 20  # bytes for each rank: less cannot even import torch
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run needs of its nodes."""
+
+    files: Mapping[str, str | None]
+    """Digests, here, of the files that the ranks read."""
+    device: str
+    """`auto`, `cuda` or `cpu`."""
+    compare: bool = True
+    """Several nodes must be alike; one need not be."""
+
+
+def judge(nodes: Sequence[Node], needs: Needs) -> None:
+    """Raises:
+    ConfigError: some node is not ready; nothing has been started.
+    """
+    rows = [(node.name, said) for node in nodes for said in _wrong(node, nodes, needs)]
+    if not rows:
+        return
+    if len(nodes) == 1 and nodes[0].facts is None:
+        raise ConfigError(f"{nodes[0].name} is not ready: {nodes[0].lost}", where=nodes[0].name)
+    width = max(len(name) for name, _ in rows)
+    table = "".join(f"\n  {name:<{width}}  {_indented(said, width)}" for name, said in rows)
+    bad = len({name for name, _ in rows})
+    raise ConfigError(f"{bad} of {len(nodes)} hosts are not ready, and nothing was started:{table}")
+
+
+def _wrong(node: Node, nodes: Sequence[Node], needs: Needs) -> Iterator[str]:
+    """What is wrong with one node."""
+    facts = node.facts
+    if node.lost is not None or facts is None:
+        yield _why_unreachable(node)
+        return
+    for path, digest in facts["files"].items():
+        if digest is None:
+            yield f"there is no file {path} (copy it there, or share the directory)"
+        elif needs.files.get(path) not in (None, digest):
+            yield f"{path} is another file there than here"
+    if needs.compare:
+        for package in PACKAGES:
+            usual = _most([other.facts["versions"][package] for other in nodes if other.facts])
+            version = facts["versions"][package]
+            if version != usual:
+                yield f"{package} is {version or 'not installed'}, on the others it is {usual or 'not installed'}"
+        if facts["source"] != _most([other.facts["source"] for other in nodes if other.facts]):
+            yield "its launcher is another version than that of the others"
+        skew = facts["clock"] - facts["arrived"]
+        if abs(skew) > CLOCK_S:
+            yield f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'} (run an NTP service)"
+    if facts["memory"] < LEAST_MEMORY * max(1, len(node.host.slots)):
+        yield f"{facts['memory'] >> 20} MiB of memory are free for {len(node.host.slots)} ranks"
+    if needs.device == "cuda" and facts["gpus"] == 0:
+        yield "no CUDA device is visible (--device cpu runs on the CPU)"
+    elif needs.device != "cpu" and 0 < facts["gpus"] <= max(node.host.slots, default=0):
+        mask = f", CUDA_VISIBLE_DEVICES={facts['mask']}" if facts["mask"] is not None else ""
+        yield f"{facts['gpus']} CUDA devices are visible, slot {max(node.host.slots)} is wanted{mask}"
+
+
+HINTS = {
+    "Name or service not known": "no such name: see the hostfile, or ~/.ssh/config",
+    "Could not resolve hostname": "no such name: see the hostfile, or ~/.ssh/config",
+    "Permission denied (": "ssh needs a password there: put your key into its ~/.ssh/authorized_keys",
+    "Host key verification failed": "connect once by hand and accept its key",
+    "Connection refused": "nothing listens there: is sshd running, and is --ssh_port right?",
+    "Connection timed out": "no answer: is the machine up, and does the network reach it?",
+    "No route to host": "no way there: is the machine up and connected?",
+    "cannot execute": f"is {sys.executable} there? --venv_script prepares the shell",
+    "not found": f"is {sys.executable} there? --venv_script prepares the shell",
+    "No such file": f"is {sys.executable} there? --venv_script prepares the shell",
+}
+
+
+def _why_unreachable(node: Node) -> str:
+    said = node.lost or "it did not answer"
+    hint = next((hint for sign, hint in HINTS.items() if sign in said), None)
+    return f"{said} ({hint})" if hint else said
+
+
+def _most(values: Sequence[str | None]) -> str | None:
+    """What most have; of equally frequent ones the first."""
+    return Counter(values).most_common(1)[0][0]
+
+
+def _indented(text: str, width: int) -> str:
+    return text.replace("\n", "\n" + " " * (width + 4))

@@ -1,0 +1,131 @@
+"""Runners: what is typed on this machine so that Python starts on a node, with our pipes as its input and output.
+
+One command a node, whatever the runner: its pipes are the node's control stream, so every runner notices the same
+faults and ends everything in the same way.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from launcher.cluster import dial
+from launcher.cluster.hostfile import Host
+from launcher.cluster.node import ONE_LINE
+from launcher.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user said about how nodes are reached."""
+
+    extra: Sequence[str] = ()
+    """`--launcher_args`, for the runner's own command."""
+    ssh_port: int | None = None
+    venv_script: str | None = None
+    """A shell script that is read on the node first."""
+    python: str = field(default=sys.executable)
+    connect_s: float = 9.0
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A way to start a command on a node."""
+
+    command: Callable[[Host, Settings], list[str]]
+    program: str
+    """What must be installed here."""
+    dials: bool = False
+    """Its command forwards no input: the stream is a TCP connection to the agent instead (`dial.py`)."""
+
+
+def command(name: str, host: Host, settings: Settings) -> list[str]:
+    """The command that starts the agent on a host."""
+    return RUNNERS[name].command(host, settings)
+
+
+def check_runner(name: str) -> None:
+    """Raises:
+    ConfigError: there is no such runner, or its program is not installed here.
+    """
+    if name not in RUNNERS:
+        named = ", ".join(RUNNERS)
+        raise ConfigError(f"there is no runner {name!r}", where="--launcher", fix=f"runners: {named}")
+    program = RUNNERS[name].program
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"the runner {name} needs the program {program}, which is not installed here",
+            where=f"--launcher {name}",
+            fix="install it, or leave --launcher out: ssh is enough",
+        )
+
+
+def _pdsh(host: Host, settings: Settings) -> list[str]:
+    port = ["env", f"PDSH_SSH_ARGS_APPEND=-p {settings.ssh_port}"] if settings.ssh_port else []
+    line = _shell_line(settings, dial.one_line(ONE_LINE))
+    user, _, name = host.name.rpartition("@")
+    login = ["-l", user] if user else []
+    return [*port, "pdsh", "-R", "ssh", "-S", "-N", *login, "-w", name, *settings.extra, line]
+
+
+def _python(settings: Settings) -> list[str]:
+    """Python with the agent's one line, as arguments that no shell reads."""
+    start = [settings.python, "-c", ONE_LINE]
+    return ["sh", "-c", _shell_line(settings)] if settings.venv_script else start
+
+
+def _shell_line(settings: Settings, code: str = ONE_LINE) -> str:
+    """The same for a shell."""
+    start = "exec " + shlex.join([settings.python, "-c", code])
+    return f". {shlex.quote(settings.venv_script)} && {start}" if settings.venv_script else start
+
+
+def _here(host: Host, settings: Settings) -> list[str]:
+    return _python(settings)
+
+
+def _ssh(host: Host, settings: Settings) -> list[str]:
+    port = ["-p", str(settings.ssh_port)] if settings.ssh_port else []
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(max(1, int(settings.connect_s - 1))),
+        "ServerAliveInterval": "5",
+        "ForwardX11": "no",
+        "ControlPath": "none",
+    }
+    said = [text for name, value in options.items() for text in ("-o", f"{name}={value}")]
+    return ["ssh", "-T", *port, *said, *settings.extra, "--", host.name, _shell_line(settings)]
+
+
+def _slurm(host: Host, settings: Settings) -> list[str]:
+    # A step of its own for each node, beside whatever else the job runs there, with all that the job has of the node.
+    step = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--mem=0", "--cpu-bind=none"]
+    return ["srun", *step, "--unbuffered", "--quit-on-interrupt", *settings.extra, *_python(settings)]
+
+
+def _openmpi(host: Host, settings: Settings) -> list[str]:
+    one = ["-np", "1", "--host", host.name, "--bind-to", "none"]
+    return ["mpirun", *one, *settings.extra, *_python(settings)]
+
+
+def _mpich(host: Host, settings: Settings) -> list[str]:
+    return ["mpirun", "-np", "1", "-hosts", host.name, *settings.extra, *_python(settings)]
+
+
+def _impi(host: Host, settings: Settings) -> list[str]:
+    return [*_mpich(host, settings)[:5], "-genv", "I_MPI_PIN", "0", *settings.extra, *_python(settings)]
+
+
+RUNNERS = {
+    "ssh": Runner(_ssh, "ssh"),
+    "pdsh": Runner(_pdsh, "pdsh", dials=True),
+    "slurm": Runner(_slurm, "srun"),
+    "openmpi": Runner(_openmpi, "mpirun"),
+    "mpich": Runner(_mpich, "mpirun"),
+    "impi": Runner(_impi, "mpirun"),
+}
+HERE = Runner(_here, sys.executable)
+"""This machine, without any program in between."""

@@ -1,0 +1,115 @@
+"""The language of front end and agents: one JSON object a line, over the pipes of the command that starts the agent.
+
+A line of ours begins with a mark, so that what a login shell prints is not taken for one. Bytes that a rank prints
+travel as text with surrogate escapes and arrive as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import Any
+
+MARK = b"\x1e"  # RS, as in JSON text sequences (RFC 7464)
+ENOUGH = 1 << 20
+NOISE_KEPT = 20
+Message = dict[str, Any]
+
+
+def encoded(message: Message) -> bytes:
+    """A line with its mark and its end."""
+    return MARK + json.dumps(message).encode() + b"\n"
+
+
+def text_of(data: bytes) -> str:
+    return data.decode("utf-8", errors="surrogateescape")
+
+
+def bytes_of(text: str) -> bytes:
+    return text.encode("utf-8", errors="surrogateescape")
+
+
+class Reader:
+    """Messages from a file descriptor that does not block.
+
+    Attributes:
+        noise: the last lines that were no messages: a shell's greeting, or its complaint.
+        ended: nobody writes any more.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.noise: list[str] = []
+        self.ended = False
+        self._rest = b""
+        os.set_blocking(fd, False)
+
+    def read(self) -> list[Message]:
+        """What has arrived since."""
+        messages: list[Message] = []
+        while not self.ended:
+            try:
+                data = os.read(self.fd, 1 << 16)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self.ended = not data
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._take(line, messages)
+        return messages
+
+    def _take(self, line: bytes, messages: list[Message]) -> None:
+        before, mark, text = line.partition(MARK)
+        if before.strip():
+            self.noise = [*self.noise, before.decode(errors="replace").rstrip()][-NOISE_KEPT:]
+        if mark:
+            with contextlib.suppress(ValueError):
+                messages.append(json.loads(text))
+
+
+class Writer:
+    """Messages to a file descriptor; what it does not take at once waits.
+
+    Nobody may be held up by a peer that does not read: neither the front end by a cut node, nor an agent by a cut
+    front end.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.broken = False
+        self._waiting = bytearray()
+        os.set_blocking(fd, False)
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that more output of ranks should stay where it is."""
+        return len(self._waiting) > ENOUGH
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting) and not self.broken
+
+    def send(self, message: Message) -> None:
+        if not self.broken:
+            self._waiting += encoded(message)
+            self.flush()
+
+    def send_plain(self, message: Message) -> None:
+        """A line without a mark, for who does not know of marks yet."""
+        self._waiting += encoded(message)[len(MARK) :]
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what can be written now."""
+        try:
+            while self._waiting:
+                written = os.write(self.fd, self._waiting[: 1 << 16])
+                del self._waiting[:written]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.broken = True
+            self._waiting.clear()

@@ -1,0 +1,86 @@
+"""A run that makes no progress is ended, and what is said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster.hang import RankState, describe, place
+from launcher.monitor import beacon
+from tests.cluster.launching import launch
+
+STACK = """Thread 0x00007f1 (most recent call first):
+  File "/usr/lib/python3/threading.py", line 359 in wait
+  File "/x/feeder.py", line 7 in feed
+
+Current thread 0x00007f2 (most recent call first):
+  File "/venv/torch/distributed/c10d.py", line 12 in wait
+  File "/src/launcher/comm/collectives.py", line 70 in wait
+  File "/src/data.py", line 88 in next_batch
+  File "/src/train.py", line 5 in main
+"""
+# Each rank begins three operations; rank 1 stays before the last, in a function of its own.
+HANGING = """
+import os, time
+from launcher.monitor import beacon
+def next_batch():
+    time.sleep(99)
+show = beacon.mine().show
+for unit in range(3):
+    if os.environ["RANK"] == "1" and unit == 2:
+        next_batch()
+    show(f"all_gather of layers.{unit}/forward")
+time.sleep(99)
+"""
+
+
+def state(rank: int, number: int | None, text: str = "all_gather of layers.7/forward") -> RankState:
+    return RankState(rank, "w0" if rank < 2 else "w1", number, text, 30.0 + rank, STACK)
+
+
+def test_beacon_is_read_as_it_was_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "0.beacon"
+    assert beacon.read(path) is None
+    beacon.prepare(path)
+    assert beacon.read(path) is None
+    monkeypatch.setenv(beacon.VARIABLE, str(path))
+    mine = beacon.mine()
+    assert mine is not None
+    mine.show("first")
+    mine.show("ä" * 300)
+    sign = beacon.read(path)
+    assert sign is not None and sign.number == 2 and sign.text.startswith("ää") and 0 <= sign.since_s < 10
+
+
+def test_place_is_outside_of_what_only_waits() -> None:
+    assert place(STACK) == "data.py:88 in next_batch"
+    assert place("") is None
+
+
+def test_who_waits_and_who_never_came() -> None:
+    states = [state(0, 812), state(1, 812), state(2, 811, "reduce_scatter of head/backward"), state(3, 812)]
+    assert describe(states, "/logs").splitlines() == [
+        "no rank has made progress for 30 s",
+        "  ranks 0,1,3 wait in all_gather of layers.7/forward (number 812)",
+        "  rank 2 (w1) never entered it, its last is reduce_scatter of head/backward (number 811), "
+        "it is at data.py:88 in next_batch",
+        "  all stacks: /logs/hang.txt",
+    ]
+    assert "rank 0 (w0) has shown nothing yet, it is at" in describe([state(0, None), state(1, 3)], "/logs")
+
+
+def test_hung_rank_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(HANGING)
+    done = launch("--num_gpus", "3", "--hang_timeout", "2", "script.py", "--output-dir", "out", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ranks 0,2 wait in all_gather of layers.2/forward (number 3)" in done.stderr
+    assert "rank 1 (localhost) never entered it, its last is all_gather of layers.1/forward" in done.stderr
+    assert "it is at script.py:5 in next_batch" in done.stderr
+    stacks = (tmp_path / "out/logs/hang.txt").read_text()
+    assert stacks.count("==== rank ") == 3 and stacks.count("script.py") >= 3
+
+
+def test_a_script_that_shows_nothing_is_not_watched(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import time; time.sleep(2.5)")
+    assert launch("--hang_timeout", "1", "script.py", cwd=tmp_path).returncode == 0

@@ -1,0 +1,58 @@
+"""Hostfiles: what is accepted, and what is said of the rest."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster.hostfile import Host, parse_hostfile, read_hostfile
+from launcher.cluster.selection import select
+from launcher.errors import ConfigError
+
+
+def test_lines_comments_and_slot_lists() -> None:
+    text = "# nodes\n\nw0 slots=4 # four\nuser@w1   slots=2\n  w2\tslots=0,2,5-7\nw3 slots=2 max_slots=4\n"
+    assert parse_hostfile(text, "hosts") == [
+        Host("w0", (0, 1, 2, 3)),
+        Host("user@w1", (0, 1)),
+        Host("w2", (0, 2, 5, 6, 7)),
+        Host("w3", (0, 1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("w0 slots=4\nw1 slots=4x", "slots=4x is no number"),
+        ("w0 slots=4\nw1", "'w1' names no host with its slots"),
+        ("w0 slots=4\nw1 slots = 2", "names no host"),
+        ("w0 slots=4\nw1 slots=0", "runs nothing"),
+        ("w0 slots=4\nw0 slots=2", "the host w0 stands twice"),
+        ("w0 slots=4\nw1 slots=2-1", "'2-1' in '2-1'"),
+        ("w0 slots=4\nw1 slots=1,", "'' in '1,'"),
+        ("w0 slots=4\n-oProxyCommand=x slots=2", "cannot be a host's name"),
+        ("w0 slots=4\nw1 slots=2 slots=3", "names no host"),
+    ],
+)
+def test_wrong_line_is_named_with_its_number_and_text(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hostfile(text, "hosts")
+    assert said in str(caught.value) and f"hosts:2: {text.splitlines()[1]}" in str(caught.value)
+
+
+def test_no_host_and_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names no host"):
+        parse_hostfile("# nothing\n", "hosts")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_hostfile(str(tmp_path / "absent"))
+
+
+def test_ten_thousand_hosts_in_a_second() -> None:
+    text = "".join(f"node{n} slots=8\n" for n in range(10_000))
+    started = time.process_time()
+    hosts = parse_hostfile(text, "hosts")
+    chosen = select(hosts, exclude="@".join(f"node{n}:0-3" for n in range(0, 10_000, 2)))
+    assert time.process_time() - started < 1
+    assert len(chosen) == 10_000 and sum(len(host.slots) for host in chosen) == 60_000

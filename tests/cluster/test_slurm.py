@@ -1,0 +1,106 @@
+"""Inside an allocation of a real Slurm on pretend machines: agents are steps of the job, without ssh."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_faults import WAITING
+from tests.cluster.testbed import CANNOT, SCRIPT, Hosts, ended, thorough, wait_for
+
+pytestmark = thorough
+LAUNCH = (
+    "salloc",
+    "-Q",
+    "-N2",
+    sys.executable,
+    "-m",
+    "launcher.cli.main",
+    "--launcher",
+    "slurm",
+    "--device",
+    "cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    hosts = Hosts(tmp_path_factory.mktemp("slurm"))
+    hosts("up", 2)
+    started = subprocess.run(
+        ["sh", str(SCRIPT.parent / "slurm")], env=hosts.env, capture_output=True, text=True, timeout=60
+    )
+    if started.returncode == CANNOT:
+        hosts("down")
+        pytest.skip(started.stderr.strip())
+    assert started.returncode == 0, started.stderr
+    yield hosts
+    hosts("down")
+
+
+def start(hosts: Hosts, cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, str(SCRIPT), "exec", "head", "--", *LAUNCH, *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env=hosts.env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def left(hosts: Hosts, name: str) -> list[str]:
+    return [line for line in hosts.left(name) if not any(word in line for word in ("slurm", "munged"))]
+
+
+def test_hosts_are_those_of_the_allocation(slurm: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, socket; print(socket.gethostname(), os.environ['RANK'], flush=True)"
+    )
+    process = start(slurm, tmp_path, "--num_gpus", "2", "--tee", "all", "script.py")
+    end = ended(process, time.monotonic(), limit_s=60)
+    assert end.code == 0, end.errors
+    for rank in range(4):
+        host = f"node{rank // 2 + 1}"
+        assert f"{host}:{rank}: {host} {rank}\n" in end.out
+
+
+@pytest.mark.parametrize("fault", ["rank", "front end"])
+def test_faults(slurm: Hosts, tmp_path: Path, fault: str) -> None:
+    (tmp_path / "script.py").write_text(WAITING)
+    process = start(slurm, tmp_path, "--num_gpus", "2", "script.py", "--output-dir", "out")
+    wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(4)), "the ranks")
+    since = time.monotonic()
+    if fault == "rank":
+        (tmp_path / "fail3").write_text("os.kill(os.getpid(), 9)")
+    else:
+        slurm("exec", "head", "--", "pkill", "-9", "-f", "^[^ ]*python.* -m launcher.cli.main")
+    end = ended(process, since, limit_s=30)
+    wait_for(
+        lambda: not left(slurm, "node1") and not left(slurm, "node2"), "the end of the ranks", limit_s=10
+    )
+    assert end.took_s < 10
+    if fault == "rank":
+        assert end.code == 137 and "rank 3 (node2, local rank 1" in end.errors
+
+
+def test_submit_runs_the_same_command_in_a_job(slurm: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:], flush=True)"
+    )
+    flags = (
+        "--submit=--wait",
+        "--num_nodes",
+        "2",
+        "--num_gpus",
+        "1",
+        "--device",
+        "cpu",
+        "--no_local_rank",
+    )
+    end = slurm.launch(tmp_path, *flags, "script.py", "--output-dir", "out", "a b")
+    assert end.code == 0 and "Submitted batch job" in end.out, end.errors
+    (output,) = (tmp_path / "out").glob("slurm-*.out")
+    assert "0 2 ['--output-dir', 'out', 'a b']" in output.read_text()
