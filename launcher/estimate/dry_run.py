@@ -156,7 +156,7 @@ def _refuse_disks(config: Config) -> None:
         if section is not None and section.device == "nvme":
             raise ConfigError(
                 "a run with shards on NVMe cannot be rehearsed yet",
-                where=config.where(f"zero_optimization.{key}.device"),
+                where=f"zero_optimization.{key}.device",
                 fix='write "cpu": what the disk would hold is counted as memory then',
             )
 
