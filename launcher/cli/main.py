@@ -152,6 +152,7 @@ def _source(path: str) -> str:
 
 
 def _plan(run: _Request, flags: argparse.Namespace, config: Config | None) -> LocalRun:
+    from launcher.cli import hugging_face
     from launcher.cluster import cores, local
     from launcher.config.ranks import places as places_of
 
@@ -174,6 +175,11 @@ def _plan(run: _Request, flags: argparse.Namespace, config: Config | None) -> Lo
     }
     if config is not None:
         environment["LAUNCHER_CONFIG"] = _source(flags.config)
+    if not (run.is_ours or flags.no_deepspeed_shim):
+        environment |= hugging_face.variables(flags.config)
+        logger.info(
+            "`import deepspeed` in %s is this package's engine (--no_deepspeed_shim: it is not)", run.name
+        )
     threads = len(shares[0]) if shares else max(1, len(cores.usable_cores()) // ranks)
     if "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -40,11 +40,14 @@ from launcher.pipeline.crossing import Staged
 from launcher.tensor.apply import Options, SplitModel
 from launcher.tensor.apply import apply as split_layers
 from launcher.zero import (
+    DealtValues,
     MadeOnMeta,
     ModelValues,
     ParamSource,
     ShardAxes,
     ZeroPolicy,
+    is_dealt,
+    live_models,
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
@@ -123,6 +126,7 @@ def initialize(
         chosen = choose(resolved, optimizer, model_parameters, row.whole())
         staged = own = cut_row(row, mesh, resolved, training_data, collate_fn)
         model = own.part
+    _take_from_earlier_engines(model)
     source = source or _source(model, seed)
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
@@ -249,7 +253,16 @@ def _resolved(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, A
     return loaded.resolve(dp_degree=mesh.dp.degree, auto=values)
 
 
+def _take_from_earlier_engines(model: nn.Module) -> None:
+    """A model can get another engine: one that only evaluated, for example, is followed by one that trains."""
+    for earlier in live_models():
+        if any(earlier.slot_of(parameter) is not None for parameter in model.parameters()):
+            earlier.release()
+
+
 def _source(model: nn.Module, seed: int) -> ParamSource:
+    if any(is_dealt(p) for p in model.parameters()):
+        return DealtValues(model)
     if not any(p.is_meta for p in model.parameters()):
         return ModelValues()
     if not all(p.is_meta for p in model.parameters()):

@@ -209,6 +209,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._norm = norm if self.zero.policy.compute_norm else None
         if overflow:
             tell_overflow(self)
+        self.optimizer.overflow = overflow
         if self.versions is not None:
             self.versions.advance(needed)
         if not overflow:

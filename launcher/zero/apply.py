@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Axis, all_reduce
-from launcher.errors import ElsewhereError
+from launcher.errors import ElsewhereError, LauncherError
 from launcher.offload.homes import Homes
 from launcher.tensor.assemble import whole
 from launcher.tensor.split import Split
 from launcher.zero.axes import ShardAxes
 from launcher.zero.checks import StepChecks
 from launcher.zero.copies import check_copies
+from launcher.zero.dealt import Dealer
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
@@ -195,6 +196,7 @@ class ZeroModel:
             unit.gather_start("gather")
         for unit in opened:
             unit.gather_wait()
+            unit.held = True
         try:
             yield
             if modifier_rank is not None:
@@ -202,7 +204,8 @@ class ZeroModel:
                     slot.flat.take_back(slot, modifier_rank)
         finally:
             for unit in opened:
-                unit.free()
+                unit.held = False
+                self.fetcher.free(unit)
 
     def _slots_of(self, parameters: Iterable[Tensor] | None) -> list[Slot]:
         if parameters is None:
@@ -251,6 +254,31 @@ class ZeroModel:
             "master": masters,
             "gradients": sum(g.held_bytes for g in self.gradients),
         }
+
+    def release(self) -> None:
+        """Give the module back as it was, for another engine: no hooks; what was sharded is dealt out. A collective.
+
+        Raises:
+            LauncherError: layers are split over tp, or the model is cut into stages: the module is not what it was.
+        """
+        if self.tp.degree * self.pp.degree > 1:
+            raise LauncherError(
+                "the model is split already, by an earlier initialize() of it",
+                where="initialize(model=...)",
+                fix="build the model again, or keep the first engine",
+            )
+        self.hooks.remove()
+        self.free_gathered()
+        dealer = Dealer()
+        for unit in self.units:
+            slots = [slot for flat in unit.flats if flat.sharded for slot in flat.slots]
+            with self.gathered([slot.leaf for slot in slots]):
+                for slot in slots:
+                    slot.show(dealer.handle(slot.leaf, slot.name))
+            for slot in slots:  # freeing has put the old handles back
+                slot.show(dealer.handle(slot.leaf, slot.name))
+        self.homes.close()
+        _live.discard(self)
 
     def free_gathered(self) -> None:
         """Free every gathered parameter, and the idle buffers."""
