@@ -47,7 +47,7 @@ from launcher.zero import (
     ShardAxes,
     ZeroPolicy,
     is_dealt,
-    live_models,
+    release,
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
@@ -126,7 +126,7 @@ def initialize(
         chosen = choose(resolved, optimizer, model_parameters, row.whole())
         staged = own = cut_row(row, mesh, resolved, training_data, collate_fn)
         model = own.part
-    _take_from_earlier_engines(model)
+    release(model)  # from an engine that it had before
     source = source or _source(model, seed)
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
@@ -251,13 +251,6 @@ def _resolved(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, A
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     values = {**(autos_of_hidden_size(hidden) if isinstance(hidden, int) else {}), **auto}
     return loaded.resolve(dp_degree=mesh.dp.degree, auto=values)
-
-
-def _take_from_earlier_engines(model: nn.Module) -> None:
-    """A model can get another engine: one that only evaluated, for example, is followed by one that trains."""
-    for earlier in live_models():
-        if any(earlier.slot_of(parameter) is not None for parameter in model.parameters()):
-            earlier.release()
 
 
 def _source(model: nn.Module, seed: int) -> ParamSource:

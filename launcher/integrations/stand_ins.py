@@ -44,9 +44,15 @@ def init_distributed(dist_backend: str | None = None, timeout: timedelta = WAIT,
         _tell_accelerate()
 
 
+def is_initialized() -> bool:
+    """Whether there is a process group. accelerate asks just before it looks for its backend."""
+    if dist.is_initialized():
+        _tell_accelerate()
+    return dist.is_initialized()
+
+
 def _tell_accelerate() -> None:
-    """On a host without an accelerator it believes that there is one process, unless it knows of a backend. It asks
-    for the process group just before it looks."""
+    """On a host without an accelerator it believes that there is one process, unless it knows of a backend."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)
     if isinstance(shared, dict) and "backend" in shared and shared["backend"] is None:

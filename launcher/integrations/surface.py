@@ -59,7 +59,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "checkpoint": {},
     "checkpoint.utils": {"clone_tensors_for_torch_save": f"{_HERE}:clone_tensors_for_torch_save"},
     "checkpointing": {},
-    "comm": {"init_distributed": f"{_HERE}:init_distributed", "log_summary": "launcher.comm:log_summary"},
+    "comm": {
+        "init_distributed": f"{_HERE}:init_distributed",
+        "is_initialized": f"{_HERE}:is_initialized",
+        "log_summary": "launcher.comm:log_summary",
+    },
     "launcher": {},
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}:DEEPSPEED_ENVIRONMENT_NAME"},
     "ops": {"__compatible_ops__": f"{_HERE}:COMPATIBLE_OPS"},

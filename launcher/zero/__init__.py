@@ -1,6 +1,6 @@
 """ZeRO stages 0-3: one flat-buffer mechanism, one code path."""
 
-from launcher.zero.apply import ZeroModel, apply, live_models
+from launcher.zero.apply import ZeroModel, apply, release
 from launcher.zero.axes import ShardAxes
 from launcher.zero.context import GatheredParameters, Init
 from launcher.zero.dealt import DealtInit, DealtValues, is_dealt
@@ -34,7 +34,7 @@ __all__ = [
     "apply",
     "get_z3_leaf_modules",
     "is_dealt",
-    "live_models",
+    "release",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

@@ -18,7 +18,7 @@ from launcher.tensor.split import Split
 from launcher.zero.axes import ShardAxes
 from launcher.zero.checks import StepChecks
 from launcher.zero.copies import check_copies
-from launcher.zero.dealt import Dealer
+from launcher.zero.dealt import Dealer, is_dealt
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
@@ -29,6 +29,7 @@ from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer
+from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.shared import sum_over_stages, sum_partial, use_over_stages
 from launcher.zero.slot import ParamSlice, Slot
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
@@ -85,6 +86,7 @@ class ZeroModel:
             [*reversed([unit for unit in trained if unit is not units[-1]]), *root], policy
         )
         self.hooks = Hooks(units, self.fetcher, self.reducer)
+        self.hooks.keeps = self  # while modules call the hooks
         self.slots: dict[str, Slot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
         self._slot_of_parameter |= {
@@ -255,31 +257,6 @@ class ZeroModel:
             "gradients": sum(g.held_bytes for g in self.gradients),
         }
 
-    def release(self) -> None:
-        """Give the module back as it was, for another engine: no hooks; what was sharded is dealt out. A collective.
-
-        Raises:
-            LauncherError: layers are split over tp, or the model is cut into stages: the module is not what it was.
-        """
-        if self.tp.degree * self.pp.degree > 1:
-            raise LauncherError(
-                "the model is split already, by an earlier initialize() of it",
-                where="initialize(model=...)",
-                fix="build the model again, or keep the first engine",
-            )
-        self.hooks.remove()
-        self.free_gathered()
-        dealer = Dealer()
-        for unit in self.units:
-            slots = [slot for flat in unit.flats if flat.sharded for slot in flat.slots]
-            with self.gathered([slot.leaf for slot in slots]):
-                for slot in slots:
-                    slot.show(dealer.handle(slot.leaf, slot.name))
-            for slot in slots:  # freeing has put the old handles back
-                slot.show(dealer.handle(slot.leaf, slot.name))
-        self.homes.close()
-        _live.discard(self)
-
     def free_gathered(self) -> None:
         """Free every gathered parameter, and the idle buffers."""
         self.fetcher.end()
@@ -355,3 +332,34 @@ def apply(
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
     return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"), elsewhere, homes)
+
+
+def release(model: nn.Module) -> None:
+    """Give a model back as it was, for another engine: no hooks; what was sharded is dealt out. A collective.
+
+    Raises:
+        LauncherError: layers are split over tp, or the model is cut into stages: it is not what it was.
+    """
+    earlier = [zero for zero in live_models() if any(zero.slot_of(p) is not None for p in model.parameters())]
+    handles = [p for p in model.parameters() if isinstance(p, ShardedParameter) and not is_dealt(p)]
+    slots = [handle.zero_holder for handle in handles if isinstance(handle.zero_holder, Slot)]
+    if any(zero.pp.degree > 1 for zero in earlier) or not all(slot.split.is_whole for slot in slots):
+        raise LauncherError(
+            "the model is split already, by an earlier initialize() of it",
+            where="initialize(model=...)",
+            fix="build the model again, or keep the first engine",
+        )
+    for zero in earlier:
+        zero.hooks.remove()
+        zero.free_gathered()
+        _live.discard(zero)
+    dealer = Dealer()
+    for flat in dict.fromkeys(slot.flat for slot in slots):
+        flat.gather_start("gather")
+        flat.gather_wait()
+        dealt = [(slot, dealer.handle(slot.leaf, slot.name)) for slot in flat.slots]
+        flat.free()
+        for slot, handle in dealt:
+            slot.show(handle)
+    for zero in earlier:
+        zero.homes.close()

@@ -54,6 +54,7 @@ class Hooks:
         self._packing: list[saved_tensors_hooks] = []
         self._in_backward = False
         self._handles: list[Removable] = []
+        self.keeps: object = None  # what must live as long as these hooks are called
         self.packs = any(unit.sharded for unit in units)  # what is saved for backward is looked through
         self._register()
 
@@ -77,6 +78,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.keeps = None
 
     # ---- forward ----------------------------------------------------------------------------
 
