@@ -159,9 +159,11 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
     meant: dict[str, Any] = {}
     for key, value in config.items():
         meant[key] = dict(value) if isinstance(value, Mapping) else value
-    for key in [key for key in meant if "." in key]:  # TRL writes paths in one key
-        section, _, name = key.partition(".")
-        meant.setdefault(section, {})[name] = meant.pop(key)
+    for key in [
+        key for key in meant if "." in key
+    ]:  # TRL writes paths in one key, and sizes that are not whole
+        (section, _, name), value = key.partition("."), meant.pop(key)
+        meant.setdefault(section, {})[name] = int(value) if isinstance(value, float) else value
     stages = meant.get("pipeline", {}).get("stages")
     if stages not in (None, 1):
         raise ConfigError(

@@ -89,9 +89,6 @@ class ZeroModel:
         self.hooks.keeps = self  # while modules call the hooks
         self.slots: dict[str, Slot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
-        self._slot_of_parameter |= {
-            id(slot.handle): slot for flat in self.flats if flat.sharded for slot in flat.slots
-        }
         self.serial: int = max((model.serial for model in _live), default=0) + 1
         _live.add(self)
         self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
@@ -226,6 +223,9 @@ class ZeroModel:
                 f"{where}, and this rank is stage {self.pp.rank}",
                 fix="name on each rank parameters of its own stage: engine.module.named_parameters()",
             )
+        if isinstance(parameter, ShardedParameter):  # a copy of a handle (its .data) knows the slot, too
+            holder = parameter.zero_holder
+            return holder if isinstance(holder, Slot) and holder in self._unit_of else None
         return self._slot_of_parameter.get(id(parameter))
 
     def unit_of(self, slot: Slot) -> Unit:

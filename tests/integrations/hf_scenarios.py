@@ -13,6 +13,7 @@ import os
 import subprocess
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,19 @@ def resumed(directory: Path) -> Any:
     trainer = trainer_of(directory, json_of(3), **saving)
     trainer.train(resume_from_checkpoint=str(directory / "checkpoint-4"))
     return {"whole": whole, "resumed": told(trainer), "files": sorted(os.listdir(directory / "checkpoint-4"))}
+
+
+def _long(directory: Path, stage: int, **sections: Any) -> Any:
+    """20 steps, and again from the middle."""
+    saving = {"save_strategy": "steps", "save_steps": 10, "num_train_epochs": 4, "use_cpu": True}
+    whole = train(directory, json_of(stage, **sections), **saving)
+    trainer = trainer_of(directory, json_of(stage, **sections), **saving)
+    trainer.train(resume_from_checkpoint=str(directory / "checkpoint-10"))
+    return {"whole": whole, "resumed": told(trainer)}
+
+
+for _stage in range(4):
+    SCENARIOS[f"long{_stage}"] = partial(_long, stage=_stage)
 
 
 @scenario("resumed_with_json_optimizer")
