@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.launching import launch
+from tests.cluster.launching import environment
 
 SCRIPT = str(Path(__file__).with_name("hf_scenarios.py"))
 LIMIT_S = 280
@@ -25,8 +27,11 @@ AFTER_THE_STEP = ["json_hf", "cpu3"]  # the engine steps the schedule before the
 
 
 def run(directory: Path, ranks: int, names: list[str]) -> dict[str, Any]:
-    flags = ["--num_gpus", str(ranks), "--device", "cpu"]
-    done = launch(*flags, SCRIPT, str(directory), *names, cwd=directory, timeout=LIMIT_S)
+    command = [sys.executable, "-m", "launcher.cli.main", "--num_gpus", str(ranks), "--device", "cpu", SCRIPT]
+    done = subprocess.run(
+        [*command, str(directory), *names],
+        cwd=directory, env=environment(), capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     results: dict[str, Any] = json.loads((directory / "results.json").read_text())
     return results
