@@ -37,6 +37,7 @@ KINDS = ("model/", "buffer/")
 
 def write_script(directory: Path) -> None:
     """Put the script beside the checkpoints in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)  # a save in the background may not have made it yet
     path = directory / SCRIPT_NAME
     path.write_text(SCRIPT.format(python=sys.executable))
     path.chmod(0o755)

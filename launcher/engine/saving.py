@@ -21,6 +21,7 @@ class Saving:
     """The part of an Engine that touches the disk; every rank must call these."""
 
     global_steps: int
+    fp32_script = False  # put zero_to_fp32.py beside checkpoints, as DeepSpeed does
 
     def _engine(self) -> Engine:
         return cast("Engine", self)
@@ -51,7 +52,7 @@ class Saving:
             exclude_frozen=exclude_frozen_parameters,
             latest=save_latest,
         )
-        if self._engine().local_rank == 0:
+        if self.fp32_script and self._engine().local_rank == 0:
             write_script(Path(save_dir))
         return True
 

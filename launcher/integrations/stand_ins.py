@@ -149,6 +149,7 @@ def initialize(
     if isinstance(given, Mapping):
         given = _as_meant(given, dist.get_world_size())
     made = launcher.initialize(args, model, config=given, **keywords)
+    made[0].fp32_script = True
     if made[1] is not None:
         made[1].parameter_offload = _Offload(made[0].module)  # type: ignore[attr-defined]
     return made
