@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from launcher.comm.collectives import record_collectives
 from launcher.errors import ShardedParameterError
-from launcher.zero import DealtInit, GatheredParameters, ShardedParameter
+from launcher.zero import DealtInit, GatheredParameters, ShardedParameter, set_z3_leaf_module
 from tests.engine.driving import advance, config_of, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import points, stack
@@ -100,6 +100,7 @@ class ByHand(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.body, self.head = nn.Linear(4, 64), nn.Linear(64, 64, bias=False)
+        set_z3_leaf_module(self.head, True)  # a unit of its own, which a forward of the root does not gather
         self.by_hand = by_hand
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,6 +108,7 @@ class ByHand(nn.Module):
         if not self.by_hand:
             return self.head(hidden).square().mean()
         weight = self.head.weight
+        assert isinstance(weight, ShardedParameter)
         with GatheredParameters(weight):
             return F.linear(hidden, weight).square().mean()
 
