@@ -203,6 +203,13 @@ class Job:
             variables["LAUNCHER_TERM_GRACE"] = str(flags.term_grace)
         if self.source is not None:
             variables["LAUNCHER_CONFIG"] = self.source
+        if not (run.is_ours or flags.no_deepspeed_shim):
+            from launcher.cli import hugging_face
+
+            variables |= hugging_face.variables(flags.config)
+            logger.info(
+                "`import deepspeed` in %s is this package's engine (--no_deepspeed_shim: it is not)", run.name
+            )
         bind = flags.bind_cores_to_rank or flags.bind_core_list
         return Share(
             kind=run.kind,

@@ -161,6 +161,11 @@ def _add_script_flags(parser: FlagParser) -> None:
         "--no_local_rank", action="store_true", help="do not append --local_rank=N to a script's arguments"
     )
     script.add_argument(
+        "--no_deepspeed_shim",
+        action="store_true",
+        help="`import deepspeed` in a script is DeepSpeed itself; else it is this package's engine",
+    )
+    script.add_argument(
         "--bind_cores_to_rank", action="store_true", help="give each rank its own share of the cores"
     )
     script.add_argument("--bind_core_list", metavar="LIST", help="cores to share out, e.g. 0-7,16-23")

@@ -32,7 +32,7 @@ def find_recipe(name: str) -> tuple[Path, bool]:
         name: a recipe's name, or a path that ends in `.py`.
 
     Returns:
-        the file, and True where it is one of our own recipes.
+        the file, and True where it is one of our own recipes that know our flags. Others are scripts.
 
     Raises:
         ConfigError: no such recipe or file; the message lists the recipes and the nearest name.
@@ -41,10 +41,18 @@ def find_recipe(name: str) -> tuple[Path, bool]:
         path = Path(name).resolve()
         if not path.is_file():
             raise ConfigError(f"there is no file {name}", where=str(path), fix=_known(name[:-3]))
-        return path, path.parent == shared_directory("recipes").resolve()
+        return path, path.parent == shared_directory("recipes").resolve() and _has_flags(path)
     if name in recipe_names():
-        return shared_directory("recipes") / f"{name}.py", True
+        path = shared_directory("recipes") / f"{name}.py"
+        return path, _has_flags(path)
     raise ConfigError(f"there is no recipe {name!r}", where="command line", fix=_known(name))
+
+
+def _has_flags(path: Path) -> bool:
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return any(
+        isinstance(statement, ast.FunctionDef) and statement.name == "flags" for statement in tree.body
+    )
 
 
 def check_flags(path: Path, arguments: Sequence[str]) -> None:

@@ -40,11 +40,14 @@ from launcher.pipeline.crossing import Staged
 from launcher.tensor.apply import Options, SplitModel
 from launcher.tensor.apply import apply as apply_tensor
 from launcher.zero import (
+    DealtValues,
     MadeOnMeta,
     ModelValues,
     ParamSource,
     ShardAxes,
     ZeroPolicy,
+    is_dealt,
+    release,
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
@@ -123,6 +126,7 @@ def initialize(
         chosen = choose(resolved, optimizer, model_parameters, row.whole())
         staged = own = cut_row(row, mesh, resolved, training_data, collate_fn)
         model = own.part
+    release(model)  # from an engine that it had before
     source = source or _source(model, seed)
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
@@ -250,6 +254,8 @@ def _resolved(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, A
 
 
 def _source(model: nn.Module, seed: int) -> ParamSource:
+    if any(is_dealt(p) for p in model.parameters()):
+        return DealtValues(model)
     if not any(p.is_meta for p in model.parameters()):
         return ModelValues()
     if not all(p.is_meta for p in model.parameters()):

@@ -101,6 +101,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._backwards = 0  # of this step
         self._norm: float | None = None
         self._applied = False
+        self._destroyed = False
         self._scaled = False  # gradients of this step came through backward(), which scales the loss
         self._step_follows = False  # inside a call that runs all microbatches of a step
         self._gc = hold(self) if config.disable_python_gc else None
@@ -112,6 +113,13 @@ class Engine(Answers, Feeding, Saving, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_stages("engine(...)")
+        if self._destroyed:
+            raise LauncherError(
+                "this engine has been destroyed: its model belongs to no engine now",
+                where="engine(...)",
+                fix="call initialize() again; a Trainer of Hugging Face's that has evaluated under ZeRO-3 destroys its "
+                "engine before it trains: train with another Trainer, or evaluate afterwards",
+            )
         self._announce_boundary()
         if self.module.training:
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
@@ -218,6 +226,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._norm = norm if self.zero.policy.compute_norm else None
         if overflow:
             tell_overflow(self)
+        self.optimizer.overflow = overflow
         if self.versions is not None:
             self.versions.advance(needed)
         if not overflow:
@@ -459,6 +468,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         """Wait for a save in the background, close monitors, take hooks off, free buffers, delete what rests on NVMe,
         undo `disable_python_gc`."""
         self.saver.wait()
+        self._destroyed = True
         if self._gc is not None:
             self._gc()
         self.watch.close()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from launcher.checkpoint.fp32 import write_script
 from launcher.engine.state import load_state, save_state
 from launcher.engine.whole import export_model, whole_state_dict
 from launcher.errors import ConfigError
@@ -20,6 +21,7 @@ class Saving:
     """The part of an Engine that touches the disk; every rank must call these."""
 
     global_steps: int
+    fp32_script = False  # put zero_to_fp32.py beside checkpoints, as DeepSpeed does
 
     def _engine(self) -> Engine:
         return cast("Engine", self)
@@ -50,6 +52,8 @@ class Saving:
             exclude_frozen=exclude_frozen_parameters,
             latest=save_latest,
         )
+        if self.fp32_script and self._engine().local_rank == 0:
+            write_script(Path(save_dir))
         return True
 
     def load_checkpoint(

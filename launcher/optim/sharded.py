@@ -43,8 +43,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_dtype: least precise dtype of the optimizer's state and arithmetic: 16-bit master weights are widened to
             fp32 for their step unless it is theirs (`bf16_optimizer_states`).
 
-    `param_groups`, `state` and `defaults` are the inner optimizer's own, live.
+    `param_groups`, `state` and `defaults` are the inner optimizer's own, live. `overflow` says whether
+    the last step was left out because of one.
     """
+
+    overflow = False
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """ZeRO stages 0-3: one flat-buffer mechanism, one code path."""
 
-from launcher.zero.apply import ZeroModel, apply
+from launcher.zero.apply import ZeroModel, apply, release
 from launcher.zero.axes import ShardAxes
 from launcher.zero.context import GatheredParameters, Init
+from launcher.zero.dealt import DealtInit, DealtValues, is_dealt
 from launcher.zero.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -17,6 +18,8 @@ from launcher.zero.slot import ParamSlice
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource, StoredValues
 
 __all__ = [
+    "DealtInit",
+    "DealtValues",
     "GatheredParameters",
     "Init",
     "MadeOnMeta",
@@ -30,6 +33,8 @@ __all__ = [
     "ZeroPolicy",
     "apply",
     "get_z3_leaf_modules",
+    "is_dealt",
+    "release",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

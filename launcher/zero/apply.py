@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Axis, all_reduce
-from launcher.errors import ElsewhereError
+from launcher.errors import ElsewhereError, LauncherError
 from launcher.monitor.memory import hand_back_freed
 from launcher.offload.homes import Homes
 from launcher.tensor.assemble import whole
@@ -19,6 +19,7 @@ from launcher.tensor.split import Split
 from launcher.zero.axes import ShardAxes
 from launcher.zero.checks import StepChecks
 from launcher.zero.copies import check_copies
+from launcher.zero.dealt import Dealer, is_dealt
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
@@ -29,6 +30,7 @@ from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer
+from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.shared import sum_over_stages, sum_partial, use_over_stages
 from launcher.zero.slot import ParamSlice, Slot
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
@@ -85,11 +87,9 @@ class ZeroModel:
             [*reversed([unit for unit in trained if unit is not units[-1]]), *root], policy
         )
         self.hooks = Hooks(units, self.fetcher, self.reducer)
+        self.hooks.keeps = self  # while modules call the hooks
         self.slots: dict[str, Slot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
-        self._slot_of_parameter |= {
-            id(slot.handle): slot for flat in self.flats if flat.sharded for slot in flat.slots
-        }
         self.serial: int = max((model.serial for model in _live), default=0) + 1
         _live.add(self)
         self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
@@ -196,6 +196,7 @@ class ZeroModel:
             unit.gather_start("gather")
         for unit in opened:
             unit.gather_wait()
+            unit.held = True
         try:
             yield
             if modifier_rank is not None:
@@ -203,7 +204,8 @@ class ZeroModel:
                     slot.flat.take_back(slot, modifier_rank)
         finally:
             for unit in opened:
-                unit.free()
+                unit.held = False
+                self.fetcher.free(unit)
 
     def _slots_of(self, parameters: Iterable[Tensor] | None) -> list[Slot]:
         if parameters is None:
@@ -222,6 +224,9 @@ class ZeroModel:
                 f"{where}, and this rank is stage {self.pp.rank}",
                 fix="name on each rank parameters of its own stage: engine.module.named_parameters()",
             )
+        if isinstance(parameter, ShardedParameter):  # a copy of a handle (its .data) knows the slot, too
+            holder = parameter.zero_holder
+            return holder if isinstance(holder, Slot) and holder in self._unit_of else None
         return self._slot_of_parameter.get(id(parameter))
 
     def unit_of(self, slot: Slot) -> Unit:
@@ -330,3 +335,34 @@ def apply(
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
     return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"), elsewhere, homes)
+
+
+def release(model: nn.Module) -> None:
+    """Give a model back as it was, for another engine: no hooks; what was sharded is dealt out. A collective.
+
+    Raises:
+        LauncherError: layers are split over tp, or the model is cut into stages: it is not what it was.
+    """
+    earlier = [zero for zero in live_models() if any(zero.slot_of(p) is not None for p in model.parameters())]
+    handles = [p for p in model.parameters() if isinstance(p, ShardedParameter) and not is_dealt(p)]
+    slots = [handle.zero_holder for handle in handles if isinstance(handle.zero_holder, Slot)]
+    if any(zero.pp.degree > 1 for zero in earlier) or not all(slot.split.is_whole for slot in slots):
+        raise LauncherError(
+            "the model is split already, by an earlier initialize() of it",
+            where="initialize(model=...)",
+            fix="build the model again, or keep the first engine",
+        )
+    for zero in earlier:
+        zero.hooks.remove()
+        zero.free_gathered()
+        _live.discard(zero)
+    dealer = Dealer()
+    for flat in dict.fromkeys(slot.flat for slot in slots):
+        flat.gather_start("gather")
+        flat.gather_wait()
+        dealt = [(slot, dealer.handle(slot.leaf, slot.name)) for slot in flat.slots]
+        flat.free()
+        for slot, handle in dealt:
+            slot.show(handle)
+    for zero in earlier:
+        zero.homes.close()

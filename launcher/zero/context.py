@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.zero.apply import ZeroModel, live_models
+from launcher.zero.dealt import dealt_of, is_dealt
 
 
 class Init:
@@ -61,7 +62,8 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Whole parameters inside the `with`, at every stage. A collective: every rank must enter it.
+    """Whole parameters inside the `with`, at every stage. A collective: every rank must enter it. Forwards inside use
+    them as they are, and free none.
 
     Where layers are split over tensor-parallel ranks, each rank sees its own part whole, and `modifier_rank` is a
     data-parallel rank. Where the model is cut into stages, each stage enters it for parameters of its own.
@@ -78,6 +80,8 @@ def GatheredParameters(
     with ExitStack() as stack:
         if enabled:
             wanted = [params] if isinstance(params, Tensor) else list(params)
+            for dealt in dict.fromkeys(dealt_of(p) for p in wanted if is_dealt(p)):
+                stack.enter_context(dealt.gathered(modifier_rank))
             for model, own in _by_model(wanted):
                 stack.enter_context(model.gathered(own, modifier_rank))
         yield

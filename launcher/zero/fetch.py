@@ -84,7 +84,7 @@ class Fetcher:
             self.free(unit)
 
     def free(self, unit: Unit) -> None:
-        if self.keeps:
+        if self.keeps or unit.held:
             return
         unit.free()
         self.gathered.pop(unit, None)

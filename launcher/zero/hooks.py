@@ -22,10 +22,12 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
+from launcher.errors import LauncherError
 from launcher.models.activation import recomputing
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.reduce import Reducer
+from launcher.zero.slot import Slot
 from launcher.zero.unit import Unit
 
 Packed = tuple[FlatBuffer, torch.Size, tuple[int, ...], int | torch.SymInt]
@@ -55,6 +57,7 @@ class Hooks:
         self._packing: list[saved_tensors_hooks] = []
         self._in_backward = False
         self._handles: list[Removable] = []
+        self.keeps: object = None  # what must live as long as these hooks are called
         self.packs = any(unit.sharded for unit in units)  # what is saved for backward is looked through
         self._register()
 
@@ -67,6 +70,9 @@ class Hooks:
                 self._handles.append(unit.module.register_forward_hook(after, always_call=True))
             for slot in unit.trainable_slots():
                 self._handles.append(slot.leaf.register_post_accumulate_grad_hook(self._arrival(unit)))
+                if slot.flat.sharded:
+                    move = self._from_handle(unit, slot)
+                    self._handles.append(slot.handle.register_post_accumulate_grad_hook(move))
 
     def until_removed(self, thing: R) -> R:
         """Have `remove` take this away, too."""
@@ -78,6 +84,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.keeps = None
 
     # ---- forward ----------------------------------------------------------------------------
 
@@ -184,6 +191,31 @@ class Hooks:
                     self.reducer.ready(unit)
                 if unit.sharded and unit is not self.root:
                     self.fetcher.free(unit)
+
+        return gradient_arrived
+
+    def _from_handle(self, unit: Unit, slot: Slot) -> Callable[[Tensor], None]:
+        """Some compute with a handle inside GatheredParameters: its gradient is the leaf's."""
+
+        def gradient_arrived(handle: Tensor) -> None:
+            self._begin_backward()
+            gradient, handle.grad = handle.grad, None
+            assert gradient is not None
+            if unit.arrived == unit.expected:
+                raise LauncherError(
+                    f"a gradient of {slot.name} came when those of {unit.name} were on their way already",
+                    where=f"parameter {slot.name}, used inside GatheredParameters",
+                    fix="use it through its module's forward",
+                )
+            if slot.leaf.grad is not None:
+                slot.leaf.grad.add_(gradient)
+                return
+            shown, slot.leaf.data = (
+                slot.leaf.data,
+                gradient,
+            )  # it may be freed, and a gradient must be of its shape
+            slot.leaf.grad = gradient
+            slot.leaf.data = shown
 
         return gradient_arrived
 

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
 from launcher.errors import ShardedParameterError
 
-if TYPE_CHECKING:
-    from launcher.zero.slot import Slot
+
+class Holder(Protocol):
+    """Knows where the values of a parameter are: a slot of a flat buffer, or `Dealt` before there is one.
+
+    Attributes:
+        name: for messages.
+        whole: all values, while they are gathered.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def trainable(self) -> bool: ...
+    @property
+    def whole(self) -> torch.Tensor | None: ...
+
 
 _METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
@@ -20,22 +40,18 @@ class ShardedParameter(torch.Tensor):
     at any other time touching the data raises `ShardedParameterError` with the parameter's name.
 
     Args:
-        slot: the place of the parameter in its flat buffer.
+        holder: knows where its values are.
     """
 
     _is_param = True  # isinstance(x, nn.Parameter) is true: optimizers and HF code ask for it
-    zero_slot: Slot
+    zero_holder: Holder
 
     @staticmethod
-    def __new__(cls, slot: Slot) -> ShardedParameter:
+    def __new__(cls, holder: Holder) -> ShardedParameter:
         handle = torch.Tensor._make_wrapper_subclass(
-            cls,
-            slot.shape,
-            dtype=slot.flat.dtype,  # not yet the leaf's: the user's parameter is converted after this
-            device=slot.flat.pool.device,
-            requires_grad=slot.leaf.requires_grad,
+            cls, holder.shape, dtype=holder.dtype, device=holder.device, requires_grad=holder.trainable
         )
-        handle.zero_slot = slot
+        handle.zero_holder = holder
         return handle
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -47,8 +63,8 @@ class ShardedParameter(torch.Tensor):
         def data_of(value: Any) -> Any:
             return value._whole(str(func)) if isinstance(value, ShardedParameter) else value
 
-        if func in _METADATA_ONLY and not args[0].zero_slot.flat.gathered:
-            return cls(args[0].zero_slot)
+        if func in _METADATA_ONLY and args[0].zero_holder.whole is None:
+            return cls(args[0].zero_holder)
         return func(*tree_map(data_of, args), **tree_map(data_of, kwargs or {}))
 
     # What torch answers for tensor subclasses without asking __torch_dispatch__:
@@ -67,17 +83,16 @@ class ShardedParameter(torch.Tensor):
 
     def _whole(self, who: str) -> torch.Tensor:
         """The full data while it is gathered."""
-        slot = self.zero_slot
-        if not slot.flat.gathered:
+        holder = self.zero_holder
+        if (whole := holder.whole) is None:
             raise ShardedParameterError(
-                f"{who} needs the data of parameter '{slot.name}' (shape {tuple(self.shape)}), "
+                f"{who} needs the data of parameter '{holder.name}' (shape {tuple(self.shape)}), "
                 "which ZeRO-3 keeps sharded: no rank holds it whole",
-                where=f"parameter {slot.name}",
+                where=f"parameter {holder.name}",
                 fix="read or change it inside `with launcher.zero.GatheredParameters([parameter]):`, on every rank",
             )
-        return slot.leaf.data
+        return whole
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        slot = self.zero_slot
-        state = "gathered" if slot.flat.gathered else "sharded"
-        return f"ShardedParameter('{slot.name}', shape={tuple(self.shape)}, dtype={self.dtype}, {state})"
+        state = "sharded" if self.zero_holder.whole is None else "gathered"
+        return f"ShardedParameter('{self.zero_holder.name}', shape={tuple(self.shape)}, dtype={self.dtype}, {state})"

@@ -66,6 +66,23 @@ class Slot:
         return self.split.room
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat.pool.device
+
+    @property
+    def trainable(self) -> bool:
+        return self.leaf.requires_grad
+
+    @property
+    def whole(self) -> Tensor | None:
+        """The local parameter while it is there."""
+        return self.leaf.data if self.flat.gathered else None
+
+    @property
     def span(self) -> slice:
         return slice(self.offset, self.offset + self.numel)
 

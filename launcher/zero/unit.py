@@ -28,6 +28,7 @@ class Unit:
         self.in_backward = (
             False  # from the first use of its parameters in a backward to the end of its gradients
         )
+        self.held = False  # GatheredParameters keeps it gathered
         self.arrived = 0  # leaves whose gradient has come in this backward
         self.expected = sum(len(gradient.flat.slots) for gradient in self.gradients)
 

@@ -20,7 +20,8 @@ def test_the_files() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_file_is_what_its_name_says_on_any_number_of_ranks(path: Path) -> None:
     for ranks in (1, 2, 3, 4, 7):
-        config = load(path).resolve(dp_degree=ranks)
+        by_trainer = {"train_micro_batch_size_per_gpu": 4} if path.stem.startswith("hf_") else {}
+        config = load(path).resolve(dp_degree=ranks, auto=by_trainer)
         assert config.train_batch_size == 4 * ranks
         zero = STAGES[path.stem] if path.stem in STAGES else int(re.findall(r"zero(\d)", path.stem)[0])
         assert config.zero_optimization.stage == zero

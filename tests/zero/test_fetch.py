@@ -20,6 +20,7 @@ class FakeUnit:
     whole: bool = False
     moves: bool = False
     fetches: int = 0
+    held: bool = False
 
     @property
     def sharded(self) -> bool:

@@ -1,0 +1,138 @@
+"""Weights out of a checkpoint, in fp32, in one process: DeepSpeed's `zero_to_fp32`.
+
+python zero_to_fp32.py CHECKPOINTS OUTPUT [--tag TAG]      (a copy of `SCRIPT` lies beside every checkpoint)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from launcher.checkpoint import store, tags
+from launcher.checkpoint.export import write_safetensors
+from launcher.checkpoint.reader import read_metadata
+from launcher.errors import LauncherError
+
+SCRIPT = """\
+#!{python}
+\"\"\"Weights of the checkpoints in this directory, in fp32: zero_to_fp32.py CHECKPOINTS OUTPUT [--tag TAG]\"\"\"
+
+import sys
+
+from launcher.checkpoint.fp32 import main
+
+sys.exit(main())
+"""
+SCRIPT_NAME = "zero_to_fp32.py"
+KINDS = ("model/", "buffer/")
+
+
+def write_script(directory: Path) -> None:
+    """Put the script beside the checkpoints in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)  # a save in the background may not have made it yet
+    path = directory / SCRIPT_NAME
+    path.write_text(SCRIPT.format(python=sys.executable))
+    path.chmod(0o755)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, **others: Any
+) -> dict[str, Tensor]:
+    """The parameters (fp32) and persistent buffers of a checkpoint, whole; tied ones under their first name.
+
+    Args:
+        checkpoint_dir, tag: which; default: the latest.
+        others: of DeepSpeed's; what was excluded when it was saved is not there.
+
+    Raises:
+        CheckpointError: there is none, or it is corrupted.
+    """
+    directory = Path(checkpoint_dir)
+    tag = store.load_meta(directory, tag)[0]
+    entries = read_metadata(tags.tag_path(directory, tag)).state_dict_metadata.items()
+    found = {
+        name: torch.empty(entry.size, dtype=_dtype(name, entry.properties.dtype))
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(KINDS)
+    }
+    store.load(directory, tag, found, strict=False)
+    return {name.partition("/")[2]: value for name, value in found.items()}
+
+
+def _dtype(name: str, stored: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.startswith("model/") and stored.is_floating_point else stored
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | float = 5e9,
+    safe_serialization: bool = True,
+    tag: str | None = None,
+    **others: Any,
+) -> None:
+    """Write that as safetensors, which from_pretrained reads.
+
+    Args:
+        max_shard_size: bytes of a file, also as "5GB".
+        safe_serialization: false writes one pickle, pytorch_model.bin.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    directory = Path(output_dir)
+    if safe_serialization:
+        entries = [(name, t.dtype, tuple(t.shape), partial(_same, t)) for name, t in state.items()]
+        write_safetensors(directory, entries, _bytes(max_shard_size))
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.save(state, directory / "pytorch_model.bin")
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _bytes(size: str | float) -> float:
+    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+    text = str(size).upper()
+    return float(text[:-2]) * units[text[-2:]] if text[-2:] in units else float(text)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Load a checkpoint's weights into a plain model, on the CPU; returns the model."""
+    model.to("cpu").load_state_dict(
+        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
+    )
+    return model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line of the script beside the checkpoints, with DeepSpeed's arguments."""
+    parser = argparse.ArgumentParser(description="Write the weights of a checkpoint in fp32.")
+    parser.add_argument("checkpoint_dir", help="the directory that holds `latest` and global_step*")
+    parser.add_argument("output_dir", help="where the files go")
+    parser.add_argument("--max_shard_size", default="5GB", help="of a file (default: 5GB)")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors in place of a pickle")
+    parser.add_argument("-t", "--tag", help="default: the latest")
+    flags = parser.parse_args(argv)
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            flags.checkpoint_dir,
+            flags.output_dir,
+            flags.max_shard_size,
+            flags.safe_serialization,
+            flags.tag,
+        )
+    except LauncherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,41 @@
+"""What scripts of Hugging Face's libraries find in their environment: `import deepspeed` is ours, and the JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+
+from launcher.config.load import read
+from launcher.errors import ConfigError
+from launcher.integrations.surface import DIRECTORY
+
+_YES = {"1", "true", "yes", "on", "y", "t"}
+
+
+def variables(config: str | None) -> dict[str, str]:
+    """Variables for the ranks of a script.
+
+    Args:
+        config: `--config` of launch, if it was given: accelerate takes it for a script that names no JSON itself.
+
+    Raises:
+        ConfigError: ACCELERATE_USE_CPU is set: with it accelerate trains without any engine, and says nothing.
+    """
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES:
+        raise ConfigError(
+            "ACCELERATE_USE_CPU is set: with it accelerate trains without ZeRO, and says nothing",
+            where="environment",
+            fix="unset it, and write launch --device cpu; or start the script with --no_deepspeed_shim",
+        )
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, [str(DIRECTORY), os.environ.get("PYTHONPATH")]))}
+    if config is not None:
+        found["ACCELERATE_USE_DEEPSPEED"] = "true"
+        found["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = _plain(config)
+    return found
+
+
+def _plain(config: str) -> str:
+    """The JSON in base64: without comments, for accelerate reads it with Python's json."""
+    document = {"zero_optimization": {"stage": 0}, **read(config).tree}
+    return base64.urlsafe_b64encode(json.dumps(document).encode()).decode()

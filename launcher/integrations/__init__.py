@@ -1,0 +1,1 @@
+"""Programs of others on our engine: what imports `deepspeed` gets this package."""

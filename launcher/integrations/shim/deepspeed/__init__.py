@@ -1,0 +1,7 @@
+"""Not DeepSpeed: its names, on launcher's engine. On the path of what `launch` starts, and after `enable()`."""
+
+from launcher.integrations import surface
+
+__version__ = surface.VERSION
+__launcher__ = True
+__getattr__ = surface.serve()

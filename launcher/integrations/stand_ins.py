@@ -1,0 +1,280 @@
+"""What stands for names of DeepSpeed's that are not simply ours."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import launcher
+from launcher.comm import pick_device
+from launcher.errors import ConfigError, LauncherError
+from launcher.optim.lion import Lion
+from launcher.zero import ShardedParameter
+
+logger = logging.getLogger("launcher")
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+COMPATIBLE_OPS = {"async_io": True, "cpu_adam": True, "fused_adam": True}
+WAIT = timedelta(minutes=30)  # DeepSpeed's default
+
+
+# ---- processes ------------------------------------------------------------------------------------
+
+
+def init_distributed(dist_backend: str | None = None, timeout: timedelta = WAIT, **others: Any) -> None:
+    """Start torch.distributed from the environment.
+
+    Args:
+        dist_backend: not needed: NCCL for CUDA tensors, gloo for CPU tensors. None is what accelerate says where it
+            has found no accelerator.
+        timeout: of a collective.
+        others: of DeepSpeed's; not needed.
+    """
+    launcher.init_distributed(timeout=timeout)
+    if dist_backend is None:
+        _tell_accelerate()
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group. accelerate asks just before it looks for its backend."""
+    if dist.is_initialized():
+        _tell_accelerate()
+    return dist.is_initialized()
+
+
+def _tell_accelerate() -> None:
+    """On a host without an accelerator it believes that there is one process, unless it knows of a backend."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    shared = getattr(state, "_shared_state", None)
+    if isinstance(shared, dict) and "backend" in shared and shared["backend"] is None:
+        shared["backend"] = "gloo"
+
+
+def _check_accelerate() -> None:
+    """Every rank must know that it is one of several, or all train on the same data.
+
+    Raises:
+        LauncherError: accelerate counts other processes than there are.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    shared = getattr(state, "_shared_state", None) or {}
+    counted = shared.get("num_processes")
+    if counted is not None and counted != dist.get_world_size():
+        raise LauncherError(
+            f"accelerate counts {counted} processes, and there are {dist.get_world_size()} ranks: each would train on "
+            "the same data",
+            fix="pass TrainingArguments(use_cpu=True) on a machine without a GPU, and do not set ACCELERATE_USE_CPU",
+        )
+
+
+class _Accelerator:
+    """The device of this rank, by DeepSpeed's questions."""
+
+    _name = "cpu"
+
+    def device_name(self, index: int | str | None = None) -> str:
+        kind = pick_device().type
+        return kind if index is None or kind == "cpu" else f"{kind}:{index}"
+
+    def current_device_name(self) -> str:
+        return str(pick_device())
+
+    def current_device(self) -> int:
+        return pick_device().index or 0
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count() or 1
+
+    def is_available(self) -> bool:
+        return True
+
+    def communication_backend_name(self) -> str:
+        return "nccl" if pick_device().type == "cuda" else "gloo"
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def empty_cache(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"deepspeed.accelerator.get_accelerator().{name} is not here; see docs/transformers.md"
+        )
+
+
+def get_accelerator() -> _Accelerator:
+    """The device of this rank."""
+    return _Accelerator()
+
+
+# ---- the engine -----------------------------------------------------------------------------------
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    *positional: Any,
+    config: Any = None,
+    config_params: Any = None,
+    **keywords: Any,
+) -> Any:
+    """`launcher.initialize`, with the configuration as Hugging Face's libraries write it.
+
+    Raises:
+        ConfigError: the JSON cannot be done; or it asks for pipeline stages, which their loops know nothing of.
+    """
+    if positional:
+        raise ConfigError(
+            "only args and model can be given by position",
+            where="deepspeed.initialize()",
+            fix="name the others",
+        )
+    init_distributed()
+    _check_accelerate()
+    given = config if config is not None else config_params
+    if isinstance(given, Mapping):
+        given = _as_meant(given, dist.get_world_size())
+    made = launcher.initialize(args, model, config=given, **keywords)
+    made[0].fp32_script = True
+    if made[1] is not None:
+        made[1].parameter_offload = _Offload(made[0].module)  # type: ignore[attr-defined]
+    return made
+
+
+def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
+    """The configuration with what their libraries write otherwise put right."""
+    meant: dict[str, Any] = {}
+    for key, value in config.items():
+        meant[key] = dict(value) if isinstance(value, Mapping) else value
+    for key in [
+        key for key in meant if "." in key
+    ]:  # TRL writes paths in one key, and sizes that are not whole
+        (section, _, name), value = key.partition("."), meant.pop(key)
+        meant.setdefault(section, {})[name] = int(value) if isinstance(value, float) else value
+    stages = meant.get("pipeline", {}).get("stages")
+    if stages not in (None, 1):
+        raise ConfigError(
+            f"pipeline.stages is {stages}, and a loop of Hugging Face's runs the whole model on every rank",
+            where="pipeline.stages",
+            fix="delete the section, or train with `launch --config DS.json pretrain` or `finetune`, which know stages",
+        )
+    _count_tensor_parallel(meant, world)
+    return meant
+
+
+def _count_tensor_parallel(config: dict[str, Any], world: int) -> None:
+    """They count every rank in train_batch_size, also those that share a sequence."""
+    size = config.get("tensor_parallel", {}).get("autotp_size", 1)
+    train, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    numbers = all(isinstance(value, int) for value in (size, train, micro, accumulation))
+    if numbers and size > 1 and train == micro * accumulation * world:
+        del config["train_batch_size"]
+
+
+def tp_model_init(model: nn.Module, **keywords: Any) -> nn.Module:
+    """The model as it is: initialize() splits its layers, as the JSON says."""
+    return model
+
+
+class _Offload:
+    """What TRL takes off before it generates inside GatheredParameters. Here nothing has to go: what is gathered there
+    stays gathered in forwards."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        pass
+
+
+# ---- parameters -----------------------------------------------------------------------------------
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter can be used as it is."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def _status(parameter: torch.Tensor) -> ZeroParamStatus:
+    sharded = isinstance(parameter, ShardedParameter) and parameter.zero_holder.whole is None
+    return ZeroParamStatus.NOT_AVAILABLE if sharded else ZeroParamStatus.AVAILABLE
+
+
+# Those who ask for the status want it of every parameter, and of modules what they use of others.
+for _kind in (nn.Parameter, ShardedParameter):
+    setattr(_kind, "ds_status", property(_status))  # noqa: B010
+    setattr(_kind, "ds_active_sub_modules", property(lambda parameter: set()))  # noqa: B010
+setattr(nn.Module, "ds_external_parameters", lambda module: ())  # noqa: B010
+
+
+def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Nothing has to be said: what lies outside of blocks is there during the whole forward."""
+
+
+def unchanged(constructor: Callable[..., Any], *dtypes: Any, **others: Any) -> Callable[..., Any]:
+    """A constructor of tensors as it is."""
+    return constructor
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """The item with its tensors copied: a view is saved without what it is a view of."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(device), item)
+
+
+# ---- optimizers -----------------------------------------------------------------------------------
+
+
+def cpu_adam(
+    model_params: Iterable[Any], *, adamw_mode: bool = True, bias_correction: bool = True, **options: Any
+) -> torch.optim.Optimizer:
+    """torch's Adam or AdamW; the engine steps it in one pass over host memory."""
+    if not bias_correction:
+        raise ConfigError(
+            "bias_correction=False is not here",
+            where="DeepSpeedCPUAdam()",
+            fix='write it in the JSON: "optimizer": {"type": "Adam", "params": {"bias_correction": false}}',
+        )
+    options.pop("fp32_optimizer_states", None)
+    return (torch.optim.AdamW if adamw_mode else torch.optim.Adam)(model_params, **options)
+
+
+def fused_adam(
+    params: Iterable[Any], *, adam_w_mode: bool = True, set_grad_none: bool = True, **options: Any
+) -> torch.optim.Optimizer:
+    """torch's Adam or AdamW."""
+    return cpu_adam(params, adamw_mode=adam_w_mode, **options)
+
+
+def cpu_adagrad(model_params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+    """torch's Adagrad."""
+    options.pop("fp32_optimizer_states", None)
+    return torch.optim.Adagrad(model_params, **options)
+
+
+def lion(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+    """Our Lion."""
+    options.pop("fp32_optimizer_states", None)
+    return Lion(params, **options)
+
+
+AsyncIOBuilder = SimpleNamespace(NAME="async_io")

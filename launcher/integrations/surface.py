@@ -1,0 +1,176 @@
+"""The package `deepspeed` that scripts see: names of DeepSpeed's, and where they are here (data), and their importer.
+
+Its only file is `shim/deepspeed/__init__.py`. Modules below it are made on demand from `NAMES`, and a name is looked up
+when somebody asks for it: importing it costs next to nothing. What is not here raises an error that says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from launcher.errors import LauncherError
+
+PACKAGE = "deepspeed"
+VERSION = "0.19.8"
+"""Of the DeepSpeed whose names these are; scripts ask for 0.18.2 at least."""
+
+DIRECTORY = Path(__file__).parent / "shim"
+"""What goes on the path: the package and its metadata."""
+
+_HERE = "launcher.integrations.stand_ins"
+_ADAM = {"DeepSpeedCPUAdam": f"{_HERE}:cpu_adam", "FusedAdam": f"{_HERE}:fused_adam"}
+_ZERO = {
+    "Init": "launcher.zero:DealtInit",
+    "GatheredParameters": "launcher.zero:GatheredParameters",
+    "ZeroParamStatus": f"{_HERE}:ZeroParamStatus",
+    "register_external_parameter": f"{_HERE}:register_external_parameter",
+    "unregister_external_parameter": f"{_HERE}:register_external_parameter",
+}
+_LEAVES = {
+    name: f"launcher.zero:{name}"
+    for name in (
+        "set_z3_leaf_module",
+        "set_z3_leaf_modules",
+        "set_z3_leaf_modules_by_name",
+        "set_z3_leaf_modules_by_suffix",
+        "get_z3_leaf_modules",
+        "unset_z3_leaf_modules",
+    )
+}
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "": {
+        "initialize": f"{_HERE}:initialize",
+        "init_distributed": f"{_HERE}:init_distributed",
+        "tp_model_init": f"{_HERE}:tp_model_init",
+        "add_config_arguments": "launcher.arguments:add_config_arguments",
+        "DeepSpeedEngine": "launcher.engine:Engine",
+        "PipelineModule": "launcher.pipe:PipelineModule",
+    },
+    "accelerator": {"get_accelerator": f"{_HERE}:get_accelerator"},
+    "checkpoint": {},
+    "checkpoint.utils": {"clone_tensors_for_torch_save": f"{_HERE}:clone_tensors_for_torch_save"},
+    "checkpointing": {},
+    "comm": {
+        "init_distributed": f"{_HERE}:init_distributed",
+        "is_initialized": f"{_HERE}:is_initialized",
+        "log_summary": "launcher.comm:log_summary",
+    },
+    "launcher": {},
+    "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}:DEEPSPEED_ENVIRONMENT_NAME"},
+    "ops": {"__compatible_ops__": f"{_HERE}:COMPATIBLE_OPS"},
+    "ops.adagrad": {"DeepSpeedCPUAdagrad": f"{_HERE}:cpu_adagrad"},
+    "ops.adam": _ADAM,
+    "ops.aio": {"AsyncIOBuilder": f"{_HERE}:AsyncIOBuilder"},
+    "ops.lion": {"DeepSpeedCPULion": f"{_HERE}:lion", "FusedLion": f"{_HERE}:lion"},
+    "ops.op_builder": {"AsyncIOBuilder": f"{_HERE}:AsyncIOBuilder"},
+    "pipe": {},
+    "runtime": {},
+    "runtime.engine": {"DeepSpeedEngine": "launcher.engine:Engine"},
+    "runtime.lr_schedules": {"VALID_LR_SCHEDULES": f"{_HERE}:VALID_LR_SCHEDULES"},
+    "runtime.zero": _ZERO,
+    "runtime.zero.partition_parameters": {
+        **_ZERO,
+        # transformers puts its own in place of the first one, for zero.Init to use: ours leaves dtypes alone
+        "zero_wrapper_for_fp_tensor_constructor": f"{_HERE}:unchanged",
+        "_orig_torch_arange": "torch:arange",
+        "get_accelerator": f"{_HERE}:get_accelerator",
+    },
+    "utils": {**_LEAVES, "logger": f"{_HERE}:logger"},
+    "utils.zero_to_fp32": {
+        name: f"launcher.checkpoint.fp32:{name}"
+        for name in (
+            "get_fp32_state_dict_from_zero_checkpoint",
+            "convert_zero_checkpoint_to_fp32_state_dict",
+            "load_state_dict_from_zero_checkpoint",
+        )
+    },
+    "zero": _ZERO,
+}
+"""Module below `deepspeed` -> its names -> `module:attribute` here."""
+
+REST: Mapping[str, str] = {
+    "checkpointing": "launcher.checkpointing",
+    "comm": "torch.distributed",
+    "pipe": "launcher.pipe",
+}
+"""Modules that have all names of another one besides."""
+
+
+class NotHere(LauncherError, AttributeError):
+    """A name of DeepSpeed's that is not here."""
+
+
+class NoSuchModule(LauncherError, ModuleNotFoundError):
+    """A module of DeepSpeed's that is not here."""
+
+
+def getter(module: str) -> Callable[[str], Any]:
+    """`__getattr__` of a module of the package.
+
+    Args:
+        module: its name below the package; "" for the package itself.
+    """
+
+    def find(name: str) -> Any:
+        below = f"{module}.{name}" if module else name
+        if name in NAMES[module]:
+            home, _, attribute = NAMES[module][name].partition(":")
+            value = getattr(importlib.import_module(home), attribute)
+        elif below in NAMES:
+            value = importlib.import_module(f"{PACKAGE}.{below}")
+        elif module in REST and not name.startswith("__"):
+            value = getattr(importlib.import_module(REST[module]), name)
+        else:
+            what, how = _missing(below)
+            raise NotHere(what, **how)
+        setattr(sys.modules[f"{PACKAGE}.{module}" if module else PACKAGE], name, value)
+        return value
+
+    return find
+
+
+def _missing(name: str) -> tuple[str, dict[str, str]]:
+    return (
+        f"{PACKAGE}.{name} is not here: `import {PACKAGE}` gives launcher's engine, with the names that it has",
+        {
+            "fix": "see docs/transformers.md for these; for DeepSpeed itself write `launch --no-deepspeed-shim ...`"
+        },
+    )
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules below the package."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        package, _, below = fullname.partition(".")
+        if package != PACKAGE or not below:
+            return None
+        if below not in NAMES:
+            what, how = _missing(below)
+            raise NoSuchModule(what, **how)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        find = getter(module.__name__.partition(".")[2])
+        setattr(module, "__getattr__", find)  # noqa: B010
+
+
+def serve() -> Callable[[str], Any]:
+    """Make the modules below the package importable; returns the package's own `__getattr__`."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+    return getter("")

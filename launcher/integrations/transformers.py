@@ -1,0 +1,54 @@
+"""Hugging Face's Trainer on our engine, in programs that `launch` does not start: torchrun, notebooks.
+
+from launcher.integrations.transformers import Trainer     # or: enable(), and import as ever
+trainer = Trainer(model=model, args=TrainingArguments(deepspeed="ds_config.json", ...), ...)
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+from launcher.errors import LauncherError
+from launcher.integrations.surface import DIRECTORY, PACKAGE
+
+_HOMES = {
+    "Trainer": "transformers",
+    "TrainingArguments": "transformers",
+    "SFTTrainer": "trl",
+    "SFTConfig": "trl",
+}
+
+
+def enable() -> None:
+    """From now on `import deepspeed` in this process gives our engine. Safe to call again.
+
+    Raises:
+        LauncherError: too late: DeepSpeed, or a library that looked for it in vain, has been imported.
+    """
+    if str(DIRECTORY) in sys.path[:1]:
+        return
+    loaded = sys.modules.get(PACKAGE)
+    if loaded is not None and not getattr(loaded, "__launcher__", False):
+        raise LauncherError(
+            "DeepSpeed has been imported already", fix="call enable() before anything imports it"
+        )
+    if "accelerate" in sys.modules and importlib.util.find_spec(PACKAGE) is None:
+        raise LauncherError(
+            "accelerate has been imported already, and found no deepspeed",
+            fix="call enable() before you import transformers, trl or accelerate",
+        )
+    sys.path.insert(0, str(DIRECTORY))
+    importlib.invalidate_caches()
+    print(f"launcher: `import {PACKAGE}` gives launcher's engine in this process", file=sys.stderr)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has enable, {', '.join(_HOMES)}"
+        )
+    enable()
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,198 @@
+"""Parameters dealt out among all ranks before there is an engine: what `from_pretrained` fills under ZeRO-3.
+
+`Init` of `context.py` builds on meta, and the values come from a seed. Here they are the module's own, as DeepSpeed's
+`zero.Init` has them: a module is built as ever, and as soon as it becomes a part of another one each rank keeps a slice
+of every parameter. Whoever fills them in enters `GatheredParameters`. `launcher.initialize` takes them from there into
+flat buffers, one unit at a time, whatever has been tied, resized, frozen or added in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from launcher.comm import Axis, all_gather, broadcast, init_distributed, pick_device
+from launcher.zero.sharded_parameter import ShardedParameter
+from launcher.zero.slot import Reader, Slot
+
+
+class Dealt:
+    """The values of one parameter, of which each rank keeps a slice in host memory.
+
+    Args:
+        values: whole, on every rank; rank 0's count.
+        name: for messages.
+        device: where they are gathered.
+    """
+
+    def __init__(self, values: Tensor, name: str, device: torch.device) -> None:
+        self.name, self.shape, self.dtype, self.device = name, values.shape, values.dtype, device
+        self.trainable = values.requires_grad
+        self.whole: Tensor | None = None
+        world = dist.get_world_size()
+        self._axis = Axis("world", world, dist.get_rank(), dist.group.WORLD, dist.group.WORLD)
+        self._size = -(-self.shape.numel() // world)
+        self._deal(values.detach(), source=0)
+
+    def _deal(self, values: Tensor, source: int) -> None:
+        flat = torch.empty(self._size * self._axis.degree, dtype=self.dtype, device=self.device)
+        flat[: values.numel()].copy_(values.reshape(-1))
+        broadcast(flat, self._axis, f"{self.name}/deal", source=source).wait()
+        self._slice = flat[self._axis.span(flat.numel())].to("cpu", copy=True)
+
+    def _gather(self) -> Tensor:
+        flat = torch.empty(self._size * self._axis.degree, dtype=self.dtype, device=self.device)
+        flat[self._axis.span(flat.numel())].copy_(self._slice)
+        all_gather(flat, self._axis, f"{self.name}/gather").wait()
+        return flat[: self.shape.numel()].view(self.shape)
+
+    @contextmanager
+    def gathered(self, modifier_rank: int | None = None) -> Iterator[Tensor]:
+        """All values inside the `with`; a collective of all ranks.
+
+        Args:
+            modifier_rank: this rank's edits are kept and sent to all; None: edits are lost.
+        """
+        opened = self.whole is None
+        values = self.whole = self._gather() if self.whole is None else self.whole
+        try:
+            yield values
+            if modifier_rank is not None:
+                self._deal(values, modifier_rank)
+        finally:
+            if opened:
+                self.whole = None
+
+
+def is_dealt(parameter: Tensor) -> bool:
+    """Whether it stands for values that are dealt out, and belongs to no engine yet."""
+    return isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, Dealt)
+
+
+def dealt_of(parameter: Tensor) -> Dealt:
+    """The values of a parameter that `is_dealt`."""
+    assert isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, Dealt)
+    return parameter.zero_holder
+
+
+class Dealer:
+    """Puts handles in the place of parameters, one for each, however many modules show it."""
+
+    def __init__(self) -> None:
+        self.device = pick_device()
+        self._handles: Any = WeakIdKeyDictionary()
+
+    def deal(self, module: nn.Module, prefix: str = "") -> None:
+        """Deal out every parameter inside `module` that is not yet. A collective of all ranks."""
+        for path, inner in module.named_modules(prefix=prefix or type(module).__name__):
+            for attribute, parameter in inner._parameters.items():
+                if parameter is not None and not isinstance(parameter, ShardedParameter):
+                    inner._parameters[attribute] = self.handle(parameter, f"{path}.{attribute}")  # type: ignore[assignment]
+
+    def handle(self, parameter: Tensor, name: str) -> ShardedParameter:
+        """What stands for it from now on."""
+        if parameter not in self._handles:
+            handle = ShardedParameter(Dealt(parameter, name, self.device))
+            handle.__dict__.update(parameter.__dict__)
+            self._handles[parameter] = handle
+        found: ShardedParameter = self._handles[parameter]
+        return found
+
+
+class DealtInit:
+    """Build a model of which no rank holds all: `with DealtInit(): model = Model(...)`. A collective of all ranks.
+
+    A module keeps its parameters whole until it becomes a part of another one, or the `with` ends: its own `__init__`
+    can fill them. On one rank nothing is changed.
+
+    Args:
+        module: an existing module: its parameters are dealt out at once.
+        enabled: false makes this do nothing.
+        others: accepted for DeepSpeed's callers; the JSON is read by initialize().
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **others: Any) -> None:
+        init_distributed()
+        self.enabled = enabled and dist.get_world_size() > 1
+        self._hooks: list[Any] = []
+        self._dealer = Dealer()
+        if module is not None and self.enabled:
+            self._dealer.deal(module)
+
+    def __enter__(self) -> DealtInit:
+        self._seen: dict[nn.Module, None] = {}
+        if self.enabled:
+            self._hooks = [
+                register_module_module_registration_hook(self._child_joins),
+                register_module_parameter_registration_hook(self._parameter_joins),
+            ]
+        return self
+
+    def _child_joins(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        self._seen[parent] = None
+        if child is not None:
+            self._dealer.deal(child)
+            self._seen.pop(child, None)
+
+    def _parameter_joins(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        self._seen[module] = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if kind is None and self.enabled:
+            for root in self._seen:
+                self._dealer.deal(root)
+        self._seen.clear()
+
+
+class DealtValues:
+    """A source: takes what is dealt out, and what is whole, out of a model, and leaves parameters on meta there.
+
+    Args:
+        model: some of its parameters are dealt out; the others (added since) are rank 0's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dealt: dict[str, Dealt] = {}
+        device, stand_ins = pick_device(), WeakIdKeyDictionary()
+        for prefix, module in model.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if parameter not in stand_ins:
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    held = dealt_of(parameter) if is_dealt(parameter) else Dealt(parameter, name, device)
+                    self._dealt[name] = held
+                    stand_ins[parameter] = _on_meta(parameter)
+                module._parameters[attribute] = stand_ins[parameter]
+
+    @contextmanager
+    def open(self, slots: list[Slot]) -> Iterator[Reader]:
+        """As of `ParamSource`; the slices of what has been read are given up."""
+        values: dict[str, Tensor] = {}
+        for slot in slots:
+            with self._dealt.pop(slot.name).gathered() as whole:
+                values[slot.name] = slot.split.take(whole).reshape(-1)
+        yield lambda name, start, stop: values[name][start:stop]
+
+
+def _on_meta(parameter: Tensor) -> nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    stand_in.__dict__.update({k: v for k, v in parameter.__dict__.items() if k != "zero_holder"})
+    return stand_in

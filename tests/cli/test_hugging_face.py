@@ -1,0 +1,79 @@
+"""`import deepspeed` in a script that `launch` starts: what it finds, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from launcher.cli.hugging_face import variables
+from launcher.errors import ConfigError
+from launcher.integrations.surface import DIRECTORY, NAMES, VERSION
+
+PROBE = """
+import json, sys, time
+started = time.perf_counter()
+import deepspeed
+seconds = time.perf_counter() - started
+import importlib.metadata
+errors = []
+for statement in ("import deepspeed.moe", "from deepspeed import init_inference", "deepspeed.zero.TiledLinear"):
+    try:
+        exec(statement)
+    except (ImportError, AttributeError) as error:
+        errors.append(str(error))
+heavy = [name for name in ("torch", "numpy") if name in sys.modules]
+print(json.dumps([seconds, deepspeed.__file__, importlib.metadata.version("deepspeed"), heavy, errors,
+                  deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES[0]]))
+"""
+
+
+def test_the_package_is_light_and_says_what_it_lacks() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(DIRECTORY), str(DIRECTORY.parents[2])])}
+    done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seconds, file, version, heavy, errors, schedule = json.loads(done.stdout)
+    assert seconds < 0.2  # 0.02 s on an idle machine; the imports are what is guarded
+    assert heavy == []
+    assert Path(file).is_relative_to(DIRECTORY) and version == VERSION
+    for name, error in zip(("moe", "init_inference", "zero.TiledLinear"), errors, strict=True):
+        assert f"deepspeed.{name} is not here" in error and "docs/transformers.md" in error
+    assert schedule == "LRRangeTest"
+
+
+def test_every_name_is_somewhere() -> None:
+    """The homes of the names exist; the metadata has the version that the table speaks of."""
+    probe = "import sys, importlib, json\nfor module, names in json.loads(sys.argv[1]).items():\n"
+    probe += "    found = importlib.import_module('.'.join(filter(None, ['deepspeed', module])))\n"
+    probe += "    [getattr(found, name) for name in names]\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(DIRECTORY), str(DIRECTORY.parents[2])])}
+    names = json.dumps({module: list(below) for module, below in NAMES.items()})
+    done = subprocess.run(
+        [sys.executable, "-c", probe, names], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = importlib.metadata.distributions(path=[str(DIRECTORY)])
+    assert found.version == VERSION
+
+
+def test_accelerate_gets_the_json_without_comments(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": "auto"} // for Hugging Face')
+    found = variables(str(path))
+    assert found["PYTHONPATH"].split(os.pathsep)[0] == str(DIRECTORY)
+    assert found["ACCELERATE_USE_DEEPSPEED"] == "true"
+    told = json.loads(base64.urlsafe_b64decode(found["ACCELERATE_DEEPSPEED_CONFIG_FILE"]))
+    assert told == {"train_batch_size": "auto", "zero_optimization": {"stage": 0}}
+    assert "ACCELERATE_USE_DEEPSPEED" not in variables(None)
+
+
+def test_what_makes_accelerate_pass_the_engine_by_is_refused() -> None:
+    with patch.dict(os.environ, ACCELERATE_USE_CPU="true"), pytest.raises(ConfigError, match="without ZeRO"):
+        variables(None)

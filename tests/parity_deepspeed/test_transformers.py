@@ -1,0 +1,63 @@
+"""Hugging Face's Trainer: the same script and JSON with DeepSpeed itself and with ours, 20 steps, and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.test_transformers import SCRIPT, run
+from tests.parity_deepspeed.conftest import LIMIT_S, ROOT, _environment, _free_port
+
+NAMES = ["long0", "long1", "long2", "long3", "long_json"]
+WORLD = 2
+
+
+def run_deepspeed(directory: Path) -> dict[str, Any]:
+    port = _free_port()
+    command = [sys.executable, SCRIPT, str(directory), *NAMES]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=_environment(rank, WORLD, port),
+            stdout=(directory / f"rank{rank}.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        codes = [process.wait(LIMIT_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert codes == [0] * WORLD, (directory / "rank0.log").read_text()[-3000:]
+    results: dict[str, Any] = json.loads((directory / "results.json").read_text())
+    return results
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Results of every scenario: ours, DeepSpeed's."""
+    ours, theirs = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("theirs")
+    return run(ours, WORLD, NAMES), run_deepspeed(theirs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("part", ["whole", "resumed"])
+def test_the_trainer_sees_deepspeeds_numbers(
+    both: tuple[dict[str, Any], dict[str, Any]], name: str, part: str
+) -> None:
+    """Losses, norms of gradients and learning rates, to five digits and better."""
+    ours, theirs = (side[name][part] for side in both)
+    assert ours["engine"].startswith("launcher.") and theirs["engine"].startswith("deepspeed.")
+    assert len(ours["losses"]) == 20
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+    assert ours["rates"] == pytest.approx(theirs["rates"])
+    if not math.isnan(theirs["norms"][0]):  # DeepSpeed tells none at stage 0
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=5e-6)
