@@ -25,8 +25,8 @@ HEAD = """# Idle time of a pipeline
 
 The part of a step in which ranks are idle, in percent, averaged over {stages} ranks, for a Llama of 25.6 M parameters
 whose blocks they hold half each. Closed form and simulation: F, I and W take equally long and transfers nothing.
-Simulated, measured costs: the same list with what F, B, I and W took on each stage of that run. Measured: from the
-start of the first action to the end of the last, medians of steps, then of {turns} runs.
+Simulated, measured costs: the same list with what F, B, I, W and the transfers took on each stage of that run.
+Measured: from the start of the first action to the end of the last, medians of steps, then of {turns} runs.
 
 Written by `python -m benchmarks.bubble`. {session}
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from launcher.config import load
 from launcher.monitor.metrics import read_metrics
-from launcher.monitor.plot import DPI, HEIGHT, WIDTH, curve
+from launcher.monitor.plot import DPI, HEIGHT, WIDTH, curve, finish
 
 FLOOR = 1e-8  # of the differences that are drawn: below the rounding of fp32
 
@@ -95,9 +95,7 @@ def plot(
     below.set_ylabel("relative difference")
     below.set_xlabel("optimizer step")
     for axes in (above, below):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        finish(axes)
     figure.savefig(out, dpi=DPI)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.measure import MB, peak_rss_mb, rss_mb
 from benchmarks.sweep import ROOT, append, describe_session
 from benchmarks.workload import ADAM, SIZES, Text, config_of, lm_loss
-from launcher.monitor.plot import DPI, HEIGHT, WIDTH
+from launcher.monitor.plot import DPI, HEIGHT, WIDTH, finish
 
 BLOCK = SIZES["medium"]
 SEQ, STEPS = 128, 3
@@ -152,9 +152,7 @@ def plot(records: list[dict[str, Any]], out: Path) -> None:
     axes.set_xlabel("million parameters")
     axes.set_ylabel("MiB")
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    finish(axes)
     figure.savefig(out, dpi=DPI)
 
 

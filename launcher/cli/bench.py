@@ -1,9 +1,12 @@
-"""`launch bench io`: how fast a directory is, and the `aio` section that is best for it."""
+"""`launch bench`: how fast a directory is, and the `aio` section that is best for it; how fast devices are."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -18,12 +21,14 @@ if TYPE_CHECKING:
     from launcher.offload.measure import Row
 
 DESCRIPTION = """\
-Measures a directory for offloading to NVMe: writes and reads a file there with requests of different sizes and numbers
-in flight, and prints the `aio` section that was best. Takes --size bytes of the disk for the time."""
+io: measures a directory for offloading to NVMe: writes and reads a file there with requests of different sizes and
+numbers in flight, and prints the `aio` section that was best. Takes --size bytes of the disk for the time.
+device: measures products, memory and links of this machine's devices, for `launch plan --gpu FILE.json`."""
 EPILOG = """\
 examples:
   launch bench io /local_nvme
   launch bench io /local_nvme --size 4G --seconds 120 --out aio.json
+  launch bench device --num-gpus 8 --out device.json
 """
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -36,8 +41,13 @@ def bench_parser() -> FlagParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=["io"], help="what is measured")
-    parser.add_argument("path", metavar="PATH", help="the directory, as nvme_path would name it")
+    parser.add_argument("what", choices=["io", "device"], help="what is measured")
+    parser.add_argument(
+        "path", nargs="?", metavar="PATH", help="io: the directory, as nvme_path would name it"
+    )
+    parser.add_argument(
+        "--num-gpus", type=positive, default=1, metavar="N", help="device: ranks that measure (default: 1)"
+    )
     parser.add_argument(
         "--size", type=_bytes, default="1G", metavar="N", help="of the file: 512M, 4G (default: 1G)"
     )
@@ -45,7 +55,7 @@ def bench_parser() -> FlagParser:
         "--seconds", type=positive, default=60, metavar="S", help="time to measure (default: 60)"
     )
     parser.add_argument(
-        "--out", metavar="FILE.json", help='write {"aio": ...} there; never over a file that is there'
+        "--out", metavar="FILE.json", help="write what was found there; never over a file that is there"
     )
     return parser
 
@@ -55,6 +65,10 @@ def bench(argv: Sequence[str]) -> int:
     flags = bench_parser().parse_args(argv)
     if flags.out is not None and Path(flags.out).exists():
         raise ConfigError(f"{flags.out} is already there", where="--out", fix="name a new file")
+    if flags.what == "device":
+        return _device(flags.num_gpus, flags.out)
+    if flags.path is None:
+        raise ConfigError("no directory is named", where="command line", fix="launch bench io /local_nvme")
     from rich.console import Console
 
     from launcher.offload.measure import bench as made
@@ -71,13 +85,40 @@ def bench(argv: Sequence[str]) -> int:
     _show(console, f"{flags.path}, {'direct I/O' if direct else 'through the cache'}", rows, chosen)
     text = json.dumps({"aio": chosen.section()}, indent=2)
     console.print(text, markup=False)
-    if flags.out is not None:
-        try:
-            Path(flags.out).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {flags.out}: {error.strerror}", where="--out") from None
-        console.print(f"written: {flags.out}", markup=False)
+    _write(flags.out, text + "\n")
     return 0
+
+
+def _device(ranks: int, out: str | None) -> int:
+    """Run the measurement on that many ranks of this machine."""
+    with tempfile.TemporaryDirectory() as directory:
+        row = Path(directory, "device.json")
+        launch = [sys.executable, "-m", "launcher.cli.main", "--num_gpus", str(ranks), "--quiet"]
+        program = [
+            "--no_local_rank",
+            "--module",
+            "launcher.plan.measure",
+            str(row),
+            "--output-dir",
+            directory,
+        ]
+        code = subprocess.run([*launch, *program]).returncode
+        if code:
+            return code
+        text = row.read_text(encoding="utf-8")
+    print(text, end="")
+    _write(out, text)
+    return 0
+
+
+def _write(out: str | None, text: str) -> None:
+    if out is None:
+        return
+    try:
+        Path(out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}", where="--out") from None
+    print(f"written: {out}")
 
 
 def _show(console: Console, title: str, rows: list[Row], chosen: Row) -> None:

@@ -96,10 +96,11 @@ def _batch_problem(config: Config, dp_degree: int) -> str | None:
     from launcher.config.explain import solved_batch
     from launcher.config.problems import ConfigProblems
 
-    if any(getattr(config, key) == "auto" for key in BATCH_KEYS):
-        return None
-    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
-        return None
+    if not config.elasticity.on:
+        if any(getattr(config, key) == "auto" for key in BATCH_KEYS):
+            return None
+        if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+            return None
     try:
         solved_batch(config, dp_degree)
     except ConfigProblems as error:

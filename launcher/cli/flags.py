@@ -93,6 +93,20 @@ def value_of(tokens: Sequence[str], flag: str) -> str | None:
     return found
 
 
+def without(tokens: Sequence[str], *flags: str) -> list[str]:
+    """The tokens without these flags, which all take a value, and without their values."""
+    kept: list[str] = []
+    skip = False
+    for token in tokens:
+        if skip:
+            skip = False
+        elif any(_plain(token.partition("=")[0]) == _plain(flag) for flag in flags):
+            skip = "=" not in token
+        else:
+            kept.append(token)
+    return kept
+
+
 def positive(text: str) -> int:
     """The type of a flag that counts: a whole number from 1."""
     if not text.isdigit() or int(text) < 1:

@@ -9,21 +9,32 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.flags import value_of
 from launcher.cli.recipes import PACKAGE
-from launcher.cli.request import THIS_MACHINE, Request, hosts_of, joining_place, run_directory, selected
-from launcher.cluster import cores, environment, facts, join, preflight, runners
+from launcher.cli.request import (
+    THIS_MACHINE,
+    Request,
+    check_bounds,
+    hosts_of,
+    joining_place,
+    restarts_of,
+    run_directory,
+    selected,
+)
+from launcher.cluster import cores, environment, facts, join, preflight, runners, sync
 from launcher.cluster.attempt import Patience
 from launcher.cluster.crew import Crew, Limits
 from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
+from launcher.cluster.parcel import Parcel, pack
 from launcher.cluster.rendezvous import Wanted
+from launcher.cluster.selection import first_ranks, select
 from launcher.cluster.share import Share
 from launcher.cluster.wire import Message
 from launcher.errors import ConfigError
@@ -33,6 +44,8 @@ if TYPE_CHECKING:
 
 JOIN_S = 600.0
 """How long nodes that come by themselves are waited for."""
+RETURN_BEATS = 15
+"""And how long, in heartbeats, by a restart that can do without them."""
 logger = logging.getLogger("launcher")
 
 
@@ -56,6 +69,9 @@ class Job:
     asked: dict[str, str] = field(default_factory=dict)
     """Variables that the user asked for, for all nodes."""
 
+    parcel: Parcel | None = None
+    """What `--sync` ships."""
+
     output_dir: Path | None = None
     """The run's directory, once it is made."""
 
@@ -68,20 +84,32 @@ class Job:
         self.late_choice = not self.hosts[0].slots
         if not self.late_choice:
             self.hosts = selected(self.hosts, flags)
+        elif flags.num_nodes is not None and not (flags.include or flags.exclude):
+            self.hosts = select(self.hosts, num_nodes=flags.num_nodes)
+        check_bounds(flags, len(self.hosts))
         if not flags.no_ssh and any(not self._is_here(host) for host in self.hosts):
             runners.check_runner(self.runner)
         self.device = (self.run.is_ours and value_of(self.run.arguments, "--device")) or flags.device
-        self.needs = self._needs()
+        files = self._files()
+        if flags.sync is not None:
+            self.parcel = pack(files, flags.sync or None, os.getcwd())
+        needs = files if self.parcel is None else []
+        if self.run.is_ours:  # a recipe comes with the package
+            needs = [self.run.target, *needs]
+        self.needs = {path: facts.digest(Path(path)) for path in needs}
 
     @property
     def limits(self) -> Limits:
         limits = Limits(silence_s=self.flags.node_timeout)
-        return replace(limits, connect_s=JOIN_S) if self.flags.no_ssh else limits
+        if self.flags.no_ssh:
+            return replace(limits, connect_s=JOIN_S, return_s=RETURN_BEATS * limits.beat_s)
+        return limits
 
     def front_end(self) -> FrontEnd:
         nodes = [self._node(host, i) for i, host in enumerate(self.hosts)]
         flags = self.flags
         meeting = Wanted(flags.master_addr, flags.master_port)
+        restarts, least = restarts_of(flags)
         admit = None
         if flags.no_ssh:
             addr, port = joining_place(flags)
@@ -92,9 +120,11 @@ class Job:
             self.judge,
             self.plan,
             meeting=meeting,
-            max_restarts=flags.max_restarts,
-            min_nodes=flags.min_elastic_nodes,
+            max_restarts=restarts,
+            min_nodes=least,
+            max_nodes=flags.max_nodes,
             patience=Patience(flags.hang_timeout, flags.term_grace),
+            prepare=None if self.parcel is None else self._ship,
         )
 
     def _node(self, host: Host, index: int) -> Node:
@@ -134,7 +164,7 @@ class Job:
             "environment": self.asked if here else {**environment.passed_on(os.environ), **self.asked},
             "forget": [] if here else environment.of_mpi(),
             "python": list(sys.version_info[:2]),
-            "directory": os.getcwd(),
+            "directory": None if self.parcel is not None and self.parcel.directory else os.getcwd(),
             "path": [str(PACKAGE.parent)],
             "needs": list(self.needs),
             "count_gpus": self.device != "cpu",
@@ -142,6 +172,15 @@ class Job:
             "silence_s": 1e9 if node.here else self.limits.silence_s,
             "beat_s": self.limits.beat_s,
         }
+
+    def _ship(self, crew: Crew, look_up: Callable[[], None]) -> None:
+        assert self.parcel is not None
+        sync.ship(crew, self.parcel, look_up)
+
+    def _there(self, node: Node, path: str) -> str:
+        """Where a node finds a file that is named here."""
+        place = self.parcel.places.get(path) if self.parcel is not None else None
+        return path if place is None else f"{node.copy}/{place}"
 
     def judge(self, nodes: Sequence[Node]) -> None:
         """Raise `ConfigError` where a node is not ready."""
@@ -153,9 +192,11 @@ class Job:
         Raises:
             ConfigError: more ranks than devices, or degrees that do not make the number of ranks.
         """
-        nodes = front_end.crew.nodes
-        device = self._choose_device(nodes)
-        counts = [len(node.host.slots) for node in nodes]
+        device, hosts = self._choose(front_end.crew.nodes)
+        hosts = self._allowed(hosts, is_restart=front_end.restarts > 0)
+        node_of = {node.name: node for node in front_end.crew.nodes}
+        nodes = front_end.crew.nodes = [node_of[host.name] for host in hosts]
+        counts = [len(host.slots) for host in hosts]
         total = sum(counts)
         if self.config is not None:
             from launcher.config.ranks import places as places_of
@@ -171,23 +212,25 @@ class Job:
         common = self._common(output_dir, device)
         shown = [] if self.flags.enable_each_rank_log else self._shown(total)
         firsts = [sum(counts[:i]) for i in range(len(counts))]
-        front_end.speech.shown = self._names(nodes, firsts, shown) if shown != [0] else {}
+        front_end.speech.shown = _names(hosts, shown) if shown != [0] else {}
         front_end.speech.shows_rank_0 = shown == [0]
-        self._say_what_starts(nodes, total, device)
+        self._say_what_starts(nodes, counts, device)
         logger.info("run directory: %s", output_dir)
         masked = device == "cuda" and (self.flags.hostfile or self.flags.include or self.flags.exclude)
         return [
             replace(
                 common,
-                ranks=count,
+                target=self._there(node, common.target),
+                environment={name: self._there(node, value) for name, value in common.environment.items()},
+                ranks=len(host.slots),
                 first_rank=first,
                 world_size=total,
-                node=node.index,
+                node=index,
                 nodes=len(nodes),
                 shown=shown,
-                slots=node.host.slots if masked else None,
+                slots=host.slots if masked else None,
             )
-            for node, count, first in zip(nodes, counts, firsts, strict=True)
+            for index, (node, host, first) in enumerate(zip(nodes, hosts, firsts, strict=True))
         ]
 
     def _common(self, output_dir: Path, device: str) -> Share:
@@ -223,12 +266,12 @@ class Job:
             bind_cores=(flags.bind_core_list or "") if bind else None,
         )
 
-    def _needs(self) -> dict[str, str | None]:
-        """Files that the ranks read, and their digests here."""
-        files = [self.run.target] if self.run.kind == "script" else []
+    def _files(self) -> list[str]:
+        """Absolute paths of the script and the configuration, where they are files of the user's."""
+        files = [self.run.target] if self.run.kind == "script" and not self.run.is_ours else []
         if self.source is not None and os.path.isabs(self.source):
             files.append(self.source)
-        return {path: facts.digest(Path(path)) for path in files}
+        return files
 
     def _is_here(self, host: Host) -> bool:
         """Whether a host is this machine, which needs no ssh."""
@@ -236,8 +279,8 @@ class Job:
             return host == self.hosts[0]
         return not self.flags.force_multi and host.name in (THIS_MACHINE, "127.0.0.1", socket.gethostname())
 
-    def _choose_device(self, nodes: Sequence[Node]) -> str:
-        """The kind of device. Gives every host its slots where nobody has said them.
+    def _choose(self, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
+        """The kind of device, and the hosts with the slots that are used there: where nobody has said them, all.
 
         Raises:
             ConfigError: more ranks are wanted than there are devices.
@@ -245,7 +288,8 @@ class Job:
         seen = [node.facts["gpus"] for node in nodes if node.facts is not None]
         device = "cuda" if self.device != "cpu" and min(seen) > 0 else "cpu"
         if not self.late_choice:
-            return device
+            return device, [node.host for node in nodes]
+        hosts: list[Host] = []
         for node, gpus in zip(nodes, seen, strict=True):
             wanted = self.flags.num_gpus
             if device == "cuda" and wanted is not None and wanted > gpus:
@@ -255,11 +299,27 @@ class Job:
                     fix=f"write --num_gpus {gpus}, or --device cpu to run the ranks on the CPU",
                 )
             there = gpus if device == "cuda" else wanted or 1
-            node.host = Host(node.host.name, tuple(range(there)))
-        chosen = {host.name: host for host in selected([node.host for node in nodes], self.flags)}
-        for node in nodes:
-            node.host = chosen[node.name]
-        return device
+            hosts.append(Host(node.host.name, tuple(range(there))))
+        return device, selected(hosts, self.flags)
+
+    def _allowed(self, hosts: list[Host], *, is_restart: bool) -> list[Host]:
+        """The hosts with as many slots as the JSON's `elasticity` allows; only a restart leaves some unused.
+
+        Raises:
+            ConfigError: it does not allow so many ranks, nor, after a restart, fewer.
+        """
+        total = sum(len(host.slots) for host in hosts)
+        sizes = self.config.elasticity.world_sizes if self.config is not None else None
+        if self.config is None or sizes is None or total in sizes:
+            return hosts
+        fewer = [size for size in sizes if size < total]
+        if is_restart and fewer:
+            logger.warning("elasticity allows %d of the %d ranks", fewer[-1], total)
+            return first_ranks(hosts, fewer[-1])
+        from launcher.config.elasticity import refusal
+
+        problem = refusal(self.config.elasticity, total)
+        raise ConfigError(problem.what, where=self.config.where("elasticity"), fix=problem.fix)
 
     def _check_binding(self, counts: Sequence[int]) -> None:
         """The nodes bind cores themselves; mistakes that can be seen here are told before anything starts."""
@@ -288,25 +348,23 @@ class Job:
             )
         return ranks
 
-    def _names(self, nodes: Sequence[Node], firsts: Sequence[int], shown: Sequence[int]) -> dict[int, str]:
-        host_of = {
-            first + i: node.name
-            for node, first in zip(nodes, firsts, strict=True)
-            for i in range(len(node.host.slots))
-        }
-        return {r: f"{host_of[r]}:{r}: " if len(nodes) > 1 else f"{r}: " for r in shown}
-
-    def _say_what_starts(self, nodes: Sequence[Node], ranks: int, device: str) -> None:
+    def _say_what_starts(self, nodes: Sequence[Node], counts: Sequence[int], device: str) -> None:
         first = nodes[0].facts
         assert first is not None
-        count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        count = "1 rank" if sum(counts) == 1 else f"{sum(counts)} ranks"
         where = "" if len(nodes) == 1 else f" of {len(nodes)} hosts ({_few(nodes)})"
         backend = "nccl" if device == "cuda" else "gloo"
         threads = ""
         if first["threads"] is None and not (self.flags.bind_cores_to_rank or self.flags.bind_core_list):
-            number = max(1, first["cores"] // len(nodes[0].host.slots))
+            number = max(1, first["cores"] // counts[0])
             threads = f", OMP_NUM_THREADS={number} (cores / ranks)"
         logger.info("%s on %s%s, backend %s%s", count, device, where, backend, threads)
+
+
+def _names(hosts: Sequence[Host], shown: Sequence[int]) -> dict[int, str]:
+    """How each shown rank's lines begin."""
+    host_of = [host.name for host in hosts for _ in host.slots]
+    return {rank: f"{host_of[rank]}:{rank}: " if len(hosts) > 1 else f"{rank}: " for rank in shown}
 
 
 def _spoken(node: Node) -> str:
@@ -314,5 +372,4 @@ def _spoken(node: Node) -> str:
 
 
 def _few(nodes: Sequence[Node]) -> str:
-    names = [node.name for node in nodes]
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ..., {names[-1]}"
+    return preflight.few([node.name for node in nodes])

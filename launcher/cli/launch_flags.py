@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from launcher.cli.flags import FlagParser, positive
+from launcher.cli.recipes import recipe_names
 from launcher.errors import ConfigError
 
 # DeepSpeed's flags that are known, and refused.
 NOT_THERE_YET = {
     "autotuning": "{tune,run}",
     "save_pid": None,
-    "elastic_training": None,
-    "max_elastic_nodes": "N",
 }
 
 EPILOG = """\
@@ -27,6 +27,8 @@ examples:
   launch bench io /local_nvme                               (how fast a directory is for offloading)
   launch --num_gpus 4 my_script.py --any --flags
   launch --hostfile hosts --config ds_config.json pretrain  (on the hosts of a file, over ssh)
+  launch manifest --kind jobset --image me/train:1 ...      (the same for Kubernetes; see launch manifest --help)
+  launch --hostfile hosts --sync . train.py                 (with the code of this directory)
   launch report --hostfile hosts                            (versions, memory, devices of every host)
   launch ssh --hostfile hosts nvidia-smi -L                 (a command on every host)
   launch --config ds_configs/zero2.json pretrain --help     (the recipe's flags)
@@ -43,9 +45,11 @@ def launch_parser() -> FlagParser:
         usage="launch [flags] --config DS.json [pretrain | finetune | RECIPE.py | SCRIPT.py] [its flags]\n"
         "       launch check DS.json [--num-gpus N] [--explain] [--migrate OUT.json]\n"
         "       launch schedule NAME --stages P --microbatches M [--chunks V] [--costs F,I,W] [--out FILE]\n"
-        "       launch memory-estimate --config DS.json --model MODEL [--num-gpus N] [--gpu BYTES] [--json]\n"
+        "       launch manifest --kind pytorchjob|jobset --image IMAGE --num_nodes N --num_gpus G ...\n"
+        "       launch memory-estimate --config DS.json --model MODEL [--num-gpus N] [--gpu TYPE|BYTES] [--compare]\n"
+        "       launch plan --model MODEL --num-gpus N --gpu TYPE [--global-batch B] [--write DS.json] [--html FILE]\n"
         "       launch report [--hostfile HOSTS] | launch ssh --hostfile HOSTS COMMAND\n"
-        "       launch bench io PATH [--size N] [--seconds S] [--out FILE]",
+        "       launch bench io PATH [--size N] [--seconds S] [--out FILE] | launch bench device [--num-gpus N]",
         description="Trains a Hugging Face model from a DeepSpeed-style JSON.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -123,14 +127,34 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="a node that is silent for so long is lost, and ends its ranks itself (default: 12)",
     )
     hosts.add_argument(
+        "--sync",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="send JSON and script to every node, with DIR what git does not ignore there, too, and run the copy",
+    )
+    hosts.add_argument(
         "--dry_run", action="store_true", help="print what would be typed for each node, and end"
     )
     ending = parser.add_argument_group("failures")
     ending.add_argument(
+        "--min_nodes",
         "--min_elastic_nodes",
         type=positive,
         metavar="N",
-        help="a restart may go on with N or more hosts where others do not come back (default: all are needed)",
+        help="a restart may go on with N or more hosts where others do not come back (default: --max_nodes)",
+    )
+    ending.add_argument(
+        "--max_nodes",
+        "--max_elastic_nodes",
+        type=positive,
+        metavar="N",
+        help="use the first N hosts that are there, and keep the others in reserve (default: all)",
+    )
+    ending.add_argument(
+        "--elastic_training",
+        action="store_true",
+        help="--min_nodes 1 and --max_restarts 100, where these do not say otherwise",
     )
     ending.add_argument(
         "--term_grace",
@@ -147,7 +171,7 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="end a run in which no rank begins a collective for so long; 0 for never (default: 600)",
     )
     ending.add_argument(
-        "--max_restarts", type=_count, default=0, metavar="N", help="start a failed run again up to N times"
+        "--max_restarts", type=_count, metavar="N", help="start a failed run again up to N times (default: 0)"
     )
 
 
@@ -166,7 +190,9 @@ def _add_script_flags(parser: FlagParser) -> None:
         help="`import deepspeed` in a script is DeepSpeed itself; else it is this package's engine",
     )
     script.add_argument(
-        "--bind_cores_to_rank", action="store_true", help="give each rank its own share of the cores"
+        "--bind_cores_to_rank",
+        action="store_true",
+        help="give each rank its own share of the cores, inside of one NUMA node where that is possible",
     )
     script.add_argument("--bind_core_list", metavar="LIST", help="cores to share out, e.g. 0-7,16-23")
 
@@ -204,7 +230,9 @@ def split_argv(parser: FlagParser, argv: Sequence[str]) -> tuple[list[str], list
         name = parser.canonical(token).partition("=")[0]
         if name not in known:
             _refuse_flag(parser, name)
-        takes_value = known[name].nargs is None and "=" not in token
+        following = argv[position + 1] if position + 1 < len(argv) else ""
+        may_take = known[name].nargs == "?" and os.path.isdir(following) and following not in recipe_names()
+        takes_value = (known[name].nargs is None or may_take) and "=" not in token
         position += 2 if takes_value else 1
     return list(argv[:position]), list(argv[position:])
 

@@ -6,6 +6,7 @@ Nothing here imports torch, so that `--help` and every mistake are answered at o
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import shlex
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
     from launcher.config import Config
 
 EXIT_MISTAKE = 2
+SUBCOMMANDS = {
+    "check": ("check", "check"),
+    "schedule": ("schedule", "schedule"),
+    "bench": ("bench", "bench"),
+    "memory-estimate": ("memory_estimate", "memory_estimate"),
+    "memory_estimate": ("memory_estimate", "memory_estimate"),
+    "plan": ("plan", "plan"),
+    "manifest": ("manifest", "print_manifest"),
+    "report": ("hosts", "report"),
+    "ssh": ("hosts", "ssh"),
+}
+"""Name: (module of `launcher.cli`, function); a module is imported when its command is given."""
 logger = logging.getLogger("launcher")
 
 
@@ -64,30 +77,9 @@ def print_error(text: str) -> None:
 
 
 def _launch(argv: list[str]) -> int:
-    if argv[:1] == ["check"]:
-        from launcher.cli.check import check
-
-        return check(argv[1:])
-    if argv[:1] == ["schedule"]:
-        from launcher.cli.schedule import schedule
-
-        return schedule(argv[1:])
-    if argv[:1] == ["bench"]:
-        from launcher.cli.bench import bench
-
-        return bench(argv[1:])
-    if argv[:1] in (["memory-estimate"], ["memory_estimate"]):
-        from launcher.cli.memory_estimate import memory_estimate
-
-        return memory_estimate(argv[1:])
-    if argv[:1] == ["report"]:
-        from launcher.cli.hosts import report
-
-        return report(argv[1:])
-    if argv[:1] == ["ssh"]:
-        from launcher.cli.hosts import ssh
-
-        return ssh(argv[1:])
+    if argv[:1] and argv[0] in SUBCOMMANDS:
+        module, function = SUBCOMMANDS[argv[0]]
+        return int(getattr(importlib.import_module(f"launcher.cli.{module}"), function)(argv[1:]))
     parser = launch_parser()
     own, recipe = split_argv(parser, argv)
     flags = parser.parse_args(own)

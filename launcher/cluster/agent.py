@@ -12,13 +12,15 @@ import select
 import signal
 import sys
 import time
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from launcher.cluster import facts, processes
-from launcher.cluster.local import GRACE_S, Ranks
-from launcher.cluster.share import Share
+from launcher.cluster import facts, probe, processes
 from launcher.cluster.wire import Message, Reader, Writer, text_of
 from launcher.errors import LauncherError
+
+if TYPE_CHECKING:
+    from launcher.cluster.local import Ranks
+    from launcher.cluster.store import Copying
 
 POLL_S = 0.05
 DRAIN_S = 2.0
@@ -76,7 +78,9 @@ class Agent:
         self._ranks: Ranks | None = None
         self._over = False
         self._seen_parent = os.getppid()
-        self._probe = facts.Probe()
+        self._port = probe.OpenPort()
+        self._tries: probe.Tries | None = None
+        self._copying: Copying | None = None
         self._stacks_due: float | None = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._leave)
@@ -93,7 +97,7 @@ class Agent:
             self._out.flush()
             self._look()
             if self._deserted() and not self._over:
-                self._finish(GRACE_S)
+                self._finish(processes.GRACE_S)
                 return LOST
         deadline = time.monotonic() + DRAIN_S
         while self._out.waiting and time.monotonic() < deadline:
@@ -104,7 +108,7 @@ class Agent:
     def _obey(self, message: Message) -> None:
         match message["do"]:
             case "start":
-                self._start(Share(**message["share"]))
+                self._start(message["share"])
             case "stop":
                 self._finish(float(message["grace_s"]))
                 self._say("stopped")
@@ -116,16 +120,28 @@ class Agent:
             case "resize" if self._ranks is not None:
                 self._ranks.resize(message["rows"], message["columns"])
             case "listen":
-                self._say("listening", **self._probe.listen(message["addr"], message["port"]))
+                self._say("listening", **self._port.open(message["addr"], message["port"], message["word"]))
             case "reach":
-                self._say("reached", addresses=facts.reachable(message["addresses"], message["port"]))
+                self._tries = probe.Tries(message["targets"])
+            case "copy":
+                from launcher.cluster.store import Copying
+
+                self._copying = Copying(message["manifest"])
+            case "content" if self._copying is not None:
+                self._copying.take(message["digest"], message["data"])
+            case "build" if self._copying is not None:
+                self._copying.build()
             case "bye":
                 self._over = True
 
-    def _start(self, share: Share) -> None:
-        self._probe.close()
+    def _start(self, share: Message) -> None:
+        # Imported now: on a large cluster nobody waits for it before all nodes are known to be ready.
+        from launcher.cluster.local import Ranks
+        from launcher.cluster.share import Share
+
+        self._port.close()
         try:
-            self._ranks = Ranks(share)
+            self._ranks = Ranks(Share(**share))
         except LauncherError as error:
             self._say("refused", what=error.what, where=error.where, fix=error.fix)
         else:
@@ -136,6 +152,11 @@ class Agent:
         now = time.monotonic()
         if now - self._said >= self._beat_s:
             self._say("alive", stalled_s=self._ranks.stalled_s() if self._ranks is not None else None)
+        if self._tries is not None and (found := self._tries.found()) is not None:
+            self._tries = None
+            self._say("reached", found=found)
+        for news in self._copying.news() if self._copying is not None else ():
+            self._say(news.pop("is"), **news)
         if self._ranks is None:
             return
         if self._stacks_due is not None and now >= self._stacks_due:
@@ -146,7 +167,7 @@ class Agent:
         if ended is not None:
             if not ended:
                 self._say("failing")  # the others need not wait until all are ended here
-            self._finish(GRACE_S)
+            self._finish(processes.GRACE_S)
 
     def _show(self) -> None:
         while self._ranks is not None and not self._out.full:
@@ -170,7 +191,7 @@ class Agent:
         if self._ranks is None:
             return
         ranks, complete = self._ranks, self._ranks.poll() is True
-        ranks.finish(grace_s)
+        ranks.finish(grace_s, self._is_hurried)
         self._drain()
         ranks.close()
         failure = ranks.failure()
@@ -181,6 +202,14 @@ class Agent:
             failure=failure and failure.to_json(),
             now=time.time(),
         )
+
+    def _is_hurried(self) -> bool:
+        """Whether the front end, while the ranks have their grace, wants them killed."""
+        messages = self._in.read()
+        if messages:
+            self._heard = time.monotonic()
+        self._over = self._over or any(message["do"] == "bye" for message in messages)
+        return any(message["do"] == "stop" and not message["grace_s"] for message in messages)
 
     def _deserted(self) -> bool:
         return (

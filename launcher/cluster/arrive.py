@@ -23,7 +23,7 @@ def arrive(hello):  # type: ignore[no-untyped-def]
         version, wanted = [".".join(map(str, v)) for v in (sys.version_info[:3], hello["python"])]
         problem(f"{sys.executable} is Python {version}, here it is {wanted}", "install the same one there")
     try:
-        os.chdir(hello["directory"])
+        os.chdir(hello["directory"] or ".")
     except OSError as error:
         problem(
             f"no directory {hello['directory']}: {error.strerror}", "start in a directory that all hosts have"

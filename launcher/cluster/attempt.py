@@ -22,6 +22,8 @@ STACKS_S = 3.0
 """How long agents may take to tell the stacks of their ranks."""
 AFTER_GRACE_S = 4.0
 """How much longer than the grace of its ranks an agent may take to say that all have ended."""
+HURRY_S = 2.0
+"""The same, where a second signal has asked to kill them."""
 DOUBTFUL_S = 1.5
 """How long a node is waited for that had missed heartbeats before the end."""
 LOSS_COMES_FIRST_S = 1.0
@@ -93,6 +95,7 @@ class Attempt:
         self.signals, self.screen, self.log_dir = signals, Screen(speech.shown), shares[0].log_dir
         self.causes: list[Cause] = []
         self._stalled: dict[Node, float] = {}
+        self._hurried = False
 
     def run(self) -> tuple[Outcome, Cause | None]:
         """Start all ranks and wait for their end; the cause is None unless something failed."""
@@ -100,7 +103,7 @@ class Attempt:
         number = None
         try:
             for node, share in zip(self.crew.nodes, self.shares, strict=True):
-                node.running, node.complete = True, False
+                node.running, node.complete, node.pids = True, False, []
                 terminal = size if share.first_rank == 0 else None
                 node.send("start", share=asdict(replace(share, terminal=terminal)))
             size = self._watch(size)
@@ -112,7 +115,8 @@ class Attempt:
         self.screen.close()
         left = self._told(unclean)
         if number is not None:
-            return Outcome(128 + number, f"stopped by {number.name}; logs: {self.log_dir}{left}"), None
+            how = " and killed by the second signal" if self._hurried else ""
+            return Outcome(128 + number, f"stopped by {number.name}{how}; logs: {self.log_dir}{left}"), None
         unfinished = [node for node in self.crew.nodes if not node.complete]
         if not self.causes and not unfinished:
             return Outcome(0), None
@@ -146,6 +150,8 @@ class Attempt:
         match message["is"]:
             case "alive" if message["stalled_s"] is not None:
                 self._stalled[node] = message["stalled_s"]
+            case "started":
+                node.pids = message["pids"]
             case "output":
                 self.screen.show(message["rank"], bytes_of(message["text"]))
             case "refused":
@@ -221,7 +227,6 @@ class Attempt:
         deadline = began + grace + AFTER_GRACE_S
         # Nodes that have missed heartbeats already are probably gone, too: where this machine is cut off, all are.
         doubtful = [node for node in running if began - node.heard > 2.5 * self.crew.limits.beat_s]
-        told_to_hurry = False
         while any(node.running for node in running) and time.monotonic() < deadline:
             for node, message in self.crew.events():
                 self._take(node, message)
@@ -229,19 +234,25 @@ class Attempt:
                 for node in doubtful:
                     if node.running and node.heard < began and not node.here:
                         node.give_up("it has not answered for a while")
-            if len(self.signals.numbers) > 1 and not told_to_hurry:
-                told_to_hurry = True
-                deadline = min(deadline, time.monotonic() + AFTER_GRACE_S)
+            if len(self.signals.numbers) > 1 and not self._hurried:
+                self._hurried = True
+                self.crew.tell(running, "stop", grace_s=0.0)
+                deadline = min(deadline, time.monotonic() + HURRY_S)
         for node in running:
             if node.running:
-                node.give_up(f"it did not say within {grace + AFTER_GRACE_S:g} s that its ranks had ended")
+                waited = time.monotonic() - began
+                node.give_up(f"it did not say within {waited:.0f} s that its ranks had ended")
         return [node for node in self.crew.nodes if node.lost is not None]
 
     def _told(self, unclean: list[Node]) -> str:
         if not unclean:
             return ""
-        names = ", ".join(node.name for node in unclean)
+        names = ", ".join(f"{node.name} ({_processes(node.pids)})" for node in unclean)
         return (
             f"\n  could not be cleaned from here: {names}; ranks there end by themselves within "
             f"{self.crew.limits.silence_s + self.crew.limits.grace_s:g} s"
         )
+
+
+def _processes(pids: Sequence[int]) -> str:
+    return f"processes {', '.join(map(str, pids))}" if pids else "it has not said which processes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from launcher.cluster.wire import Message
 
 POLL_MS = 50
 CLOSE_S = 1.0
+logger = logging.getLogger("launcher")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Limits:
     """Without a word from a node it is taken for lost; without a word from the front end an agent ends its ranks."""
     grace_s: float = 3.0
     """Between SIGTERM and SIGKILL for ranks."""
+    return_s: float = 9.0
+    """A restart that can do without the nodes that are not there waits for them so long."""
     fan_out: int = 64
     """Connections that are set up at the same time."""
 
@@ -39,51 +43,56 @@ class Crew:
     Args:
         nodes: in the order of their ranks.
         limits: see `Limits`.
-        admit: called in every turn while nodes are waited for; it may let some in (`join.py`).
+        admit: called in every turn with all nodes; it may let some in (`join.py`).
 
     Attributes:
+        everyone: all nodes, those included that are lost or in reserve.
+        nodes: those that the present attempt runs on.
         ending: ranks are being ended, which keeps agents busy for longer than they may be silent otherwise.
     """
 
     def __init__(
         self, nodes: Sequence[Node], limits: Limits, admit: Callable[[Sequence[Node]], None] | None = None
     ) -> None:
-        self.nodes, self.limits, self.admit = list(nodes), limits, admit
+        self.everyone, self.nodes = tuple(nodes), list(nodes)
+        self.limits, self.admit = limits, admit
         self.ending = False
+        self._arriving: set[Node] = set()
         self._told_lost: set[Node] = set()
         self._beaten = time.monotonic()
 
     def connect(self, nodes: Iterable[Node], hello: Callable[[Node], Message]) -> Iterator[None]:
-        """Connect to `nodes`. Yields in between, for who wants to look at something else; ends when each has arrived
-        (`facts`) or is `lost`."""
-        waiting, arriving = list(nodes), set[Node]()
-        while waiting or arriving:
-            while waiting and len(arriving) < self.limits.fan_out:
-                node = waiting.pop(0)
-                node.connect(hello(node))
-                arriving.add(node)
-            if self.admit is not None:
-                self.admit(self.nodes)
-            for node, message in self.events():
-                if message["is"] == "here":
-                    node.facts = {**message["facts"], "arrived": time.time()}
-                elif message["is"] == "problem":
-                    node.give_up(message["what"] + f" ({message['fix']})")
-            now = time.monotonic()
-            for node in list(arriving):
-                if node.facts is None and node.lost is None and now - node.heard > self.limits.connect_s:
-                    said = node.complaint()
-                    node.give_up(
-                        f"no answer within {self.limits.connect_s:g} s" + (f": {said}" if said else "")
-                    )
-                if node.facts is not None or node.lost is not None:
-                    arriving.discard(node)
-            yield
+        """Connect to `nodes`. Yields in between, for who wants to look at something else, or to wait no longer; ends
+        when each has arrived (`facts`) or is `lost`."""
+        waiting, arriving = list(nodes), self._arriving
+        try:
+            while waiting or arriving:
+                while waiting and len(arriving) < self.limits.fan_out:
+                    node = waiting.pop(0)
+                    node.connect(hello(node))
+                    arriving.add(node)
+                for _ in self.events():
+                    pass
+                now = time.monotonic()
+                for node in list(arriving):
+                    if node.facts is None and node.lost is None and now - node.heard > self.limits.connect_s:
+                        said = node.complaint()
+                        node.give_up(
+                            f"no answer within {self.limits.connect_s:g} s" + (f": {said}" if said else "")
+                        )
+                    if node.facts is not None or node.lost is not None:
+                        arriving.discard(node)
+                yield
+        finally:
+            arriving.clear()
 
     def events(self) -> Iterator[tuple[Node, Message]]:
-        """What the nodes say within one turn; `{"is": "lost"}`, once, for a node that has gone (see `Node.lost`)."""
+        """What the nodes of the attempt say within one turn; `{"is": "lost"}`, once, for one that has gone (see
+        `Node.lost`). Other nodes arrive meanwhile, and are held in reserve."""
+        if self.admit is not None:
+            self.admit(self.everyone)
         poll = select.poll()
-        by_fd = {fd: node for node in self.nodes for fd in node.descriptors()}
+        by_fd = {fd: node for node in self.everyone for fd in node.descriptors()}
         for fd, node in by_fd.items():
             poll.register(fd, select.POLLIN)
             if node.writer.waiting:
@@ -93,12 +102,15 @@ class Crew:
         for fd, _ in readable:
             if fd in by_fd:
                 for message in by_fd[fd].read():
-                    yield by_fd[fd], message
+                    if self._arrives(by_fd[fd], message):
+                        continue
+                    if by_fd[fd] in self.nodes:
+                        yield by_fd[fd], message
             else:
                 next(node for node in by_fd.values() if node.writer.fd == fd).writer.flush()
         if now - self._beaten >= self.limits.beat_s:
             self._beaten = now
-            for node in self.nodes:
+            for node in self.everyone:
                 node.send("beat")
         yield from self._losses(now)
 
@@ -114,20 +126,34 @@ class Crew:
 
     def close(self) -> None:
         """Let the agents go."""
-        self.tell(self.nodes, "bye")
-        for node in self.nodes:
+        self.tell(self.everyone, "bye")
+        for node in self.everyone:
             node.hang_up()
         until = time.monotonic() + CLOSE_S
-        for node in self.nodes:
+        for node in self.everyone:
             node.close(until - time.monotonic())
 
     def _losses(self, now: float) -> Iterator[tuple[Node, Message]]:
-        for node in self.nodes:
+        for node in self.everyone:
             heeded = node.connected and node.facts is not None and not (node.here or self.ending)
             if heeded and now - node.heard > self.limits.silence_s:
                 node.give_up(
                     f"nothing was heard of it for {self.limits.silence_s:g} s: it is cut off, frozen or down"
                 )
-            if node.lost is not None and node not in self._told_lost:
+            if node.lost is None:
+                continue
+            if node not in self.nodes and node not in self._arriving:
+                self.forget(node)  # it may come back as it likes
+            elif node not in self._told_lost:
                 self._told_lost.add(node)
                 yield node, {"is": "lost"}
+
+    def _arrives(self, node: Node, message: Message) -> bool:
+        """Whether the message is about the arrival of a node, which is then noted."""
+        if message["is"] == "here":
+            node.facts = {**message["facts"], "arrived": time.time()}
+            if node not in self.nodes and node not in self._arriving:
+                logger.info("%s is there, the next restart can use it", node.name)
+        elif message["is"] == "problem":
+            node.give_up(message["what"] + f" ({message['fix']})")
+        return message["is"] in ("here", "problem")

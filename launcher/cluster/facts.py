@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from launcher.cluster import cores, gpus
-from launcher.cluster.selection import MASKS
 from launcher.cluster.wire import Message
 
 PACKAGES = ("launcher", "torch", "transformers")
-REACH_S = 3.0
 
 
 def collect(hello: Message) -> Message:
@@ -33,14 +31,14 @@ def collect(hello: Message) -> Message:
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "executable": sys.executable,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": _versions(PACKAGES),
         "source": _digest_of_package(),
         "files": {path: digest(Path(path)) for path in hello["needs"]},
         "memory": psutil.virtual_memory().available,
         "cores": len(cores.usable_cores()),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "gpus": gpus.count() if hello["count_gpus"] else 0,
-        "mask": next((os.environ[name] for name in MASKS if name in os.environ), None),
+        "mask": next((os.environ[name] for name in gpus.MASKS if name in os.environ), None),
         "addresses": addresses(),
         "clock": time.time(),
     }
@@ -74,52 +72,17 @@ def interface_towards(addr: str, port: int) -> str | None:
     return None
 
 
-def reachable(candidates: list[str], port: int) -> list[str]:
-    """Those addresses at which something answers on `port`, in their order."""
-
-    def answers(address: str) -> bool:
-        try:
-            socket.create_connection((address, port), timeout=REACH_S).close()
-        except OSError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(max(1, len(candidates))) as pool:
-        return [a for a, there in zip(candidates, pool.map(answers, candidates), strict=True) if there]
-
-
-class Probe:
-    """Holds the rendezvous port of the first node until its rank 0 takes it: the other nodes try it before."""
-
-    def __init__(self) -> None:
-        self._socket: socket.socket | None = None
-
-    def listen(self, addr: str, port: int) -> Message:
-        """Take a port: a free one for 0. `addr` empty means all addresses. Returns `port`, or `problem`."""
-        self.close()
-        family = socket.AF_INET6 if ":" in addr else socket.AF_INET
-        probe = socket.socket(family, socket.SOCK_STREAM)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((addr, port))
-            probe.listen(128)
-        except OSError as error:
-            probe.close()
-            return {"problem": error.strerror or str(error)}
-        self._socket = probe
-        return {"port": probe.getsockname()[1]}
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _versions(packages: Sequence[str]) -> dict[str, str | None]:
+    """Of installed packages, by the names of their directories: to import importlib.metadata takes longer than all of
+    an agent's other work."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for place in reversed(sys.path):  # the first one counts
+        with contextlib.suppress(OSError):
+            for name in os.listdir(place or "."):
+                package, dash, version = name.removesuffix(".dist-info").partition("-")
+                if package in found and dash and os.path.exists(os.path.join(place, name, "METADATA")):
+                    found[package] = version
+    return found
 
 
 def digest(path: Path) -> str | None:

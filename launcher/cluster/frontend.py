@@ -25,6 +25,7 @@ logger = logging.getLogger("launcher")
 Hello = Callable[[Node], Message]
 Judge = Callable[[Sequence[Node]], None]
 Plan = Callable[["FrontEnd"], list[Share]]
+Prepare = Callable[[Crew, Callable[[], None]], None]
 
 
 class FrontEnd:
@@ -37,11 +38,14 @@ class FrontEnd:
         plan: the shares, one a node; it may set the attributes below.
         meeting: the rendezvous that the user asked for.
         max_restarts: how often a failed run is started again.
-        min_nodes: a restart goes on with so many nodes where others do not come back; None: all are needed.
+        min_nodes: a restart goes on with so many nodes where others do not come back; None: with `max_nodes`.
+        max_nodes: the first so many that are there are used, the others wait in reserve; None: all.
         patience: see `Patience`.
+        prepare: called for nodes that are ready, before `plan`, with what is to be called while it waits.
 
     Attributes:
         speech: how to speak of the ranks; `plan` may fill it in.
+        restarts: how many there have been.
     """
 
     def __init__(
@@ -54,10 +58,17 @@ class FrontEnd:
         meeting: rendezvous.Wanted,
         max_restarts: int = 0,
         min_nodes: int | None = None,
+        max_nodes: int | None = None,
         patience: Patience,
+        prepare: Prepare | None = None,
     ) -> None:
         self.crew, self.hello, self.judge, self.plan, self.meeting = crew, hello, judge, plan, meeting
-        self.max_restarts, self.min_nodes, self.patience = max_restarts, min_nodes, patience
+        self.max_restarts, self.patience = max_restarts, patience
+        self.prepare = prepare
+        self.max_nodes = max_nodes or len(crew.everyone)
+        self.min_nodes = min_nodes or self.max_nodes
+        self.restarts = 0
+        self._chosen: list[Node] = []
         self.speech = Speech(several=len(crew.nodes) > 1 or not crew.nodes[0].here)
         self._signals = Signals()
 
@@ -72,11 +83,12 @@ class FrontEnd:
         processes.adopt_orphans()
         with self._signals.heeded():
             try:
-                for _ in self.crew.connect(self.crew.nodes, self.hello):
+                for _ in self.crew.connect(self.crew.everyone, self.hello):
                     self._signals.look_up()
-                self.judge(self.crew.nodes)
-                shares = self.plan(self)
-                return self._attempts(shares)
+                met = self._meet()  # with all: a mistake in the hostfile is no lost node
+                self._choose()
+                self._prepare()
+                return self._attempts(self.plan(self), met)
             except Interrupted as error:
                 return Outcome(
                     128 + error.number, f"stopped by {error.number.name} before any rank had started"
@@ -87,44 +99,75 @@ class FrontEnd:
                 # pdsh and mpirun leave the ssh that they started.
                 processes.end_descendants(0, except_for=others)
 
-    def _attempts(self, shares: list[Share]) -> Outcome:
-        attempt = 0
-        while True:
-            met = rendezvous.meet(self.crew, self.meeting, self._signals.look_up)
-            shares = [replace(s, master_addr=met.addr, master_port=met.port, attempt=attempt) for s in shares]
-            outcome, cause = Attempt(self.crew, shares, self.speech, self.patience, self._signals).run()
-            if cause is None or not cause.can_retry or attempt >= self.max_restarts:
-                return outcome
-            attempt += 1
-            logger.warning("%s", outcome.message)
-            logger.warning("restart %d of %d", attempt, self.max_restarts)
-            self._signals.held = self.crew.ending = False
-            if self._bring_back():
-                shares = self.plan(self)
-
-    def _bring_back(self) -> bool:
-        """Connect again to the nodes that were lost; whether some of them are left out now.
+    def _meet(self) -> rendezvous.Met:
+        """Where the ranks meet.
 
         Raises:
-            LauncherError: one of them does not answer, and is needed.
+            LauncherError: a node is not ready.
         """
-        gone = [node for node in self.crew.nodes if node.lost is not None]
-        if gone:  # what is left there ends by itself; it must not meet what is started now
-            self._pause(self.crew.limits.grace_s)
-        for node in gone:
-            self.crew.forget(node)
-        for _ in self.crew.connect(gone, self.hello):
-            self._signals.look_up()
-        there = [node for node in self.crew.nodes if node.lost is None]
-        without = [node.name for node in self.crew.nodes if node.lost is not None]
-        goes_on = bool(without) and self.min_nodes is not None and len(there) >= self.min_nodes
-        if goes_on:
-            logger.warning("going on without %s", ", ".join(without))
-            self.crew.nodes = there
-            for index, node in enumerate(there):
-                node.index = index
+        met = rendezvous.meet(self.crew, self.meeting, self._signals.look_up)
         self.judge(self.crew.nodes)
-        return goes_on
+        return met
+
+    def _prepare(self) -> None:
+        if self.prepare is not None:
+            self.prepare(self.crew, self._signals.look_up)
+
+    def _attempts(self, shares: list[Share], met: rendezvous.Met) -> Outcome:
+        while True:
+            shares = [
+                replace(share, master_addr=met.addr, master_port=met.port, attempt=self.restarts)
+                for share in shares
+            ]
+            outcome, cause = Attempt(self.crew, shares, self.speech, self.patience, self._signals).run()
+            if cause is None or not cause.can_retry or self.restarts >= self.max_restarts:
+                return outcome
+            self.restarts += 1
+            logger.warning("%s", outcome.message)
+            logger.warning("restart %d of %d", self.restarts, self.max_restarts)
+            self._signals.held = self.crew.ending = False
+            self._bring_back()
+            changed = self._choose()
+            met = self._meet()
+            self._prepare()
+            if changed:
+                shares = self.plan(self)
+
+    def _bring_back(self) -> None:
+        """Connect again to the nodes that are not there.
+
+        Raises:
+            LauncherError: too few of them answer.
+        """
+        crew = self.crew
+        if any(node.lost is not None for node in crew.nodes):
+            # What is left there ends by itself; it must not meet what is started now.
+            self._pause(crew.limits.grace_s)
+        absent = [node for node in crew.everyone if not _is_there(node)]
+        for node in absent:
+            if node.lost is not None or node.command:
+                crew.forget(node)
+        began = time.monotonic()
+        for _ in crew.connect(absent, self.hello):
+            self._signals.look_up()
+            enough = sum(map(_is_there, crew.everyone)) >= self.min_nodes
+            if enough and time.monotonic() - began > crew.limits.return_s:
+                break
+        if sum(map(_is_there, crew.everyone)) < self.min_nodes:
+            self.judge(crew.everyone)
+
+    def _choose(self) -> bool:
+        """Which nodes the next attempt runs on; whether they are others than before. `plan` may then leave some out,
+        which stays so while they are the same."""
+        before, self._chosen = self._chosen, [n for n in self.crew.everyone if _is_there(n)][: self.max_nodes]
+        if before == self._chosen:
+            return False
+        self.crew.nodes = list(self._chosen)
+        for word, some, others in (("without", before, self._chosen), ("with", self._chosen, before)):
+            names = [node.name for node in some if node not in others]
+            if before and names:
+                logger.warning("going on %s %s", word, ", ".join(names))
+        return True
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -132,3 +175,7 @@ class FrontEnd:
             for _ in self.crew.events():
                 pass
             self._signals.look_up()
+
+
+def _is_there(node: Node) -> bool:
+    return node.facts is not None and node.lost is None

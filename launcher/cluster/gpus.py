@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that say which devices a process sees."""
 _COUNT = "import torch; print(torch.cuda.device_count())"
 
 

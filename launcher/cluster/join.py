@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
+import queue
 import secrets
-import select
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import NoReturn
@@ -22,7 +24,10 @@ from launcher.errors import ConfigError
 
 TOKEN = "LAUNCHER_TOKEN"
 ANSWER_S = 5.0
+DECISION_S = 60.0
+"""How long a node that has proved itself waits to hear whether it is wanted."""
 RETRY_S = 0.5
+logger = logging.getLogger("launcher")
 
 
 class Door:
@@ -49,20 +54,40 @@ class Door:
                 fix="name another one on all nodes",
             ) from None
         self._socket.listen(128)
+        self._greeted: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        # Who only connects, or is slow, must not hold up the run.
+        threading.Thread(target=self._open, daemon=True).start()
 
     def admit(self, nodes: Sequence[Node]) -> None:
-        """Give every connection that has come to its node."""
-        while select.select([self._socket], [], [], 0)[0]:
-            visitor, _ = self._socket.accept()
-            visitor.settimeout(ANSWER_S)
+        """Give every connection that has come to its node; one that is there already, or is not yet seen to be lost,
+        is told to come again."""
+        while not self._greeted.empty():
+            rank, visitor = self._greeted.get()
             try:
-                rank = _greet(visitor)
-                nodes[rank].adopt(visitor)
-            except (OSError, ValueError, KeyError, IndexError):
+                wanted = nodes[rank].lost is None and not nodes[rank].connected
+                _send(visitor, {"wanted": wanted})
+                if wanted:
+                    nodes[rank].adopt(visitor)
+                else:
+                    visitor.close()
+            except (OSError, IndexError):
                 visitor.close()
 
-    def close(self) -> None:
-        self._socket.close()
+    def _open(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._socket.accept()
+            except OSError:  # it has gone again, or there are too many
+                time.sleep(RETRY_S)
+                continue
+            threading.Thread(target=self._welcome, args=(visitor,), daemon=True).start()
+
+    def _welcome(self, visitor: socket.socket) -> None:
+        visitor.settimeout(ANSWER_S)
+        try:
+            self._greeted.put((_greet(visitor), visitor))
+        except (OSError, ValueError, KeyError, TypeError):
+            visitor.close()
 
 
 def _greet(visitor: socket.socket) -> int:
@@ -84,16 +109,18 @@ def _greet(visitor: socket.socket) -> int:
 
 
 def knock(addr: str, port: int, node_rank: int, patience_s: float) -> socket.socket:
-    """A connection to the front end, which may start later than this node.
+    """A connection to the front end, which may start later than this node, or want it later.
+
+    Args:
+        patience_s: how long nobody may open.
 
     Raises:
         ConfigError: nobody opens, or somebody who does not know the token.
     """
-    deadline = time.monotonic() + patience_s
+    deadline, told = time.monotonic() + patience_s, False
     while True:
         try:
             connection = socket.create_connection((addr, port), timeout=ANSWER_S)
-            break
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
@@ -102,19 +129,36 @@ def knock(addr: str, port: int, node_rank: int, patience_s: float) -> socket.soc
                     fix="start the same command with --node_rank 0 there",
                 ) from None
             time.sleep(RETRY_S)
+            continue
+        if _is_wanted(connection, f"{addr}:{port}", node_rank):
+            return connection
+        connection.close()
+        if not told:
+            logger.warning("node 0 has a node %d already; waiting until it needs another", node_rank)
+        deadline, told = time.monotonic() + patience_s, True
+        time.sleep(RETRY_S)
+
+
+def _is_wanted(connection: socket.socket, place: str, node_rank: int) -> bool:
+    """Whether the front end takes this node now.
+
+    Raises:
+        ConfigError: it does not know the token, or of such a node.
+    """
     try:
         asked = _receive(connection)["question"]
         question = secrets.token_hex(16)
         _send(connection, {"node_rank": node_rank, "proof": _proof(asked), "question": question})
         if not hmac.compare_digest(_receive(connection)["proof"], _proof(question)):
             raise ValueError
+        connection.settimeout(DECISION_S)
+        return bool(_receive(connection)["wanted"])
     except (OSError, ValueError, KeyError):
         raise ConfigError(
-            f"{addr}:{port} did not take this node",
+            f"{place} did not take this node",
             where="--master_addr, --master_port, LAUNCHER_TOKEN",
             fix=f"start the same command, with the same {TOKEN} or none, on every node",
         ) from None
-    return connection
 
 
 def become_agent(connection: socket.socket) -> NoReturn:

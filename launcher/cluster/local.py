@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -26,14 +27,13 @@ from launcher.cluster.failure import (
     read_record,
     with_tail,
 )
-from launcher.cluster.selection import MASKS, masked_devices
+from launcher.cluster.gpus import MASKS
+from launcher.cluster.selection import masked_devices
 from launcher.cluster.share import Share
 from launcher.cluster.terminal import Terminal
 from launcher.errors import ConfigError
 from launcher.monitor import beacon
 
-GRACE_S = 3.0
-"""How long a rank has between SIGTERM and SIGKILL."""
 PIECE = 1 << 16
 
 
@@ -93,12 +93,12 @@ class Ranks:
         if self._terminal is not None:
             self._terminal.resize(rows, columns)
 
-    def finish(self, grace_s: float = GRACE_S) -> None:
-        """End every process of the ranks, however deep: SIGTERM, `grace_s` seconds, SIGKILL."""
+    def finish(self, grace_s: float = processes.GRACE_S, hurry: Callable[[], bool] | None = None) -> None:
+        """End every process of the ranks, however deep: SIGTERM, `grace_s` seconds or until `hurry`, SIGKILL."""
         if self._failed is None:
             codes = {r: process.poll() for r, process in enumerate(self._processes)}
             self._failed = {r: code for r, code in codes.items() if code}
-        processes.end_descendants(grace_s)
+        processes.end_descendants(grace_s, hurry=hurry)
         for process in self._processes:
             process.poll()
 
@@ -144,12 +144,12 @@ class Ranks:
 
     def failure(self) -> Failure | None:
         """After `finish`: the first failure of what failed before it; None where nothing had."""
-        share, every = self.share, range(len(self._processes))
-        found = {r: read_record(str(share.record(r))) for r in every}
+        share = self.share
+        found = {r: read_record(str(share.record(r))) for r in self._every()}
         records: dict[int, ErrorRecord] = {r: record for r, record in found.items() if record is not None}
         if not self._failed and not records:
             return None
-        append_to_logs(records, {r: share.log(r) for r in every})
+        append_to_logs(records, {r: share.log(r) for r in self._every()})
         first = first_failure(self._failed or {}, records, dict(enumerate(self.pids)), self._alive_at)
         local_rank = first.rank
         killer = None

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster import arrive, dial
@@ -18,7 +19,21 @@ from launcher.cluster.wire import Message, Reader, Writer
 ONE_LINE = 'import json; hello = json.loads(open(0, "rb", 0, closefd=False).readline()); exec(hello["code"])'
 """What Python is told to run on a node. Without what a shell could take: ', %, $, a backslash, a line break."""
 ERRORS_KEPT = 8
+IDLE_TALK = ("srun: cluster configuration lacks support for cpu binding",)
+"""What runners say that is never why an agent has ended."""
 DRAIN_S = 0.5
+
+
+@dataclass(frozen=True)
+class Try:
+    """A node's try to reach another."""
+
+    target: str
+    port: int
+    reached: tuple[str, ...]
+    """Addresses that answered."""
+    why: str | None
+    """What was wrong with another one."""
 
 
 class Node:
@@ -26,7 +41,7 @@ class Node:
 
     Args:
         host: name and slots.
-        index: its number among the nodes.
+        index: its number among all nodes.
         command: what starts Python with ONE_LINE there, with this process's pipes; empty where it comes by itself.
         dials: the command forwards no input; see `dial.py`.
         here: it is this machine, whose pipes always tell when a process has died; silence then only means a busy or
@@ -37,7 +52,10 @@ class Node:
         heard: when the last message came (time.monotonic).
         lost: why it is gone; None while it is there.
         running: it has ranks.
+        pids: of its ranks, there.
         complete: its ranks have ended, all of them well.
+        tries: how it reached others before the ranks started (`rendezvous.py`).
+        copy: the directory there of what was shipped (`sync.py`); None where nothing was, to this agent.
     """
 
     def __init__(
@@ -47,6 +65,9 @@ class Node:
         self.facts: Message | None = None
         self.lost: str | None = None
         self.running = self.complete = False
+        self.pids: list[int] = []
+        self.tries: list[Try] = []
+        self.copy: str | None = None
         self.heard = time.monotonic()
         self._errors = b""
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,7 +84,7 @@ class Node:
 
     def connect(self, hello: Message) -> None:
         """Start the agent and tell it who it is."""
-        self.heard = time.monotonic()
+        self.heard, self.copy = time.monotonic(), None
         self._first = {**hello, "code": Path(arrive.__file__).read_text(encoding="utf-8")}
         if not self.command:
             return
@@ -147,13 +168,14 @@ class Node:
 
     def adopt(self, connection: socket.socket) -> None:
         """Take a connection to the agent as the control stream, and tell it who it is."""
-        self._connection, self.heard = connection, time.monotonic()
+        self._connection, self.heard, self.copy = connection, time.monotonic(), None
         self.reader, self.writer = Reader(connection.fileno()), Writer(connection.fileno())
         self.writer.send_plain(self._first)
 
     def complaint(self) -> str:
         """The last thing that the command said which started the agent."""
-        lines = [line for line in self._errors.decode(errors="replace").splitlines() if line.strip()]
+        said = self._errors.decode(errors="replace").splitlines()
+        lines = [line for line in said if line.strip() and not any(text in line for text in IDLE_TALK)]
         noise = self.reader.noise if self._process is not None else []
         return "\n".join((lines or noise)[-ERRORS_KEPT:])
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.cluster.facts import PACKAGES
-from launcher.cluster.node import Node
+from launcher.cluster.node import Node, Try
 from launcher.errors import ConfigError
 
 CLOCK_S = 30.0
@@ -31,15 +31,29 @@ def judge(nodes: Sequence[Node], needs: Needs) -> None:
     """Raises:
     ConfigError: some node is not ready; nothing has been started.
     """
-    rows = [(node.name, said) for node in nodes for said in _wrong(node, nodes, needs)]
-    if not rows:
-        return
+    walls = _walls(nodes)
+    rows = [
+        (node.name, said)
+        for node in nodes
+        for said in (*_wrong(node, nodes, needs), *walls.get(node.name, ()))
+    ]
     if len(nodes) == 1 and nodes[0].facts is None:
         raise ConfigError(f"{nodes[0].name} is not ready: {nodes[0].lost}", where=nodes[0].name)
+    refuse(rows, len(nodes))
+
+
+def refuse(rows: Sequence[tuple[str, str]], hosts: int) -> None:
+    """Say what is wrong, as rows of (host, what), with so many hosts in all; nothing where there is no row.
+
+    Raises:
+        ConfigError: with the table.
+    """
+    if not rows:
+        return
     width = max(len(name) for name, _ in rows)
     table = "".join(f"\n  {name:<{width}}  {_indented(said, width)}" for name, said in rows)
     bad = len({name for name, _ in rows})
-    raise ConfigError(f"{bad} of {len(nodes)} hosts are not ready, and nothing was started:{table}")
+    raise ConfigError(f"{bad} of {hosts} hosts are not ready, and nothing was started:{table}")
 
 
 def _wrong(node: Node, nodes: Sequence[Node], needs: Needs) -> Iterator[str]:
@@ -71,6 +85,41 @@ def _wrong(node: Node, nodes: Sequence[Node], needs: Needs) -> Iterator[str]:
     elif needs.device != "cpu" and 0 < facts["gpus"] <= max(node.host.slots, default=0):
         mask = f", CUDA_VISIBLE_DEVICES={facts['mask']}" if facts["mask"] is not None else ""
         yield f"{facts['gpus']} CUDA devices are visible, slot {max(node.host.slots)} is wanted{mask}"
+
+
+WALL = "is there a firewall? ranks talk to one another on any port"
+
+
+def _walls(nodes: Sequence[Node]) -> dict[str, list[str]]:
+    """Who cannot reach whom, told of the host that is to blame where that can be seen.
+
+    A host that none of several others reach, who reach one another, is behind a wall itself.
+    """
+    walls: dict[str, list[str]] = defaultdict(list)
+    failed = [(node.name, one) for node in nodes for one in node.tries if not one.reached]
+    able = {node.name for node in nodes if any(one.reached for one in node.tries)}
+    tried_by: dict[str, list[tuple[str, Try]]] = defaultdict(list)
+    for node in nodes:
+        for one in node.tries:
+            if node.name in able:
+                tried_by[one.target].append((node.name, one))
+    shut = {
+        target
+        for target, tries in tried_by.items()
+        if len(tries) > 1 and not any(one.reached for _, one in tries)
+    }
+    for target in shut:
+        names, one = few([name for name, _ in tried_by[target]]), tried_by[target][0][1]
+        walls[target].append(f"{names} cannot reach {target}:{one.port}: {one.why} ({WALL})")
+    for name, one in failed:
+        if one.target not in shut or name not in able:
+            walls[name].append(f"cannot reach {one.target}:{one.port}: {one.why} ({WALL})")
+    return walls
+
+
+def few(names: Sequence[str]) -> str:
+    """All names, or of many the first and the last ones."""
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ..., {names[-1]}"
 
 
 HINTS = {

@@ -8,12 +8,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import psutil
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CHECK_S = 0.02
+GRACE_S = 3.0
+"""Between SIGTERM and SIGKILL, where nobody has said it."""
 
 
 def adopt_orphans() -> None:
@@ -44,14 +46,16 @@ def descendants(except_for: Iterable[int] = ()) -> list[psutil.Process]:
     return [process for process in found if _lives(process)]
 
 
-def end_descendants(grace_s: float, except_for: Iterable[int] = ()) -> None:
-    """SIGTERM to every process below this one, `grace_s` seconds, then SIGKILL until none is left."""
+def end_descendants(
+    grace_s: float, except_for: Iterable[int] = (), hurry: Callable[[], bool] | None = None
+) -> None:
+    """SIGTERM to every process below this one, `grace_s` seconds or until `hurry`, then SIGKILL until none is left."""
     spared = list(except_for)
     remaining = descendants(spared)
     for process in remaining:
         _send(process, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while remaining and time.monotonic() < deadline:
+    while remaining and time.monotonic() < deadline and not (hurry is not None and hurry()):
         time.sleep(CHECK_S)
         remaining = descendants(spared)
     # A process stuck in the kernel cannot be killed at all; it must not hold the launcher for ever.

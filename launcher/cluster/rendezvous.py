@@ -1,16 +1,21 @@
-"""Where the ranks meet: an address of the first node that all others reach, and a port that is free there."""
+"""Where the ranks meet: an address of the first node that all others reach, and a port that is free there.
+
+The same look at the network lets nodes try one another, in a ring and across it, so that a firewall is named before
+any rank waits behind it. What each found is left in `Node.tries`, for `preflight.py` to judge.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from launcher.cluster.crew import Crew
-from launcher.cluster.node import Node
+from launcher.cluster.node import Node, Try
 from launcher.cluster.wire import Message
 from launcher.errors import ConfigError
 
-ANSWER_S = 8.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -31,48 +36,85 @@ class Met:
 
 
 def meet(crew: Crew, wanted: Wanted, look_up: Callable[[], None]) -> Met:
-    """Choose; `look_up` is called while waiting.
+    """Choose, and let those nodes try one another that are there; `look_up` is called while waiting.
+
+    What is returned can be used if `preflight.judge` then finds all nodes ready.
 
     Raises:
-        ConfigError: the wanted address or port cannot be used, or a node cannot reach the first one.
+        ConfigError: the wanted address or port cannot be used.
     """
-    first, *others = crew.nodes
-    addr = wanted.addr or ("" if others else LOOPBACK)
-    first.send("listen", addr="" if others else addr, port=wanted.port or 0)
-    answer = _answers(crew, [first], "listening", look_up)[first]
-    if "problem" in answer:
-        raise ConfigError(
-            f"{addr or first.name}:{wanted.port or 'any port'} cannot be used: {answer['problem']}",
-            where="--master_addr, --master_port",
-            fix="leave both flags out: a free port is picked",
-        )
-    port = int(answer["port"])
-    if not others:
-        return Met(addr, port)
-    assert first.facts is not None
-    candidates = [wanted.addr] if wanted.addr else [*first.facts["addresses"], first.facts["host"]]
-    crew.tell(others, "reach", addresses=candidates, port=port)
-    reached = _answers(crew, others, "reached", look_up)
-    for candidate in candidates:
-        if all(candidate in answer["addresses"] for answer in reached.values()):
-            return Met(candidate, port)
-    cut_off = [node.name for node, answer in reached.items() if not answer["addresses"]]
-    who, tried = ", ".join(cut_off) or "not all nodes", ", ".join(candidates)
-    raise ConfigError(
-        f"{who} cannot reach {first.name} on port {port}, tried: {tried}",
-        where="the network between the nodes",
-        fix="open the ports between them, or name an address that all reach: --master_addr",
-    )
+    first = crew.nodes[0]
+    there = [node for node in crew.nodes if node.facts is not None and node.lost is None]
+    alone = len(crew.nodes) == 1
+    addr = wanted.addr or (LOOPBACK if alone else "")
+    words = {node: f"{secrets.token_hex(4)}-{node.index}" for node in there}
+    for node in there:
+        node.tries = []
+        port = wanted.port or 0 if node is first else 0
+        node.send("listen", addr=addr if alone else "", port=port, word=words[node])
+    ports: dict[Node, int] = {}
+    for node, answer in _answers(crew, there, "listening", look_up).items():
+        if "problem" in answer:
+            raise ConfigError(
+                f"{addr or node.name}:{wanted.port or 'any port'} cannot be used: {answer['problem']}",
+                where="--master_addr, --master_port",
+                fix="leave both flags out: a free port is picked",
+            )
+        ports[node] = int(answer["port"])
+    if alone:
+        return Met(addr, ports.get(first, 0))
+    who_tries = {node: [p for p in partners(node, there, first) if p in ports] for node in ports}
+    for node, targets in who_tries.items():
+        tried = [
+            {"addresses": _places(target, first, wanted), "port": ports[target], "word": words[target]}
+            for target in targets
+        ]
+        node.send("reach", targets=tried)
+    for node, answer in _answers(crew, list(ports), "reached", look_up).items():
+        node.tries = [
+            Try(target.name, ports[target], tuple(found["addresses"]), found["why"])
+            for target, found in zip(who_tries[node], answer["found"], strict=True)
+        ]
+    return Met(_agreed(first, there, wanted), ports.get(first, 0))
 
 
-def _answers(crew: Crew, nodes: list[Node], kind: str, look_up: Callable[[], None]) -> dict[Node, Message]:
+def partners(node: Node, nodes: Sequence[Node], first: Node) -> list[Node]:
+    """Whom a node tries: the first one, its next in the ring, and the one across the ring. Three tries for each node
+    find a machine that is walled off as all pairs would, and do not grow with the square of their number."""
+    here, count = nodes.index(node), len(nodes)
+    chosen = [first, nodes[(here + 1) % count], nodes[(here + max(2, count // 2)) % count]]
+    return [other for other in dict.fromkeys(chosen) if other is not node and other in nodes]
+
+
+def _places(target: Node, first: Node, wanted: Wanted) -> list[str]:
+    if target is first and wanted.addr:
+        return [wanted.addr]
+    assert target.facts is not None
+    return list(dict.fromkeys([*target.facts["addresses"], target.facts["host"]]))
+
+
+def _agreed(first: Node, there: Sequence[Node], wanted: Wanted) -> str:
+    """The address of the first node that all others reach, or else most; the tries of the rest then fail."""
+    if first not in there:
+        return wanted.addr or first.name
+    tried = {node: t for node in there for t in node.tries if t.target == first.name}
+    counts = Counter(address for t in tried.values() for address in t.reached)
+    best = max(_places(first, first, wanted), key=lambda address: counts[address])  # of equals the first
+    for node, one in tried.items():
+        if one.reached and best not in one.reached:
+            why = f"only at {', '.join(one.reached)}, others at {best}: --master_addr names one for all"
+            node.tries = [replace(t, reached=(), why=why) if t is one else t for t in node.tries]
+    return best
+
+
+def _answers(
+    crew: Crew, nodes: Sequence[Node], kind: str, look_up: Callable[[], None]
+) -> Mapping[Node, Message]:
+    """What all say, but for those that are lost meanwhile."""
     found: dict[Node, Message] = {}
-    while len(found) < len(nodes):
+    while any(node not in found and node.lost is None for node in nodes):
         for node, message in crew.events():
             if message["is"] == kind:
                 found[node] = message
         look_up()
-        lost = [node for node in nodes if node.lost is not None]
-        if lost:
-            raise ConfigError(f"{lost[0].name} was lost before any rank had started: {lost[0].lost}")
     return found

@@ -12,8 +12,6 @@ from dataclasses import replace
 from launcher.cluster.hostfile import Host, numbers
 from launcher.errors import ConfigError
 
-MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
 
 def select(
     hosts: Sequence[Host],
@@ -72,6 +70,17 @@ def first_slots(host: Host, count: int) -> Host:
             fix=f"write --num_gpus {len(host.slots)}, or give the host more slots in the hostfile",
         )
     return replace(host, slots=host.slots[:count])
+
+
+def first_ranks(hosts: Sequence[Host], count: int) -> list[Host]:
+    """The first `count` slots of the hosts, in their order; hosts of which none is left are left out."""
+    chosen: list[Host] = []
+    for host in hosts:
+        slots = host.slots[:count]
+        count -= len(slots)
+        if slots:
+            chosen.append(replace(host, slots=slots))
+    return chosen
 
 
 def _parse(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:

@@ -46,9 +46,10 @@ class Reader:
         os.set_blocking(fd, False)
 
     def read(self) -> list[Message]:
-        """What has arrived since."""
+        """What has arrived since; of much only a part, so that the caller can do something else in between."""
         messages: list[Message] = []
-        while not self.ended:
+        taken = 0
+        while not self.ended and taken < ENOUGH:
             try:
                 data = os.read(self.fd, 1 << 16)
             except BlockingIOError:
@@ -56,6 +57,7 @@ class Reader:
             except OSError:
                 data = b""
             self.ended = not data
+            taken += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._take(line, messages)

@@ -133,6 +133,11 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _own(full: Tensor, axis: Axis, within: slice) -> Tensor:
+    """This rank's slice of a buffer of all."""
+    return full[axis.span(full.numel())][within]
+
+
 @_timed
 def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None)) -> Pending:
     """Fill `full` [N * s] from the slices of all ranks; slice r already holds this rank's part.
@@ -140,6 +145,11 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
     Args:
         within: only these elements of every slice: a large buffer is gathered in several calls.
     """
+    if (
+        axis.group is None and axis.levels is None
+    ):  # of a thousand ranks that are not there, none needs its slice
+        _note("all_gather", tag, axis, _own(full, axis, within), axis.degree)
+        return Pending([])
     slices = [part[within] for part in full.chunk(axis.degree)]
     if axis.levels is not None:
         return _gather_by_levels(slices, *axis.levels, tag)
@@ -161,7 +171,7 @@ def _gather_by_levels(slices: list[Tensor], across: Axis, inside: Axis, tag: str
 def _gather(slices: list[Tensor], full: Tensor | None, axis: Axis, tag: str) -> Pending:
     """Fill every slice from its rank; `full` is where they lie end to end, if they do."""
     _note("all_gather", tag, axis, slices[0], axis.degree)
-    if axis.group is None or axis.rehearsed:
+    if axis.group is None:
         return Pending([])
     with record_function(f"{tag}/all_gather"):
         mine = slices[axis.rank]
@@ -189,17 +199,15 @@ def reduce_scatter(
         within: only these elements of every slice, and of `out`: a large buffer is reduced in several calls.
         accumulate: add to `out` instead of overwriting it.
     """
-    slices = [part[within] for part in full.chunk(axis.degree)]
-    out = out[within]
-    _note("reduce_scatter", tag, axis, slices[0], axis.degree)
+    out, mine = out[within], _own(full, axis, within)
+    _note("reduce_scatter", tag, axis, mine, axis.degree)
     if axis.reductions is None:
         if accumulate:
-            out.add_(slices[0])
-        elif out.data_ptr() != slices[0].data_ptr():
-            out.copy_(slices[0])
+            out.add_(mine)
+        elif out.data_ptr() != mine.data_ptr():
+            out.copy_(mine)
         return Pending([])
-    if axis.rehearsed:
-        return Pending([])
+    slices = [part[within] for part in full.chunk(axis.degree)]
     with record_function(f"{tag}/reduce_scatter"):
         if full.device.type != "cpu":
             return _native(full, slices, out, axis, accumulate)
@@ -260,7 +268,7 @@ def _native(full: Tensor, slices: list[Tensor], out: Tensor, axis: Axis, accumul
 def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     """Sum `buffer` over the axis, in place."""
     _note("all_reduce", tag, axis, buffer, 2)
-    if axis.reductions is None or axis.rehearsed:
+    if axis.reductions is None:
         return Pending([])
     with record_function(f"{tag}/all_reduce"):
         if axis.memory is not None and buffer.is_contiguous() and _nbytes(buffer) >= SMALL * axis.degree:
@@ -279,7 +287,7 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
 def broadcast(buffer: Tensor, axis: Axis, tag: str, *, source: int = 0) -> Pending:
     """Copy the buffer of coordinate `source` of the axis to all its ranks, in place."""
     _note("broadcast", tag, axis, buffer, 1)
-    if axis.group is None or axis.rehearsed:
+    if axis.group is None:
         return Pending([])
     with record_function(f"{tag}/broadcast"):
         return Pending([dist.broadcast(buffer, group=axis.group, group_src=source, async_op=True)])
@@ -297,7 +305,7 @@ def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axi
     numel = sum(part.numel() for part in outgoing)
     nbytes = sum(_nbytes(part) for part in outgoing)
     keep_record(CollectiveRecord("all_to_all", tag, axis.name, numel, sent, nbytes), axis)
-    if axis.reductions is None or axis.rehearsed:
+    if axis.reductions is None:
         return Pending([])
     with record_function(f"{tag}/all_to_all"):
         if outgoing[axis.rank].device.type != "cpu":

@@ -29,12 +29,12 @@ class Axis:
         name: "dp", "tp", ...
         degree: how many ranks lie along the axis; 1 is the degenerate case and has no process group.
         rank: this rank's coordinate on the axis, 0 .. degree - 1.
-        group: process group of the ranks along the axis; None when degree is 1.
+        group: process group of the ranks along the axis. None where there is nobody to talk to: with degree 1, and in a
+            rehearsal. Nothing is sent then, and what would be received has any content.
         reductions: the same ranks, for reductions. NCCL needs all ranks to start the collectives of a group in one
             order, and under ZeRO-3 a gather on demand may come before a reduction here and after it there.
         memory: of the other ranks, where they run on CPUs of this machine and it can be read.
         transport: how bytes go along the axis, for people.
-        rehearsed: the other ranks do not exist, and nothing is sent: what would be received has any content.
         levels: (across nodes, inside a node): gathers along this axis go in these two hops; None: in one.
         gathers, reduced, exchanged: numbers of the messages of each kind. All ranks of an axis start the same
             ones in the same order, but not so on two axes.
@@ -47,7 +47,6 @@ class Axis:
     reductions: dist.ProcessGroup | None = None
     memory: PeerMemory | None = None
     transport: str = ""
-    rehearsed: bool = False
     levels: tuple[Axis, Axis] | None = None
     gathers: Iterator[int] = field(default_factory=lambda: itertools.count(0, 4), compare=False, repr=False)
     reduced: Iterator[int] = field(default_factory=lambda: itertools.count(1, 4), compare=False, repr=False)
@@ -72,6 +71,18 @@ class Mesh:
     world_size: int = 1
     rank: int = 0
     axes: dict[str, Axis] = field(default_factory=dict)
+    on_paper: bool = False  # no such ranks are there: axes have degrees and no groups
+
+    @classmethod
+    def planned(cls, device: torch.device, world_size: int, rank: int, **degrees: int) -> Mesh:
+        """The mesh that one rank of a run would see, where there is no run.
+
+        Args:
+            degrees: as of `build`; all that are not 1.
+        """
+        ranks = torch.arange(world_size).view([degrees.get(name, 1) for name in AXES])
+        axes = {name: _on_paper(name, rank, ranks, dim) for dim, name in enumerate(AXES)}
+        return cls(device, world_size, rank, axes, on_paper=True)
 
     @classmethod
     def build(cls, device: torch.device, **degrees: int) -> Mesh:
@@ -136,7 +147,7 @@ class Mesh:
             return whole
         ranks = torch.arange(self.world_size).view([self.axes[axis].degree for axis in AXES])
         dim = AXES.index(name)
-        axis = _line(name, self.device, ranks.index_select(dim, torch.tensor(coordinates)), dim)
+        axis = self._line(name, ranks.index_select(dim, torch.tensor(coordinates)), dim)
         return axis if whole.rank in coordinates else Axis(name)
 
     def _inside_dp(self, **sizes: int) -> list[Axis]:
@@ -145,7 +156,12 @@ class Mesh:
         place = AXES.index("dp")
         shape = (*degrees[:place], *sizes.values(), *degrees[place + 1 :])
         ranks = torch.arange(self.world_size).view(shape)
-        return [_line(name, self.device, ranks, place + i) for i, name in enumerate(sizes) if name]
+        return [self._line(name, ranks, place + i) for i, name in enumerate(sizes) if name]
+
+    def _line(self, name: str, ranks: torch.Tensor, dim: int) -> Axis:
+        if self.on_paper:
+            return _on_paper(name, self.rank, ranks, dim)
+        return _line(name, self.device, ranks, dim)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -179,10 +195,12 @@ def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str,
     mesh = init_device_mesh(device.type, tuple(shape[i] for i in live), mesh_dim_names=names)
     for place, (i, name) in enumerate(zip(live, names, strict=True)):
         group = mesh.get_group(name)
+        if _is_rehearsal():
+            axes[name] = Axis(name, shape[i], mesh.get_local_rank(name))
+            continue
         reductions = _twin(mesh.mesh, place) if device.type == "cuda" else group
         memory, transport = (None, "") if device.type == "cuda" else _memory(group)
-        rank, rehearsed = mesh.get_local_rank(name), _rehearsed(group)
-        axes[name] = Axis(name, shape[i], rank, group, reductions, memory, transport, rehearsed)
+        axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, reductions, memory, transport)
     return axes
 
 
@@ -195,19 +213,27 @@ def _line(name: str, device: torch.device, ranks: torch.Tensor, dim: int) -> Axi
     if group is None:  # this rank is on no such line; it helped to make the groups
         _twin(ranks, dim) if device.type == "cuda" else None
         return Axis(name)
+    if _is_rehearsal():
+        return Axis(name, degree, group.rank())
     reductions = _twin(ranks, dim) if device.type == "cuda" else group
     memory, transport = (None, "") if device.type == "cuda" else _memory(group)
-    return Axis(name, degree, group.rank(), group, reductions, memory, transport, _rehearsed(group))
+    return Axis(name, degree, group.rank(), group, reductions, memory, transport)
 
 
-def _rehearsed(group: dist.ProcessGroup) -> bool:
-    """torch's fake process group: one process plays a rank of any number."""
-    return dist.get_backend(group) == "fake"
+def _on_paper(name: str, rank: int, ranks: torch.Tensor, dim: int) -> Axis:
+    """A rank's line along dimension `dim` of the mesh, without process groups."""
+    place = (ranks == rank).nonzero()
+    if ranks.shape[dim] == 1 or not len(place):
+        return Axis(name)
+    return Axis(name, ranks.shape[dim], int(place[0, dim]))
+
+
+def _is_rehearsal() -> bool:
+    """With torch's fake process group one process plays a rank among ranks that do not exist."""
+    return dist.get_backend() == "fake"
 
 
 def _memory(group: dist.ProcessGroup) -> tuple[PeerMemory | None, str]:
-    if _rehearsed(group):
-        return None, "rehearsed"
     if os.environ.get(TRANSPORT) == "sockets":
         return None, f"sockets: {TRANSPORT} says so"
     try:

@@ -108,11 +108,12 @@ def _ways_out(train: int, micro: int | None, accumulation: int | None, dp_degree
         key, written = (MICRO, micro) if micro else (ACCUMULATION, accumulation)
         share, rest = divmod(train, dp_degree)
         if rest == 0 and written:
-            fitting = min((d for d in _divisors(share)), key=lambda d: (abs(d - written), d))
+            fitting = min((d for d in divisors(share)), key=lambda d: (abs(d - written), d))
             ways.append(f"{key} {fitting}")
     return ways
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Of a whole number from 1, in no order; a root counts twice."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return small + [number // d for d in small]

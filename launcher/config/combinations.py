@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from launcher.config.batch import MICRO, TRAIN
+from launcher.config.elasticity import contradicts_batch, contradicts_degrees
 from launcher.config.section import AUTO, Conflict
 
 if TYPE_CHECKING:
@@ -211,6 +213,21 @@ COMBINATIONS: tuple[Combination, ...] = (
         _few_microbatches,
         'pipeline.schedule "2bw" needs as many microbatches in a step as pipeline.stages, or more',
         "raise gradient_accumulation_steps, or lower pipeline.stages",
+    ),
+    *(
+        Combination(
+            (key, "elasticity.enabled"),
+            partial(contradicts_batch, key),
+            f"elasticity.enabled says the batch, and {key} says another",
+            f'delete {key}, or write "ignore_non_elastic_batch_info": true in elasticity',
+        )
+        for key in (TRAIN, MICRO)
+    ),
+    Combination(
+        ("elasticity.model_parallel_size", STAGES, f"{TENSOR}.autotp_size"),
+        contradicts_degrees,
+        f"elasticity.model_parallel_size (1 where it is left out) is not {STAGES} x {TENSOR}.autotp_size",
+        "write their product",
     ),
     Combination(
         (f"{ZERO}.offload_param.device", f"{ZERO}.stage"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from launcher.config.problems import show
-from launcher.config.section import Conflict, Count, Remark, Section, Whole, complaint, whole
+from launcher.config.section import Conflict, Count, Remark, Section, Whole, Wholes
 
 METRIC = "data_sampling.curriculum_learning.curriculum_metrics.seqlen"
 NEEDED = {
@@ -17,20 +16,6 @@ NEEDED = {
     "fixed_discrete": ("difficulty", "max_step"),
 }
 """Schedule type -> the keys of its schedule_config."""
-
-
-def _wholes(value: Any) -> Any:
-    items = [whole(item) for item in value] if isinstance(value, list | tuple) else []
-    if not items or not all(
-        isinstance(item, int) and not isinstance(item, bool) and item > 0 for item in items
-    ):
-        raise complaint(
-            f"must be a list of whole numbers from 1, not {show(value)}", "write for example [64, 128]"
-        )
-    return tuple(items)
-
-
-Wholes = Annotated[tuple[int, ...], BeforeValidator(_wholes)]
 
 
 class CurriculumScheduleConfig(Section):

@@ -222,18 +222,6 @@ progressive_layer_drop
   enabled | false | layers are dropped at random | delete it; every layer runs in every step, as in DeepSpeed today
   theta | | least share of layers
   gamma | | pace
-elasticity
-  enabled | false | batch sizes for many world sizes
-  max_train_batch_size | | largest batch
-  micro_batch_sizes | | allowed micro batches
-  min_gpus | | fewest GPUs
-  max_gpus | | most GPUs
-  min_time | | minutes between changes
-  prefer_larger_batch | | near the largest
-  ignore_non_elastic_batch_info | | other batch keys may stand
-  version | | version of the rule
-  num_gpus_per_node | | GPUs of a node
-  model_parallel_size | | model-parallel degree
 quantize_training | false | fewer bits while training | delete it; quantise what save_16bit_model() exports
 eigenvalue | false | eigenvalues of blocks, which only paced quantize_training | delete it
 graph_harvesting | false | CUDA graph of the bf16 step | write "compile": {"enabled": true}: fewer kernels to launch

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from launcher.config import elasticity
 from launcher.config.batch import ACCUMULATION, BATCH_KEYS, BatchError, solve
 from launcher.config.check import examine
 from launcher.config.problems import ConfigProblems, Path, Problem, dotted
@@ -122,7 +123,9 @@ def _batch(
         open_ = value is None or value == AUTO
         given[key] = auto.get(key) if open_ else value
         sources[key] = "given by the run" if open_ else config._document.where((key,))
-    triple = solve(given, dp_degree, sources)
+    elastic = config.elasticity.on
+    arguments = given, dp_degree, sources
+    triple = elasticity.solve(config, *arguments) if elastic else solve(*arguments)
     found = []
     for key, value in zip(BATCH_KEYS, triple, strict=True):
         tree[key] = value
@@ -130,5 +133,5 @@ def _batch(
             known = given[key] is not None
             default = key == ACCUMULATION and value == 1 and sum(v is not None for v in given.values()) == 1
             why = sources[key] if known else "the key's default" if default else "from the batch equation"
-            found.append(ResolvedAuto(key, value, why))
+            found.append(ResolvedAuto(key, value, "from elasticity" if elastic else why))
     return found

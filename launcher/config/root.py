@@ -16,6 +16,7 @@ from launcher.config.checkpoint import CheckpointConfig
 from launcher.config.compile import CompileConfig
 from launcher.config.data_efficiency import DataEfficiencyConfig
 from launcher.config.data_types import DataTypesConfig, Dtype
+from launcher.config.elasticity import ElasticityConfig
 from launcher.config.monitor import CometConfig, CsvMonitorConfig, TensorboardConfig, WandbConfig
 from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
@@ -157,6 +158,9 @@ class Config(Section):
 
     data_efficiency: DataEfficiencyConfig = Field(default_factory=DataEfficiencyConfig.model_construct)
     """Curriculum learning by the length of sequences."""
+
+    elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig.model_construct)
+    """Batch sizes for many numbers of ranks."""
 
     managed_gradient_accumulation: bool = True
     """The engine counts microbatches, and steps at every gradient_accumulation_steps-th. False: every engine.step() is

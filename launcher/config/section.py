@@ -231,6 +231,17 @@ def _pair(value: Any) -> Any:
     return tuple(value)
 
 
+def _wholes(value: Any) -> Any:
+    items = [whole(item) for item in value] if isinstance(value, list | tuple) else []
+    if not items or not all(
+        isinstance(item, int) and not isinstance(item, bool) and item > 0 for item in items
+    ):
+        raise complaint(
+            f"must be a list of whole numbers from 1, not {show(value)}", "write for example [64, 128]"
+        )
+    return tuple(items)
+
+
 Whole = Annotated[int, BeforeValidator(whole), Field(ge=0)]
 """A whole number from 0; 5e8 is taken as one."""
 
@@ -239,3 +250,6 @@ Count = Annotated[int, BeforeValidator(whole), Field(ge=1)]
 
 Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
 """Two numbers, written as a list."""
+
+Wholes = Annotated[tuple[int, ...], BeforeValidator(_wholes)]
+"""Whole numbers from 1, written as a list."""

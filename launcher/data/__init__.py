@@ -2,7 +2,7 @@
 
 from launcher.data.loader import GlobalBatchLoader
 from launcher.data.pack import PackedDataset, pack
-from launcher.data.sft import SftDataset, load_sft
+from launcher.data.sft import SftDataset, load_sft, prompt_tokens
 from launcher.data.text import load_text
 from launcher.data.tokenizer import byte_tokenizer, load_tokenizer, train_tokenizer
 
@@ -15,5 +15,6 @@ __all__ = [
     "load_text",
     "load_tokenizer",
     "pack",
+    "prompt_tokens",
     "train_tokenizer",
 ]

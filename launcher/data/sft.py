@@ -162,6 +162,14 @@ def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: 
     )
 
 
+def prompt_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What a model reads before it answers: `text`, as the user's message where there is a chat template."""
+    if tokenizer.chat_template:
+        text = _render([{"role": "user", "content": text}], tokenizer, for_answer=True)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
 def encode(parts: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> Row:
     """Tokenise the whole text at once, as the model will read it, and label the tokens of learned parts.
 

@@ -33,6 +33,7 @@ from launcher.errors import ConfigError, LauncherError
 from launcher.models.initialize import initializer
 from launcher.models.initialize_plan import plan_of
 from launcher.models.units import ends_of, unit_modules
+from launcher.offload.homes import Homes
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
@@ -72,6 +73,7 @@ def initialize(
     config_params: str | Path | Mapping[str, Any] | None = None,
     *,
     source: ParamSource | None = None,
+    homes: Callable[[Config, Mesh, torch.device], Homes] = open_homes,
     seed: int = 0,
     device: torch.device | None = None,
     auto: Mapping[str, Any] | None = None,
@@ -92,6 +94,7 @@ def initialize(
         config: path, mapping or Config; `config_params` is its old name.
         mpu, mesh_param: model parallelism made by others; not supported yet, refused.
         source: where parameters get their values from, instead of what `model` holds.
+        homes: says where shards rest; default: where the JSON says.
         seed: for a model on meta.
         device: default: this rank's GPU, else the CPU.
         auto: values for keys that say "auto", by dotted path.
@@ -116,7 +119,7 @@ def initialize(
     row, loaded = row_in(model, loaded)
     dp = loaded.dp_degree(dist.get_world_size())
     mesh = Mesh.build(device, pp=loaded.pipeline.degree, dp=dp, tp=loaded.tensor_parallel.degree)
-    resolved = _resolved(loaded, mesh, model, auto or {})
+    resolved = resolve(loaded, mesh, model, auto or {})
     monitor = open_monitor(resolved, mesh)
     staged: Staged | None = None
     if row is None:
@@ -134,7 +137,7 @@ def initialize(
     staged = staged or cut_model(model, split_model, mesh, resolved, seq_length)
     blocks = staged.blocks if staged is not None else unit_modules(model)
     checkpointer = recompute(model, blocks, staged, resolved, mesh.axes["tp"])
-    _mark_leaves(model, resolved)
+    mark_leaves(model, resolved)
     holders = holders_of(staged, mesh)
     agree(model, holders, device)
     zero = apply_zero(
@@ -142,14 +145,14 @@ def initialize(
         axes_of(resolved, mesh),
         replace(policy_of(resolved), special_dtypes=special_dtypes(resolved, model)),
         device=device,
-        blocks=_units(model, blocks),
+        blocks=units_of(model, blocks),
         source=source,
         splits=split_model.splits,
         tp=split_model.axis,
         pp=mesh.axes["pp"],
         holders=holders,
         elsewhere=staged.elsewhere if staged is not None else {},
-        homes=open_homes(resolved, mesh, device),
+        homes=homes(resolved, mesh, device),
     )
     cast_buffers(resolved, model)
     stepper = (
@@ -211,7 +214,8 @@ def policy_of(config: Config) -> ZeroPolicy:
     )
 
 
-def _mark_leaves(model: nn.Module, config: Config) -> None:
+def mark_leaves(model: nn.Module, config: Config) -> None:
+    """Mark the modules that the JSON makes one unit with all inside them."""
     zero = config.zero_optimization
     if zero.stage != 3:
         return
@@ -247,7 +251,8 @@ def _loaded(args: Any, config: Any) -> Config:
     return config if isinstance(config, Config) else load(config)
 
 
-def _resolved(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:
+def resolve(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:
+    """The JSON without "auto", for a mesh and a model."""
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     values = {**(autos_of_hidden_size(hidden) if isinstance(hidden, int) else {}), **auto}
     return loaded.resolve(dp_degree=mesh.dp.degree, auto=values)
@@ -279,7 +284,7 @@ def split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
     return apply_tensor(model, tp, options, device=mesh.device)
 
 
-def _units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Blocks, and the embedding and the head, which are used at the two ends of the model only."""
     names = {module: name for name, module in model.named_modules()}
     first, last = ([(names[end], end)] if end is not None and end in names else [] for end in ends_of(model))

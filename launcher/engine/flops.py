@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from launcher.config import FlopsProfilerConfig
+from launcher.monitor.devices import peak_flops
 from launcher.monitor.flops import ModuleMeter
 from launcher.monitor.flops_report import StepFacts, report
-from launcher.monitor.peaks import peak_flops
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine

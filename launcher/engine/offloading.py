@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -10,6 +11,7 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.config.offload import OffloadConfig
 from launcher.offload.homes import Home, Homes, Room
+from launcher.offload.idle import Make
 from launcher.offload.nvme import NvmeTier
 from launcher.offload.resting import Buffers
 from launcher.offload.tier import Tier
@@ -19,24 +21,32 @@ STATES = {"SGD": 1, "Adagrad": 1, "Lion": 1}  # of other optimizers two are expe
 HOST = torch.device("cpu")
 
 
-def open_homes(config: Config, mesh: Mesh, device: torch.device) -> Homes:
+def open_homes(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    tier_at: Callable[[str], Tier] | None = None,
+    make: Make | None = None,
+) -> Homes:
     """Where the shards of this rank rest; opens what it needs on NVMe.
+
+    Args:
+        tier_at: what a directory is; default: a file there.
+        make: see `Buffers`.
 
     Raises:
         OffloadError: the directory is missing, cannot be written, or has no direct access that works.
     """
     zero = config.zero_optimization
     params, optim = zero.offload_param, zero.offload_optimizer
-    opened: dict[str, Tier] = {}
+    opened = _Opened(tier_at or (lambda path: NvmeTier(path, config.aio, rank=mesh.rank)))
     homes = Homes(device)
     if params is not None and params.device != "none":
         in_host = params.max_in_cpu * ITEM if params.host_budget is None else params.host_budget
-        homes.parameters = _rooms(config, params, device, opened, mesh.rank, in_host)
+        homes.parameters = _rooms(params, device, opened, in_host)
         homes.ahead, homes.units_ahead = params.buffer_count * params.buffer_size, params.buffer_count
     if optim is not None and optim.device != "none":
-        homes.optimizer = _rooms(
-            config, optim, device, opened, mesh.rank, optim.host_budget or 0, share=1 - float(optim.ratio)
-        )
+        homes.optimizer = _rooms(optim, device, opened, optim.host_budget or 0, share=1 - float(optim.ratio))
         homes.reads_ahead = bool(optim.pipeline_read)
         if optim.device == "nvme":
             homes.cut = int(zero.sub_group_size)
@@ -44,17 +54,27 @@ def open_homes(config: Config, mesh: Mesh, device: torch.device) -> Homes:
     homes.states = STATES.get(kind, 2)
     writes = optim.buffer_count if optim is not None and optim.pipeline_write else 0
     pins = [bool(section.pin_memory) for section in (params, optim) if section is not None]
-    homes.buffers = Buffers(writes, pin=None if all(pins) else False)
+    homes.buffers = Buffers(writes, pin=None if all(pins) else False, make=make)
     weakref.finalize(homes, _close, list(opened.values()))
     return homes
 
 
+class _Opened(dict[str, Tier]):
+    """Tiers by directory; one that is asked for is opened."""
+
+    def __init__(self, tier_at: Callable[[str], Tier]) -> None:
+        super().__init__()
+        self._tier_at = tier_at
+
+    def __missing__(self, path: str) -> Tier:
+        tier = self[path] = self._tier_at(path)
+        return tier
+
+
 def _rooms(
-    config: Config,
     section: OffloadConfig,
     device: torch.device,
-    opened: dict[str, Tier],
-    rank: int,
+    opened: _Opened,
     in_host: int,
     *,
     share: float = 0.0,
@@ -71,8 +91,6 @@ def _rooms(
     if section.device == "cpu":
         return [*rooms, Room(Home(HOST))]
     path = str(section.nvme_path)
-    if path not in opened:
-        opened[path] = NvmeTier(path, config.aio, rank=rank)
     if in_host:
         rooms.append(Room(Home(HOST), in_host))
     return [*rooms, Room(Home(HOST, opened[path]))]

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,148 +23,101 @@ from launcher.config import Config
 from launcher.engine.assemble import initialize, split_layers
 from launcher.engine.dtypes import DTYPES
 from launcher.engine.engine import Engine
-from launcher.errors import ConfigError
-from launcher.estimate.hollow import Hollow
+from launcher.engine.offloading import HOST, open_homes
+from launcher.estimate.answer import PHASES, Estimate, Held
+from launcher.estimate.hollow import Hollow, fused_dropout
 from launcher.estimate.live import Counting, LiveBytes
+from launcher.estimate.resting import gradients_of, masters_of, on, parameters_of
+from launcher.estimate.tiers import CountingTier
+from launcher.estimate.trace import fill_buffers, microbatch, one_thread
+from launcher.offload.tier import buffer
 from launcher.pipeline.crossing import signature_of
 from launcher.pipeline.staged import StagedModel
 from launcher.tensor.head import loss_only
+from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import Reader, Slot
 
-DEVICE = torch.device("cpu")
-IDS = 100  # token ids are below it
-PHASES = ("forward", "backward", "step")
+DEVICE = torch.device("cpu", 0)  # tensors of it are not told from the host's, but homes are
 NEARLY = 0.95  # of the peak of the step before, when a look is worth its time
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes of tensors, by what they are for.
-
-    Args:
-        parameters: what this rank keeps of them between steps.
-        gradients: of them; where the stage shards them, this rank's share.
-        optimizer: master weights and states.
-        buffers: gathered parameters, gradients on their way, and memory that waits to be used again.
-        activations: all else: what backward will need, its temporaries, logits and loss.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    buffers: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
-
-    @property
-    def model_states(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What was found.
-
-    Args:
-        peaks: bytes at most in each phase of a step: forward, backward, step.
-        at_peak: who holds what when there is most.
-        between: the same between steps.
-    """
-
-    rank: int
-    world: int
-    peaks: dict[str, int]
-    at_peak: Held
-    between: Held
-
-    @property
-    def peak(self) -> int:
-        return max(self.peaks.values())
-
-    @property
-    def phase(self) -> str:
-        """The one with the peak."""
-        return max(self.peaks, key=lambda name: self.peaks[name])
-
-
-def dry_run(model: nn.Module, config: Config, *, world: int, rank: int = 0, sequence: int = 2048) -> DryRun:
+def dry_run(
+    model: nn.Module,
+    config: Config,
+    *,
+    world: int,
+    rank: int = 0,
+    sequence: int = 2048,
+    device: torch.device = DEVICE,
+) -> Estimate:
     """Take a few steps of a run without memory and without compute.
 
     Args:
         model: a causal LM on meta; it is used up.
         world, rank: of the run.
         sequence: tokens of a sequence; the JSON has the number of sequences and microbatches.
+        device: HOST: device and host are one memory, as in a run on CPUs.
 
     Raises:
         ConfigError: the JSON does not go with so many ranks, or with the model.
     """
-    _refuse_disks(config)
-    _fill_buffers(model)
-    batch = batch_of(config, sequence)
-    with _ranks(world, rank):
+    fill_buffers(model, device)
+    with _ranks(world, rank), fused_dropout():
 
-        def make() -> Engine:
+        def make(live: LiveBytes) -> Engine:
             whole = copy.deepcopy(model) if config.pipeline.degree > 1 else None
-            engine = initialize(model=model, config=config, device=DEVICE, source=_Anything())[0]
+            homes = partial(open_homes, tier_at=lambda path: CountingTier())
+            if device != HOST:
+                homes = partial(homes, make=lambda numel, dtype: live.note_host(buffer(numel, dtype)))
+            engine = initialize(model=model, config=config, device=device, source=_Anything(), homes=homes)[0]
             if whole is not None:
-                learn_crossings(engine, whole, batch)
+                learn_crossings(engine, whole, batch_of(engine, sequence))
             return engine
 
-        return rehearse(make, batch, Hollow)
+        return rehearse(make, sequence, Hollow)
 
 
 def rehearse(
-    make: Callable[[], Engine], batch: dict[str, Tensor], mode: Callable[[LiveBytes], Counting]
-) -> DryRun:
+    make: Callable[[LiveBytes], Engine], sequence: int, mode: Callable[[LiveBytes], Counting]
+) -> Estimate:
     """What the steps of an engine take, looked at from inside.
 
     Args:
-        make: gives the engine.
-        batch: each of its microbatches.
+        make: gives the engine; host memory that stands apart is noted in what it is given.
+        sequence: tokens of each sequence of its microbatches.
         mode: `Hollow`, or `Counting` for a run that really computes.
     """
     watcher = _Watcher()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # modes belong to one thread
-    with mode(watcher.live):
-        engine = make()
+    with one_thread(), mode(watcher.live):
+        engine = make(watcher.live)
         watcher.listen(engine)
+        batch = batch_of(engine, sequence)
         try:
             _step(engine, batch)
+            _note_states(engine, watcher.live)
             between = held(engine, watcher.live.now)
             watcher.begin()
             _step(engine, batch)
             peaks = watcher.end()
             watcher.look_at(max(peaks.values()))
             _step(engine, batch)
-            return DryRun(engine.mesh.rank, engine.mesh.world_size, peaks, watcher.seen or between, between)
+            tiers = engine.zero.homes.tiers
+            return Estimate(
+                engine.mesh.rank,
+                engine.mesh.world_size,
+                peaks,
+                watcher.seen or between,
+                between,
+                watcher.live.host_peak,
+                sum(tier.most for tier in tiers if isinstance(tier, CountingTier)),
+            )
         finally:
             engine.destroy()
-            torch.set_num_threads(threads)
 
 
-def _refuse_disks(config: Config) -> None:
-    zero = config.zero_optimization
-    for key, section in (
-        ("offload_param", zero.offload_param),
-        ("offload_optimizer", zero.offload_optimizer),
-    ):
-        if section is not None and section.device == "nvme":
-            raise ConfigError(
-                "a run with shards on NVMe cannot be rehearsed yet",
-                where=f"zero_optimization.{key}.device",
-                fix='write "cpu": what the disk would hold is counted as memory then',
-            )
-
-
-def batch_of(config: Config, sequence: int) -> dict[str, Tensor]:
-    """A microbatch of one rank."""
-    size = config.train_micro_batch_size_per_gpu
-    ids = torch.randint(IDS, (size if isinstance(size, int) else 1, sequence))
-    return {"input_ids": ids, "labels": ids}
+def batch_of(engine: Engine, sequence: int) -> dict[str, Tensor]:
+    """A microbatch of its rank."""
+    return microbatch(engine.train_micro_batch_size_per_gpu(), sequence)
 
 
 def learn_crossings(engine: Engine, whole: nn.Module, batch: dict[str, Tensor]) -> None:
@@ -193,23 +145,25 @@ def learn_crossings(engine: Engine, whole: nn.Module, batch: dict[str, Tensor]) 
 
 
 def held(engine: Engine, live: int) -> Held:
-    """Who holds what of the bytes that are alive now."""
-    states = engine.zero.held_bytes()
-    optimizer = 0 if engine.optimizer is None else _bytes_of_states(engine)
-    pool = engine.zero.pool
-    gathered = sum(flat.full.nbytes for flat in engine.zero.flats if flat.sharded and flat.full is not None)
+    """Who holds what of the bytes that are alive on the device now."""
+    zero = engine.zero
+    pool, device = zero.pool, zero.pool.device
+    gathered = sum(flat.full.nbytes for flat in zero.flats if flat.sharded and flat.full is not None)
     buffers = pool.idle_bytes + gathered
-    known = states["parameters"] + states["gradients"] + states["master"] + optimizer + buffers
-    return Held(
-        states["parameters"], states["gradients"], states["master"] + optimizer, buffers, max(0, live - known)
-    )
+    optimizer = masters_of(zero.flats)
+    for gradient, tensors in _states(engine).items():
+        optimizer[gradient.flat.optim_home] += sum(tensor.nbytes for tensor in tensors)
+    kept = parameters_of(zero.flats), gradients_of(zero.gradients), optimizer
+    parameters, gradients, states = (on(device, one) for one in kept)
+    known = parameters + gradients + states + buffers
+    return Held(parameters, gradients, states, buffers, max(0, live - known))
 
 
 class _Watcher:
     """Peaks by phase, and a look at the moment of the largest one."""
 
     def __init__(self) -> None:
-        self.live = LiveBytes("cpu", self._at_new_peak)
+        self.live = LiveBytes(self._at_new_peak)
         self.seen: Held | None = None
         self._phase, self._peaks = PHASES[0], dict.fromkeys(PHASES, 0)
         self._engine: Engine | None = None
@@ -242,12 +196,12 @@ class _Watcher:
 
     def _enter(self, phase: str) -> None:
         self._peaks[self._phase] = max(self._peaks[self._phase], self.live.peak)
-        self._phase, self.live.peak = phase, self.live.now
+        self._phase = phase
+        self.live.restart()
 
-    def _at_new_peak(self) -> str:
+    def _at_new_peak(self) -> None:
         if self._engine is not None and self._wanted is not None and self.live.now > self._wanted:
             self._wanted, self.seen = self.live.now, held(self._engine, self.live.now)
-        return self._phase
 
 
 def _step(engine: Engine, batch: dict[str, Tensor]) -> None:
@@ -257,15 +211,30 @@ def _step(engine: Engine, batch: dict[str, Tensor]) -> None:
     engine.step()
 
 
-def _bytes_of_states(engine: Engine) -> int:
-    assert engine.optimizer is not None
-    shown = sum(
-        value.nbytes
-        for state in engine.optimizer.inner.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
-    return shown + sum(state.held_bytes for state in engine.optimizer.states.values())
+def _states(engine: Engine) -> dict[FlatGradient, list[Tensor]]:
+    """Tensors that the optimizer has of each flat buffer."""
+    optimizer = engine.optimizer
+    if optimizer is None:
+        return {}
+    known = optimizer.inner.state
+    return {
+        gradient: [
+            value
+            for slot in gradient.flat.slots
+            if (tensor := optimizer.tensors.get(slot.name)) is not None
+            for value in known.get(tensor, {}).values()
+            if isinstance(value, Tensor)
+        ]
+        for gradient in engine.zero.gradients
+    }
+
+
+def _note_states(engine: Engine, live: LiveBytes) -> None:
+    """Optimizers make their states; those of shards that rest on the host are there."""
+    for gradient, tensors in _states(engine).items():
+        if gradient.flat.optim_home.device != engine.zero.pool.device:
+            for tensor in tensors:
+                live.note_host(tensor)
 
 
 class _Anything:
@@ -277,18 +246,9 @@ class _Anything:
         yield lambda name, start, stop: torch.empty(stop - start, dtype=dtypes[name])
 
 
-def _fill_buffers(model: nn.Module) -> None:
-    """Buffers get zeros: they are small, and only their shapes matter."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device=DEVICE)
-
-
 @contextmanager
 def _ranks(world: int, rank: int) -> Iterator[None]:
     """A process group of ranks that do not exist, but for this one."""
-    before = os.environ.get("LOCAL_WORLD_SIZE")
     if world > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -296,5 +256,3 @@ def _ranks(world: int, rank: int) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        if before is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = before

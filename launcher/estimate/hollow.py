@@ -9,11 +9,13 @@ reference counts, process groups.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from launcher.estimate.live import Counting, LiveBytes
@@ -21,7 +23,7 @@ from launcher.estimate.live import Counting, LiveBytes
 SMALL = 1 << 14  # elements: operations on no more than these run
 INTEGERS = 1 << 22  # the same where no tensor has floats
 _NORESERVE = 0x4000  # of Linux: memory that is not set aside; Python has no name for it before 3.13
-_CPU = torch.device("cpu")
+_NARROW_ON_META = {"_grouped_mm"}  # their meta kernels refuse fp32, which those of the CPU take
 _ALWAYS_RUN = {"resize_", "set_", "record_stream", "_local_scalar_dense", "is_nonzero", "equal", "is_pinned"}
 
 
@@ -46,6 +48,27 @@ class _Writes(NamedTuple):
     returns: int
 
 
+@contextmanager
+def fused_dropout() -> Iterator[None]:
+    """Inside, dropout is one operation that keeps a mask of bytes, as on devices; on CPUs it keeps one of numbers.
+
+    A torch function mode would not do: it is off inside of a backward, where blocks are recomputed.
+    """
+    plain = functional.dropout
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not 0 < p < 1:
+            return plain(input, p, training, inplace)
+        made: Tensor = torch.native_dropout(input, p, True)[0]
+        return made
+
+    functional.dropout = dropout
+    try:
+        yield
+    finally:
+        functional.dropout = plain
+
+
 class Hollow(Counting):
     """The mode.
 
@@ -64,11 +87,10 @@ class Hollow(Counting):
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors and (
-            kwargs.get("device") not in (None, _CPU)
-            or not any(a.name == "device" for a in func._schema.arguments)
+            not _is_cpu(kwargs.get("device")) or not any(a.name == "device" for a in func._schema.arguments)
         ):
             return func(*args, **kwargs)
-        if tensors and (_is_light(tensors) or any(tensor.device != _CPU for tensor in tensors)):
+        if tensors and (_is_light(tensors) or not all(_is_cpu(tensor.device) for tensor in tensors)):
             return func(*args, **kwargs)
         writes = self._writes_of(func)
         if writes is not None:
@@ -99,6 +121,10 @@ class Hollow(Counting):
         return tree_unflatten([_made(output, leaves) for output in outputs], shape)
 
 
+def _is_cpu(device: torch.device | None) -> bool:
+    return device is None or device.type == "cpu"
+
+
 def _is_light(tensors: list[Tensor]) -> bool:
     largest = max(tensor.numel() for tensor in tensors)
     return largest <= SMALL or (
@@ -117,7 +143,8 @@ def _described(leaf: Any) -> Hashable:
 
 def _outputs_of(func: Any, leaves: list[Any], spec: Any) -> tuple[list[Any] | None, Any]:
     """The outputs, flat, and their structure; None: the operation makes something light out of nothing, and may run."""
-    on_meta = [_on_meta(leaf) for leaf in leaves]
+    wide = func._opname in _NARROW_ON_META and _wide(leaves)
+    on_meta = [_on_meta(leaf, torch.bfloat16 if wide else None) for leaf in leaves]
     args, kwargs = tree_unflatten(on_meta, spec)
     from_nothing = not any(isinstance(leaf, Tensor) for leaf in leaves)
     if from_nothing:
@@ -126,7 +153,14 @@ def _outputs_of(func: Any, leaves: list[Any], spec: Any) -> tuple[list[Any] | No
     if from_nothing and _is_light(outputs):
         return None, shape
     place = {id(leaf): at for at, leaf in enumerate(on_meta) if isinstance(leaf, Tensor)}
-    return [_described_output(output, place) for output in outputs], shape
+    found = [_described_output(output, place) for output in outputs]
+    if wide:
+        found = [one._replace(dtype=torch.float32) if isinstance(one, _New) else one for one in found]
+    return found, shape
+
+
+def _wide(leaves: list[Any]) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.dtype is torch.float32 for leaf in leaves)
 
 
 def _described_output(output: Any, place: dict[int, int]) -> Any:
@@ -137,9 +171,13 @@ def _described_output(output: Any, place: dict[int, int]) -> Any:
     return _New(tuple(output.shape), output.stride(), output.dtype)
 
 
-def _on_meta(leaf: Any) -> Any:
+def _on_meta(leaf: Any, dtype: torch.dtype | None = None) -> Any:
+    """Args:
+    dtype: of floats, in place of their own.
+    """
     if isinstance(leaf, Tensor):
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        own = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=own, device="meta")
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 

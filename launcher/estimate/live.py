@@ -15,36 +15,47 @@ class LiveBytes:
     """Bytes of storages on one type of device.
 
     Args:
+        at_new_peak: called at each.
         device_type: "cpu", "cuda" or "meta"; tensors elsewhere are not counted.
-        phase: asked at every new peak for a word that says when it was.
 
     Attributes:
-        now: bytes alive; peak: the most since `restart`; phase_of_peak: when that was.
+        now: bytes alive; peak: the most since `restart`.
+        host: bytes alive that were said to be host memory, and do not count; host_peak: the most of them.
     """
 
-    def __init__(self, device_type: str = "cpu", phase: Callable[[], str] = lambda: "") -> None:
-        self.device_type, self._phase = device_type, phase
-        self.now = self.peak = 0
-        self.phase_of_peak = ""
+    def __init__(self, at_new_peak: Callable[[], None] = lambda: None, device_type: str = "cpu") -> None:
+        self._at_new_peak, self.device_type = at_new_peak, device_type
+        self.now = self.peak = self.host = self.host_peak = 0
         self._known: weakref.WeakKeyDictionary[Any, _Size] = weakref.WeakKeyDictionary()
 
     def restart(self) -> None:
         """Forget the peak: the next one is looked for from here on."""
-        self.peak, self.phase_of_peak = self.now, self._phase()
+        self.peak = self.now
 
     def note(self, tensor: Tensor) -> None:
         """Count the memory of a tensor, if it is new, or has another size than before."""
         if tensor.device.type != self.device_type:
             return
         storage = tensor.untyped_storage()
-        size = self._known.get(storage)
-        if size is None:
-            size = self._known[storage] = _Size()
-            weakref.finalize(storage, self._gone, size).atexit = False
+        size = self._known.get(storage) or self._new(storage)
+        if size.on_host:
+            return
         self.now += storage.nbytes() - size.nbytes
         size.nbytes = storage.nbytes()
         if self.now > self.peak:
-            self.peak, self.phase_of_peak = self.now, self._phase()
+            self.peak = self.now
+            self._at_new_peak()
+
+    def note_host(self, tensor: Tensor) -> Tensor:
+        """From now on this memory stands for memory of the host; gives the tensor."""
+        storage = tensor.untyped_storage()
+        size = self._known.get(storage) or self._new(storage)
+        if not size.on_host:
+            self.now -= size.nbytes
+            size.on_host, size.nbytes = True, storage.nbytes()
+            self.host += size.nbytes
+            self.host_peak = max(self.host_peak, self.host)
+        return tensor
 
     def note_all(self, made: object) -> None:
         """Count all tensors in what an operation gave."""
@@ -55,8 +66,16 @@ class LiveBytes:
                 if isinstance(leaf, Tensor):
                     self.note(leaf)
 
+    def _new(self, storage: Any) -> _Size:
+        size = self._known[storage] = _Size()
+        weakref.finalize(storage, self._gone, size).atexit = False
+        return size
+
     def _gone(self, size: _Size) -> None:
-        self.now -= size.nbytes
+        if size.on_host:
+            self.host -= size.nbytes
+        else:
+            self.now -= size.nbytes
 
 
 class _Size:
@@ -64,6 +83,7 @@ class _Size:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.on_host = False
 
 
 class Counting(TorchDispatchMode):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import enum
-import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,111 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import launcher
-from launcher.comm import pick_device
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError
+from launcher.integrations.processes import check_accelerate, init_distributed, logger
+from launcher.integrations.surface import VERSION
 from launcher.optim.lion import Lion
-from launcher.zero import ShardedParameter
-
-logger = logging.getLogger("launcher")
-VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-COMPATIBLE_OPS = {"async_io": True, "cpu_adam": True, "fused_adam": True}
-WAIT = timedelta(minutes=30)  # DeepSpeed's default
-
-
-# ---- processes ------------------------------------------------------------------------------------
-
-
-def init_distributed(dist_backend: str | None = None, timeout: timedelta = WAIT, **others: Any) -> None:
-    """Start torch.distributed from the environment.
-
-    Args:
-        dist_backend: not needed: NCCL for CUDA tensors, gloo for CPU tensors. None is what accelerate says where it
-            has found no accelerator.
-        timeout: of a collective.
-        others: of DeepSpeed's; not needed.
-    """
-    launcher.init_distributed(timeout=timeout)
-    if dist_backend is None:
-        _tell_accelerate()
-
-
-def is_initialized() -> bool:
-    """Whether there is a process group. accelerate asks just before it looks for its backend."""
-    if dist.is_initialized():
-        _tell_accelerate()
-    return dist.is_initialized()
-
-
-def _tell_accelerate() -> None:
-    """On a host without an accelerator it believes that there is one process, unless it knows of a backend."""
-    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    shared = getattr(state, "_shared_state", None)
-    if isinstance(shared, dict) and "backend" in shared and shared["backend"] is None:
-        shared["backend"] = "gloo"
-
-
-def _check_accelerate() -> None:
-    """Every rank must know that it is one of several, or all train on the same data.
-
-    Raises:
-        LauncherError: accelerate counts other processes than there are.
-    """
-    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    shared = getattr(state, "_shared_state", None) or {}
-    counted = shared.get("num_processes")
-    if counted is not None and counted != dist.get_world_size():
-        raise LauncherError(
-            f"accelerate counts {counted} processes, and there are {dist.get_world_size()} ranks: each would train on "
-            "the same data",
-            fix="pass TrainingArguments(use_cpu=True) on a machine without a GPU, and do not set ACCELERATE_USE_CPU",
-        )
-
-
-class _Accelerator:
-    """The device of this rank, by DeepSpeed's questions."""
-
-    _name = "cpu"
-
-    def device_name(self, index: int | str | None = None) -> str:
-        kind = pick_device().type
-        return kind if index is None or kind == "cpu" else f"{kind}:{index}"
-
-    def current_device_name(self) -> str:
-        return str(pick_device())
-
-    def current_device(self) -> int:
-        return pick_device().index or 0
-
-    def device_count(self) -> int:
-        return torch.cuda.device_count() or 1
-
-    def is_available(self) -> bool:
-        return True
-
-    def communication_backend_name(self) -> str:
-        return "nccl" if pick_device().type == "cuda" else "gloo"
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def empty_cache(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"deepspeed.accelerator.get_accelerator().{name} is not here; see docs/transformers.md"
-        )
-
-
-def get_accelerator() -> _Accelerator:
-    """The device of this rank."""
-    return _Accelerator()
-
+from launcher.zero import DealtInit, ShardedParameter
 
 # ---- the engine -----------------------------------------------------------------------------------
 
@@ -144,12 +41,13 @@ def initialize(
             fix="name the others",
         )
     init_distributed()
-    _check_accelerate()
+    check_accelerate()
     given = config if config is not None else config_params
     if isinstance(given, Mapping):
         given = _as_meant(given, dist.get_world_size())
     made = launcher.initialize(args, model, config=given, **keywords)
     made[0].fp32_script = True
+    logger.info("DeepSpeed info: version=%s, its names on launcher's engine", VERSION)
     if made[1] is not None:
         made[1].parameter_offload = _Offload(made[0].module)  # type: ignore[attr-defined]
     return made
@@ -172,8 +70,21 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
             where="pipeline.stages",
             fix="delete the section, or train with `launch --config DS.json pretrain` or `finetune`, which know stages",
         )
+    _leave_out_parameters(meant)
     _count_tensor_parallel(meant, world)
     return meant
+
+
+def _leave_out_parameters(config: dict[str, Any]) -> None:
+    """accelerate's plugin writes `offload_param` at every stage, and DeepSpeed passes over it below stage 3."""
+    zero = config.get("zero_optimization", {})
+    section = zero.get("offload_param")
+    if zero.get("stage") in (0, 1, 2) and section and section.get("device") not in (None, "none"):
+        logger.warning(
+            "zero_optimization.offload_param is left out: only stage 3 shards parameters, and this is stage %d",
+            zero["stage"],
+        )
+        config["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_param"}
 
 
 def _count_tensor_parallel(config: dict[str, Any], world: int) -> None:
@@ -227,6 +138,31 @@ for _kind in (nn.Parameter, ShardedParameter):
 setattr(nn.Module, "ds_external_parameters", lambda module: ())  # noqa: B010
 
 
+class _Unsplit:
+    """Gives transformers the JSON without tensor parallelism.
+
+    Args:
+        whole: gives all of it.
+    """
+
+    def __init__(self, whole: Callable[[], dict[str, Any] | None]) -> None:
+        self.whole = whole
+
+    def __call__(self) -> dict[str, Any] | None:
+        config = self.whole()
+        return config and {key: value for key, value in config.items() if key != "tensor_parallel"}
+
+
+def Init(*args: Any, **keywords: Any) -> DealtInit:
+    """`DealtInit`, in which transformers reads weights. It renames none of them where it sees tensor parallelism, for
+    DeepSpeed has split the layers by then. Here initialize() splits them, so it is not to see that section."""
+    module = sys.modules.get("transformers.integrations.deepspeed")
+    known = getattr(module, "deepspeed_config", None)
+    if known is not None and not isinstance(known, _Unsplit):
+        setattr(module, "deepspeed_config", _Unsplit(known))  # noqa: B010
+    return DealtInit(*args, **keywords)
+
+
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Nothing has to be said: what lies outside of blocks is there during the whole forward."""
 
@@ -275,6 +211,3 @@ def lion(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     """Our Lion."""
     options.pop("fp32_optimizer_states", None)
     return Lion(params, **options)
-
-
-AsyncIOBuilder = SimpleNamespace(NAME="async_io")

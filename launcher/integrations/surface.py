@@ -25,10 +25,10 @@ VERSION = "0.19.8"
 DIRECTORY = Path(__file__).parent / "shim"
 """What goes on the path: the package and its metadata."""
 
-_HERE = "launcher.integrations.stand_ins"
+_HERE, _BEFORE = "launcher.integrations.stand_ins", "launcher.integrations.processes"
 _ADAM = {"DeepSpeedCPUAdam": f"{_HERE}:cpu_adam", "FusedAdam": f"{_HERE}:fused_adam"}
 _ZERO = {
-    "Init": "launcher.zero:DealtInit",
+    "Init": f"{_HERE}:Init",
     "GatheredParameters": "launcher.zero:GatheredParameters",
     "ZeroParamStatus": f"{_HERE}:ZeroParamStatus",
     "register_external_parameter": f"{_HERE}:register_external_parameter",
@@ -49,42 +49,42 @@ _LEAVES = {
 NAMES: Mapping[str, Mapping[str, str]] = {
     "": {
         "initialize": f"{_HERE}:initialize",
-        "init_distributed": f"{_HERE}:init_distributed",
+        "init_distributed": f"{_BEFORE}:init_distributed",
         "tp_model_init": f"{_HERE}:tp_model_init",
         "add_config_arguments": "launcher.arguments:add_config_arguments",
         "DeepSpeedEngine": "launcher.engine:Engine",
         "PipelineModule": "launcher.pipe:PipelineModule",
     },
-    "accelerator": {"get_accelerator": f"{_HERE}:get_accelerator"},
+    "accelerator": {"get_accelerator": f"{_BEFORE}:get_accelerator"},
     "checkpoint": {},
     "checkpoint.utils": {"clone_tensors_for_torch_save": f"{_HERE}:clone_tensors_for_torch_save"},
     "checkpointing": {},
     "comm": {
-        "init_distributed": f"{_HERE}:init_distributed",
-        "is_initialized": f"{_HERE}:is_initialized",
+        "init_distributed": f"{_BEFORE}:init_distributed",
+        "is_initialized": f"{_BEFORE}:is_initialized",
         "log_summary": "launcher.comm:log_summary",
     },
     "launcher": {},
-    "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}:DEEPSPEED_ENVIRONMENT_NAME"},
-    "ops": {"__compatible_ops__": f"{_HERE}:COMPATIBLE_OPS"},
+    "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_BEFORE}:DEEPSPEED_ENVIRONMENT_NAME"},
+    "ops": {"__compatible_ops__": f"{_BEFORE}:COMPATIBLE_OPS"},
     "ops.adagrad": {"DeepSpeedCPUAdagrad": f"{_HERE}:cpu_adagrad"},
     "ops.adam": _ADAM,
-    "ops.aio": {"AsyncIOBuilder": f"{_HERE}:AsyncIOBuilder"},
+    "ops.aio": {"AsyncIOBuilder": f"{_BEFORE}:AsyncIOBuilder"},
     "ops.lion": {"DeepSpeedCPULion": f"{_HERE}:lion", "FusedLion": f"{_HERE}:lion"},
-    "ops.op_builder": {"AsyncIOBuilder": f"{_HERE}:AsyncIOBuilder"},
+    "ops.op_builder": {"AsyncIOBuilder": f"{_BEFORE}:AsyncIOBuilder"},
     "pipe": {},
     "runtime": {},
     "runtime.engine": {"DeepSpeedEngine": "launcher.engine:Engine"},
-    "runtime.lr_schedules": {"VALID_LR_SCHEDULES": f"{_HERE}:VALID_LR_SCHEDULES"},
+    "runtime.lr_schedules": {"VALID_LR_SCHEDULES": f"{_BEFORE}:VALID_LR_SCHEDULES"},
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": {
         **_ZERO,
         # transformers puts its own in place of the first one, for zero.Init to use: ours leaves dtypes alone
         "zero_wrapper_for_fp_tensor_constructor": f"{_HERE}:unchanged",
         "_orig_torch_arange": "torch:arange",
-        "get_accelerator": f"{_HERE}:get_accelerator",
+        "get_accelerator": f"{_BEFORE}:get_accelerator",
     },
-    "utils": {**_LEAVES, "logger": f"{_HERE}:logger"},
+    "utils": {**_LEAVES, "logger": f"{_BEFORE}:logger"},
     "utils.zero_to_fp32": {
         name: f"launcher.checkpoint.fp32:{name}"
         for name in (

@@ -109,7 +109,8 @@ def _config_from_hub(model: str) -> PretrainedConfig:
         raise ConfigError(
             f"No model {model!r}: not a local path, and the Hugging Face hub gave: {_first_line(error)}",
             where=f"--model {model}",
-            fix="check the name and the network, or give a local directory or config.json",
+            fix="check the name and the network, or give a local directory or config.json; `finetune --model smollm2` "
+            "needs no hub",
         ) from error
     return config
 

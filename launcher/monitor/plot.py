@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from launcher.monitor.metrics import is_number, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDTH, HEIGHT, DPI = 900, 500, 100
 
@@ -48,13 +51,18 @@ def plot_loss(metrics: str | Path, png: str | Path, *, title: str) -> Path:
     axes.set_title(title)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
+    finish(axes)
+    Path(png).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=DPI)
+    return Path(png)
+
+
+def finish(axes: Axes) -> None:
+    """Grid, frame and legend as in all pictures."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.has_data():
         axes.legend(frameon=False)
-    Path(png).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=DPI)
-    return Path(png)
 
 
 def curve(records: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.offload.resting import Buffers, Resting
-from launcher.offload.tier import Tier, buffer, memory
+from launcher.offload.tier import Tier, memory
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Homes:
     def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device == self.device:
             return memory(numel, dtype, device).zero_()
-        return buffer(numel, dtype, pin=self.buffers.pin).zero_()
+        return self.buffers.make(numel, dtype).zero_()
 
     def close(self) -> None:
         """Delete what rests in tiers."""
@@ -122,7 +122,7 @@ class Homes:
     @property
     def one_memory(self) -> bool:
         """What comes from tiers and what is computed with lies in the same memory."""
-        return bool(self.tiers) and self.device.type == "cpu"
+        return bool(self.tiers) and self.device == torch.device("cpu")
 
     @property
     def tiers(self) -> list[Tier]:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+Make = Callable[[int, torch.dtype], Tensor]
+"""New memory: (elements, dtype) -> [elements] with any content."""
+
 
 class Idle:
     """Flat buffers that are taken, given back and taken again.
@@ -15,7 +18,7 @@ class Idle:
     user still holds keeps its values, and costs memory instead of correctness.
 
     Args:
-        make: new memory: (elements, dtype) -> [elements] with any content.
+        make: where new ones come from.
         sparing: all buffers together, idle ones too, take no more memory than was in use at once so far: for a new one
             the oldest idle ones are freed. Else what was taken once stays.
 
@@ -23,7 +26,7 @@ class Idle:
         most: bytes that were in use at once.
     """
 
-    def __init__(self, make: Callable[[int, torch.dtype], Tensor], *, sparing: bool = False) -> None:
+    def __init__(self, make: Make, *, sparing: bool = False) -> None:
         self._make, self._sparing = make, sparing
         self._buffers: list[Tensor] = []  # each uint8 [bytes], the newest last
         self._in_use = self.most = 0
@@ -55,6 +58,11 @@ class Idle:
     def nbytes(self) -> int:
         """Of idle buffers."""
         return sum(one.numel() for one in self._buffers)
+
+    @property
+    def held(self) -> int:
+        """Bytes of all buffers, idle and in use."""
+        return self._in_use + self.nbytes
 
     def _spare(self) -> None:
         self.most = max(self.most, self._in_use)

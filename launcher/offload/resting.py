@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from launcher.offload.idle import Idle
+from launcher.offload.idle import Idle, Make
 from launcher.offload.tier import Tier, buffer
 
 
@@ -28,16 +28,18 @@ class Buffers:
     Args:
         leaving: tensors that may be on their way to a tier while others are worked with; what is more is waited for.
         pin: page-locked; None: under CUDA.
+        make: host memory: (elements, dtype) -> [elements] with any content; default: what tiers like.
 
     Attributes:
         idle: where they come from; takes no more memory than is in use at once, unless that is page-locked, which
             takes time.
     """
 
-    def __init__(self, leaving: int = 0, *, pin: bool | None = None) -> None:
-        self.leaving, self.pin = leaving, pin
+    def __init__(self, leaving: int = 0, *, pin: bool | None = None, make: Make | None = None) -> None:
+        self.leaving = leaving
         pins = torch.cuda.is_available() if pin is None else pin
-        self.idle = Idle(partial(buffer, pin=pins), sparing=not pins)
+        self.make = make or partial(buffer, pin=pins)
+        self.idle = Idle(self.make, sparing=not pins)
         self._queue: deque[Resting] = deque()
 
     def leave(self, resting: Resting) -> None:

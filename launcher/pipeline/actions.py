@@ -11,6 +11,7 @@ One runtime executes any schedule; the same lists are checked, simulated and dra
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -118,10 +119,11 @@ def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
     Where an action is missing in the lists, so it is here: `check` finds it.
     """
     known = {action for actions in schedule.actions for action in actions}
-    return {action: _needs(action, schedule.virtual_stages, known) for action in known}
+    return {action: needs(action, schedule.virtual_stages, known) for action in known}
 
 
-def _needs(action: Action, virtual_stages: int, known: set[Action]) -> tuple[Action, ...]:
+def needs(action: Action, virtual_stages: int, known: Collection[Action]) -> tuple[Action, ...]:
+    """What must have ended before an action starts; `known`: all of the step."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind is Kind.WEIGHT:
         return (Action(Kind.INPUT, stage, microbatch),)

@@ -23,7 +23,7 @@ def share(batches: Any, axis: Axis, device: torch.device) -> Any:
             in a rehearsal, where there is nobody else.
         axis: pp; every rank must call it.
     """
-    if axis.degree == 1 or axis.rehearsed:
+    if axis.group is None:
         return batches
     leaves, spec = tree_flatten(batches) if axis.rank == 0 else ([], None)
     header = [Shape.of(leaf) if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from statistics import median
 
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Action, Kind, Schedule, dependencies, walk
+from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Action, Kind, Schedule, dependencies, needs, walk
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Costs:
     def measured(cls, timeline: Timeline) -> Costs:
         """The mean of what each virtual stage took in a run; a whole backward counts as I, with a W of 0.
 
-        Waiting that a run measured inside of an action (for a device that does something else) is part of it.
+        Waiting that a run measured inside of an action (for a device that does something else) is part of it. The
+        transfer is the median of those that a rank stood still for.
         """
         taken: dict[tuple[Kind, int], list[float]] = {}
         for spans in timeline.spans:
@@ -52,7 +55,7 @@ class Costs:
             ]
             return tuple(sum(times) / max(1, len(times)) for times in found)
 
-        return cls(mean(Kind.FORWARD), mean(*GIVES_INPUT_GRADIENT), mean(Kind.WEIGHT))
+        return cls(mean(Kind.FORWARD), mean(*GIVES_INPUT_GRADIENT), mean(Kind.WEIGHT), _transfer(timeline))
 
     def of(self, action: Action) -> float:
         """What a compute action takes."""
@@ -134,6 +137,19 @@ class Timeline:
         return tuple(max((count for _, count in self.held(rank)), default=0) for rank in range(self.stages))
 
 
+def _transfer(timeline: Timeline) -> float:
+    """From the end of an action to the start of the next on another rank, where that rank was idle before the end."""
+    ended = {span.action: (rank, span.end) for rank, spans in enumerate(timeline.spans) for span in spans}
+    waits = []
+    for rank, spans in enumerate(timeline.spans):
+        for before, span in pairwise(spans):
+            for needed in needs(span.action, timeline.virtual_stages, ended):
+                holder, end = ended.get(needed, (rank, 0.0))
+                if holder != rank and before.end < end <= span.start:
+                    waits.append(span.start - end)
+    return median(waits) if waits else 0.0
+
+
 def simulate(schedule: Schedule, costs: Costs, delays: Mapping[Action, float] | None = None) -> Timeline:
     """Run a schedule with given costs.
 
@@ -152,15 +168,15 @@ def simulate(schedule: Schedule, costs: Costs, delays: Mapping[Action, float] | 
         raise LauncherError(
             f"costs of {len(costs.forward)} virtual stages for a schedule that has {schedule.virtual_stages}"
         )
-    needs = dependencies(schedule)
-    order, stuck = walk(schedule, needs)
+    needed_by = dependencies(schedule)
+    order, stuck = walk(schedule, needed_by)
     if stuck:
         raise LauncherError(f"{schedule.name} ends in a deadlock", fix="check.check says where")
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     ended: dict[Action, float] = {}
     for rank, action in order:
         start = spans[rank][-1].end if spans[rank] else 0.0
-        for needed in needs[action]:
+        for needed in needed_by[action]:
             away = schedule.rank_of[needed.stage] != rank
             start = max(start, ended[needed] + (costs.transfer if away else 0))
         ended[action] = start + costs.of(action) + (delays.get(action, 0.0) if delays else 0.0)

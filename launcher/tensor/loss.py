@@ -28,6 +28,7 @@ from launcher.errors import LauncherError
 
 IGNORED = -100
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements read at once: caches are small, launches cost time
+_PIECES = 64  # at most: a piece of large logits is small beside them
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -246,7 +247,7 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     """Rows of logits [T, width], a few at a time; none where there are no columns."""
     tokens, width = logits.shape
     if width:
-        step = max(1, _CHUNK[logits.device.type] // width)
+        step = max(1, _CHUNK[logits.device.type] // width, -(-tokens // _PIECES))
         for first in range(0, tokens, step):
             yield slice(first, min(first + step, tokens))
 

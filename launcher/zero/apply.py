@@ -29,7 +29,7 @@ from launcher.zero.leaf import with_leaves
 from launcher.zero.module_apply import GatheringApply
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
-from launcher.zero.reduce import Reducer
+from launcher.zero.reduce import Reducer, order_of_reduction
 from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.shared import sum_over_stages, sum_partial, use_over_stages
 from launcher.zero.slot import ParamSlice, Slot
@@ -81,11 +81,7 @@ class ZeroModel:
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
         self.fetcher = Fetcher(policy, self.homes.ahead, self.homes.units_ahead, spares=self.homes.one_memory)
-        trained = [unit for unit in units if unit.gradients]
-        root = [unit for unit in trained if unit is units[-1]]
-        self.reducer = Reducer(
-            [*reversed([unit for unit in trained if unit is not units[-1]]), *root], policy
-        )
+        self.reducer = Reducer(order_of_reduction(units), policy)
         self.hooks = Hooks(units, self.fetcher, self.reducer)
         self.hooks.keeps = self  # while modules call the hooks
         self.slots: dict[str, Slot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
@@ -300,32 +296,12 @@ def apply(
     source = source or ModelValues()
     homes = homes or Homes(device)
     pool = BufferPool(device, homes.buffers.idle if homes.one_memory else None)
-    planning = assign_units(
-        module, with_leaves(module, blocks), policy, splits, holders, homes.cut * axes.shard.degree
-    )
-    chosen = choose_homes(planning, homes, policy, axes.shard.degree)
     units = []
-    for planned in planning:
-        flats = []
-        for i, group in enumerate(planned.groups):
-            name = planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}"
-            params_home, optim_home = next(chosen)
-            flat = FlatBuffer(
-                name,
-                group.slots,
-                group.dtype,
-                sharded=group.sharded,
-                policy=policy,
-                axes=axes,
-                pool=pool,
-                homes=homes,
-                params_home=params_home,
-                optim_home=optim_home,
-            )
-            with source.open(group.slots) as read:
+    for unit in lay_out(module, axes, policy, blocks, splits, holders, homes, pool):
+        for flat in unit.flats:
+            with source.open(flat.slots) as read:
                 flat.fill(read, from_rank_zero=isinstance(source, ModelValues))
-            flats.append(flat)
-        units.append(Unit(planned.name, planned.module, flats, policy))
+        units.append(unit)
         if homes.one_memory:
             hand_back_freed()  # what the values took before
     if isinstance(source, MadeOnMeta):
@@ -335,6 +311,47 @@ def apply(
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
     return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"), elsewhere, homes)
+
+
+def lay_out(
+    module: nn.Module,
+    axes: ShardAxes,
+    policy: ZeroPolicy,
+    blocks: list[tuple[str, nn.Module]],
+    splits: Mapping[str, Split],
+    holders: Mapping[str, Axis],
+    homes: Homes,
+    pool: BufferPool,
+    buffer: type[FlatBuffer] = FlatBuffer,
+    gradient: type[FlatGradient] = FlatGradient,
+) -> Iterator[Unit]:
+    """The units of a model with their flat buffers, one after the other; the root unit comes last.
+
+    Args:
+        buffer, gradient: what they are made of.
+    """
+    cut = homes.cut * axes.shard.degree
+    planning = assign_units(module, with_leaves(module, blocks), policy, splits, holders, cut)
+    chosen = choose_homes(planning, homes, policy, axes.shard.degree)
+    for planned in planning:
+        flats = []
+        for i, group in enumerate(planned.groups):
+            params_home, optim_home = next(chosen)
+            flats.append(
+                buffer(
+                    planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}",
+                    group.slots,
+                    group.dtype,
+                    sharded=group.sharded,
+                    policy=policy,
+                    axes=axes,
+                    pool=pool,
+                    homes=homes,
+                    params_home=params_home,
+                    optim_home=optim_home,
+                )
+            )
+        yield Unit(planned.name, planned.module, flats, policy, gradient)
 
 
 def release(model: nn.Module) -> None:

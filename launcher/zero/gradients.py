@@ -61,6 +61,11 @@ class FlatGradient:
         return self.owned if self.flat.shards_optim else self._full_buffer()[self.flat.shard_span]
 
     @property
+    def adds_in_place(self) -> bool:
+        """Leaves add what comes to what is kept."""
+        return not self.sharded and self._filled and self._dtype == self.flat.dtype
+
+    @property
     def held_bytes(self) -> int:
         full = 0 if self._full is None else self._full.numel() * self._full.element_size()
         return full + (0 if self._shard is None else self._shard.held_bytes)
@@ -121,7 +126,7 @@ class FlatGradient:
             return None
         if slot.leaf.grad is not None:
             return slot.leaf.grad
-        if self.sharded or self._dtype != slot.leaf.dtype:
+        if self.sharded or self._dtype != self.flat.dtype:
             return None
         return self._full_buffer()[slot.span].view(slot.shape)
 

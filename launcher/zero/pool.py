@@ -41,6 +41,11 @@ class BufferPool:
         self._idle.clear()
 
     @property
+    def held_bytes(self) -> int:
+        """Of idle buffers and of those in use."""
+        return self._idle.held
+
+    @property
     def idle_bytes(self) -> int:
         return self._idle.nbytes
 

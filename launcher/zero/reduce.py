@@ -24,6 +24,12 @@ from launcher.zero.unit import Unit
 UNITS_IN_FLIGHT = 2
 
 
+def order_of_reduction(units: list[Unit]) -> list[Unit]:
+    """Every unit with trainable parameters: the reverse of registration, the root unit, which is last, last."""
+    *blocks, root = units
+    return [unit for unit in (*reversed(blocks), root) if unit.gradients]
+
+
 class Taker(Protocol):
     """Who uses gradients as soon as they are reduced, in the last microbatch of a step."""
 

@@ -19,11 +19,19 @@ class Unit:
         name: module path; "root" for the rest.
         module: the module whose forward uses the parameters.
         flats: its flat buffers.
+        gradient: what their gradients are.
     """
 
-    def __init__(self, name: str, module: nn.Module, flats: list[FlatBuffer], policy: ZeroPolicy) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        flats: list[FlatBuffer],
+        policy: ZeroPolicy,
+        gradient: type[FlatGradient] = FlatGradient,
+    ) -> None:
         self.name, self.module, self.flats = name, module, flats
-        self.gradients = [FlatGradient(flat, policy) for flat in flats if flat.trainable]
+        self.gradients = [gradient(flat, policy) for flat in flats if flat.trainable]
         self.numel = sum(flat.numel for flat in flats if flat.sharded)  # what a gather costs
         self.in_backward = (
             False  # from the first use of its parameters in a backward to the end of its gradients

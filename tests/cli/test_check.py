@@ -81,7 +81,7 @@ def test_all_refusals_at_once_and_exit_1(tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "bad.json"
     path.write_text(
         '{"train_batch_sze": 8,\n "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}},\n'
-        ' "elasticity": {"enabled": true, "max_gpus": 4}, "gradient_clipping": "much"}'
+        ' "nebula": {"enabled": true}, "gradient_clipping": "much"}'
     )
     code, text = shown(capsys, str(path))
     assert code == 1
@@ -89,8 +89,8 @@ def test_all_refusals_at_once_and_exit_1(tmp_path: Path, capsys: pytest.CaptureF
     assert refused == [
         ["1:2", "train_batch_sze:"],
         ["2:54", "zero_optimization.offload_param.device:"],
-        ["3:17", "elasticity.enabled:"],
-        ["3:50", "gradient_clipping:"],
+        ["3:13", "nebula.enabled:"],
+        ["3:31", "gradient_clipping:"],
     ]
     assert "only zero_optimization.stage 3 shards parameters" in text
     assert "did you mean `train_batch_size`?" in text

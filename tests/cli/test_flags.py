@@ -55,7 +55,7 @@ def test_wrong_value_is_an_error(argv: list[str]) -> None:
         launch_parser().parse_args(argv)
 
 
-@pytest.mark.parametrize("argv", [["--autotuning", "run"], ["--elastic_training"]])
+@pytest.mark.parametrize("argv", [["--autotuning", "run"], ["--save_pid"]])
 def test_flags_that_are_not_there_yet_are_refused(argv: list[str]) -> None:
     with pytest.raises(ConfigError, match="is not implemented yet"):
         refuse_unsupported(launch_parser().parse_args(argv))

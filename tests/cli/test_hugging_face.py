@@ -48,6 +48,32 @@ def test_the_package_is_light_and_says_what_it_lacks() -> None:
     assert schedule == "LRRangeTest"
 
 
+IMPORTS = """
+import sys
+import accelerate
+import deepspeed
+from deepspeed.utils import logger
+from transformers import Trainer
+from transformers.integrations import is_deepspeed_zero3_enabled
+deepspeed.comm.is_initialized(), deepspeed.accelerator.get_accelerator()
+print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("launcher", "pydantic")))
+"""
+
+
+def test_a_script_that_imports_is_not_kept_waiting() -> None:
+    """A second and more is in the engine, which nothing needs before it trains: modules are counted, not time."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(DIRECTORY), str(DIRECTORY.parents[2])])}
+    done = subprocess.run([sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split() == [
+        "launcher",
+        "launcher.errors",
+        "launcher.integrations",
+        "launcher.integrations.processes",
+        "launcher.integrations.surface",
+    ]
+
+
 def test_every_name_is_somewhere() -> None:
     """The homes of the names exist; the metadata has the version that the table speaks of."""
     probe = "import sys, importlib, json\nfor module, names in json.loads(sys.argv[1]).items():\n"

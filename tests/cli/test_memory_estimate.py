@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import main
-from launcher.cli.memory_estimate import device_bytes
+from launcher.cli.memory_estimate import device_bytes, memory_of
 from launcher.errors import ConfigError
 
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -31,11 +31,63 @@ def test_one_object_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     states = rank["parameters_bytes"] + rank["gradients_bytes"] + rank["optimizer_bytes"]
     assert rank["model_states_bytes"] == states
     assert rank["peak_bytes"] == max(rank["phases"].values()) > states
+    assert rank["host_bytes"] == rank["nvme_bytes"] == 0
+    assert main([*ASKED, "--num-gpus", "8", "--dry-run", "--json"]) == 0
+    (played,) = json.loads(capsys.readouterr().out)["per_rank"]
+    assert played["optimizer_bytes"] == rank["optimizer_bytes"]
+    assert played["peak_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.01)
 
 
 def test_a_run_that_does_not_fit_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--gpu", "10MiB"]) == 1
     assert "does NOT fit" in capsys.readouterr().out
+
+
+def test_stages_are_told_one_by_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config, hosts = tmp_path / "ds.json", tmp_path / "hosts"
+    tree = {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "optimizer": {"type": "AdamW"}}
+    config.write_text(json.dumps(tree))
+    hosts.write_text("one slots=2\ntwo slots=2\n")
+    picture = tmp_path / "ranks.svg"
+    asked = ["memory-estimate", "--config", str(config), "--model", "default", "--seq-length", "64"]
+    assert main([*asked, "--hostfile", str(hosts), "--plot", str(picture), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["inputs"]["num_gpus"] == 4 and [one["rank"] for one in told["per_rank"]] == [0, 2]
+    drawn = picture.read_text()
+    assert drawn.count("<svg") == 1 and "rank 2" in drawn and "activations" in drawn
+    assert main([*asked, "--hostfile", str(hosts), "--num-gpus", "4"]) == 2
+    assert "given twice" in capsys.readouterr().err
+
+
+def test_all_ways_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "--num-gpus", "8", "--gpu", "1GiB", "--compare", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["compare"]}
+    states = [rows[f"stage {stage}"]["model_states_bytes"] for stage in range(4)]
+    assert states == sorted(states, reverse=True) and len(set(states)) == 4
+    assert rows["stage 3, optimizer on the host"]["host_bytes"] > 0 == rows["stage 3"]["host_bytes"]
+    assert rows["stage 3, all on NVMe"]["nvme_bytes"] > rows["stage 3, all on NVMe"]["host_bytes"]
+    assert all(row["fits"] for row in rows.values())
+    assert main([*ASKED, "--num-gpus", "8", "--gpu", "1GiB", "--compare"]) == 0
+    assert "stage 3, all on the host" in capsys.readouterr().out
+
+
+def test_advice_is_the_cheapest_that_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    tree = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "train_batch_size": 16}
+    config.write_text(json.dumps(tree))
+    asked = ["memory-estimate", "--config", str(config), "--model", "default", "--seq-length", "64"]
+
+    def advised(gpu: str) -> list[str] | None:
+        main([*asked, "--num-gpus", "8", "--gpu", gpu, "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert told["fits"] is False
+        advice: list[str] | None = told["advice"]
+        return advice
+
+    assert advised("115MiB") == ['"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2']
+    (stage,) = advised("80MiB") or []
+    assert "zero_optimization.stage" in stage
+    assert advised("1MiB") is None
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,3 +97,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         device_bytes("lots")
     assert device_bytes("80GiB") == 80 << 30
     assert device_bytes("24 GB") == 24 * 10**9
+    assert memory_of("80GiB") == 80 << 30
+    assert 78 << 30 < memory_of("h100") < 80 << 30
+    with pytest.raises(ConfigError, match="no data of a device 'abacus'"):
+        memory_of("abacus")

@@ -61,19 +61,23 @@ def test_killed_rank_ends_the_run_and_is_named(tmp_path: Path, victim: int) -> N
     assert (f"rank {victim} waits" in errors) == (victim == 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_the_launcher_ends_all(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_signal_to_the_launcher_ends_all(tmp_path: Path, number: signal.Signals, times: int) -> None:
     script = write(tmp_path, WAITING)
     with launching("--num_gpus", "2", script, cwd=tmp_path) as process:
         for rank in (0, 1):
             wait_for(tmp_path / f"ready{rank}")
-        process.send_signal(number)
-        time.sleep(0.3)
-        process.send_signal(number)  # an impatient second Ctrl-C must not leave ranks behind
+        for _ in range(times):
+            time.sleep(0.3)
+            process.send_signal(number)
+        since = time.monotonic()
         _, errors = process.communicate(timeout=10)
+        took = time.monotonic() - since
         assert alive(pids_in(tmp_path)) == []
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in errors
+    # What ignores SIGTERM has 3 s; the second signal leaves it none.
+    assert (took < 2) == (times == 2) == ("killed by the second signal" in errors)
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
@@ -218,15 +222,18 @@ def test_bound_cores_are_disjoint(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     script = write(
         tmp_path,
-        "import os\nopen('cores' + os.environ['RANK'], 'w').write(str(sorted(os.sched_getaffinity(0))))\n",
+        "import json, os\nrank, threads = os.environ['RANK'], os.environ['OMP_NUM_THREADS']\n"
+        "json.dump([sorted(os.sched_getaffinity(0)), threads], open('cores' + rank, 'w'))\n",
     )
     done = launch("--bind_cores_to_rank", "--num_gpus", "2", script, cwd=tmp_path)
     half = len(cores) // 2
     if half == 0:
         assert "cannot be shared out" in done.stderr
         return
-    assert (tmp_path / "cores0").read_text() == str(cores[:half])
-    assert (tmp_path / "cores1").read_text() == str(cores[half : 2 * half])
+    (first, threads), (second, _) = (json.loads((tmp_path / f"cores{rank}").read_text()) for rank in (0, 1))
+    # Sides of a machine need not be equal: see test_cores.py.
+    assert len(first) == len(second) == int(threads) and half - half // 4 <= len(first) <= half
+    assert not {*first} & {*second} and {*first, *second} <= {*cores}
 
 
 def test_taken_port_is_an_error_before_any_rank_starts(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def test_every_crash_costs_one_restart(hosts: Hosts, tmp_path: Path) -> None:
 
 @thorough
 def test_a_node_that_comes_back_is_used_again(hosts: Hosts, tmp_path: Path) -> None:
-    with running(hosts, tmp_path, "--max_restarts", "1") as process:
+    cache = {"LAUNCHER_CACHE": str(tmp_path / "cache")}
+    with running(hosts, tmp_path, "--max_restarts", "1", "--sync", env=cache) as process:
         for rank in range(4):
             (tmp_path / f"fail{rank}").write_text("if os.environ['LAUNCHER_ATTEMPT'] == '0': time.sleep(99)")
             (tmp_path / f"ready{rank}").unlink()
@@ -45,6 +46,7 @@ def test_a_node_that_comes_back_is_used_again(hosts: Hosts, tmp_path: Path) -> N
         end = ended(process, since, limit_s=30)
     assert end.code == 0 and end.took_s < 20, end.errors
     assert "node2 was lost" in end.out and "restart 1 of 1" in end.out
+    assert "bytes to node1, node2\n" in end.out and "sent nothing to node2\n" in end.out
 
 
 def test_no_restart_is_left(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.launching import launch, launching, wait_for
+from tests.cluster.test_elastic import free_port
 from tests.cluster.testbed import Hosts, thorough
 from tests.engine.test_recipes import BYTES, PROSE
 from tests.pool.reference import tiny_llama
@@ -62,6 +63,31 @@ def test_two_machines_train_as_one_process(hosts: Hosts, tmp_path: Path) -> None
         assert end.code == 0, end.errors + end.out
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
         assert "4 ranks on cpu of 2 hosts (node1, node2)" in end.out
+
+
+def test_a_run_that_loses_a_node_goes_on_with_the_same_batches(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(tiny_llama(vocab=BYTES, layers=2).config.to_dict()))
+    (tmp_path / "prose.txt").write_text(PROSE)
+    elastic = {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [1, 2]}
+    section = {"elasticity": elastic, "zero_optimization": {"stage": 2}}
+    tree = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, **section}
+    (tmp_path / "elastic.json").write_text(json.dumps(tree))
+    long = (*("20" if word == "4" else word for word in PRETRAIN), "--save-every", "2")
+    flags = ("--config", "elastic.json", "--device", "cpu", "--export", "OMP_NUM_THREADS=1")
+    done = launch(*flags, *long, "--output-dir", "one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    flags += ("--no_ssh", "--num_nodes", "2", "--num_gpus", "1", "--min_nodes", "1", "--max_restarts", "1")
+    flags += ("--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--node_timeout", "3")
+    nodes = [(*flags, "--node_rank", str(rank), *long, "--output-dir", "two") for rank in (0, 1)]
+    with launching(*nodes[0], cwd=tmp_path) as first, launching(*nodes[1], cwd=tmp_path) as second:
+        wait_for(tmp_path / "two" / "checkpoints" / "latest")
+        second.kill()
+        out, errors = first.communicate(timeout=120)
+    assert first.returncode == 0, errors
+    assert "going on without node1" in out
+    assert "batch   4 = 2 a microbatch x 1 accumulated x 2 ranks" in out
+    assert "batch   4 = 2 a microbatch x 2 accumulated x 1 ranks" in out
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
 
 def test_sigterm_saves_a_checkpoint_where_it_has_time(tmp_path: Path) -> None:

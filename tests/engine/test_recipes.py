@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launcher.config import load
+from launcher.run import Run
 from tests.cluster.launching import launch
 from tests.pool.reference import tiny_llama
 
@@ -73,10 +76,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(directory, 2, 3, *pretrain, "--output-dir", "whole")
     again = (*pretrain, "--output-dir", "resumed", "--resume", "whole/checkpoints/global_step4")
     tune = ("finetune", "--model", "whole/model", "--dataset", "chat.jsonl", "--seq-length", "64")
-    tune += ("--max-steps", "3", "--output-dir", "tuned")
+    tune += ("--max-steps", "3", "--output-dir", "tuned", "--sample", "after 7?")
     with ThreadPoolExecutor() as both:
-        for done in [both.submit(run, directory, 1, 1, *again), both.submit(run, directory, 1, 2, *tune)]:
-            done.result()
+        doing = [both.submit(run, directory, 1, 1, *again), both.submit(run, directory, 1, 2, *tune)]
+        (directory / "tuned.txt").write_text([done.result() for done in doing][1])
     return directory
 
 
@@ -130,6 +133,15 @@ def test_a_resumed_run_goes_on_with_the_curve(runs: Path) -> None:
     assert resumed[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-5)
 
 
+def test_finetune_shows_what_the_model_answers_before_and_after(runs: Path) -> None:
+    lines = (runs / "tuned.txt").read_text().splitlines()
+    places = [
+        next(i for i, line in enumerate(lines) if line.startswith(start))
+        for start in ("before  after 7? -> ", "after   after 7? -> ")
+    ]
+    assert places[0] < next(i for i, line in enumerate(lines) if "final loss" in line) < places[1]
+
+
 def test_what_was_trained_loads_in_transformers(runs: Path) -> None:
     models = {
         name: AutoModelForCausalLM.from_pretrained(runs / name / "model") for name in ("whole", "tuned")
@@ -148,3 +160,19 @@ def test_what_was_trained_loads_in_transformers(runs: Path) -> None:
         ).input_ids
         loss = models["whole"](input_ids=ids, labels=ids).loss.item()
     assert loss < metrics(runs / "whole")[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({}, True),
+        ({"train_batch_size": 8}, False),
+        ({"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}}, False),
+    ],
+)
+def test_a_recipe_gives_the_micro_batch_where_the_json_leaves_it_open(
+    tree: dict[str, Any], says: bool
+) -> None:
+    run = SimpleNamespace(config=load(tree))
+    values = Run.auto_values(run, lr=0.1, total_steps=1, micro_batch=5)  # type: ignore[arg-type]
+    assert ("train_micro_batch_size_per_gpu" in values) == says

@@ -180,7 +180,7 @@ def _loss(model: Any) -> float:
     return float(model(input_ids=ids, labels=labels).loss)
 
 
-def _plainly(call: Callable[[], Any]) -> Any:
+def plainly(call: Callable[[], Any]) -> Any:
     """`from_pretrained` as in a program that knows nothing of ZeRO."""
     from transformers.integrations import deepspeed as module
 
@@ -271,7 +271,7 @@ def saved(directory: Path) -> Any:
                 for name in ("config.json", "generation_config.json"):
                     (weights / name).write_text((directory / "True" / name).read_text())
                 out = weights
-            found[f"read {gather}"] = _plainly(lambda out=out: _loss(LlamaForCausalLM.from_pretrained(out)))
+            found[f"read {gather}"] = plainly(lambda out=out: _loss(LlamaForCausalLM.from_pretrained(out)))
         trainer.accelerator.wait_for_everyone()
     return found
 
@@ -279,15 +279,27 @@ def saved(directory: Path) -> Any:
 # ---- models under ZeRO-3 ----------------------------------------------------------------------------
 
 
-def _pretrained(directory: Path, **changes: Any) -> Path:
+def _pretrained(directory: Path, seed: int = 7, **changes: Any) -> Path:
     if int(os.environ["RANK"]) == 0:
-        torch.manual_seed(7)
-        _plainly(
-            lambda: LlamaForCausalLM(LlamaConfig(**TINY, **changes)).save_pretrained(directory / "model")
-        )
+        torch.manual_seed(seed)
+        plainly(lambda: LlamaForCausalLM(LlamaConfig(**TINY, **changes)).save_pretrained(directory / "model"))
     if dist.is_initialized():
         dist.barrier()
     return directory / "model"
+
+
+@scenario("tp3")
+def tp3(directory: Path) -> Any:
+    """A model that is read into shards, and whose layers are split then; its weights are those of the others."""
+    config = json_of(3, tensor_parallel={"autotp_size": 2})
+
+    def read() -> Any:
+        return AutoModelForCausalLM.from_pretrained(_pretrained(directory, seed=1))
+
+    rows_each = 8 // int(os.environ["WORLD_SIZE"])  # two ranks share a row
+    trainer = trainer_of(directory, config, model=read, per_device_train_batch_size=rows_each)
+    trainer.train()
+    return told(trainer)
 
 
 @scenario("evaluated")
@@ -305,7 +317,7 @@ def evaluated(directory: Path) -> Any:
 
     trainer = trainer_of(directory, json_of(3), model=read)
     found["before"] = trainer.evaluate()["eval_loss"]
-    found["plain"] = _plainly(lambda: _loss(LlamaForCausalLM.from_pretrained(path)))
+    found["plain"] = plainly(lambda: _loss(LlamaForCausalLM.from_pretrained(path)))
     try:  # its engine, which has no optimizer, is destroyed for training
         trainer.train()
     except LauncherError as error:
@@ -343,7 +355,7 @@ def resized(directory: Path) -> Any:
             model.resize_token_embeddings(VOCABULARY + 8)
             return _loss(model)
 
-        found[f"plain {tied}"] = _plainly(plain)
+        found[f"plain {tied}"] = plainly(plain)
     return found
 
 
@@ -368,7 +380,7 @@ def generated(directory: Path) -> Any:
     trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.wait_for_everyone()
-    plain = _plainly(lambda: LlamaForCausalLM.from_pretrained(directory / "model"))
+    plain = plainly(lambda: LlamaForCausalLM.from_pretrained(directory / "model"))
     truth = plain.generate(prompt, max_new_tokens=3 + 5 * rank, do_sample=False)
     told_by: list[Any] = [None] * trainer.args.world_size
     dist.all_gather_object(told_by, [out.tolist(), truth.tolist()])

@@ -17,7 +17,7 @@ SCRIPT = str(Path(__file__).with_name("hf_scenarios.py"))
 LIMIT_S = 280
 ALIKE = [
     "stage0", "stage1", "stage2", "stage3", "json_json", "json_hf", "hf_json", "bf16", "fp16", "recomputed", "cpu2",
-    "cpu3", "nvme3", "tp",
+    "cpu3", "nvme3", "tp", "tp3",
 ]  # fmt: skip
 OURS = [
     *ALIKE, "resumed", "resumed_with_json_optimizer", "best", "saved", "evaluated", "resized", "from_config",
@@ -27,8 +27,9 @@ PLAIN = ["plain", "plain_bf16", "resumed_elsewhere"]
 AFTER_THE_STEP = ["json_hf", "cpu3"]  # the engine steps the schedule before the rate is logged
 
 
-def run(directory: Path, ranks: int, names: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "launcher.cli.main", "--num_gpus", str(ranks), "--device", "cpu", SCRIPT]
+def run(directory: Path, ranks: int, names: list[str], script: str = SCRIPT) -> dict[str, Any]:
+    """What the scenarios of a script found on so many ranks."""
+    command = [sys.executable, "-m", "launcher.cli.main", "--num_gpus", str(ranks), "--device", "cpu", script]
     done = subprocess.run(
         [*command, str(directory), *names],
         cwd=directory, env=environment(), capture_output=True, text=True, timeout=LIMIT_S,

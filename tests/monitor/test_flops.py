@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from launcher.monitor.devices import peak_flops
 from launcher.monitor.flops import ModuleMeter
-from launcher.monitor.peaks import peak_flops
 
 CPU = torch.device("cpu")
 

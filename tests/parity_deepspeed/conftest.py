@@ -23,16 +23,29 @@ def run_deepspeed(task: str, given: Any, world: int, directory: Path, limit_s: f
     source, out = directory / f"{task}.json", directory / f"{task}-out.json"
     source.write_text(json.dumps(given))
     command = [sys.executable, "-m", "tests.parity_deepspeed.deepspeed_side", task, str(source), str(out)]
+    run_ranks(command, world, [directory / f"{task}-rank{rank}.log" for rank in range(world)], limit_s)
+    return json.loads(out.read_text())
+
+
+def run_ranks(command: list[str], world: int, logs: list[Path], limit_s: float = LIMIT_S) -> None:
+    """Runs a command once for every rank, as a launcher would, for `limit_s` seconds at most.
+
+    Args:
+        logs: a file for the output of each rank.
+
+    Raises:
+        AssertionError: a rank failed; with the end of its output.
+    """
     port = _free_port()
     ranks = [
         subprocess.Popen(
             command,
             cwd=ROOT,
             env=_environment(rank, world, port),
-            stdout=(directory / f"{task}-rank{rank}.log").open("w"),
+            stdout=log.open("w"),
             stderr=subprocess.STDOUT,
         )
-        for rank in range(world)
+        for rank, log in enumerate(logs)
     ]
     try:
         codes = [process.wait(limit_s) for process in ranks]
@@ -40,10 +53,7 @@ def run_deepspeed(task: str, given: Any, world: int, directory: Path, limit_s: f
         for process in ranks:
             process.kill()
     for rank, code in enumerate(codes):
-        assert code == 0, (
-            f"DeepSpeed's rank {rank}:\n" + (directory / f"{task}-rank{rank}.log").read_text()[-3000:]
-        )
-    return json.loads(out.read_text())
+        assert code == 0, f"DeepSpeed's rank {rank}:\n" + logs[rank].read_text()[-3000:]
 
 
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:

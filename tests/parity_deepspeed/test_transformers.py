@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,31 +11,15 @@ from typing import Any
 import pytest
 
 from tests.integrations.test_transformers import SCRIPT, run
-from tests.parity_deepspeed.conftest import LIMIT_S, ROOT, _environment, _free_port
+from tests.parity_deepspeed.conftest import run_ranks
 
 NAMES = ["long0", "long1", "long2", "long3", "long_json"]
 WORLD = 2
 
 
 def run_deepspeed(directory: Path) -> dict[str, Any]:
-    port = _free_port()
     command = [sys.executable, SCRIPT, str(directory), *NAMES]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=_environment(rank, WORLD, port),
-            stdout=(directory / f"rank{rank}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        codes = [process.wait(LIMIT_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert codes == [0] * WORLD, (directory / "rank0.log").read_text()[-3000:]
+    run_ranks(command, WORLD, [directory / f"rank{rank}.log" for rank in range(WORLD)])
     results: dict[str, Any] = json.loads((directory / "results.json").read_text())
     return results
 

@@ -33,6 +33,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Costs.measured(timeline) == Costs((0.25,) * 6, (0.5,) * 6, (0.125,) * 6)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_measured_costs_predict_the_run_that_they_are_of(name: str) -> None:
+    timeline = timeline_of(name, 0.25, 0.5, 0.125, 0.0625)
+    costs = Costs.measured(timeline)
+    assert costs.transfer == 0.0625
+    assert simulate(schedule(name, 3, 4), costs).bubble == timeline.bubble
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

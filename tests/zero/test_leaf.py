@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import launcher
 from launcher.comm import record_collectives
 from launcher.config import load
-from launcher.engine.assemble import _mark_leaves
+from launcher.engine.assemble import mark_leaves
 from launcher.errors import ConfigError
 from tests.engine.driving import advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
@@ -135,4 +135,4 @@ def test_marked_in_code(pool: WorkerPool) -> None:
 def test_what_cannot_be_a_leaf_is_said(leaf: dict[str, Any], said: str) -> None:
     model, config = model_of(), load({"zero_optimization": {"stage": 3, "leaf_module": leaf}})
     with pytest.raises(ConfigError, match=said):
-        _mark_leaves(model, config)
+        mark_leaves(model, config)

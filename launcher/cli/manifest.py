@@ -1,0 +1,177 @@
+"""`launch manifest`: the same command line as a Kubernetes manifest, on the standard output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.cli.flags import FlagParser, value_of, without
+from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
+from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, find_recipe
+from launcher.cli.request import check_bounds, restarts_of
+from launcher.cluster import environment
+from launcher.cluster.kubernetes import KINDS, Pods, manifest
+from launcher.errors import ConfigError
+
+DESCRIPTION = """\
+Prints a manifest for Kubernetes that starts a run with one pod a node: a PyTorchJob of the Training Operator, or a
+JobSet. The image must have this package, with `launch` on its PATH."""
+EPILOG = """\
+examples:
+  launch manifest --kind jobset --image me/train:1 --num_nodes 4 --num_gpus 8 --volume data:/data \\
+    --config ds_config.json pretrain --model /data/model --output-dir /data/run | kubectl apply -f -
+  launch manifest --kind pytorchjob ... --min_nodes 2 --max_restarts 10 --term_grace 60 ...
+
+Launcher flags and the recipe's are those of `launch`. The JSON becomes a ConfigMap; what else a run reads, and its
+--output-dir, must be in the image or on a volume. --max_restarts lets Kubernetes start a failed pod again as well.
+"""
+NOT_HERE = (
+    *("hostfile", "include", "exclude", "launcher", "launcher_args", "submit", "ssh_port", "force_multi"),
+    *("no_ssh", "node_rank", "master_addr", "master_port", "dry_run"),
+)
+"""Flags that say how nodes are reached: the manifest does."""
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_SIZE = re.compile(r"[0-9]+([KMGT]i?)?")
+
+
+def manifest_parser() -> FlagParser:
+    """The launcher's flags, and those of the manifest."""
+    parser = launch_parser()
+    parser.prog, parser.description, parser.epilog = "launch manifest", DESCRIPTION, EPILOG
+    parser.usage = (
+        "launch manifest --kind KIND --image IMAGE --num_nodes N --num_gpus G [flags] [RECIPE] [its flags]"
+    )
+    own = parser.add_argument_group("the manifest")
+    own.add_argument("--kind", choices=tuple(KINDS), required=True, help="what starts the pods")
+    own.add_argument("--image", required=True, metavar="IMAGE", help="of the container")
+    own.add_argument("--name", type=_name, default="launch", help="of the run (default: launch)")
+    own.add_argument("--namespace", metavar="NAME", help="default: that of kubectl")
+    own.add_argument("--shm", type=_size, metavar="SIZE", help="most of /dev/shm: 16Gi")
+    own.add_argument(
+        "--volume",
+        type=_volume,
+        action="append",
+        default=[],
+        metavar="CLAIM:PATH",
+        help="a PersistentVolumeClaim, and where it is mounted",
+    )
+    own.add_argument(
+        "--token_secret",
+        metavar="NAME",
+        help="a Secret whose key `token` all nodes must know (LAUNCHER_TOKEN)",
+    )
+    return parser
+
+
+# What `launch` in a pod is not told, or is told otherwise.
+OWN = ("--kind", "--image", "--name", "--namespace", "--shm", "--volume", "--token_secret")
+SAID_ELSEWHERE = ("--config", "--deepspeed_config", "--num_nodes", "--export")
+
+
+def print_manifest(argv: Sequence[str]) -> int:
+    """Run `launch manifest`; 0.
+
+    Raises:
+        ConfigError: a flag is missing, wrong, or means nothing here.
+    """
+    parser = manifest_parser()
+    own, recipe = split_argv(parser, argv)
+    flags = parser.parse_args(own)
+    refuse_unsupported(flags)
+    tokens = [parser.canonical(token) for token in own]
+    print(manifest(flags.kind, pods_of(flags, tokens, recipe or [DEFAULT_RECIPE])))
+    return 0
+
+
+def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]) -> Pods:
+    """What the flags say of the pods.
+
+    Args:
+        own: the launcher's tokens and the manifest's.
+        recipe: its name and its tokens.
+    """
+    for name in NOT_HERE:
+        if getattr(flags, name):
+            raise ConfigError(
+                f"--{name} means nothing in a manifest", where="command line", fix="leave it out"
+            )
+    for name, meaning in (("num_nodes", "pods"), ("num_gpus", "ranks of a pod")):
+        if getattr(flags, name) is None:
+            raise ConfigError(f"--{name} is missing: the number of {meaning}", where="command line")
+    _check_recipe(flags, recipe)
+    check_bounds(flags, flags.num_nodes)
+    restarts, least = restarts_of(flags)
+    return Pods(
+        name=flags.name,
+        image=flags.image,
+        nodes=flags.num_nodes,
+        flags=without(own, *OWN, *SAID_ELSEWHERE),
+        recipe=recipe,
+        gpus=0 if flags.device == "cpu" else flags.num_gpus,
+        config=_config_text(flags.config),
+        namespace=flags.namespace,
+        environment=environment.asked_for(flags.export, os.environ),
+        token_secret=flags.token_secret,
+        shared_memory=flags.shm,
+        claims=dict(flags.volume),
+        restarts=restarts,
+        first_decides=least is not None,
+        grace_s=flags.term_grace,
+    )
+
+
+def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
+    """Raise `ConfigError` for mistakes that can be seen here; a script may be in the image only."""
+    name, *arguments = recipe
+    if flags.module or flags.no_python or (name.endswith(".py") and not Path(name).exists()):
+        return
+    path, is_ours = find_recipe(name)
+    if not is_ours:
+        return
+    check_flags(path, arguments)
+    if flags.config is None:
+        raise ConfigError("no configuration is named", where="command line", fix="add --config DS.json")
+    if value_of(arguments, "--output-dir") is None:
+        raise ConfigError(
+            "--output-dir is missing: a pod's own directories are gone with it",
+            where="command line",
+            fix=f"name one on a volume that all pods have: --volume CLAIM:/data ... {name} --output-dir /data/run",
+        )
+
+
+def _config_text(source: str | None) -> str | None:
+    """The JSON as it is written, found right."""
+    if source is None:
+        return None
+    from launcher.config.load import inspect, read
+
+    document = read(source)
+    inspect(document).required()
+    if Path(source[:255]).is_file():
+        return Path(source).read_text(encoding="utf-8")
+    return json.dumps(document.tree, indent=2)
+
+
+def _name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"needs up to 40 small letters, digits and dashes, a letter first, not {text!r}"
+        )
+    return text
+
+
+def _size(text: str) -> str:
+    if not _SIZE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"needs a size such as 16Gi, not {text!r}")
+    return text
+
+
+def _volume(text: str) -> tuple[str, str]:
+    claim, _, path = text.partition(":")
+    if not claim or not path.startswith("/"):
+        raise argparse.ArgumentTypeError(f"needs CLAIM:/PATH, not {text!r}")
+    return claim, path

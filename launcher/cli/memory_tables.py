@@ -1,0 +1,100 @@
+"""What `launch memory-estimate` shows people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from launcher.estimate.answer import Estimate
+    from launcher.estimate.variants import Variant
+
+COMPONENTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
+
+
+def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int | None) -> None:
+    """Each rank that was looked at, by component."""
+    from rich.table import Table
+
+    console = _console()
+    for one in found:
+        title = f"rank {one.rank} of {one.world}, {parameters / 1e9:.3g} B parameters, sequences of {sequence:,} tokens"
+        table = Table(title=title, title_justify="left")
+        table.add_column("")
+        table.add_column("between steps", justify="right")
+        table.add_column(f"at the peak ({one.phase})", justify="right")
+        for name in COMPONENTS:
+            table.add_row(name, *(size(getattr(held, name)) for held in (one.between, one.at_peak)))
+        table.add_row("total", size(one.between.total), size(one.at_peak.total), style="bold")
+        console.print(table)
+        phases = ", ".join(f"{phase} {size(peak)}" for phase, peak in one.peaks.items())
+        console.print(f"at most in each phase of a step: {phases}", markup=False)
+        if one.host or one.nvme:
+            console.print(f"beside the device: host {size(one.host)}, NVMe {size(one.nvme)}", markup=False)
+    if device is not None:
+        fullest = max(found, key=lambda one: one.peak)
+        verdict = "fits" if fullest.peak <= device else "does NOT fit"
+        which = f" on rank {fullest.rank}" if len(found) > 1 else ""
+        console.print(f"{verdict}: {size(fullest.peak)} of {size(device)}{which}", markup=False)
+
+
+def compare(variants: Sequence[Variant], device: int | None) -> None:
+    """Other ways of the same run, on their fullest ranks."""
+    from rich.table import Table
+
+    table = Table(title="the same run by other ways, the fullest rank", title_justify="left")
+    for name in ("", "states", "peak", "host", "NVMe", *(["fits"] if device is not None else [])):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    for one in variants:
+        if not one.ranks:
+            table.add_row(one.name, f"cannot be: {one.refused}")
+            continue
+        fullest = max(one.ranks, key=lambda rank: rank.peak)
+        cells = [fullest.between.model_states, fullest.peak, fullest.host, fullest.nvme]
+        verdict = [] if device is None else ["yes" if one.fits(device) else "no"]
+        table.add_row(one.name, *(size(cell) if cell else "" for cell in cells), *verdict)
+    _console().print(table)
+
+
+def advise(found: tuple[list[str], Variant] | None) -> None:
+    """What to change so that the run fits."""
+    console = _console()
+    if found is None:
+        console.print(
+            "nothing that was tried makes it fit: smaller microbatches, recomputation, every stage, all on the host. "
+            "More ranks, tensor_parallel or pipeline would",
+            markup=False,
+        )
+        return
+    changes, variant = found
+    console.print(f"it fits with {size(variant.peak)} when the JSON says:", markup=False)
+    for change in changes:
+        console.print(f"  {change}", markup=False)
+
+
+def as_json(variant: Variant, device: int | None) -> dict[str, Any]:
+    """One entry of `compare`."""
+    if not variant.ranks:
+        return {"name": variant.name, "refused": variant.refused}
+    fullest = max(variant.ranks, key=lambda rank: rank.peak)
+    return {
+        "name": variant.name,
+        "model_states_bytes": fullest.between.model_states,
+        "peak_bytes": fullest.peak,
+        "host_bytes": fullest.host,
+        "nvme_bytes": fullest.nvme,
+        "fits": None if device is None else variant.fits(device),
+    }
+
+
+def size(number: int) -> str:
+    """ "1.37 GiB", "10.6 MiB"."""
+    return f"{number / (1 << 30):,.2f} GiB" if number >= 1 << 28 else f"{number / (1 << 20):,.1f} MiB"
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)

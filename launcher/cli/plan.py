@@ -1,0 +1,222 @@
+"""`launch plan`: the fastest layouts of a model on a cluster, before there is a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.cli.flags import FlagParser, positive
+from launcher.cli.memory_estimate import device_bytes
+from launcher.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launcher.plan.choose import Choice, Place
+
+DESCRIPTION = """\
+Tries all layouts of a run (tensor and pipeline degrees, ZeRO stage, microbatch, schedule, checkpointing, offload),
+drops what does not fit, predicts the step of what does, and says why the first is as it is. Needs no GPU."""
+EPILOG = """\
+examples:
+  launch plan --model meta-llama/Llama-3.1-8B --num-gpus 8 --gpu h100
+  launch plan --model ./my-model --hostfile hosts --gpu a100 --seq-length 4096 --write ds_config.json
+  launch plan --model config.json --num-gpus 1024 --gpu h100 --global-batch 1024 --html plan.html
+
+--model: a Hugging Face id, a directory, or a config.json. docs/plan.md says how steps are predicted.
+"""
+LEAST_TOKENS, TOKENS_OF_A_RANK, MOST_TOKENS = 1 << 19, 1 << 14, 1 << 24
+RESERVED = 1 << 30
+EXIT_NOTHING_FITS = 1
+WIDE = 170  # columns of a file
+SHOWN = 0.005  # the least part of a step's time that is shown
+
+
+def plan_parser() -> FlagParser:
+    """The parser of `launch plan`."""
+    parser = FlagParser(
+        prog="launch plan",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="MODEL", help="what is trained")
+    ranks = parser.add_mutually_exclusive_group(required=True)
+    ranks.add_argument("--num-gpus", type=positive, metavar="N", help="devices of all nodes")
+    ranks.add_argument("--hostfile", metavar="FILE", help="the nodes and their slots")
+    add("--gpu", required=True, metavar="TYPE", help="what a device is: h100, a100, a100-40, l40s, ...")
+    add(
+        "--gpus-per-node",
+        type=positive,
+        metavar="N",
+        help="devices of a node (default: as the maker builds it)",
+    )
+    add("--memory", metavar="BYTES", help="of a device, if it is not the data sheet's: 40GiB")
+    add(
+        "--global-batch",
+        type=positive,
+        metavar="B",
+        help="sequences of a step (default: by the number of devices)",
+    )
+    add(
+        "--seq-length",
+        type=positive,
+        metavar="L",
+        help="tokens of a sequence (default: 4096, or what the model can)",
+    )
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of parameters (default: bf16)")
+    add("--top", type=positive, default=10, metavar="K", help="how many are shown (default: 10)")
+    add("--write", metavar="DS.json", help="write the configuration of the first")
+    add("--html", metavar="FILE", help="write a report with pictures")
+    add("--plot", metavar="FILE", help="draw time against memory (.svg, .png)")
+    add("--json", action="store_true", help="print one object for programs")
+    return parser
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Run `launch plan`; returns 0, or 1 where nothing fits."""
+    flags = plan_parser().parse_args(argv)
+    from launcher.monitor.devices import device
+
+    kind = device(flags.gpu)
+    memory = kind.memory if flags.memory is None else device_bytes(flags.memory, "--memory")
+    world, per_node = _ranks(flags, kind.per_node)
+    from launcher.engine.dtypes import DTYPES
+    from launcher.models.build import load_config
+    from launcher.plan.choose import Place, choose, reasons
+    from launcher.plan.layout import as_json, layouts
+    from launcher.plan.memory import Memory
+    from launcher.plan.work import work_of
+
+    model = load_config(flags.model)
+    sequence = flags.seq_length or min(4096, getattr(model, "max_position_embeddings", None) or 4096)
+    batch = flags.global_batch or default_batch(world, sequence)
+    work, place = work_of(model, sequence, DTYPES[flags.dtype]), Place(kind, per_node, memory - RESERVED)
+    needs = Memory(model, sequence, flags.dtype)
+    choices = choose(work, place, layouts(work, world, batch), needs.peak, top=flags.top)
+    inputs = {
+        "model": flags.model,
+        "parameters": work.parameters,
+        "devices": world,
+        "gpu": kind.title,
+        "gpus_per_node": per_node,
+        "global_batch": batch,
+        "seq_length": sequence,
+        "dtype": flags.dtype,
+    }
+    if not choices:
+        return _nothing(flags, inputs, needs.refused.values())
+    why = list(reasons(work, place, choices[0], needs.peak, batch))
+    config = json.dumps(as_json(choices[0].layout, dtype=flags.dtype), indent=2)
+    if flags.json:
+        print(
+            json.dumps(
+                {"inputs": inputs, "choices": [_object(each) for each in choices], "why": why}, indent=2
+            )
+        )
+    else:
+        _show(inputs, place, choices, why)
+    if flags.write:
+        _write(flags.write, config + "\n")
+    if flags.plot:
+        from launcher.plan.pictures import pareto, save
+
+        save(pareto(choices, place.memory), flags.plot)
+    if flags.html:
+        from launcher.plan.page import page
+
+        _write(flags.html, page(_title(inputs), work, place, choices, needs, why, config))
+    return 0
+
+
+def default_batch(world: int, sequence: int) -> int:
+    """Sequences of a step: some 16,384 tokens a device, between 0.5 M and 16.8 M in all; as many for each device."""
+    tokens = min(MOST_TOKENS, max(LEAST_TOKENS, TOKENS_OF_A_RANK * world))
+    sequences = max(1, tokens // sequence)
+    return -(-sequences // world) * world if sequences >= world else sequences
+
+
+def _ranks(flags: argparse.Namespace, as_built: int) -> tuple[int, int]:
+    """All ranks, and those of a node."""
+    if flags.hostfile is None:
+        return flags.num_gpus, min(flags.num_gpus, flags.gpus_per_node or as_built)
+    from launcher.cluster.hostfile import read_hostfile
+
+    slots = [len(host.slots) for host in read_hostfile(flags.hostfile)]
+    if len(set(slots)) > 1:
+        raise ConfigError(
+            f"hosts have between {min(slots)} and {max(slots)} slots, and a plan needs as many on each",
+            where=flags.hostfile,
+            fix="leave hosts out, or lower their slots",
+        )
+    return sum(slots), flags.gpus_per_node or slots[0]
+
+
+def _show(inputs: dict[str, Any], place: Place, choices: Sequence[Choice], why: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDE
+    table = Table(title=_title(inputs), title_justify="left")
+    for name in ("s/step", "tokens/s", "TFLOP/s", "GiB"):
+        table.add_column(name, justify="right")
+    table.add_column("layout")
+    table.add_column("of its time")
+    names = [field.name for field in fields(choices[0].time)]
+    for choice in choices:
+        total = choice.time.total
+        tokens = inputs["global_batch"] * inputs["seq_length"] / total
+        cells = [f"{total:.3g}", f"{tokens:,.0f}", f"{choice.flops / 1e12:.0f}", f"{choice.peak / 2**30:.1f}"]
+        shares = {name: getattr(choice.time, name) / total for name in names}
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= SHOWN)
+        style = "bold" if choice is choices[0] else None
+        table.add_row(*cells, choice.layout.in_words(), parts, style=style)
+    console.print(table)
+    reached = place.device.calibrated_on or "default shares of the peaks"
+    console.print(f"Predicted from the data sheet of {place.device.title} and {reached}.", markup=False)
+    console.print("\nThe first, with one thing changed:", markup=False)
+    for line in why:
+        console.print(f"  {line}", markup=False)
+
+
+def _title(inputs: dict[str, Any]) -> str:
+    return (
+        f"{inputs['model']} ({inputs['parameters'] / 1e9:.3g} B) on {inputs['devices']:,} x {inputs['gpu']}, "
+        f"{inputs['global_batch']:,} sequences of {inputs['seq_length']:,} tokens a step"
+    )
+
+
+def _object(choice: Choice) -> dict[str, Any]:
+    return {
+        "layout": asdict(choice.layout),
+        "seconds": choice.time.total,
+        "parts": asdict(choice.time),
+        "peak_bytes": choice.peak,
+        "flops_per_rank": choice.flops,
+    }
+
+
+def _nothing(flags: argparse.Namespace, inputs: dict[str, Any], refused: Any) -> int:
+    if flags.json:
+        print(json.dumps({"inputs": inputs, "choices": [], "why": []}, indent=2))
+        return EXIT_NOTHING_FITS
+    print(
+        f"{_title(inputs)}: nothing fits. More devices, a shorter --seq-length, or another --global-batch may."
+    )
+    for line in sorted(set(refused))[:3]:
+        print(f"  refused: {line}")
+    return EXIT_NOTHING_FITS
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", where=path, fix="name another file"
+        ) from error

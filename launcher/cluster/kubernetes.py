@@ -1,0 +1,186 @@
+"""A run as a Kubernetes manifest: one pod a node, each starts `launch --no_ssh` with its own number.
+
+PyTorchJob is kubeflow.org/v1 (Training Operator), JobSet jobset.x-k8s.io/v1alpha2. JSON is YAML.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Object = dict[str, Any]
+CONFIG_DIRECTORY, CONFIG_FILE = "/etc/launch", "ds_config.json"
+PORT = 29500
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+"""Where Kubernetes writes the number of a pod of an indexed Job."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What the pods of a run have in common."""
+
+    name: str
+    image: str
+    nodes: int
+    flags: Sequence[str]
+    """Of `launch`, without those that say which node a pod is, and without the configuration."""
+    recipe: Sequence[str]
+    """With its flags."""
+    gpus: int = 0
+    """Devices of a pod."""
+    config: str | None = None
+    """Text of the JSON."""
+    namespace: str | None = None
+    environment: Mapping[str, str] | None = None
+    token_secret: str | None = None
+    """A Secret whose key `token` becomes LAUNCHER_TOKEN."""
+    shared_memory: str | None = None
+    """Most of /dev/shm, as Kubernetes writes sizes; None: no bound but the pod's memory."""
+    claims: Mapping[str, str] | None = None
+    """PersistentVolumeClaim: where it is mounted."""
+    restarts: int = 0
+    """How often a pod that failed is started again."""
+    first_decides: bool = False
+    """The run is over when node 0 is, whatever the others do."""
+    grace_s: float = 0.0
+    """Between SIGTERM and the end of a pod, beyond Kubernetes' own 30 s."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of object that starts several pods."""
+
+    build: Callable[[Pods], Object]
+    node_rank: str
+    """The number of a pod, as its arguments name it."""
+    first: str
+    """The name of node 0 in the cluster's DNS."""
+    container: str
+    port: str
+    variables: Sequence[Object] = ()
+
+
+def manifest(kind: str, pods: Pods) -> str:
+    """The text for `kubectl apply -f -`: the configuration, and the run."""
+    items = [KINDS[kind].build(pods)]
+    if pods.config is not None:
+        metadata = _metadata(pods, f"{pods.name}-config")
+        data = {CONFIG_FILE: pods.config}
+        items.insert(0, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2, ensure_ascii=False)
+
+
+def _pytorch_job(pods: Pods) -> Object:
+    def replicas(count: int) -> Object:
+        policy = _restart_policy(pods)
+        return {
+            "replicas": count,
+            "restartPolicy": policy,
+            "template": {"spec": _pod(KINDS["pytorchjob"], pods)},
+        }
+
+    specs = {"Master": replicas(1)} | ({"Worker": replicas(pods.nodes - 1)} if pods.nodes > 1 else {})
+    policy = {"cleanPodPolicy": "None", "backoffLimit": pods.restarts}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(pods, pods.name),
+        "spec": {"runPolicy": policy, "pytorchReplicaSpecs": specs},
+    }
+
+
+def _job_set(pods: Pods) -> Object:
+    job = {
+        "completionMode": "Indexed",
+        "parallelism": pods.nodes,
+        "completions": pods.nodes,
+        "backoffLimit": pods.restarts,
+        "template": {"spec": {**_pod(KINDS["jobset"], pods), "restartPolicy": _restart_policy(pods)}},
+    }
+    if pods.first_decides:
+        job["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(pods, pods.name),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": pods.name},
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+KINDS = {
+    "pytorchjob": Kind(
+        _pytorch_job,
+        # The operator counts pods in RANK, the master first.
+        *("$(RANK)", "{name}-master-0", "pytorch", "pytorchjob-port"),
+    ),
+    "jobset": Kind(
+        _job_set,
+        *("$(LAUNCH_NODE)", "{name}-node-0-0.{name}", "launch", "launch"),
+        [{"name": "LAUNCH_NODE", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}],
+    ),
+}
+
+
+def _metadata(pods: Pods, name: str) -> Object:
+    return {"name": name} | ({"namespace": pods.namespace} if pods.namespace else {})
+
+
+def _restart_policy(pods: Pods) -> str:
+    return "OnFailure" if pods.restarts else "Never"
+
+
+def _pod(kind: Kind, pods: Pods) -> Object:
+    """The specification of a pod, without its restart policy."""
+    shared = {"medium": "Memory"} | ({"sizeLimit": pods.shared_memory} if pods.shared_memory else {})
+    volumes: list[Object] = [{"name": "shm", "emptyDir": shared}]
+    mounts: list[Object] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if pods.config is not None:
+        volumes.append({"name": "config", "configMap": {"name": f"{pods.name}-config"}})
+        mounts.append({"name": "config", "mountPath": CONFIG_DIRECTORY, "readOnly": True})
+    for claim, path in (pods.claims or {}).items():
+        volumes.append({"name": f"claim-{claim}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"claim-{claim}", "mountPath": path})
+    container: Object = {
+        "name": kind.container,
+        "image": pods.image,
+        "command": ["launch"],
+        "args": _arguments(kind, pods),
+        "env": _variables(kind, pods),
+        "ports": [{"name": kind.port, "containerPort": PORT}],
+        "volumeMounts": mounts,
+    }
+    if pods.gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": str(pods.gpus)}}
+    grace = {"terminationGracePeriodSeconds": 30 + round(pods.grace_s)} if pods.grace_s else {}
+    return {"containers": [container], "volumes": volumes, **grace}
+
+
+def _arguments(kind: Kind, pods: Pods) -> list[str]:
+    place = {
+        "--num_nodes": str(pods.nodes),
+        "--node_rank": kind.node_rank,
+        "--master_addr": kind.first.format(name=pods.name),
+        "--master_port": str(PORT),
+    }
+    config = ["--config", f"{CONFIG_DIRECTORY}/{CONFIG_FILE}"] if pods.config is not None else []
+    said = [text for pair in place.items() for text in pair]
+    return ["--no_ssh", *said, *map(_plain, pods.flags), *config, *map(_plain, pods.recipe)]
+
+
+def _variables(kind: Kind, pods: Pods) -> list[Object]:
+    found = [*kind.variables]
+    found += [{"name": name, "value": _plain(value)} for name, value in (pods.environment or {}).items()]
+    if pods.token_secret:
+        source = {"secretKeyRef": {"name": pods.token_secret, "key": "token"}}
+        found.append({"name": "LAUNCHER_TOKEN", "valueFrom": source})
+    return found
+
+
+def _plain(text: str) -> str:
+    """The text without anything that Kubernetes would expand: it takes $(NAME) for a variable, and $$ for $."""
+    return text.replace("$", "$$")

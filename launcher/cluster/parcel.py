@@ -1,0 +1,192 @@
+"""What `--sync` ships: the configuration, the script and the files of a directory, by the SHA-256 of their content.
+
+In a git work tree the files are those that git does not ignore, committed or not; elsewhere all but `__pycache__`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.cluster.wire import Message
+from launcher.errors import ConfigError
+
+MOST_BYTES = 256 << 20
+MOST_FILES = 20_000
+PIECE = 48 << 10
+TREE = "tree"
+LEFT_OUT = (".git", "__pycache__")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file, by its content, or a symbolic link, which is shipped as it is."""
+
+    digest: str = ""
+    size: int = 0
+    """Bytes."""
+    executable: bool = False
+    link: str = ""
+
+    def to_json(self) -> Message:
+        return {"link": self.link} if self.link else {"digest": self.digest, "executable": self.executable}
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Files, named as the copy names them."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    """Absolute paths here of what was named, and their names in the copy."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Paths here, by digest."""
+    directory: str | None = None
+    """Where in the copy ranks start; None: they start where they would without it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes; equal contents count once."""
+        return sum({entry.digest: entry.size for entry in self.entries.values()}.values())
+
+    def manifest(self) -> Message:
+        """What a node is told first."""
+        entries = {name: entry.to_json() for name, entry in sorted(self.entries.items())}
+        digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+        return {"name": digest[:16], "entries": entries, "directory": self.directory}
+
+    def pieces(self, digests: Iterable[str]) -> Iterator[Message]:
+        """The contents, for a control stream."""
+        for digest in digests:
+            path = self.sources[digest]
+            try:
+                with open(path, "rb") as file:
+                    while data := file.read(PIECE):
+                        yield {"digest": digest, "data": base64.b64encode(data).decode()}
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be read: {error.strerror}", where="--sync") from None
+            yield {"digest": digest, "data": None}
+
+
+def pack(files: Sequence[str], directory: str | None, cwd: str) -> Parcel:
+    """Look through what is to be shipped.
+
+    Args:
+        files: absolute paths without symbolic links, beside or inside of the directory.
+        directory: its path; None ships the files alone.
+        cwd: the working directory here; of the same place in the copy if a directory is shipped.
+
+    Raises:
+        ConfigError: something is not there or cannot be read, it is too much, or `cwd` is not in the directory.
+    """
+    found: dict[str, Path] = {}
+    root = None
+    start = None
+    if directory is not None:
+        root = Path(directory).resolve()
+        if not root.is_dir():
+            raise ConfigError(f"there is no directory {directory}", where="--sync", fix="name a directory")
+        if not Path(cwd).is_relative_to(root):
+            raise ConfigError(
+                f"the working directory {cwd} is not in {root}, so its copy has no place to start in",
+                where="--sync",
+                fix=f"start in {root}, or name a directory above both",
+            )
+        found = {f"{TREE}/{name}": root / name for name in _listed(root)}
+        start = str(Path(TREE, Path(cwd).relative_to(root)))
+    places: dict[str, str] = {}
+    for number, file in enumerate(files):
+        path = Path(file)
+        inside = root is not None and path.is_relative_to(root)
+        name = f"{TREE}/{path.relative_to(root)}" if root and inside else f"{number}/{path.name}"
+        places[file], found[name] = name, path
+    _check_amount(found)
+    entries = {name: _entry(path) for name, path in found.items()}
+    sources = {entry.digest: str(found[name]) for name, entry in entries.items() if not entry.link}
+    return Parcel(entries, places, sources, start)
+
+
+def _check_amount(found: dict[str, Path]) -> None:
+    sizes = {path: path.lstat().st_size for path in found.values() if os.path.lexists(path)}
+    total = sum(sizes.values())
+    if len(sizes) > MOST_FILES or total > MOST_BYTES:
+        largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:3]
+        named = ", ".join(f"{path} ({spoken(sizes[path])})" for path in largest)
+        raise ConfigError(
+            f"{len(sizes)} files of {spoken(total)} are too much to ship: at most {MOST_FILES} files of "
+            f"{spoken(MOST_BYTES)}; the largest: {named}",
+            where="--sync",
+            fix="let git ignore what the run does not need, or put data where all hosts find it",
+        )
+
+
+def _entry(path: Path) -> Entry:
+    try:
+        if path.is_symlink():
+            return Entry(link=os.readlink(path))
+        if not path.is_file():
+            raise ConfigError(f"{path} is no file that can be shipped", where="--sync")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            facts = os.fstat(file.fileno())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", where="--sync") from None
+    return Entry(digest, facts.st_size, bool(facts.st_mode & 0o100))
+
+
+def _listed(root: Path) -> list[str]:
+    """Names of the files of a directory, relative to it."""
+    in_git = any((place / ".git").exists() for place in (root, *root.parents))
+    names = _not_ignored(root) if in_git else _all_of(root)
+    if not names:
+        left_out = ": git ignores all that is there" if in_git else ""
+        raise ConfigError(f"no file of {root} is to be shipped{left_out}", where="--sync")
+    return names
+
+
+def _not_ignored(root: Path) -> list[str]:
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        asked = subprocess.run(command, capture_output=True)
+        said = os.fsdecode(asked.stderr).strip()
+    except OSError as error:
+        asked, said = None, f"git cannot be started: {error.strerror}"
+    if asked is None or asked.returncode != 0:
+        raise ConfigError(
+            f"which files of {root} git ignores cannot be found out: {said}",
+            where="--sync",
+            fix="mend what git says; only in a directory outside of git all files are shipped",
+        )
+    names: list[str] = []
+    for name in dict.fromkeys(os.fsdecode(asked.stdout).split("\0")):
+        path = root / name
+        if not name or not os.path.lexists(path):  # deleted, not yet committed
+            continue
+        if path.is_dir() and not path.is_symlink():  # a git repository of its own
+            names += [str(Path(name, inner)) for inner in _not_ignored(path)]
+        else:
+            names.append(name)
+    return names
+
+
+def _all_of(root: Path) -> list[str]:
+    names: list[str] = []
+    for place, directories, files in os.walk(root):
+        links = [name for name in directories if Path(place, name).is_symlink()]
+        directories[:] = sorted(set(directories) - set(links) - set(LEFT_OUT))
+        names += [str(Path(place, name).relative_to(root)) for name in sorted([*files, *links])]
+    return names
+
+
+def spoken(size: int) -> str:
+    """Bytes as people write them."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} bytes"

@@ -1,0 +1,75 @@
+"""`--sync`: every node gets, over its control stream, what it lacks of a parcel, and ranks then run its copy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from launcher.cluster.crew import Crew
+from launcher.cluster.node import Node
+from launcher.cluster.parcel import Parcel, spoken
+from launcher.cluster.preflight import few, refuse
+from launcher.cluster.wire import Message
+
+logger = logging.getLogger("launcher")
+
+
+def ship(crew: Crew, parcel: Parcel, look_up: Callable[[], None]) -> None:
+    """Give all nodes a copy that have none (`Node.copy`); `look_up` is called while waiting.
+
+    Raises:
+        ConfigError: a node cannot keep it, or something has changed or gone here meanwhile.
+    """
+    manifest = parcel.manifest()
+    without = [node for node in crew.nodes if node.copy is None]
+    sizes = {entry.digest: entry.size for entry in parcel.entries.values()}
+    sent = dict.fromkeys(without, 0)
+    pieces: dict[Node, Iterator[Message]] = {}
+    problems: list[tuple[str, str]] = []
+    waiting = set(without)
+    crew.tell(without, "copy", manifest=manifest)
+    while waiting:
+        for node, message in crew.events():
+            match message["is"]:
+                case "lacks":
+                    sent[node] = sum(sizes[digest] for digest in message["digests"])
+                    pieces[node] = parcel.pieces(message["digests"])
+                case "copied":
+                    node.copy = message["root"]
+                    waiting.discard(node)
+                case "uncopied":
+                    why = message["why"]
+                    if message["digest"]:
+                        why = f"{parcel.sources[message['digest']]} changed while it was sent"
+                    problems.append((node.name, f"no copy can be made there: {why}"))
+                    waiting.discard(node)
+        for node in list(waiting):
+            if node.lost is not None:
+                problems.append((node.name, f"it was lost while files were sent: {node.lost}"))
+                waiting.discard(node)
+            elif node in pieces:
+                _send_some(node, pieces)
+        look_up()
+    refuse(problems, len(crew.nodes))
+    if without:
+        files = "1 file" if len(parcel.entries) == 1 else f"{len(parcel.entries)} files"
+        logger.info("sync: %s, %s; sent %s", files, spoken(parcel.size), _told(sent))
+
+
+def _send_some(node: Node, pieces: dict[Node, Iterator[Message]]) -> None:
+    """As much as the stream takes now, and a little more."""
+    while not node.writer.full:
+        piece = next(pieces[node], None)
+        if piece is None:
+            del pieces[node]
+            node.send("build")
+            return
+        node.send("content", **piece)
+
+
+def _told(sent: dict[Node, int]) -> str:
+    """`1.2 MiB to node1, node2; nothing to node3`."""
+    to: dict[int, list[str]] = {}
+    for node, size in sent.items():
+        to.setdefault(size, []).append(node.name)
+    return "; ".join(f"{spoken(size) if size else 'nothing'} to {few(names)}" for size, names in to.items())

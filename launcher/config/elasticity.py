@@ -1,0 +1,231 @@
+"""`elasticity`: a batch size that many numbers of ranks can train with, so that a run may go on with fewer or more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator
+
+from launcher.config.batch import BATCH_KEYS, MICRO, TRAIN, BatchError, BatchTriple
+from launcher.config.elastic_batch import ElasticBatch, elastic_batch, micro_batch
+from launcher.config.problems import Problem, show
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, Wholes, complaint
+
+if TYPE_CHECKING:
+    from launcher.config.root import Config
+
+SHOWN = 12
+"""Numbers of a list that a message shows."""
+
+
+def _version(value: Any) -> Any:
+    if isinstance(value, bool) or value not in (0.1, 0.2):
+        raise complaint(f"must be 0.1 or 0.2, not {show(value)}", "write 0.2, or leave it out")
+    return float(value)
+
+
+class ElasticityConfig(Section):
+    """Batch sizes for many numbers of ranks. While it is on, train_batch_size, the micro batch and the accumulation
+    follow from it and from the number of ranks; a step takes the same sequences on every number that it allows.
+
+    A batch size is looked for that is at most `max_train_batch_size`, that splits into whole microbatches of one of
+    `micro_batch_sizes` on as many numbers of GPUs as possible, and so the numbers of GPUs follow, too:
+    `launch check --num-gpus N` tells them. Others are refused. With `--min_nodes` a restart goes on with the largest
+    allowed number of the ranks that are left.
+    """
+
+    without_effect: ClassVar[dict[str, str]] = {
+        "min_time": "a run changes its ranks at a restart only, and nothing restarts one to change them",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "enabled": "DeepSpeed had it until 0.19.6; 0.19.8 refuses the section",
+        "version": "0.2, too, refuses numbers of ranks that are not allowed; DeepSpeed takes another batch size there",
+        "model_parallel_size": "must be pipeline stages x tensor-parallel ranks of this file",
+    }
+
+    enabled: bool = False
+    """The batch keys follow from this section."""
+
+    max_train_batch_size: Count | None = None
+    """Sequences per optimizer step, at most; it must be written."""
+
+    micro_batch_sizes: Wholes | None = None
+    """Sequences per rank and forward pass that are allowed; of those that fit the largest is taken. It must be
+    written."""
+
+    min_gpus: Count = 1
+    """Fewest GPUs of a run; version 0.2 rounds down to whole nodes."""
+
+    max_gpus: Count = 10000
+    """Most GPUs of a run; version 0.2 rounds down to whole nodes."""
+
+    min_time: Whole = 0
+    """Minutes that a scheduler lets pass before it changes the number of GPUs."""
+
+    version: Annotated[float, BeforeValidator(_version)] = 0.2
+    """0.1 counts GPUs; 0.2 counts nodes of `num_gpus_per_node` GPUs, and knows `model_parallel_size`."""
+
+    ignore_non_elastic_batch_info: bool = False
+    """Batch keys that are written, or given by the run, are overridden; false: they are an error."""
+
+    prefer_larger_batch: bool = True
+    """Of two batch sizes that fit equally many numbers of GPUs take the larger."""
+
+    num_gpus_per_node: Count = 1
+    """Version 0.2: a run grows and shrinks by whole nodes of so many GPUs."""
+
+    model_parallel_size: Count = 1
+    """Version 0.2: ranks that share one copy of the model."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the batch keys follow from this section."""
+        return self.enabled is True
+
+    @property
+    def batch(self) -> ElasticBatch | None:
+        """The batch size and the data-parallel degrees; None where nothing fits, or the numbers contradict each
+        other (`conflicts`)."""
+        largest, sizes = self._plain("max_train_batch_size"), self._plain("micro_batch_sizes")
+        nodes = self._plain("version") == 0.2
+        per_node = self._plain("num_gpus_per_node") if nodes else 1
+        per_model = self._plain("model_parallel_size") if nodes else 1
+        if largest is None or sizes is None or per_node % per_model:
+            return None
+        return elastic_batch(
+            largest,
+            sizes,
+            least_gpus=self._plain("min_gpus"),
+            most_gpus=self._plain("max_gpus"),
+            prefers_larger=self._plain("prefer_larger_batch"),
+            gpus_per_node=per_node,
+            gpus_per_model=per_model,
+        )
+
+    @property
+    def world_sizes(self) -> tuple[int, ...] | None:
+        """Numbers of ranks that are allowed, ascending; None: all are."""
+        batch = self.batch if self.on else None
+        return batch and tuple(degree * self._plain("model_parallel_size") for degree in batch.dp_degrees)
+
+    def _plain(self, key: str) -> Any:
+        """The value of a key; its default where that is open."""
+        value = getattr(self, key)
+        return type(self).model_fields[key].get_default() if value == AUTO else value
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if not self.on:
+            return
+        missing = [key for key in ("max_train_batch_size", "micro_batch_sizes") if self._plain(key) is None]
+        for key in missing:
+            example = "2000" if key == "max_train_batch_size" else "[2, 4, 6]"
+            yield Conflict(
+                (key,), "is required where elasticity.enabled is true", f'write "{key}": {example}'
+            )
+        wrong = list(self._crossed())
+        yield from wrong
+        if not (missing or wrong) and self.batch is None:
+            least, most = self._plain("min_gpus"), self._plain("max_gpus")
+            what = f"allows no batch size that whole microbatches fill on {least} to {most} GPUs"
+            yield Conflict(("max_train_batch_size",), what, "raise it, or change min_gpus and max_gpus")
+
+    def _crossed(self) -> Iterator[Conflict]:
+        """Numbers that do not fit together."""
+        least, most = self._plain("min_gpus"), self._plain("max_gpus")
+        if most < least:
+            yield Conflict(("max_gpus", "min_gpus"), f"{most} is below min_gpus {least}", "swap the two")
+        nodes, per_node = self._plain("version") == 0.2, self._plain("num_gpus_per_node")
+        per_model = self._plain("model_parallel_size")
+        if not nodes and per_model > 1:
+            what = f"{per_model} needs version 0.2: version 0.1 knows no model parallelism"
+            yield Conflict(("model_parallel_size", "version"), what, 'write "version": 0.2')
+        elif nodes and per_node % per_model:
+            what = f"{per_model} does not divide num_gpus_per_node {per_node}"
+            yield Conflict(
+                ("model_parallel_size", "num_gpus_per_node"), what, "write how many GPUs a node has"
+            )
+        elif self.micro_batch_sizes not in (None, AUTO) and self.max_train_batch_size not in (None, AUTO):
+            assert self.micro_batch_sizes is not None and self.max_train_batch_size is not None
+            bound = self.max_train_batch_size // (per_node // per_model if nodes else 1)
+            if max(self.micro_batch_sizes) > bound:
+                rest = "" if bound == self.max_train_batch_size else f", {bound} for each rank of a node"
+                most = f"max_train_batch_size {self.max_train_batch_size}{rest}"
+                what = f"has {max(self.micro_batch_sizes)}, above {most}"
+                keys = ("micro_batch_sizes", "max_train_batch_size")
+                yield Conflict(keys, what, "leave it out of the list")
+
+    def remarks(self) -> Iterator[Remark]:
+        batch = self.batch if self.on else None
+        if batch is not None:
+            what = f"says the batch: {batch.train} sequences a step on {_few(self.world_sizes or ())} ranks"
+            yield Remark("enabled", what)
+        if self.on and self._plain("version") == 0.1 and self._plain("num_gpus_per_node") > 1:
+            yield Remark("num_gpus_per_node", "is not used: version 0.1 counts GPUs, not nodes")
+
+
+def contradicts_batch(key: str, config: Config) -> bool:
+    """Whether a batch key that is written is none that the section gives on any number of ranks."""
+    section, value = config.elasticity, getattr(config, key)
+    batch = section.batch if section.on else None
+    if batch is None or not isinstance(value, int) or section._plain("ignore_non_elastic_batch_info"):
+        return False
+    if key == TRAIN:
+        return value != batch.train
+    return key == MICRO and value not in section._plain("micro_batch_sizes")
+
+
+def contradicts_degrees(config: Config) -> bool:
+    """Whether `model_parallel_size` is another number than the degrees of this file make, as far as that is known: a
+    model of one's own may say the pipeline stages."""
+    section, stages = config.elasticity, config.pipeline.stages
+    written = section._plain("model_parallel_size")
+    if not section.on or stages == AUTO:
+        return False
+    ranks = config.pipeline.degree * config.tensor_parallel.degree
+    return bool(written % ranks if stages is None else written != ranks)
+
+
+def solve(
+    config: Config, given: Mapping[str, int | None], dp_degree: int, sources: Mapping[str, str]
+) -> BatchTriple:
+    """The batch keys on `dp_degree` data-parallel ranks.
+
+    Args:
+        given: what is written of them, or given by the run.
+        sources: where, for the message.
+
+    Raises:
+        BatchError: that number of ranks is not allowed, or the given numbers contradict the section.
+    """
+    section, ranks = config.elasticity, config.pipeline.degree * config.tensor_parallel.degree
+    if section._plain("model_parallel_size") != ranks:
+        what = f"{section._plain('model_parallel_size')} contradicts the {ranks} ranks that share a copy of the model"
+        raise BatchError(Problem(("elasticity", "model_parallel_size"), what, f"write {ranks}"))
+    batch = section.batch
+    assert batch is not None and section.micro_batch_sizes is not None  # `conflicts` has seen to it
+    if dp_degree not in batch.dp_degrees:
+        raise BatchError(refusal(section, dp_degree * ranks))
+    micro = micro_batch(batch.train, section.micro_batch_sizes, dp_degree)
+    triple = BatchTriple(batch.train, micro, batch.train // micro // dp_degree)
+    for key, value in zip(BATCH_KEYS, triple, strict=True):
+        if given.get(key) not in (None, value) and not section._plain("ignore_non_elastic_batch_info"):
+            what = f"{given[key]} ({sources.get(key, 'given')}) contradicts elasticity, which says {value}"
+            fix = 'leave it out, or write "ignore_non_elastic_batch_info": true in elasticity'
+            raise BatchError(Problem((key,), what, fix))
+    return triple
+
+
+def refusal(section: ElasticityConfig, ranks: int) -> Problem:
+    """Why so many ranks are not allowed."""
+    sizes = section.world_sizes or ()
+    near = [*[size for size in sizes if size < ranks][-1:], *[size for size in sizes if size > ranks][:1]]
+    what = f"{ranks} ranks are not allowed; these numbers are: {_few(sizes)}"
+    return Problem(("elasticity",), what, f"start {' or '.join(map(str, near))} ranks")
+
+
+def _few(numbers: tuple[int, ...]) -> str:
+    if len(numbers) <= SHOWN:
+        return ", ".join(map(str, numbers))
+    shown = ", ".join(map(str, numbers[: SHOWN - 2]))
+    return f"{shown}, ... {numbers[-1]}"

@@ -1,0 +1,64 @@
+"""What an estimate says: bytes by component, at the peak of a step and between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of tensors on the device, by what they are for.
+
+    Args:
+        parameters: what this rank keeps of them between steps.
+        gradients: of them; where the stage shards them, this rank's share.
+        optimizer: master weights and states.
+        buffers: gathered parameters, gradients on their way, and memory that waits to be used again.
+        activations: all else: what backward will need, its temporaries, logits and loss.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
+
+    @property
+    def model_states(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one rank needs.
+
+    Args:
+        peaks: bytes of the device at most in each phase of a step: forward, backward, step.
+        at_peak: who holds what when there is most.
+        between: the same between steps.
+        host: bytes of host memory that shards rest in.
+        nvme: bytes on NVMe.
+    """
+
+    rank: int
+    world: int
+    peaks: dict[str, int]
+    at_peak: Held
+    between: Held
+    host: int = 0
+    nvme: int = 0
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+    @property
+    def phase(self) -> str:
+        """The one with the peak."""
+        return max(self.peaks, key=lambda name: self.peaks[name])

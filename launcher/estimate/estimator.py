@@ -1,0 +1,124 @@
+"""`Estimator`: what the ranks of a run need, for many configurations of one model, each in milliseconds.
+
+Three things are put together. What blocks do to memory is traced once for each way of running them (`trace.py`). What
+a rank has is found by the code that cuts, splits and shards (`portion.py`, `paper.py`). Then the actions of a step are
+replayed, and the engine's own pool, fetcher and reducer say what is in memory when (`replay.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from launcher.comm import Mesh
+from launcher.config import Config
+from launcher.engine.assemble import resolve
+from launcher.engine.offloading import HOST
+from launcher.estimate.answer import Estimate, Held
+from launcher.estimate.paper import META, PaperRank
+from launcher.estimate.portion import Portion, Portions
+from launcher.estimate.replay import Script, Step
+from launcher.estimate.resting import on
+from launcher.estimate.states import StateBytes
+from launcher.estimate.trace import Traced, Traces, section_of
+from launcher.models.build import build_on_meta
+from launcher.optim.build import params_of
+
+LONG = 2048
+"""Tokens of a sequence where nobody says how many there are."""
+
+
+class Estimator:
+    """Answers for one model; what it finds out about its blocks it keeps.
+
+    Args:
+        model: a causal LM's config.
+    """
+
+    def __init__(self, model: PretrainedConfig) -> None:
+        self.model = build_on_meta(model)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        text: Any = self.model.config.get_text_config()
+        most = getattr(text, "max_position_embeddings", None)
+        self.sequence = min(LONG, most) if isinstance(most, int) and most > 0 else LONG
+        self._portions, self._traces = Portions(self.model), Traces(self.model)
+        self._states: dict[str, StateBytes] = {}
+
+    def estimate(self, config: Config, world: int, rank: int = 0, sequence: int | None = None) -> Estimate:
+        """What a rank of a run needs.
+
+        Args:
+            config: as loaded; "auto" is resolved here.
+            world, rank: of the run. Ranks of one pipeline stage are alike, but for uneven splits.
+            sequence: tokens of a sequence; None: `LONG`, or as many as the model takes.
+
+        Raises:
+            ConfigError: the JSON does not go with so many ranks, or with the model.
+        """
+        sequence = sequence or self.sequence
+        degrees = {"pp": config.pipeline.degree, "tp": config.tensor_parallel.degree}
+        mesh = Mesh.planned(META, world, rank, dp=config.dp_degree(world), **degrees)
+        resolved = resolve(config, mesh, self.model, {})
+        portion = self._portions.of(resolved, mesh, sequence)
+        paper = PaperRank(portion, resolved, mesh, self._states_of(resolved))
+        script = Script(paper, portion, resolved, mesh, *self._traced(resolved, portion, sequence))
+        Step(script).run(most=1)  # in the first step the fetcher learns its order
+        step = Step(script)
+        step.run()
+        between = _held(paper, paper.pool.idle_bytes, 0)
+        return Estimate(
+            rank, world, step.peaks, _held(paper, *step.at_peak), between, _host(paper), paper.disk.most
+        )
+
+    def ranks(self, config: Config, world: int) -> range:
+        """The ranks to look at: one for all, or the first of each pipeline stage."""
+        return range(0, world, max(1, world // config.pipeline.degree))
+
+    def run(self, config: Config, world: int, sequence: int | None = None) -> list[Estimate]:
+        """What all ranks of a run need, by those to look at."""
+        return [self.estimate(config, world, rank, sequence) for rank in self.ranks(config, world)]
+
+    def copy(self) -> nn.Module:
+        """The model on meta, to be used up."""
+        return copy.deepcopy(self.model)
+
+    def _states_of(self, config: Config) -> StateBytes:
+        key = repr(config.optimizer and (config.optimizer.type, params_of(config.optimizer), config.bf16))
+        if key not in self._states:
+            self._states[key] = StateBytes(config, self.model)
+        return self._states[key]
+
+    def _traced(self, config: Config, portion: Portion, sequence: int) -> Any:
+        """(the trace of each block, that of the ends)."""
+        section = section_of(config)
+        plain = lambda: self._traces.of(config, sequence, recomputed=False)  # noqa: E731
+        if section is None:
+            found = plain()
+            return lambda block: found, found
+        again = self._traces.of(config, sequence, recomputed=True)
+        number = len(portion.blocks)
+        count = min(section.number_checkpoints or number, number)
+        if count == number:
+            return lambda block: again, again
+        own = [name for name, _ in portion.blocks]
+        chosen = {own[i * number // count] for i in range(count)}
+        others = plain()
+
+        def of(block: int) -> Traced:
+            return again if portion.names[block] in chosen else others
+
+        return of, others
+
+
+def _held(paper: PaperRank, buffers: int, activations: int) -> Held:
+    parameters, gradients, optimizer = (on(META, held) for held in paper.kept())
+    return Held(parameters, gradients, optimizer, buffers, activations)
+
+
+def _host(paper: PaperRank) -> int:
+    """Bytes of shards that stay in host memory, and of buffers there for what rests on NVMe."""
+    host = sum(on(HOST, held) for held in paper.kept())
+    return host + paper.homes.buffers.idle.most

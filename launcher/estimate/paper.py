@@ -1,0 +1,282 @@
+"""The engine's own memory without the memory: units, flat buffers, gradients, pool, fetcher and reducer on meta.
+
+What is taken, kept and given back is decided by the code that decides it in a run. Only values are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from launcher.comm import Mesh
+from launcher.config import Config
+from launcher.engine.assemble import axes_of, mark_leaves, policy_of, units_of
+from launcher.engine.dtypes import special_dtypes
+from launcher.engine.offloading import open_homes
+from launcher.estimate.portion import Portion
+from launcher.estimate.resting import Resting, gradients_of, masters_of, on, parameters_of
+from launcher.estimate.states import StateBytes
+from launcher.estimate.tiers import CountingTier
+from launcher.offload.resting import Resting as AtRest
+from launcher.pipeline.schedules import schedule
+from launcher.zero.apply import lay_out
+from launcher.zero.fetch import Fetcher
+from launcher.zero.flat import FlatBuffer
+from launcher.zero.gradients import FlatGradient
+from launcher.zero.hooks import Hooks
+from launcher.zero.pool import BufferPool
+from launcher.zero.reduce import Reducer, order_of_reduction
+from launcher.zero.slot import Reader, Slot
+from launcher.zero.unit import Unit
+
+META = torch.device("meta")
+
+
+class PaperBuffer(FlatBuffer):
+    """A flat buffer that shows no module its parameters."""
+
+    def _attach(self) -> None: ...
+
+    def _detach(self) -> None: ...
+
+    def _make_leaf(self, slot: Slot) -> None: ...
+
+    def _copy(self, read: Reader, span: slice, out: Tensor) -> None: ...
+
+
+class PaperGradient(FlatGradient):
+    """Its gradient; the leaves have none.
+
+    Attributes:
+        collected: called when those of the leaves have been taken.
+    """
+
+    collected: Callable[[FlatGradient], None]
+
+    def _move(self, full: Tensor, *, accumulate: bool) -> None: ...
+
+    def collect(self) -> Tensor:
+        full = super().collect()
+        self.collected(self)
+        return full
+
+
+class PaperPool(BufferPool):
+    """Tells of each buffer that is taken."""
+
+    taken: Callable[[], None]
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        buffer = super().take(numel, dtype)
+        self.taken()
+        return buffer
+
+
+class PaperHooks(Hooks):
+    """What modules and autograd call, called by a tape."""
+
+    def _register(self) -> None:
+        self.packs = False
+        self.arrival = {slot: self._arrival(unit) for unit in self.units for slot in unit.trainable_slots()}
+
+    def begin_forward(self) -> None:
+        """The model's forward begins."""
+        self.abandon()
+        self.fetcher.begin(with_grad=True)
+        self.fetcher.use(self.root, "forward")
+
+    def begin_backward(self) -> None:
+        """Its backward begins."""
+        self._begin_backward()
+
+    def end_backward(self) -> None:
+        """It has ended."""
+        self._end_backward()
+
+    def enter_backward(self, unit: Unit) -> None:
+        """The backward of a unit begins."""
+        self._enter_backward(unit)
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._enter_backward(self.root)
+
+
+class PaperRank:
+    """Memory of one rank.
+
+    Args:
+        portion: what it has of the model.
+        config: resolved.
+        mesh: as this rank sees it.
+        states: what the optimizer keeps.
+
+    Attributes:
+        versions: of the weights, all held at once.
+        live: bytes of activations and of gradients that leaves hold.
+        peak: bytes of the device at most since `restart`; at_peak: of these, what `pool` and `live` had.
+    """
+
+    def __init__(self, portion: Portion, config: Config, mesh: Mesh, states: StateBytes) -> None:
+        model = portion.model
+        mark_leaves(model, config)
+        special = special_dtypes(config, model)
+        policy = replace(policy_of(config), special_dtypes=special, compute_norm=False)  # there are no values
+        self.disk = CountingTier()
+        self.homes = open_homes(config, mesh, META, lambda path: self.disk, _on_meta)
+        self.pool = PaperPool(META)
+        self.pool.taken = self._look
+        axes = axes_of(config, mesh)
+        blocks = units_of(model, portion.blocks)
+        places = portion.splits, portion.holders, self.homes, self.pool
+        self.units = list(lay_out(model, axes, policy, blocks, *places, PaperBuffer, PaperGradient))
+        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self.gradients = [gradient for unit in self.units for gradient in unit.gradients]
+        for flat in self.flats:
+            flat.fill(_never, from_rank_zero=False)
+        for gradient in self.gradients:
+            assert isinstance(gradient, PaperGradient)
+            gradient.collected = self._taken_from_leaves
+        self.fetcher = Fetcher(policy, self.homes.ahead, self.homes.units_ahead)
+        self.reducer = Reducer(order_of_reduction(self.units), policy)
+        self.hooks = PaperHooks(self.units, self.fetcher, self.reducer)
+        self.unit_of = {unit.name: unit for unit in self.units}
+        self.slots = {slot.name: slot for flat in self.flats for slot in flat.slots}
+        self.gradient_of = {slot: g for g in self.gradients for slot in g.flat.slots}
+        self.optimizer = states.of(self.gradients)
+        self._resting = {gradient: self._states_at_rest(gradient, states) for gradient in self.gradients}
+        self._on_leaves: dict[Slot, int] = {}
+        self.live = self.peak = 0
+        self.at_peak = (0, 0)
+        self._fixed = 0
+        self.versions = _versions(config, mesh)
+
+    # ---- what is held -----------------------------------------------------------------------
+
+    def kept(self) -> tuple[Resting, Resting, Resting]:
+        """Bytes of parameters, of gradients, and of what the optimizer has, by where they rest."""
+        masters = masters_of(self.flats)
+        masters.update(self.optimizer)
+        parameters = parameters_of(self.flats)
+        for home in parameters:
+            parameters[home] *= self.versions
+        return parameters, gradients_of(self.gradients), masters
+
+    def fix(self) -> None:
+        """What is held between steps is held from here on."""
+        self._fixed = sum(on(META, held) for held in self.kept())
+
+    # ---- what changes -----------------------------------------------------------------------
+
+    def stretch(self, peak: int, change: int) -> None:
+        """Activations come and go."""
+        self._look(peak)
+        self.live += change
+
+    def gradient(self, name: str, nbytes: int, *, in_place: bool) -> None:
+        """That of a parameter is there.
+
+        Args:
+            in_place: it is added to what the leaf has.
+        """
+        slot = self.slots.get(name)
+        if slot is None or not slot.trainable:
+            return
+        if nbytes and self.makes(name, in_place=in_place):
+            self._on_leaves[slot] = nbytes
+            self.live += nbytes
+            self._look()
+        self.hooks.arrival[slot](slot.leaf)
+
+    def makes(self, name: str, *, in_place: bool) -> bool:
+        """Whether a gradient is a new tensor that its leaf holds."""
+        slot = self.slots.get(name)
+        if slot is None or not slot.trainable:
+            return False
+        kept = self.gradient_of[slot]
+        placed = in_place and kept.place(slot) is not None
+        return not (kept.adds_in_place or placed or slot in self._on_leaves)
+
+    def step(self) -> None:
+        """The optimizer steps what rests in tiers, buffer by buffer, as `ShardedOptimizer.step` does."""
+        moving = [gradient for gradient in self.gradients if gradient.flat.optim_home.tier is not None]
+        for gradient, following in zip_longest(moving, moving[1:]):
+            if following is not None and self.homes.reads_ahead:
+                self._fetch(following)
+            self._fetch(gradient)
+            for state in self._resting[gradient]:
+                state.here()
+            gradient.flat.values().here()
+            share = gradient.owned
+            for state in self._resting[gradient]:
+                state.put()
+            del share
+            gradient.rest(changed=False)
+            gradient.flat.publish()
+        self.homes.buffers.settle()
+
+    def _fetch(self, gradient: FlatGradient) -> None:
+        gradient.flat.fetch(master=True)
+        gradient.fetch()
+        for state in self._resting[gradient]:
+            state.fetch()
+
+    def _states_at_rest(self, gradient: FlatGradient, states: StateBytes) -> list[AtRest]:
+        flat = gradient.flat
+        if flat.optim_home.tier is None:
+            return []
+        size = flat.owned.stop - flat.owned.start
+        made = [
+            self.homes.resting(f"{flat.name}/{key}", size, dtype, flat.optim_home)
+            for key, dtype in states.dtypes(gradient).items()
+        ]
+        for one in made:
+            one.fresh()
+            one.put()
+        return made
+
+    def settle(self) -> None:
+        """A step is over: what is alive now is alive between steps."""
+        for gradient in self.gradients:
+            gradient.zero()
+        self._on_leaves.clear()
+        self.live = 0
+        self.fix()
+
+    def restart(self) -> None:
+        """The peak is looked for from here on."""
+        self.peak = 0
+        self._look()
+
+    def _look(self, above: int = 0) -> None:
+        pool, live = self.pool.held_bytes, self.live + above
+        if self._fixed + pool + live > self.peak:
+            self.peak, self.at_peak = self._fixed + pool + live, (pool, live)
+
+    def _taken_from_leaves(self, gradient: FlatGradient) -> None:
+        self._look()
+        for slot in gradient.flat.slots:
+            self.live -= self._on_leaves.pop(slot, 0)
+
+
+def _versions(config: Config, mesh: Mesh) -> int:
+    """Of the weights that are held, where training is asynchronous."""
+    pp, section = mesh.axes["pp"], config.pipeline
+    if pp.degree == 1 or not section.asynchronous:
+        return 1
+    number = int(str(config.gradient_accumulation_steps))
+    made = schedule(section.schedule, pp.degree, number, section.chunks_of_rank)
+    return made.weight_versions[pp.rank]
+
+
+def _never(name: str, start: int, stop: int) -> Tensor:
+    raise AssertionError(f"nobody copies {name}")
+
+
+def _on_meta(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=META)

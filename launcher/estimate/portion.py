@@ -1,0 +1,93 @@
+"""What one rank has of a model: split over tp and cut into stages as the engine does it, on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from launcher.comm import Axis, Mesh
+from launcher.config import Config
+from launcher.engine.assemble import split_layers
+from launcher.engine.staging import holders_of
+from launcher.estimate.short import shallow
+from launcher.estimate.trace import CPU
+from launcher.models.units import unit_modules
+from launcher.pipeline.costs import deal, model_costs
+from launcher.pipeline.schedules import DRAINED, schedule
+from launcher.pipeline.staged import StagedModel
+from launcher.tensor.split import Split
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The part of a model that a rank holds.
+
+    Args:
+        model: on meta; split over tp, and cut into stages.
+        splits: see `SplitModel`.
+        names: of all blocks of the whole model.
+        blocks: those of this rank.
+        holders: see `holders_of`.
+        boundaries: over the blocks [virtual stages + 1].
+        rank_of: of each virtual stage.
+    """
+
+    model: nn.Module
+    splits: Mapping[str, Split]
+    names: tuple[str, ...]
+    blocks: list[tuple[str, nn.Module]]
+    holders: Mapping[str, Axis]
+    boundaries: tuple[int, ...]
+    rank_of: tuple[int, ...]
+
+
+class Portions:
+    """The portions of a model that were asked for.
+
+    Args:
+        model: on meta, whole; left as it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._split: dict[Any, tuple[nn.Module, Mapping[str, Split]]] = {}
+        self._known: dict[Any, Portion] = {}
+
+    def of(self, config: Config, mesh: Mesh, sequence: int) -> Portion:
+        """What the rank of the mesh has.
+
+        Args:
+            config: resolved.
+            sequence: tokens; costs of blocks depend on them.
+        """
+        tp, pp, section = mesh.axes["tp"], mesh.axes["pp"], config.pipeline
+        split = (tp.degree, tp.rank, repr(config.tensor_parallel))
+        cut = (section.chunks_of_rank, section.schedule, section.partition, sequence if pp.degree > 1 else 0)
+        key = (split, pp.degree, pp.rank, *cut)
+        if key not in self._known:
+            if split not in self._split:
+                model = shallow(self._model)
+                alone = Mesh.planned(CPU, tp.degree, tp.rank, tp=tp.degree)
+                self._split[split] = model, split_layers(model, alone, config).splits
+            self._known[key] = _cut(*self._split[split], config, mesh, sequence)
+        return self._known[key]
+
+
+def _cut(model: nn.Module, splits: Mapping[str, Split], config: Config, mesh: Mesh, sequence: int) -> Portion:
+    blocks, pp, section = unit_modules(model), mesh.axes["pp"], config.pipeline
+    names = tuple(name for name, _ in blocks)
+    if pp.degree == 1:
+        return Portion(model, splits, names, blocks, {}, (0, len(names)), (0,))
+    method = "best" if section.partition == "profile" else section.partition
+    costs = model_costs(model, method, sequence=sequence, tp=mesh.axes["tp"].degree)
+    boundaries = deal(costs, pp.degree * section.chunks_of_rank)
+    name = DRAINED.get(section.schedule, section.schedule)
+    rank_of = schedule(name, pp.degree, 1, section.chunks_of_rank).rank_of
+    model = shallow(model)
+    staged = StagedModel(model, boundaries, rank_of, pp.rank)
+    return Portion(
+        model, splits, names, staged.blocks, holders_of(staged, mesh), tuple(boundaries), tuple(rank_of)
+    )

@@ -1,0 +1,218 @@
+"""A step of one rank: its actions in their order, with tapes in the place of computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from launcher.comm import Mesh
+from launcher.config import Config
+from launcher.estimate.answer import PHASES
+from launcher.estimate.paper import PaperRank
+from launcher.estimate.portion import Portion
+from launcher.estimate.tape import Event, Items, Mark, Piece, Stretch, absolute
+from launcher.estimate.trace import Traced
+from launcher.pipeline.actions import Action, Kind
+from launcher.pipeline.mail import AHEAD
+from launcher.pipeline.schedules import schedule
+
+MICROBATCHES = 2  # later ones do what the second does, where there are no stages
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a rank does in a step.
+
+    Args:
+        traced: the trace of each block of the whole model; blocks are recomputed or not.
+        ends: the one that the two ends are taken from.
+    """
+
+    rank: PaperRank
+    portion: Portion
+    config: Config
+    mesh: Mesh
+    traced: Callable[[int], Traced]
+    ends: Traced
+
+    def actions(self, most: int) -> tuple[Action, ...]:
+        """In their order.
+
+        Args:
+            most: microbatches, the last ones, where there are no stages.
+        """
+        pp, section = self.mesh.axes["pp"], self.config.pipeline
+        number = int(str(self.config.gradient_accumulation_steps))
+        if pp.degree == 1:
+            each = ((Action(Kind.FORWARD, 0, m), Action(Kind.BACKWARD, 0, m)) for m in range(number))
+            return tuple(action for pair in each for action in pair)[-2 * most :]
+        return schedule(section.schedule, pp.degree, number, section.chunks_of_rank).actions[pp.rank]
+
+
+class Step:
+    """One step of a script.
+
+    Attributes:
+        peaks: bytes at most in each phase.
+        at_peak: of the largest: bytes of buffers, and of activations.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.rank = script, script.rank
+        self.peaks, self.at_peak = dict.fromkeys(PHASES, 0), (0, 0)
+        self._phase = PHASES[-1]
+        self._staged = script.mesh.axes["pp"].degree > 1
+        self._last_stage = len(script.portion.rank_of) - 1
+
+    def run(self, most: int = MICROBATCHES) -> None:
+        """Forwards and backwards of all microbatches, and the optimizer's step.
+
+        Args:
+            most: see `Script.actions`.
+        """
+        rank, section = self.rank, self.script.config.pipeline
+        rank.fix()
+        rank.restart()
+        actions = self.script.actions(most)
+        last = next(a for a in reversed(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT))
+        rank.fetcher.keeps = self._staged and not section.gather_per_microbatch
+        if self._staged:
+            boxes = self._boxes()
+            rank.stretch(boxes, boxes)
+        for action in actions:
+            if action.kind is Kind.FORWARD:
+                self._enter(PHASES[0])
+                self._forward(action.stage)
+            elif action.kind is not Kind.UPDATE:
+                self._enter(PHASES[1])
+                self._announce(last=action is last)
+                self._finish(action.stage) if action.kind is Kind.WEIGHT else self._backward(action)
+        rank.fetcher.keeps = False
+        rank.fetcher.end()
+        if not rank.reducer.sync:
+            rank.reducer.boundary = True
+            rank.reducer.settle()
+            rank.reducer.sync = True
+        self._enter(PHASES[2])
+        rank.live = 0
+        rank.restart()
+        rank.step()
+        self._enter(PHASES[2])
+        rank.settle()
+
+    # ---- actions ----------------------------------------------------------------------------
+
+    def _forward(self, stage: int) -> None:
+        rank, hidden = self.rank, self.script.ends.hidden
+        rank.hooks.begin_forward()
+        if stage == 0:
+            self._play(self.script.ends.tape.before.forward)
+        else:
+            rank.stretch(hidden, hidden)
+        for block in self._blocks(stage):
+            self._play(self._piece(block).forward, block)
+        if stage == self._last_stage:
+            self._play(self.script.ends.tape.after.forward)
+            return
+        rank.stretch(0, -hidden)
+        rank.fetcher.end()
+
+    def _backward(self, action: Action) -> None:
+        rank, hidden, stage = self.rank, self.script.ends.hidden, action.stage
+        late = action.kind is Kind.INPUT
+        rank.hooks.begin_backward()
+        if stage == self._last_stage:
+            ends = self.script.ends
+            self._play((ends.late if late and ends.late else ends.tape).after.backward)
+        else:
+            rank.stretch(hidden, hidden)
+        for block in reversed(self._blocks(stage)):
+            self._play(self._piece(block, late=late).backward, block)
+        rank.hooks.end_backward()
+        if stage:
+            rank.stretch(0, -hidden)
+
+    def _finish(self, stage: int) -> None:
+        """The weight gradients that were put off."""
+        rank = self.rank
+        pairs: list[tuple[Piece, Piece, int]] = [
+            (self._piece(block), self._piece(block, late=True), block) for block in self._blocks(stage)
+        ]
+        ends = self.script.ends
+        if stage == self._last_stage and ends.late is not None:
+            pairs.append((ends.tape.after, ends.late.after, -1))
+        gradients: list[tuple[str, int]] = []
+        held = 0
+        for now, later, block in pairs:
+            came = {item.name for item in later.backward if isinstance(item, Mark) and item.nbytes}
+            gradients += [
+                (absolute(item, self._name(block)), item.nbytes)
+                for item in now.backward
+                if isinstance(item, Mark) and item.event is Event.GRADIENT and item.name not in came
+            ]
+            held += _change(later.backward) - _change(now.backward)
+        in_place = not rank.reducer.sync
+        new = sum(nbytes for name, nbytes in gradients if rank.makes(name, in_place=in_place))
+        rank.stretch(new, -held)
+        rank.hooks.begin_backward()
+        for name, nbytes in gradients:
+            rank.gradient(name, nbytes, in_place=in_place)
+        rank.hooks.end_backward()
+
+    def _announce(self, *, last: bool) -> None:
+        """See `Work` of engine/pipelined.py, and `Engine.backward`."""
+        reducer, section = self.rank.reducer, self.script.config.pipeline
+        each = not self._staged or section.reduce_per_microbatch or section.updates_inside
+        reducer.sync = each or (last and section.chunks_of_rank == 1)
+        reducer.boundary = last or (self._staged and section.updates_inside)
+
+    # ---- tapes ------------------------------------------------------------------------------
+
+    def _play(self, items: Items, block: int = -1) -> None:
+        rank, name = self.rank, self._name(block)
+        for item in items:
+            if isinstance(item, Stretch):
+                rank.stretch(item.peak, item.change)
+                continue
+            whole = absolute(item, name)
+            if item.event is Event.GRADIENT:
+                rank.gradient(whole, item.nbytes, in_place=self._staged and not rank.reducer.sync)
+                continue
+            unit = rank.unit_of.get(whole)
+            if unit is None or not unit.sharded:
+                continue
+            if item.event is Event.USE:
+                rank.fetcher.use(unit, "forward")
+            elif item.event is Event.LEAVE:
+                rank.fetcher.leave(unit)
+            elif item.event is Event.ENTER:
+                rank.hooks.enter_backward(unit)
+
+    def _blocks(self, stage: int) -> range:
+        boundaries = self.script.portion.boundaries
+        return range(boundaries[stage], boundaries[stage + 1])
+
+    def _piece(self, block: int, *, late: bool = False) -> Piece:
+        return self.script.traced(block).of(block, late=late)
+
+    def _name(self, block: int) -> str:
+        return "" if block < 0 else self.script.portion.names[block]
+
+    def _boxes(self) -> int:
+        """Messages that are received before they are needed."""
+        pp = self.script.mesh.axes["pp"]
+        kinds = (pp.rank > 0) + (pp.rank < pp.degree - 1)
+        number = min(AHEAD, int(str(self.script.config.gradient_accumulation_steps)))
+        return kinds * number * self.script.ends.hidden
+
+    def _enter(self, phase: str) -> None:
+        rank = self.rank
+        if rank.peak > max(self.peaks.values()):
+            self.at_peak = rank.at_peak
+        self.peaks[self._phase] = max(self.peaks[self._phase], rank.peak)
+        self._phase = phase
+        rank.restart()
+
+
+def _change(items: Items) -> int:
+    return sum(item.change for item in items if isinstance(item, Stretch))

@@ -1,0 +1,94 @@
+"""A model with as few blocks as show what each of its blocks does: blocks that are alike count once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from launcher.models.units import unit_modules
+
+
+@dataclass(frozen=True)
+class Short:
+    """A short model.
+
+    Args:
+        model: a copy that shares the parameters, on meta.
+        stands_for: of each block of the whole model, the number of the short model's block that is like it. The first
+            and the last of a row stand for themselves.
+    """
+
+    model: nn.Module
+    stands_for: tuple[int, ...]
+
+
+def shortened(model: nn.Module) -> Short:
+    """The model with the blocks that are needed, those at the front of each row.
+
+    Args:
+        model: on meta; left as it is.
+    """
+    rows: dict[str, list[nn.Module]] = {}
+    for name, block in unit_modules(model):
+        rows.setdefault(name.rpartition(".")[0], []).append(block)
+    kept: dict[str, int] = {}
+    stands_for: list[int] = []
+    for row, blocks in rows.items():
+        number, like = _needed(_kinds(model, blocks))
+        whole = isinstance(model.get_submodule(row), nn.ModuleList) and len(model.get_submodule(row)) == len(  # type: ignore[arg-type]
+            blocks
+        )
+        if not whole:
+            number, like = len(blocks), tuple(range(len(blocks)))
+        start = sum(kept.values())
+        kept[row] = number
+        stands_for += [start + place for place in like]
+    lists: list[tuple[nn.Module, dict[str, Any]]] = []
+    for row, number in kept.items():
+        parent = model.get_submodule(row)
+        if number < len(rows[row]):
+            lists.append((parent, parent._modules))
+            parent._modules = dict(list(parent._modules.items())[:number])
+    try:
+        return Short(shallow(model), tuple(stands_for))
+    finally:
+        for parent, modules in lists:
+            parent._modules = modules
+
+
+def shallow(model: nn.Module) -> nn.Module:
+    """A copy of all modules with the same parameters, buffers and config."""
+    shared: list[Any] = [*model.parameters(), *model.buffers()]
+    configs = {id(c): c for m in model.modules() if (c := m.__dict__.get("config")) is not None}
+    memo = {id(one): one for one in shared} | configs
+    return copy.deepcopy(model, memo)
+
+
+def _kinds(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Hashable]:
+    """What the memory of each block depends on."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    types = getattr(text, "layer_types", None) or ()
+    named = list(types) if len(types) == len(blocks) else [""] * len(blocks)
+    return [
+        (kind, type(block), tuple((n, p.shape, p.requires_grad) for n, p in block.named_parameters()))
+        for kind, block in zip(named, blocks, strict=True)
+    ]
+
+
+def _needed(kinds: list[Hashable]) -> tuple[int, tuple[int, ...]]:
+    """How many blocks at the front are needed, and which of them stands for each."""
+    last = len(kinds) - 1
+    first_inside: dict[Hashable, int] = {}
+    for place, kind in enumerate(kinds[1:last], 1):
+        first_inside.setdefault(kind, place)
+    number = max(first_inside.values(), default=min(last, 1)) + 2 if last > 1 else last + 1
+    while number <= last and kinds[number - 1] != kinds[last]:
+        number += 1  # the short model must end as the whole one does
+    number = min(number, last + 1)
+    inside = [first_inside[kind] for kind in kinds[1:last]]
+    return number, (0, *inside, number - 1) if last else (0,)

@@ -1,0 +1,221 @@
+"""What one microbatch does to memory, written down as it runs: stretches between marks.
+
+A stretch says how much more memory there was at most than at its start, and how much more at its end. A mark says what
+happened between two stretches. Memory of parameters and of their gradients is not in it: who replays a tape knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from launcher.estimate.live import LiveBytes
+from launcher.models.activation import recomputing
+
+
+class Event(StrEnum):
+    """What a mark is of."""
+
+    USE = "use"  # the forward of a module begins
+    LEAVE = "leave"  # it has ended
+    TURN = "turn"  # the forward of the model has ended, and its backward begins
+    ENTER = "enter"  # a gradient has reached the outputs of a module, or it is recomputed
+    GRADIENT = "gradient"  # that of a parameter is there
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Bytes above those at its start: the most, and at its end."""
+
+    peak: int
+    change: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An event.
+
+    Args:
+        name: of a module or a parameter; what begins with "." is inside of a block, and "" is the block.
+        nbytes: of a gradient; 0: it is put off.
+    """
+
+    event: Event
+    name: str = ""
+    nbytes: int = 0
+
+
+Items = list[Stretch | Mark]
+
+
+@dataclass
+class Piece:
+    """What happens from the first mark of a block to that of the next one.
+
+    Args:
+        kept: bytes on the device from its forward to its backward.
+    """
+
+    forward: Items = field(default_factory=list)
+    backward: Items = field(default_factory=list)
+
+    @property
+    def kept(self) -> int:
+        return sum(item.change for item in self.forward if isinstance(item, Stretch))
+
+
+@dataclass
+class Tape:
+    """One microbatch.
+
+    Args:
+        before: what runs in front of the blocks.
+        blocks: in their order; the last gradients of what runs in front come with the first one.
+        after: what runs behind them, to the loss and back.
+    """
+
+    before: Piece = field(default_factory=Piece)
+    blocks: list[Piece] = field(default_factory=list)
+    after: Piece = field(default_factory=Piece)
+
+
+class Recorder:
+    """Writes a tape.
+
+    Args:
+        live: sees all tensors.
+        model: its parameters have values; their gradients are taken away as they come.
+        blocks: names of modules.
+        others: of the other modules whose use is marked.
+    """
+
+    def __init__(self, live: LiveBytes, model: nn.Module, blocks: list[str], others: list[str]) -> None:
+        self._live, self._blocks = live, {name: place for place, name in enumerate(blocks)}
+        self._model, self._others = model, others
+        self._entered: set[str] = set()
+        self._on = False
+        self.tape = Tape()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, a microbatch runs."""
+        self.tape = Tape(blocks=[Piece() for _ in self._blocks])
+        self._into = self.tape.before.forward
+        self._entered.clear()
+        self._begin()
+        self._on = True
+        yield
+        self.stop()
+
+    def stop(self) -> None:
+        """The microbatch is over."""
+        if self._on:
+            self._stretch()
+            self._on = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, the model's hooks are on."""
+        handles: list[Any] = []
+        for name in (*self._blocks, *self._others):
+            module = self._model.get_submodule(name)
+            handles.append(module.register_forward_pre_hook(self._before(name), prepend=True))
+            handles.append(module.register_forward_hook(self._after(name)))
+        for name, leaf in self._model.named_parameters():
+            if leaf.requires_grad:
+                handles.append(leaf.register_post_accumulate_grad_hook(self._arrival(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def turn(self) -> None:
+        """The backward begins."""
+        self.mark(Event.TURN)
+
+    def mark(self, event: Event, name: str = "", nbytes: int = 0) -> None:
+        """Something happens."""
+        if not self._on:
+            return
+        self._stretch()
+        place = self._blocks.get(name)
+        tape = self.tape
+        if event is Event.USE and place is not None:
+            self._into = tape.blocks[place].forward
+        elif event is Event.TURN:
+            self._into = tape.after.backward
+        elif event is Event.ENTER and place is not None:
+            self._into = tape.blocks[place].backward
+        self._into.append(Mark(event, name, nbytes))
+        if event is Event.LEAVE and place == len(self._blocks) - 1:
+            self._into = tape.after.forward
+
+    # ---- hooks ------------------------------------------------------------------------------
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any) -> None:
+            if recomputing():
+                self._enter(name)
+            else:
+                self.mark(Event.USE, name)
+
+        return before
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if recomputing():
+                return
+            self.mark(Event.LEAVE, name)
+            outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+            if outputs:
+                register_multi_grad_hook(outputs, lambda _: self._enter(name), mode="any")
+
+        return after
+
+    def _enter(self, name: str) -> None:
+        if name not in self._entered:
+            self._entered.add(name)
+            self.mark(Event.ENTER, name)
+
+    def _arrival(self, name: str) -> Callable[[Tensor], None]:
+        def arrived(leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            nbytes = 0 if grad is None else grad.numel() * grad.element_size()
+            del grad
+            self.mark(Event.GRADIENT, name, nbytes)
+
+        return arrived
+
+    # ---- stretches --------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._live.restart()
+        self._start = self._live.now
+
+    def _stretch(self) -> None:
+        self._into.append(Stretch(self._live.peak - self._start, self._live.now - self._start))
+        self._begin()
+
+
+def relative(items: Items, block: str) -> Items:
+    """The same with names inside of a block that begin there."""
+    return [
+        replace(item, name=item.name.removeprefix(block))
+        if isinstance(item, Mark) and (item.name == block or item.name.startswith(f"{block}."))
+        else item
+        for item in items
+    ]
+
+
+def absolute(mark: Mark, block: str) -> str:
+    """The name of a mark, for a block."""
+    inside = mark.name.startswith(".") or (not mark.name and mark.event is not Event.TURN)
+    return block + mark.name if inside else mark.name

@@ -1,0 +1,220 @@
+"""What the blocks and the two ends of a model do to memory: one microbatch of a short model, with hollow tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.comm import Mesh
+from launcher.config import ActivationCheckpointingConfig, Config
+from launcher.engine.assemble import split_layers
+from launcher.engine.batches import call, loss_in
+from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes
+from launcher.estimate.hollow import Hollow, fused_dropout
+from launcher.estimate.live import LiveBytes
+from launcher.estimate.short import Short, shortened
+from launcher.estimate.tape import Piece, Recorder, Tape, relative
+from launcher.models.activation import checkpoint_blocks
+from launcher.models.units import ends_of, unit_modules
+from launcher.tensor.head import loss_only
+from launcher.tensor.layers import give_own_backward
+from launcher.tensor.weight_gradients import putting_off
+
+CPU = torch.device("cpu")
+IDS = 100  # token ids are below it
+SECTIONS = ("tensor_parallel", "fp16", "bf16", "torch_autocast", "data_types")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A microbatch of a whole model, by its blocks.
+
+    Args:
+        tape: of the short model.
+        late: the same where weight gradients of linear layers are put off; None: nobody asked.
+        stands_for: see `Short`.
+        hidden: bytes that travel from block to block.
+    """
+
+    tape: Tape
+    late: Tape | None
+    stands_for: tuple[int, ...]
+    hidden: int
+
+    def of(self, block: int, *, late: bool = False) -> Piece:
+        """What happens in a block of the whole model."""
+        tape = self.late if late and self.late is not None else self.tape
+        return tape.blocks[self.stands_for[block]]
+
+
+class Traces:
+    """The traces of a model that were asked for.
+
+    Args:
+        model: on meta, whole; left as it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[str, Traced] = {}
+
+    def of(self, config: Config, sequence: int, *, recomputed: bool) -> Traced:
+        """A microbatch under a configuration.
+
+        Args:
+            config: resolved.
+            sequence: tokens.
+            recomputed: blocks are, as the section activation_checkpointing says.
+        """
+        section = section_of(config) if recomputed else None
+        late = config.pipeline.degree > 1 and config.pipeline.schedule.startswith("zb")
+        key = json.dumps(
+            [
+                {name: getattr(config, name).to_dict() for name in SECTIONS},
+                section and section.to_dict(),
+                [config.pipeline.degree > 1, late, config.train_micro_batch_size_per_gpu, sequence],
+            ],
+            default=str,
+            sort_keys=True,
+        )
+        if key not in self._known:
+            special = special_dtypes(config, self._model)
+            self._known[key] = _traced(shortened(self._model), config, section, special, sequence, late=late)
+        return self._known[key]
+
+
+def section_of(config: Config) -> ActivationCheckpointingConfig | None:
+    """What the JSON says about recomputation, of a Hugging Face model; None: nothing is recomputed."""
+    if config.pipeline.degree > 1 and config.pipeline.activation_checkpoint_interval == 1:
+        return config.activation_checkpointing or ActivationCheckpointingConfig()
+    return config.activation_checkpointing
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A mode sees the operations of its thread only."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fill_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers get zeros: they are small, and only their shapes matter."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
+
+
+def microbatch(sequences: int, sequence: int) -> dict[str, Tensor]:
+    """Ids [sequences, sequence]."""
+    ids = torch.randint(IDS, (sequences, sequence))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _traced(
+    short: Short,
+    config: Config,
+    section: ActivationCheckpointingConfig | None,
+    special: Mapping[str, torch.dtype],
+    sequence: int,
+    *,
+    late: bool,
+) -> Traced:
+    model, tp = short.model, config.tensor_parallel.degree
+    mesh = Mesh.planned(CPU, tp, 0, tp=tp)
+    split_layers(model, mesh, config)
+    blocks = unit_modules(model)
+    if section is not None:
+        every = section.model_copy(
+            update={"number_checkpoints": None, "contiguous_memory_optimization": False, "profile": False}
+        )
+        checkpoint_blocks(model, blocks, every, mesh.axes["tp"])
+    if config.pipeline.degree > 1:
+        for _, block in blocks:
+            give_own_backward(block)
+    live = LiveBytes()
+    autocast = autocast_dtype(config)
+    casting = torch.autocast(CPU.type, autocast) if autocast else nullcontext()
+    with one_thread(), Hollow(live), fused_dropout():
+        _fill(model, DTYPES[config.dtype], special)
+        fill_buffers(model, CPU)
+        cast_buffers(config, model)
+        batch = microbatch(int(str(config.train_micro_batch_size_per_gpu)), sequence)
+        ends = {name for name, m in model.named_modules() if m in ends_of(model)}
+        recorder = Recorder(live, model, [name for name, _ in blocks], sorted(ends))
+        with recorder.listening():
+            _run(recorder, model, batch, casting, later=False)  # what is made once is made
+            tape = _recorded(recorder, model, batch, casting, later=False)
+            behind = _recorded(recorder, model, batch, casting, later=True) if late else None
+    names = [name for name, _ in blocks]
+    text: Any = getattr(model, "config", None)
+    width = int(getattr(text.get_text_config(), "hidden_size", 0)) if text is not None else 0
+    hidden = batch["input_ids"].numel() * width * (autocast or DTYPES[config.dtype]).itemsize
+    if config.tensor_parallel.sequence_parallel:
+        hidden //= tp
+    return Traced(_for_any(tape, names), behind and _for_any(behind, names), short.stands_for, hidden)
+
+
+def _fill(model: nn.Module, dtype: torch.dtype, special: Mapping[str, torch.dtype]) -> None:
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in made:
+                own = (
+                    special.get(names[parameter], dtype) if parameter.is_floating_point() else parameter.dtype
+                )
+                values = torch.empty(parameter.shape, dtype=own)
+                made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                made[parameter].__dict__.update(parameter.__dict__)
+            module._parameters[key] = made[parameter]
+
+
+def _recorded(
+    recorder: Recorder,
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    casting: AbstractContextManager[Any],
+    *,
+    later: bool,
+) -> Tape:
+    with recorder.recording():
+        _run(recorder, model, batch, casting, later=later)
+    return recorder.tape
+
+
+def _run(
+    recorder: Recorder,
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    casting: AbstractContextManager[Any],
+    *,
+    later: bool,
+) -> None:
+    with casting, loss_only():
+        loss = loss_in(call(model, batch))
+    loss = loss * 1.0  # as engines weight it
+    recorder.turn()
+    with putting_off() if later else nullcontext() as put_off:
+        loss.backward()
+    if put_off is not None:
+        recorder.stop()
+        put_off.computed()
+
+
+def _for_any(tape: Tape, names: list[str]) -> Tape:
+    for piece, name in zip(tape.blocks, names, strict=True):
+        piece.forward, piece.backward = relative(piece.forward, name), relative(piece.backward, name)
+    return tape

@@ -1,0 +1,143 @@
+"""One run by other ways: stages and offload side by side, and what to change so that a run fits. All is estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.config import Config, load
+from launcher.errors import ConfigError, LauncherError
+from launcher.estimate.answer import Estimate
+from launcher.estimate.estimator import Estimator
+
+Edits = Mapping[str, Any]
+"""Dotted path of a key -> its value; None: the key goes."""
+
+STAGE, PARAM, OPTIMIZER = (
+    f"zero_optimization.{key}" for key in ("stage", "offload_param", "offload_optimizer")
+)
+MICRO, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+MODES: tuple[tuple[str, Edits], ...] = (
+    *((f"stage {stage}", {STAGE: stage, PARAM: None, OPTIMIZER: None}) for stage in range(4)),
+    *(
+        (f"stage {stage}, optimizer on the host", {STAGE: stage, PARAM: None, OPTIMIZER: CPU})
+        for stage in (1, 2, 3)
+    ),
+    ("stage 3, all on the host", {STAGE: 3, PARAM: CPU, OPTIMIZER: CPU}),
+    ("stage 3, optimizer on NVMe", {STAGE: 3, PARAM: None, OPTIMIZER: NVME}),
+    ("stage 3, all on NVMe", {STAGE: 3, PARAM: NVME, OPTIMIZER: NVME}),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run by another way.
+
+    Args:
+        name: in words.
+        ranks: see `Estimator.run`; empty where it cannot be done.
+        refused: why.
+    """
+
+    name: str
+    ranks: tuple[Estimate, ...] = ()
+    refused: str = ""
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the device on the fullest rank."""
+        return max(one.peak for one in self.ranks)
+
+    def fits(self, device: int) -> bool:
+        return bool(self.ranks) and self.peak <= device
+
+
+def edited(config: Config, edits: Edits) -> Config:
+    """The same with other keys.
+
+    Raises:
+        ConfigError: they cannot stand together.
+    """
+    tree = config.given()
+    for path, value in edits.items():
+        *sections, key = path.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        if value is None:
+            inner.pop(key, None)
+        else:
+            inner[key] = value
+    return load(tree)
+
+
+def variant(
+    estimator: Estimator, config: Config, name: str, edits: Edits, world: int, sequence: int | None
+) -> Variant:
+    """A run with other keys."""
+    try:
+        return Variant(name, tuple(estimator.run(edited(config, edits), world, sequence)))
+    except LauncherError as error:
+        return Variant(name, refused=error.what)
+
+
+def side_by_side(estimator: Estimator, config: Config, world: int, sequence: int | None) -> list[Variant]:
+    """All stages and offload modes."""
+    return [variant(estimator, config, name, edits, world, sequence) for name, edits in MODES]
+
+
+def advice(
+    estimator: Estimator, config: Config, world: int, sequence: int | None, device: int
+) -> tuple[list[str], Variant] | None:
+    """What to write so that a run fits, and what it needs then; None: nothing here is enough.
+
+    The changes are tried in the order of what they cost, on top of each other; those without which it fits, too, are
+    left out again.
+
+    Args:
+        device: bytes.
+    """
+
+    def tried(changes: list[tuple[str, Edits]]) -> Variant:
+        edits = {path: value for _, one in changes for path, value in one.items()}
+        return variant(estimator, config, "", edits, world, sequence)
+
+    taken: list[tuple[str, Edits]] = []
+    for change in _changes(config, world):
+        found = tried([*taken, change])
+        if found.ranks:
+            taken.append(change)
+        if found.fits(device):
+            break
+    else:
+        return None
+    for change in taken[:-1]:
+        fewer = [one for one in taken if one is not change]
+        if (less := tried(fewer)).fits(device):
+            taken, found = fewer, less
+    return [words for words, _ in taken], found
+
+
+def _changes(config: Config, world: int) -> Iterator[tuple[str, Edits]]:
+    """From the cheapest one on: (in words, keys). Each replaces what earlier ones say of the same keys."""
+    try:
+        batch = config.resolve(dp_degree=config.dp_degree(world))
+        micro, steps = (int(str(getattr(batch, key))) for key in (MICRO, ACCUMULATION))
+    except ConfigError:
+        micro, steps = 1, 1
+    while micro > 1 and micro % 2 == 0:
+        micro, steps = micro // 2, steps * 2
+        yield f'"{MICRO}": {micro}, "{ACCUMULATION}": {steps}', {MICRO: micro, ACCUMULATION: steps}
+    if config.activation_checkpointing is None:
+        yield '"activation_checkpointing": {}', {"activation_checkpointing": {}}
+    zero = config.zero_optimization
+    now = int(zero.stage) if isinstance(zero.stage, int) else 0
+    for stage in range(now + 1, 4):
+        yield f'"{STAGE}": {stage}', {STAGE: stage}
+    if zero.offload_optimizer is None or zero.offload_optimizer.device == "none":
+        yield f'"{OPTIMIZER}.device": "cpu"', {OPTIMIZER: CPU}
+    if zero.offload_param is None or zero.offload_param.device == "none":
+        yield f'"{PARAM}.device": "cpu"', {PARAM: CPU}

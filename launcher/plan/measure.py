@@ -1,0 +1,112 @@
+"""What the devices of this machine do: products, memory, links; a row for `devices.json`.
+
+Run by `launch bench device` once for every rank; rank 0 writes the row to the file that is the argument.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launcher.comm import Mesh, all_reduce, init_distributed, pick_device
+
+ROUNDS = 7
+SIDES = {"cuda": (4096, 8192), "cpu": (512, 1024)}  # of the products
+ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 24}  # of what is read and written, and sent
+SHARES = {"matmul": 0.9, "traffic": 0.9, "network": 1.0}
+"""What training reaches of what was measured here, which is below a data sheet's peak already."""
+
+
+def measure(device: torch.device) -> dict[str, Any]:
+    """The row of this machine; every rank must call it.
+
+    A CPU computes in fp32, a GPU in bf16.
+    """
+    mesh = Mesh.build(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    flops = max(_products(device, side, dtype) for side in SIDES[device.type])
+    row = {
+        "names": ["THIS MACHINE"],
+        "title": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, fp32",
+        "memory_gib": round(_memory(device, mesh.world_size) / 2**30, 1),
+        "tflops": _short(flops / 1e12),
+        "memory_gb_s": _short(_traffic(device, dtype) / 1e9),
+        "per_node": mesh.world_size,
+        "inside_gb_s": _short(_link(mesh, dtype) / 1e9),
+    }
+    row["across_gb_s"] = row["inside_gb_s"]
+    row["host_gb_s"] = _short(_host(device) / 1e9)
+    if device.type == "cpu":
+        row |= {"fp32": 1.0, "host_memory_gb_s": row["memory_gb_s"]}
+    where = f"measured by `launch bench device` on {mesh.world_size} ranks"
+    return {**row, **SHARES, "calibrated_on": where, "source": where}
+
+
+def _products(device: torch.device, side: int, dtype: torch.dtype) -> float:
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    return 2 * side**3 / _seconds(device, lambda: left @ right)
+
+
+def _traffic(device: torch.device, dtype: torch.dtype) -> float:
+    source = torch.ones(ELEMENTS[device.type], device=device, dtype=dtype)
+    target = torch.empty_like(source)
+    return 3 * source.nbytes / _seconds(device, lambda: torch.add(source, target, out=target))
+
+
+def _link(mesh: Mesh, dtype: torch.dtype) -> float:
+    """Bytes/s through the link of a ring that would take as long; of one rank alone what its memory does."""
+    buffer = torch.zeros(ELEMENTS[mesh.device.type] // 4, device=mesh.device, dtype=dtype)
+    if mesh.world_size == 1:
+        return _traffic(mesh.device, dtype)
+    seconds = _seconds(mesh.device, lambda: all_reduce(buffer, mesh.dp, "bench").wait())
+    return 2 * (mesh.world_size - 1) / mesh.world_size * buffer.nbytes / seconds
+
+
+def _host(device: torch.device) -> float:
+    on_host = torch.ones(ELEMENTS[device.type], pin_memory=device.type == "cuda")
+    there = torch.empty_like(on_host, device=device)
+    return on_host.nbytes / _seconds(device, lambda: there.copy_(on_host, non_blocking=True))
+
+
+def _memory(device: torch.device, ranks: int) -> float:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+
+
+def _seconds(device: torch.device, work: Callable[[], Any]) -> float:
+    """The median of some rounds, after one that does not count."""
+    taken = []
+    for _ in range(ROUNDS + 1):
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - begin)
+    return median(taken[1:])
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def main() -> None:
+    init_distributed()
+    row = measure(pick_device())
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(sys.argv[1]).write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What the ranks of a layout need, by the estimator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from transformers import PretrainedConfig
+
+from launcher.config.load import load
+from launcher.errors import ConfigError
+from launcher.estimate.answer import Estimate
+from launcher.estimate.estimator import Estimator
+from launcher.plan.layout import Layout, as_json
+
+ENOUGH = 3
+
+
+@dataclass
+class Memory:
+    """Answers for one model, and remembers.
+
+    Args:
+        sequence: tokens of a sequence.
+        dtype: "bf16", "fp16" or "fp32".
+        refused: why layouts cannot run, by layout.
+    """
+
+    model: PretrainedConfig
+    sequence: int
+    dtype: str = "bf16"
+    refused: dict[Layout, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._estimator = Estimator(self.model)
+        self._known: dict[Layout, tuple[Estimate, ...]] = {}
+
+    def of(self, layout: Layout) -> tuple[Estimate, ...]:
+        """The first rank of the first stage, and of the last: the one holds most microbatches, the other the logits.
+
+        Raises:
+            ConfigError: the layout cannot run.
+        """
+        enough = ENOUGH * layout.pp  # microbatches; with more of them no more is held at once
+        layout = replace(layout, accumulation=min(layout.accumulation, enough))
+        if layout not in self._known:
+            config = load(as_json(layout, dtype=self.dtype))
+            ranks = sorted({0, layout.world - layout.tp * layout.dp})
+            self._known[layout] = tuple(
+                self._estimator.estimate(config, layout.world, rank, self.sequence) for rank in ranks
+            )
+        return self._known[layout]
+
+    def peak(self, layout: Layout) -> int | None:
+        """Bytes of the device that the rank with most needs; None where the layout cannot run."""
+        if layout in self.refused:
+            return None
+        try:
+            return max(each.peak for each in self.of(layout))
+        except ConfigError as error:
+            self.refused[layout] = str(error)
+            return None

@@ -1,0 +1,128 @@
+"""What a model makes a device do, from the model itself on meta: operations, bytes of memory, parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from launcher.models.build import build_on_meta
+from launcher.pipeline.costs import elements, model_costs
+from launcher.pipeline.parts import parts_of
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "matmul", "convolution"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of a causal LM, for one sequence.
+
+    Args:
+        layers: blocks of the model.
+        hidden: numbers that a token is between two blocks.
+        heads: what tensor parallelism has to divide.
+        sequence: tokens.
+        parameters: of the whole model; a tied one counts once.
+        flops: of the forward, all blocks and the head.
+        traffic: bytes that operations other than products read and write in the forward of all blocks.
+        itemsize: bytes of a number that is computed with, and sent: 2, or 4 for fp32.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    parameters: int
+    flops: float
+    traffic: float
+    itemsize: int = 2
+
+
+def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.bfloat16) -> Work:
+    """Look at one block at work, and count the others like it.
+
+    Raises:
+        ConfigError: it is no causal LM with blocks.
+    """
+    model = build_on_meta(config, dtype)
+    text: Any = config.get_text_config()
+    blocks = parts_of(model).blocks
+    costs = model_costs(model, "best", sequence=sequence)
+    return Work(
+        layers=len(blocks),
+        hidden=text.hidden_size,
+        heads=getattr(text, "num_attention_heads", 1),
+        sequence=sequence,
+        parameters=elements([model]),
+        flops=costs.before + sum(costs.blocks) + costs.after,
+        traffic=len(blocks) * _traffic_of(model, blocks[0][1], sequence),
+        itemsize=dtype.itemsize,
+    )
+
+
+def _traffic_of(model: nn.Module, block: nn.Module, sequence: int) -> float:
+    """Bytes of the forward of one block; the model's own forward leads to it and ends behind it."""
+    traffic = _Traffic()
+
+    def before(module: nn.Module, args: Any) -> None:
+        traffic.nbytes = 0.0
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        raise _SeenError
+
+    handles = [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
+    try:
+        with suppress(_SeenError), torch.no_grad(), _OneAttention(), traffic:
+            model(input_ids=torch.zeros(1, sequence, dtype=torch.long, device="meta"))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return traffic.nbytes
+
+
+class _SeenError(Exception):
+    """The block has been seen."""
+
+
+class _Traffic(TorchDispatchMode):
+    """Adds up what operations read and write, but for views and products: those are bound by arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._opname == "_local_scalar_dense":
+            return 1  # of a question to all tokens: whether they are of one sequence, and none is padding
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view and func._opname not in _PRODUCTS:
+            self.nbytes += sum(
+                leaf.nbytes for leaf in tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)
+            )
+        return made
+
+
+class _OneAttention(TorchFunctionMode):
+    """Attention is one kernel on devices, whatever it is made of on meta."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            query, value = args[0], args[2]
+            return query.new_empty((*query.shape[:-1], value.shape[-1]))
+        return func(*args, **(kwargs or {}))

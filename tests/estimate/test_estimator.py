@@ -1,0 +1,82 @@
+"""The estimate says what the rehearsal finds: states to the byte, peaks within five percent."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import MixtralConfig
+
+from launcher.config import load
+from launcher.errors import ConfigError
+from launcher.estimate.dry_run import dry_run
+from launcher.estimate.estimator import Estimator
+from launcher.models.build import load_config
+from tests.estimate.cases import CASES, MORE, SEQUENCE, WORLD, config_of, rehearsed
+
+ALL = CASES | MORE
+SCRATCH = 4 << 20  # bytes at most of the optimizer's kernel on CPUs, which devices do not have
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Estimator:
+    return Estimator(load_config("default"))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_estimate_is_what_a_rehearsal_finds(estimator: Estimator, name: str) -> None:
+    config = load(ALL[name])
+    off = 0.015 if "pipeline" in ALL[name] else 0.002
+    for rank in estimator.ranks(config, WORLD):
+        found, played = estimator.estimate(config, WORLD, rank, SEQUENCE), rehearsed(name, rank)
+        assert found.between.parameters == played.between.parameters
+        assert found.between.gradients == played.between.gradients
+        assert found.between.optimizer == played.between.optimizer
+        assert found.between.buffers == played.between.buffers
+        scratch = SCRATCH if "bf16" in name else 0
+        assert found.peak <= played.peak * (1 + off)
+        assert found.peak >= played.peak * (1 - off) - scratch
+        assert found.phase == played.phase
+        assert found.at_peak.total == found.peak
+        assert found.host == pytest.approx(played.host, rel=0.01)
+        assert found.nvme == played.nvme
+
+
+def test_blocks_that_are_alike_are_traced_once(estimator: Estimator) -> None:
+    """And a model of any depth is the sum of them."""
+    config = load_config("default")
+    config.num_hidden_layers = 4
+    few = Estimator(config).estimate(load(config_of(0)), 1, sequence=SEQUENCE)
+    many = estimator.estimate(load(config_of(0)), 1, sequence=SEQUENCE)
+    config.num_hidden_layers = 12
+    most = Estimator(config).estimate(load(config_of(0)), 1, sequence=SEQUENCE)
+    assert most.peak - many.peak == many.peak - few.peak
+
+
+def test_a_model_keeps_what_was_found_out(estimator: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = estimator.estimate(load(config_of(2)), WORLD, sequence=SEQUENCE)
+    monkeypatch.setattr("launcher.estimate.trace._traced", None)
+    assert estimator.estimate(load(config_of(2)), WORLD, sequence=SEQUENCE) == wanted
+    estimator.estimate(load(config_of(3)), 1024, sequence=SEQUENCE)
+
+
+def test_ranks_that_cannot_be(estimator: Estimator) -> None:
+    with pytest.raises(ConfigError, match="stages"):
+        estimator.estimate(load(config_of(0, pipeline={"stages": 2})), 3)
+
+
+def test_experts_in_fp32() -> None:
+    """The meta kernel of their products takes bf16 only."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    made = Estimator(MixtralConfig(**sizes, **heads, max_position_embeddings=64))
+    found = made.estimate(load(config_of(2)), WORLD, sequence=64)
+    played = dry_run(made.copy(), load(config_of(2)), world=WORLD, sequence=64)
+    assert found.peak == pytest.approx(played.peak, rel=0.01)
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_older_weights_are_held(estimator: Estimator, rank: int) -> None:
+    config = load(config_of(1, pipeline={"stages": 2, "schedule": "2bw"}))
+    found = estimator.estimate(config, WORLD, rank, SEQUENCE)
+    played = dry_run(estimator.copy(), config, world=WORLD, rank=rank, sequence=SEQUENCE)
+    assert found.peak == pytest.approx(played.peak, rel=0.02)
+    assert found.between.total == pytest.approx(played.between.total, rel=0.01)

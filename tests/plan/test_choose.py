@@ -1,0 +1,89 @@
+"""Layouts: which there are, that their JSON is one, and that the fastest that fit are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.config import load
+from launcher.monitor.devices import device
+from launcher.plan.choose import Place, choose, least_bytes, reasons
+from launcher.plan.layout import Layout, as_json, layouts, meshes
+from launcher.plan.speed import step_time
+from launcher.plan.work import Work
+
+WORK = Work(layers=32, hidden=4096, heads=32, sequence=4096, parameters=8 * 10**9, flops=7e13, traffic=1e11)
+H100 = device("h100")
+PLACE = Place(H100, 8, H100.memory)
+
+
+def needs(layout: Layout) -> int | None:
+    """Roughly what a rank needs: enough to tell layouts apart."""
+    mine = WORK.parameters / (layout.tp * layout.pp)
+    sharded = [0, 12, 14, 16][layout.stage]
+    states = mine * (16 - sharded + sharded / layout.dp)
+    held = layout.pp if layout.pp > 1 else 1
+    block = WORK.sequence * WORK.hidden * layout.micro * (2 if layout.recompute else 34 / layout.tp)
+    return int(states + block * WORK.layers / layout.pp * held)
+
+
+def test_meshes_use_all_ranks_and_fit_the_model() -> None:
+    found = list(meshes(WORK, 48))
+    assert all(tp * pp * dp == 48 for tp, pp, dp in found)
+    assert {tp for tp, _, _ in found} == {1, 2, 4, 8, 16}
+    assert max(pp for _, pp, _ in found) == 24  # 48 stages would leave some without a block
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_every_layout_is_a_configuration(dtype: str) -> None:
+    """The degrees, the batch and the rest come back from what is written."""
+    ways = list(layouts(WORK, 16, 64))
+    for way in ways[:: len(ways) // 60]:
+        config = load(as_json(way, dtype=dtype))
+        assert config.dp_degree(16) == way.dp
+        assert config.pipeline.degree == way.pp
+        assert way.micro * way.accumulation * way.dp == 64
+        assert config.zero_optimization.stage == way.stage
+        assert config.pipeline.chunks_of_rank == way.chunks or way.pp == 1
+
+
+def test_of_each_mesh_the_fastest_that_fits() -> None:
+    ways = list(layouts(WORK, 16, 64))
+    found = choose(WORK, PLACE, ways, needs, top=100)
+    fitting = [way for way in ways if needs(way) <= PLACE.memory]
+    assert {choice.layout.mesh for choice in found} == {way.mesh for way in fitting}
+    for choice in found:
+        rivals = [way for way in fitting if way.mesh == choice.layout.mesh]
+        least = min(step_time(WORK, way, H100, 8).total for way in rivals)
+        assert step_time(WORK, choice.layout, H100, 8).total == pytest.approx(least)
+    assert [choice.time.total for choice in found] == sorted(choice.time.total for choice in found)
+
+
+def test_what_cannot_run_is_no_choice() -> None:
+    assert choose(WORK, PLACE, layouts(WORK, 16, 64), lambda layout: None) == []
+
+
+def test_memory_is_asked_seldom() -> None:
+    asked = []
+    ways = list(layouts(WORK, 64, 256))
+    choose(WORK, PLACE, ways, lambda layout: asked.append(layout) or needs(layout))
+    assert len(asked) < len(ways) / 10
+    assert all(least_bytes(WORK, way) <= PLACE.memory for way in asked)
+
+
+def test_the_least_is_less_than_what_is_needed() -> None:
+    assert all(least_bytes(WORK, way) <= needs(way) for way in layouts(WORK, 16, 64, offloads=("none",)))
+
+
+def test_reasons_name_what_would_be_worse() -> None:
+    found = choose(WORK, PLACE, layouts(WORK, 64, 256), needs)
+    said = list(reasons(WORK, PLACE, found[0], needs, 256))
+    assert any("slower" in line for line in said)
+    assert not any("faster" in line for line in said)
+
+
+def test_less_memory_makes_other_layouts() -> None:
+    small = Place(H100, 8, 12 * 2**30)
+    best = choose(WORK, small, layouts(WORK, 16, 64), needs)[0].layout
+    assert best.stage == 3 or best.tp * best.pp > 1
+    assert needs(best) <= small.memory

@@ -1,0 +1,95 @@
+"""Predicted steps: against published runs, and each term by its formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.monitor.devices import device
+from launcher.plan.layout import Layout
+from launcher.plan.literature import Published, published
+from launcher.plan.speed import bandwidth, flops_per_rank, step_time
+from launcher.plan.work import Work
+
+H100 = device("h100")
+WORK = Work(layers=32, hidden=4096, heads=32, sequence=4096, parameters=8 * 10**9, flops=7e13, traffic=1e11)
+
+
+@pytest.mark.parametrize("run", published(), ids=lambda run: f"{run.name}, {run.ranks}")
+def test_published_runs_are_predicted(run: Published) -> None:
+    predicted, _ = run.predicted()
+    assert predicted == pytest.approx(run.flops, rel=0.15)
+
+
+@pytest.mark.parametrize("run", published()[:10], ids=lambda run: run.name)
+def test_operations_are_those_of_the_papers_formula(run: Published) -> None:
+    """96 s l h^2 (1 + s / 6h + V / 16lh) with everything recomputed; the head is not, and so 72 of 96 of its part."""
+    config, s = run.model, run.sequence
+    h, layers, vocabulary = config.n_embd, config.n_layer, config.vocab_size
+    blocks = 24 * s * layers * h**2 * (1 + s / (6 * h))
+    head = 2 * s * h * vocabulary
+    assert run.work().flops == pytest.approx(blocks + head, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("degree", "stride", "wanted"),
+    [
+        (8, 1, H100.inside),
+        (16, 1, 8 * H100.across),
+        (16, 8, H100.across),
+        (4, 2, H100.inside),
+        (2, 64, H100.across),
+    ],
+)
+def test_a_ring_has_the_rate_of_its_slowest_link(degree: int, stride: int, wanted: float) -> None:
+    assert bandwidth(H100, degree, stride, 8) == pytest.approx(min(wanted, H100.inside) * H100.network_share)
+
+
+def test_the_parts_are_the_step() -> None:
+    layout = Layout(tp=2, pp=4, dp=2, stage=1, accumulation=8)
+    found = step_time(WORK, layout, H100, 8)
+    parts = (found.compute, found.recompute, found.tp, found.bubble, found.data, found.optimizer)
+    assert found.total == sum(parts)
+    assert found.recompute == 0 < min(found.compute, found.tp, found.bubble, found.optimizer)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
+def test_closed_forms_stand_for_the_simulation(name: str) -> None:
+    layout = Layout(pp=4, dp=2, accumulation=16, schedule=name, chunks=2 if name == "interleaved" else 1)
+    near = step_time(WORK, layout, H100, 8).total
+    assert near == pytest.approx(step_time(WORK, layout, H100, 8, exact=True).total, rel=0.01)
+
+
+def test_idle_time_does_not_grow_with_microbatches() -> None:
+    few, many = (
+        step_time(WORK, Layout(pp=4, dp=2, accumulation=n, schedule="zbv", chunks=2), H100, 8, exact=True)
+        for n in (16, 1024)
+    )
+    assert few.bubble == many.bubble > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"tp": 8, "dp": 2, "accumulation": 8}, "tp"),
+        ({"recompute": True}, "recompute"),
+        ({"dp": 64}, "data"),
+        ({"stage": 1, "offload": "optimizer"}, "optimizer"),
+    ],
+)
+def test_what_costs_what(change: dict[str, object], part: str) -> None:
+    plain = Layout(dp=16, stage=1)
+    before = getattr(step_time(WORK, plain, H100, 8), part)
+    assert getattr(step_time(WORK, replace(plain, **change), H100, 8), part) > before
+
+
+def test_tensor_parallelism_across_nodes_is_slow() -> None:
+    inside, across = (step_time(WORK, Layout(tp=8, dp=2), H100, node).tp for node in (8, 4))
+    assert across > 2 * inside
+
+
+def test_the_rate_counts_the_models_operations() -> None:
+    layout = Layout(dp=4, accumulation=2, recompute=True)
+    assert flops_per_rank(WORK, layout, 2.0) == 3 * WORK.flops * 8 / 2 / 4
+    assert flops_per_rank(WORK, layout, 2.0, recomputed=True) == 4 * WORK.flops * 8 / 2 / 4
