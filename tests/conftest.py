@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 
@@ -31,3 +32,13 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(autouse=True)
+def log() -> Iterator[None]:
+    """A test that runs `launch` in this process, perhaps quietly, leaves the log to the next one as it was."""
+    ours = logging.getLogger("launcher")
+    was = ours.level, ours.propagate, list(ours.handlers)
+    yield
+    ours.setLevel(was[0])
+    ours.propagate, ours.handlers = was[1], was[2]

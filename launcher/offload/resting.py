@@ -38,7 +38,7 @@ class Buffers:
     def __init__(self, leaving: int = 0, *, pin: bool | None = None, make: Make | None = None) -> None:
         self.leaving = leaving
         pins = torch.cuda.is_available() if pin is None else pin
-        self.make = make or partial(buffer, pin=pins)
+        self.make = make or partial(buffer, pin=pin)
         self.idle = Idle(self.make, sparing=not pins)
         self._queue: deque[Resting] = deque()
 

@@ -29,6 +29,16 @@ def found(*targets: dict[str, object]) -> list[dict[str, object]]:
     return said
 
 
+def takes(port: int) -> bool:
+    """Without SO_REUSEADDR, as a script of a user would take MASTER_PORT."""
+    with socket.socket() as taken:
+        try:
+            taken.bind((HERE, port))
+        except OSError:
+            return False
+    return True
+
+
 def test_the_word_tells_who_answers(opened: tuple[OpenPort, int]) -> None:
     place = {"addresses": [HERE], "port": opened[1]}
     right, wrong = found({**place, "word": "right"}, {**place, "word": "other"})
@@ -47,8 +57,11 @@ def test_more_come_than_a_backlog_holds_and_nothing_lingers(
     for _ in range(1500):
         assert probe.why_not(HERE, port, "right") is None
     held.close()
-    with socket.socket() as taken:  # without SO_REUSEADDR, as a script of a user would take MASTER_PORT
-        taken.bind((HERE, port))
+    for _ in range(100):  # the last acknowledgements may be under way; TIME_WAIT would last a minute
+        if takes(port):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the port is still taken")
 
 
 def test_what_is_wrong_with_a_place(opened: tuple[OpenPort, int]) -> None:
