@@ -268,7 +268,10 @@ def homes(ctx: RankContext, config: dict[str, Any]) -> dict[str, list[str]]:
         "optimizer": [_words(gradient.flat.optim_home) for gradient in engine.zero.gradients],
         "numel": [str(gradient.flat.numel) for gradient in engine.zero.gradients],
         "ahead": [str(engine.zero.homes.ahead), str(engine.zero.homes.units_ahead)],
-        "buffers": [str(engine.zero.homes.buffers.leaving), str(engine.zero.homes.buffers.make.keywords["pin"])],
+        "buffers": [
+            str(engine.zero.homes.buffers.leaving),
+            str(engine.zero.homes.buffers.make.keywords["pin"]),
+        ],
         "reads_ahead": [str(engine.zero.homes.reads_ahead)],
     }
     engine.destroy()
