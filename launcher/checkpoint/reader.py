@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -53,7 +53,15 @@ class _RestrictedUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 write a member of an Enum
+            return _memory_format
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint of tensors needs")
+
+
+def _memory_format(kind: object, name: str) -> _MEM_FORMAT_ENCODING:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind!r}, which no checkpoint of tensors needs")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def read_metadata(directory: Path) -> Metadata:

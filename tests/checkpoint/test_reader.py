@@ -6,13 +6,14 @@ import json
 import os
 import pickle
 import warnings
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from launcher.checkpoint.store import load, load_meta, save
 from launcher.errors import CheckpointError
@@ -53,6 +54,36 @@ def test_a_pickle_with_code_is_refused_and_not_run(checkpoint: Path, tmp_path: P
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it refers to posix\.mkdir"):
         _load(checkpoint)
     assert not proof.exists()
+
+
+class _EarlyPickler(pickle.Pickler):
+    """Writes members of an Enum as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, member: Any) -> Any:
+        return (getattr, (type(member), member.name)) if isinstance(member, Enum) else NotImplemented
+
+
+def test_what_early_pythons_wrote_is_read(checkpoint: Path) -> None:
+    with (checkpoint / ".metadata").open("r+b") as file:
+        metadata = pickle.load(file)
+        file.seek(0)
+        file.truncate()
+        _EarlyPickler(file).dump(metadata)
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    _forge_size(checkpoint, ".metadata")
+    assert torch.equal(_load(checkpoint), torch.arange(1000.0))
+
+
+@pytest.mark.parametrize("name", ["__init__", "__subclasses__"])
+def test_attributes_of_other_things_are_refused(checkpoint: Path, name: str) -> None:
+    class Reaching:
+        def __reduce__(self) -> Any:
+            return getattr, (Metadata, name)
+
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Reaching()))
+    _forge_size(checkpoint, ".metadata")
+    with pytest.raises(CheckpointError, match=f"it asks for {name}"):
+        _load(checkpoint)
 
 
 def test_code_in_the_metadata_of_one_rank_is_not_run_either(checkpoint: Path, tmp_path: Path) -> None:
