@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from launcher.config import load
+from launcher.monitor.figure import HEIGHT, blank, finish, save
 from launcher.monitor.metrics import read_metrics
-from launcher.monitor.plot import DPI, HEIGHT, WIDTH, curve, finish
+from launcher.monitor.plot import curve
 
 FLOOR = 1e-8  # of the differences that are drawn: below the rounding of fp32
 
@@ -78,11 +79,7 @@ def plot(
     one: np.ndarray, many: np.ndarray, off: np.ndarray, rounding: np.ndarray, name: str, out: Path
 ) -> None:
     """Both curves above each other, and below how far they are apart."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH / DPI, 1.4 * HEIGHT / DPI), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(1.4 * HEIGHT)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     steps = np.arange(1, len(one) + 1)
     above.plot(steps, one, color="#9db8d9", linewidth=5, label="one process")
@@ -96,7 +93,7 @@ def plot(
     below.set_xlabel("optimizer step")
     for axes in (above, below):
         finish(axes)
-    figure.savefig(out, dpi=DPI)
+    save(figure, out)
 
 
 if __name__ == "__main__":

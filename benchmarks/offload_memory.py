@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.measure import MB, peak_rss_mb, rss_mb
 from benchmarks.sweep import ROOT, append, describe_session
 from benchmarks.workload import ADAM, SIZES, Text, config_of, lm_loss
-from launcher.monitor.plot import DPI, HEIGHT, WIDTH, finish
+from launcher.monitor.figure import blank, finish, save
 
 BLOCK = SIZES["medium"]
 SEQ, STEPS = 128, 3
@@ -135,11 +135,7 @@ def line(record: dict[str, Any]) -> str:
 
 def plot(records: list[dict[str, Any]], out: Path) -> None:
     """Peak memory and model state against parameters."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank()
     axes = figure.add_subplot()
     millions = [record["parameters"] / 1e6 for record in records]
     for key, colour, label in (
@@ -153,7 +149,7 @@ def plot(records: list[dict[str, Any]], out: Path) -> None:
     axes.set_ylabel("MiB")
     axes.set_ylim(bottom=0)
     finish(axes)
-    figure.savefig(out, dpi=DPI)
+    save(figure, out)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from launcher.checkpoint import store, tags
 from launcher.checkpoint.export import write_safetensors
 from launcher.checkpoint.reader import read_metadata
 from launcher.errors import LauncherError
+from launcher.sizes import bytes_of
 
 SCRIPT = """\
 #!{python}
@@ -89,7 +90,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     directory = Path(output_dir)
     if safe_serialization:
         entries = [(name, t.dtype, tuple(t.shape), partial(_same, t)) for name, t in state.items()]
-        write_safetensors(directory, entries, _bytes(max_shard_size))
+        write_safetensors(directory, entries, bytes_of(max_shard_size))
         return
     directory.mkdir(parents=True, exist_ok=True)
     torch.save(state, directory / "pytorch_model.bin")
@@ -97,12 +98,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def _same(value: Tensor) -> Tensor:
     return value
-
-
-def _bytes(size: str | float) -> float:
-    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-    text = str(size).upper()
-    return float(text[:-2]) * units[text[-2:]] if text[-2:] in units else float(text)
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from launcher.cli.flags import FlagParser, positive
+from launcher.cli.flags import FlagParser, positive, size
+from launcher.cli.output import must_be_new, new_console, write
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ examples:
   launch bench io /local_nvme --size 4G --seconds 120 --out aio.json
   launch bench device --num-gpus 8 --out device.json
 """
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def bench_parser() -> FlagParser:
@@ -39,7 +38,6 @@ def bench_parser() -> FlagParser:
         prog="launch bench",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", choices=["io", "device"], help="what is measured")
     parser.add_argument(
@@ -49,7 +47,7 @@ def bench_parser() -> FlagParser:
         "--num-gpus", type=positive, default=1, metavar="N", help="device: ranks that measure (default: 1)"
     )
     parser.add_argument(
-        "--size", type=_bytes, default="1G", metavar="N", help="of the file: 512M, 4G (default: 1G)"
+        "--size", type=size, default="1G", metavar="N", help="of the file: 512M, 4G (default: 1G)"
     )
     parser.add_argument(
         "--seconds", type=positive, default=60, metavar="S", help="time to measure (default: 60)"
@@ -63,8 +61,8 @@ def bench_parser() -> FlagParser:
 def bench(argv: Sequence[str]) -> int:
     """Run `launch bench`; returns 0."""
     flags = bench_parser().parse_args(argv)
-    if flags.out is not None and Path(flags.out).exists():
-        raise ConfigError(f"{flags.out} is already there", where="--out", fix="name a new file")
+    if flags.out is not None:
+        must_be_new(flags.out, "--out")
     if flags.what == "device":
         return _device(flags.num_gpus, flags.out)
     if flags.path is None:
@@ -74,7 +72,7 @@ def bench(argv: Sequence[str]) -> int:
     from launcher.offload.measure import bench as made
     from launcher.offload.measure import best, sweep
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console()
     waiting = Console(stderr=True).status("")
     with made(Path(flags.path), flags.size) as file, waiting:
         direct = file.file.direct
@@ -112,13 +110,9 @@ def _device(ranks: int, out: str | None) -> int:
 
 
 def _write(out: str | None, text: str) -> None:
-    if out is None:
-        return
-    try:
-        Path(out).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}", where="--out") from None
-    print(f"written: {out}")
+    if out is not None:
+        write(out, text, "--out")
+        print(f"written: {out}")
 
 
 def _show(console: Console, title: str, rows: list[Row], chosen: Row) -> None:
@@ -151,11 +145,3 @@ def _show(console: Console, title: str, rows: list[Row], chosen: Row) -> None:
 
 def _short(size: int) -> str:
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-
-
-def _bytes(text: str) -> int:
-    """The type of a size: 512M, 4G, or plain bytes."""
-    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
-    if not number.isdigit() or not int(number):
-        raise argparse.ArgumentTypeError(f"needs bytes such as 512M or 4G, not {text!r}")
-    return int(number) * unit

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import FlagParser, positive
+from launcher.cli.output import new_console, write
 from launcher.errors import ConfigError, LauncherError
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def check_parser() -> FlagParser:
         prog="launch check",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="DS.json", help="the file, or its text in base64")
     parser.add_argument("--num-gpus", type=positive, metavar="N", help="solve the batch equation for N ranks")
@@ -53,12 +52,11 @@ def check_parser() -> FlagParser:
 def check(argv: Sequence[str]) -> int:
     """Run `launch check`; returns 0, or 1 when something is refused."""
     flags = check_parser().parse_args(argv)
-    from rich.console import Console
 
     from launcher.config.load import inspect, read
     from launcher.config.verdicts import verdicts
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console()
     try:
         written = read(flags.config)
     except LauncherError as error:
@@ -143,13 +141,7 @@ def _explain(console: Console, examined: Examined[Config], dp_degree: int | None
 def _migrate(console: Console, out: Path, examined: Examined[Config]) -> None:
     """Writes the converted JSON; never over a file that is there."""
     text = json.dumps(_whole_numbers(examined.document.tree), indent=2, ensure_ascii=False) + "\n"
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{out} is already there", where="--migrate", fix="name a new file") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}", where="--migrate") from None
+    write(out, text, "--migrate")
     left = f"; {len(examined.problems)} problems are left to mend" if examined.problems else ""
     changes = len(examined.document.conversions)
     console.print(f"\nwritten: {out}, {changes} change{'s' if changes != 1 else ''}{left}", markup=False)

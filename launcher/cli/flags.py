@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from launcher.errors import ConfigError
+from launcher.sizes import bytes_of
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -22,7 +23,8 @@ class FlagParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+        kept = {"formatter_class": argparse.RawDescriptionHelpFormatter}  # lines of descriptions and examples
+        super().__init__(*args, **{**kept, **kwargs, "allow_abbrev": False})
 
     def known_flags(self) -> dict[str, argparse.Action]:
         """Every option string, such as `--num_gpus`, with its action."""
@@ -74,6 +76,22 @@ class FlagParser(argparse.ArgumentParser):
         return f"did you mean {spelled[near[0]]}?" if near else None
 
 
+def add_model_and_ranks(parser: FlagParser, *, ranks_needed: bool = False) -> None:
+    """What `launch memory-estimate` and `launch plan` ask alike: `--model`, and `--num-gpus` or `--hostfile`."""
+    parser.add_argument("--model", required=True, metavar="MODEL", help="what is trained")
+    ranks = parser.add_mutually_exclusive_group(required=ranks_needed)
+    default = "" if ranks_needed else " (default: 1)"
+    ranks.add_argument("--num-gpus", type=positive, metavar="N", help=f"ranks of all nodes{default}")
+    ranks.add_argument("-H", "--hostfile", metavar="PATH", help="as many ranks as its hosts have slots")
+
+
+def slots_of(hostfile: str) -> list[int]:
+    """Ranks of each host of a file."""
+    from launcher.cluster.hostfile import read_hostfile
+
+    return [len(host.slots) for host in read_hostfile(hostfile)]
+
+
 def value_of(tokens: Sequence[str], flag: str) -> str | None:
     """The last value of `flag` among tokens that another parser owns; None where it is not there.
 
@@ -112,6 +130,17 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, not {text!r}")
     return int(text)
+
+
+def size(text: str) -> int:
+    """The type of a flag that is a number of bytes: 512M, 80GiB."""
+    try:
+        found = bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not found:
+        raise argparse.ArgumentTypeError(f"needs some bytes, not {text!r}")
+    return found
 
 
 def _plain(flag: str) -> str:

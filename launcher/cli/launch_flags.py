@@ -52,7 +52,6 @@ def launch_parser() -> FlagParser:
         "       launch bench io PATH [--size N] [--seconds S] [--out FILE] | launch bench device [--num-gpus N]",
         description="Trains a Hugging Face model from a DeepSpeed-style JSON.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run = parser.add_argument_group("the run")
     run.add_argument(

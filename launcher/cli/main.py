@@ -28,13 +28,12 @@ SUBCOMMANDS = {
     "schedule": ("schedule", "schedule"),
     "bench": ("bench", "bench"),
     "memory-estimate": ("memory_estimate", "memory_estimate"),
-    "memory_estimate": ("memory_estimate", "memory_estimate"),
     "plan": ("plan", "plan"),
     "manifest": ("manifest", "print_manifest"),
     "report": ("hosts", "report"),
     "ssh": ("hosts", "ssh"),
 }
-"""Name: (module of `launcher.cli`, function); a module is imported when its command is given."""
+"""Name, with dashes or underscores: (module of `launcher.cli`, function), imported when the command is given."""
 logger = logging.getLogger("launcher")
 
 
@@ -77,8 +76,8 @@ def print_error(text: str) -> None:
 
 
 def _launch(argv: list[str]) -> int:
-    if argv[:1] and argv[0] in SUBCOMMANDS:
-        module, function = SUBCOMMANDS[argv[0]]
+    if argv[:1] and (name := argv[0].replace("_", "-")) in SUBCOMMANDS:
+        module, function = SUBCOMMANDS[name]
         return int(getattr(importlib.import_module(f"launcher.cli.{module}"), function)(argv[1:]))
     parser = launch_parser()
     own, recipe = split_argv(parser, argv)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser, positive
+from launcher.cli.flags import FlagParser, add_model_and_ranks, positive, slots_of
 from launcher.errors import ConfigError
+from launcher.sizes import bytes_of
 
 if TYPE_CHECKING:
     from launcher.config import Config
@@ -30,7 +29,6 @@ The answer is put together from one block of each kind, traced. --dry-run lets t
 rank of the run, with tensors that have no memory: slower, and exact.
 Where a run does not fit --gpu, the answer says what to change, in the order of what it costs; the exit code is 1.
 """
-UNITS = {"": 1, "B": 1, "GB": 10**9, "GIB": 1 << 30, "G": 1 << 30, "MB": 10**6, "MIB": 1 << 20, "M": 1 << 20}
 EXIT_DOES_NOT_FIT = 1
 
 
@@ -40,13 +38,10 @@ def estimate_parser() -> FlagParser:
         prog="launch memory-estimate",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--config", required=True, metavar="DS.json", help="the run's configuration")
-    add("--model", required=True, metavar="MODEL", help="what is trained")
-    add("--num-gpus", type=positive, metavar="N", help="ranks of the run (default: 1)")
-    add("-H", "--hostfile", metavar="PATH", help="as many ranks as its hosts have slots")
+    add_model_and_ranks(parser)
     add("--gpu", metavar="TYPE|BYTES", help="what a device is (h100, a100-40, l4, ...), or has: 80GiB, 24GB")
     add("--seq-length", type=positive, metavar="L", help="tokens of a sequence (default: 2048)")
     add("--rank", type=int, metavar="R", help="look at one rank (default: one of each pipeline stage)")
@@ -61,7 +56,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
     """Run `launch memory-estimate`; returns 0, or 1 where the run does not fit the device."""
     flags = estimate_parser().parse_args(argv)
     device = None if flags.gpu is None else memory_of(flags.gpu)
-    world = _world(flags.num_gpus, flags.hostfile)
+    world = flags.num_gpus or (sum(slots_of(flags.hostfile)) if flags.hostfile else 1)
     from launcher.config.load import load
 
     config = load(flags.config)
@@ -82,10 +77,11 @@ def memory_estimate(argv: Sequence[str]) -> int:
     others = side_by_side(estimator, config, world, sequence) if flags.compare else []
     change = advice(estimator, config, world, sequence, device) if device is not None and not fits else None
     if flags.plot:
-        from launcher.estimate.plot import plot
+        from launcher.estimate.plot import memory_bars
+        from launcher.monitor.figure import save
 
         title = f"{estimator.parameters / 1e9:.3g} B parameters, {world} ranks"
-        plot(found, flags.plot, title=title, device=device)
+        save(memory_bars(found, title=title, device=device), flags.plot)
     if flags.json:
         inputs = {
             "config": flags.config,
@@ -117,22 +113,17 @@ def memory_of(gpu: str) -> int:
         ConfigError: it is neither.
     """
     if gpu.strip()[:1].isdigit():
-        return device_bytes(gpu)
+        return _device_bytes(gpu)
     from launcher.monitor.devices import device
 
     return int(device(gpu).memory)
 
 
-def device_bytes(text: str, flag: str = "--gpu") -> int:
-    """Bytes of "80GiB" or "24 GB".
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].upper() not in UNITS:
-        raise ConfigError(f"{text!r} is no size of memory", where=flag, fix="write for example 80GiB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+def _device_bytes(text: str) -> int:
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise ConfigError(str(error), where="--gpu") from None
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
@@ -152,18 +143,6 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "peak_phase": found.phase,
         "phases": found.peaks,
     }
-
-
-def _world(number: int | None, hostfile: str | None) -> int:
-    if hostfile is None:
-        return number or 1
-    if number is not None:
-        raise ConfigError(
-            "the number of ranks is given twice", where="--num-gpus, --hostfile", fix="leave one of them out"
-        )
-    from launcher.cluster.hostfile import read_hostfile
-
-    return sum(len(host.slots) for host in read_hostfile(hostfile))
 
 
 def _ranks(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from launcher.cli.output import new_console
+from launcher.sizes import in_words
 
+if TYPE_CHECKING:
     from launcher.estimate.answer import Estimate
     from launcher.estimate.variants import Variant
 
@@ -18,7 +19,7 @@ def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int 
     """Each rank that was looked at, by component."""
     from rich.table import Table
 
-    console = _console()
+    console = new_console()
     for one in found:
         title = f"rank {one.rank} of {one.world}, {parameters / 1e9:.3g} B parameters, sequences of {sequence:,} tokens"
         table = Table(title=title, title_justify="left")
@@ -26,18 +27,20 @@ def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int 
         table.add_column("between steps", justify="right")
         table.add_column(f"at the peak ({one.phase})", justify="right")
         for name in COMPONENTS:
-            table.add_row(name, *(size(getattr(held, name)) for held in (one.between, one.at_peak)))
-        table.add_row("total", size(one.between.total), size(one.at_peak.total), style="bold")
+            table.add_row(name, *(in_words(getattr(held, name)) for held in (one.between, one.at_peak)))
+        table.add_row("total", in_words(one.between.total), in_words(one.at_peak.total), style="bold")
         console.print(table)
-        phases = ", ".join(f"{phase} {size(peak)}" for phase, peak in one.peaks.items())
+        phases = ", ".join(f"{phase} {in_words(peak)}" for phase, peak in one.peaks.items())
         console.print(f"at most in each phase of a step: {phases}", markup=False)
         if one.host or one.nvme:
-            console.print(f"beside the device: host {size(one.host)}, NVMe {size(one.nvme)}", markup=False)
+            console.print(
+                f"beside the device: host {in_words(one.host)}, NVMe {in_words(one.nvme)}", markup=False
+            )
     if device is not None:
         fullest = max(found, key=lambda one: one.peak)
         verdict = "fits" if fullest.peak <= device else "does NOT fit"
         which = f" on rank {fullest.rank}" if len(found) > 1 else ""
-        console.print(f"{verdict}: {size(fullest.peak)} of {size(device)}{which}", markup=False)
+        console.print(f"{verdict}: {in_words(fullest.peak)} of {in_words(device)}{which}", markup=False)
 
 
 def compare(variants: Sequence[Variant], device: int | None) -> None:
@@ -54,13 +57,13 @@ def compare(variants: Sequence[Variant], device: int | None) -> None:
         fullest = max(one.ranks, key=lambda rank: rank.peak)
         cells = [fullest.between.model_states, fullest.peak, fullest.host, fullest.nvme]
         verdict = [] if device is None else ["yes" if one.fits(device) else "no"]
-        table.add_row(one.name, *(size(cell) if cell else "" for cell in cells), *verdict)
-    _console().print(table)
+        table.add_row(one.name, *(in_words(cell) if cell else "" for cell in cells), *verdict)
+    new_console().print(table)
 
 
 def advise(found: tuple[list[str], Variant] | None) -> None:
     """What to change so that the run fits."""
-    console = _console()
+    console = new_console()
     if found is None:
         console.print(
             "nothing that was tried makes it fit: smaller microbatches, recomputation, every stage, all on the host. "
@@ -69,7 +72,7 @@ def advise(found: tuple[list[str], Variant] | None) -> None:
         )
         return
     changes, variant = found
-    console.print(f"it fits with {size(variant.peak)} when the JSON says:", markup=False)
+    console.print(f"it fits with {in_words(variant.peak)} when the JSON says:", markup=False)
     for change in changes:
         console.print(f"  {change}", markup=False)
 
@@ -87,14 +90,3 @@ def as_json(variant: Variant, device: int | None) -> dict[str, Any]:
         "nvme_bytes": fullest.nvme,
         "fits": None if device is None else variant.fits(device),
     }
-
-
-def size(number: int) -> str:
-    """ "1.37 GiB", "10.6 MiB"."""
-    return f"{number / (1 << 30):,.2f} GiB" if number >= 1 << 28 else f"{number / (1 << 20):,.1f} MiB"
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True)

@@ -6,11 +6,10 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser, positive
-from launcher.cli.memory_estimate import device_bytes
+from launcher.cli.flags import FlagParser, add_model_and_ranks, positive, size, slots_of
+from launcher.cli.output import must_be_new, new_console, write
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ examples:
 LEAST_TOKENS, TOKENS_OF_A_RANK, MOST_TOKENS = 1 << 19, 1 << 14, 1 << 24
 RESERVED = 1 << 30
 EXIT_NOTHING_FITS = 1
-WIDE = 170  # columns of a file
 SHOWN = 0.005  # the least part of a step's time that is shown
 
 
@@ -40,13 +38,9 @@ def plan_parser() -> FlagParser:
         prog="launch plan",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="MODEL", help="what is trained")
-    ranks = parser.add_mutually_exclusive_group(required=True)
-    ranks.add_argument("--num-gpus", type=positive, metavar="N", help="devices of all nodes")
-    ranks.add_argument("--hostfile", metavar="FILE", help="the nodes and their slots")
+    add_model_and_ranks(parser, ranks_needed=True)
     add("--gpu", required=True, metavar="TYPE", help="what a device is: h100, a100, a100-40, l40s, ...")
     add(
         "--gpus-per-node",
@@ -54,7 +48,7 @@ def plan_parser() -> FlagParser:
         metavar="N",
         help="devices of a node (default: as the maker builds it)",
     )
-    add("--memory", metavar="BYTES", help="of a device, if it is not the data sheet's: 40GiB")
+    add("--memory", type=size, metavar="BYTES", help="of a device, if it is not the data sheet's: 40GiB")
     add(
         "--global-batch",
         type=positive,
@@ -79,10 +73,12 @@ def plan_parser() -> FlagParser:
 def plan(argv: Sequence[str]) -> int:
     """Run `launch plan`; returns 0, or 1 where nothing fits."""
     flags = plan_parser().parse_args(argv)
+    if flags.write:
+        must_be_new(flags.write, "--write")
     from launcher.monitor.devices import device
 
     kind = device(flags.gpu)
-    memory = kind.memory if flags.memory is None else device_bytes(flags.memory, "--memory")
+    memory = kind.memory if flags.memory is None else flags.memory
     world, per_node = _ranks(flags, kind.per_node)
     from launcher.engine.dtypes import DTYPES
     from launcher.models.build import load_config
@@ -120,15 +116,16 @@ def plan(argv: Sequence[str]) -> int:
     else:
         _show(inputs, place, choices, why)
     if flags.write:
-        _write(flags.write, config + "\n")
+        write(flags.write, config + "\n", "--write")
     if flags.plot:
-        from launcher.plan.pictures import pareto, save
+        from launcher.monitor.figure import save
+        from launcher.plan.pictures import pareto
 
         save(pareto(choices, place.memory), flags.plot)
     if flags.html:
         from launcher.plan.page import page
 
-        _write(flags.html, page(_title(inputs), work, place, choices, needs, why, config))
+        write(flags.html, page(_title(inputs), work, place, choices, needs, why, config), "--html", over=True)
     return 0
 
 
@@ -143,9 +140,7 @@ def _ranks(flags: argparse.Namespace, as_built: int) -> tuple[int, int]:
     """All ranks, and those of a node."""
     if flags.hostfile is None:
         return flags.num_gpus, min(flags.num_gpus, flags.gpus_per_node or as_built)
-    from launcher.cluster.hostfile import read_hostfile
-
-    slots = [len(host.slots) for host in read_hostfile(flags.hostfile)]
+    slots = slots_of(flags.hostfile)
     if len(set(slots)) > 1:
         raise ConfigError(
             f"hosts have between {min(slots)} and {max(slots)} slots, and a plan needs as many on each",
@@ -156,12 +151,9 @@ def _ranks(flags: argparse.Namespace, as_built: int) -> tuple[int, int]:
 
 
 def _show(inputs: dict[str, Any], place: Place, choices: Sequence[Choice], why: Sequence[str]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = WIDE
+    console = new_console()
     table = Table(title=_title(inputs), title_justify="left")
     for name in ("s/step", "tokens/s", "TFLOP/s", "GiB"):
         table.add_column(name, justify="right")
@@ -211,12 +203,3 @@ def _nothing(flags: argparse.Namespace, inputs: dict[str, Any], refused: Any) ->
     for line in sorted(set(refused))[:3]:
         print(f"  refused: {line}")
     return EXIT_NOTHING_FITS
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}", where=path, fix="name another file"
-        ) from error

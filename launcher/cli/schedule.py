@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.flags import FlagParser, positive
+from launcher.cli.output import write
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ def schedule_parser() -> FlagParser:
         prog="launch schedule",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the schedule; --trace brings it along")
     parser.add_argument("--stages", type=positive, metavar="P", help="ranks of the pipeline")
@@ -189,10 +189,7 @@ def _write(out: Path, made: Schedule, predicted: Timeline, measured: Timeline | 
         text = json.dumps(trace(predicted, *([measured] if measured else []))) + "\n"
     else:
         raise ConfigError(f"--out {out}: of no known type", where="command line", fix="FILE.svg or FILE.json")
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}", where="--out") from None
+    write(out, text, "--out", over=True)
     print(f"written: {out}")
 
 

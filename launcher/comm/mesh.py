@@ -113,6 +113,8 @@ class Mesh:
         )
         if warning and rank == 0:
             logger.warning(warning)
+        if world > 1 and dist.get_backend() == "fake":  # a rehearsal: one process plays a rank
+            return cls.planned(device, world, rank, **degrees)
         shape = tuple(degrees.get(name, 1) for name in AXES)
         return cls(device, world, rank, _axes(device, shape, world))
 
@@ -195,9 +197,6 @@ def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str,
     mesh = init_device_mesh(device.type, tuple(shape[i] for i in live), mesh_dim_names=names)
     for place, (i, name) in enumerate(zip(live, names, strict=True)):
         group = mesh.get_group(name)
-        if _is_rehearsal():
-            axes[name] = Axis(name, shape[i], mesh.get_local_rank(name))
-            continue
         reductions = _twin(mesh.mesh, place) if device.type == "cuda" else group
         memory, transport = (None, "") if device.type == "cuda" else _memory(group)
         axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, reductions, memory, transport)
@@ -213,8 +212,6 @@ def _line(name: str, device: torch.device, ranks: torch.Tensor, dim: int) -> Axi
     if group is None:  # this rank is on no such line; it helped to make the groups
         _twin(ranks, dim) if device.type == "cuda" else None
         return Axis(name)
-    if _is_rehearsal():
-        return Axis(name, degree, group.rank())
     reductions = _twin(ranks, dim) if device.type == "cuda" else group
     memory, transport = (None, "") if device.type == "cuda" else _memory(group)
     return Axis(name, degree, group.rank(), group, reductions, memory, transport)
@@ -226,11 +223,6 @@ def _on_paper(name: str, rank: int, ranks: torch.Tensor, dim: int) -> Axis:
     if ranks.shape[dim] == 1 or not len(place):
         return Axis(name)
     return Axis(name, ranks.shape[dim], int(place[0, dim]))
-
-
-def _is_rehearsal() -> bool:
-    """With torch's fake process group one process plays a rank among ranks that do not exist."""
-    return dist.get_backend() == "fake"
 
 
 def _memory(group: dist.ProcessGroup) -> tuple[PeerMemory | None, str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.estimate.answer import Estimate
-from launcher.monitor.plot import DPI, HEIGHT, WIDTH, finish
+from launcher.monitor.figure import blank, finish
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLORS = {
     "parameters": "#1f4e8c",
@@ -16,31 +19,26 @@ COLORS = {
     "activations": "#c8501e",
 }
 GIB = 1 << 30
+MARGIN, BAR = 160, 40  # pixels
 
 
-def plot(ranks: Sequence[Estimate], path: str | Path, *, title: str, device: int | None = None) -> Path:
-    """Draw who holds what at the peak of each rank, as PNG or SVG by the file's ending; return the path.
+def memory_bars(ranks: Sequence[Estimate], *, title: str = "", device: float | None = None) -> Figure:
+    """Who holds what at the peak of each rank.
 
     Args:
         device: bytes: a line.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(MARGIN + BAR * len(ranks))
     axes = figure.add_subplot()
-    places, below = range(len(ranks)), [0.0] * len(ranks)
-    for name, color in COLORS.items():
-        heights = [getattr(one.at_peak, name) / GIB for one in ranks]
-        axes.bar(places, heights, 0.6, bottom=below, color=color, label=name)
-        below = [low + height for low, height in zip(below, heights, strict=True)]
+    names, left = [f"rank {one.rank}" for one in ranks], [0.0] * len(ranks)
+    for component, color in COLORS.items():
+        sizes = [getattr(one.at_peak, component) / GIB for one in ranks]
+        axes.barh(names, sizes, 0.6, left=left, color=color, label=component)
+        left = [before + size for before, size in zip(left, sizes, strict=True)]
     if device is not None:
-        axes.axhline(device / GIB, color="black", linestyle="--", linewidth=1, label="the device")
-    axes.set_xticks(list(places), [f"rank {one.rank}" for one in ranks])
+        axes.axvline(device / GIB, color="black", linestyle="--", linewidth=1, label="the device")
+    axes.invert_yaxis()
     axes.set_title(title)
-    axes.set_ylabel("GiB at the peak")
+    axes.set_xlabel("GiB at the peak of a step")
     finish(axes)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
-    return Path(path)
+    return figure

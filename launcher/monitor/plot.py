@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from launcher.monitor.figure import blank, finish, save
 from launcher.monitor.metrics import is_number, read_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-WIDTH, HEIGHT, DPI = 900, 500, 100
 
 
 def plot_loss(metrics: str | Path, png: str | Path, *, title: str) -> Path:
@@ -24,12 +20,8 @@ def plot_loss(metrics: str | Path, png: str | Path, *, title: str) -> Path:
         png: the picture's file.
         title: for instance `llama-10m, ZeRO stage 2, 4 ranks`.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     records = read_metrics(metrics)
-    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank()
     axes = figure.add_subplot()
     steps, losses = curve(records, "loss")
     if len(steps):
@@ -52,17 +44,7 @@ def plot_loss(metrics: str | Path, png: str | Path, *, title: str) -> Path:
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
     finish(axes)
-    Path(png).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=DPI)
-    return Path(png)
-
-
-def finish(axes: Axes) -> None:
-    """Grid, frame and legend as in all pictures."""
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.has_data():
-        axes.legend(frameon=False)
+    return save(figure, png)
 
 
 def curve(records: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ from launcher.monitor.devices import Device
 from launcher.plan.layout import CHUNKS, MICROBATCHES, OFFLOADS, TENSOR, Layout
 from launcher.plan.speed import StepTime, flops_per_rank, step_time
 from launcher.plan.work import Work
+from launcher.sizes import in_words
 
 Needs = Callable[[Layout], int | None]
 """Bytes of the device that the rank with most needs; None where the layout cannot run."""
@@ -111,7 +112,7 @@ def reasons(work: Work, place: Place, choice: Choice, needs: Needs, batch: int) 
         if peak is None:
             continue
         if peak > place.memory:
-            yield f"{name}: does not fit, {_size(peak)} of {_size(place.memory)}"
+            yield f"{name}: does not fit, {in_words(peak)} of {in_words(place.memory)}"
             continue
         time = step_time(work, other, place.device, place.per_node, exact=True)
         slower = time.total / choice.time.total - 1
@@ -176,7 +177,3 @@ WORDS = {
     "data": "gathers and reductions over dp",
     "optimizer": "the optimizer's step",
 }
-
-
-def _size(number: float) -> str:
-    return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.0f} MiB"

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from html import escape
 
+from launcher.estimate.plot import memory_bars
 from launcher.pipeline.picture import svg
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.simulate import Costs, simulate
 from launcher.plan.choose import WORDS, Choice, Place
 from launcher.plan.memory import Memory
-from launcher.plan.pictures import as_svg, memory_bars, pareto
+from launcher.plan.pictures import as_svg, pareto
 from launcher.plan.speed import microbatch_time
 from launcher.plan.work import Work
 
@@ -46,7 +47,7 @@ def page(
         "<h2>Time against memory</h2>",
         as_svg(pareto(choices, place.memory)),
         f"<h2>The first: {escape(best.layout.in_words())}</h2>",
-        as_svg(memory_bars(memory.of(best.layout), place.memory)),
+        as_svg(memory_bars(memory.of(best.layout), device=place.memory)),
         "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in why) + "</ul>",
         _timeline(work, place, best),
         f"<pre>{escape(text)}</pre>",

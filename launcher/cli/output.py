@@ -1,0 +1,44 @@
+"""How subcommands print and write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDE = 170  # columns of a file
+
+
+def new_console() -> Console:
+    """Where tables go; in a file lines are long and not wrapped."""
+    from rich.console import Console
+
+    made = Console(highlight=False, soft_wrap=True)
+    if not made.is_terminal:
+        made.width = WIDE
+    return made
+
+
+def must_be_new(path: str | Path, flag: str) -> None:
+    """Before long work: raise `ConfigError` where the file is already there."""
+    if Path(path).exists():
+        raise ConfigError(f"{path} is already there", where=flag, fix="name a new file")
+
+
+def write(path: str | Path, text: str, flag: str, *, over: bool = False) -> None:
+    """Write a file that a flag names; one that is there only when `over`.
+
+    Raises:
+        ConfigError: it is there, or cannot be written.
+    """
+    if not over:
+        must_be_new(path, flag)
+    try:
+        with Path(path).open("w" if over else "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", where=flag, fix="name another") from None

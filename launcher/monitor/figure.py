@@ -1,0 +1,39 @@
+"""What all pictures of this project have in common; matplotlib without a screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, HEIGHT, DPI = 900, 500, 100  # pixels
+LEAST_HEIGHT = 200
+
+
+def blank(height: float = HEIGHT) -> Figure:
+    """A figure of that many pixels, to be drawn on."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    size = WIDTH / DPI, max(LEAST_HEIGHT, height) / DPI
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def finish(axes: Axes) -> None:
+    """Grid, frame and legend as in all pictures."""
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.has_data():
+        axes.legend(frameon=False)
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a .png or a .svg, by the name, and its directory where there is none; returns the path."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+    return Path(path)
