@@ -10,7 +10,9 @@ from pathlib import Path
 
 FILE = "hang.txt"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
-_OURS = re.compile(r"/torch/|/launcher/comm/|/threading\.py|/launcher/cluster/rank\.py|<frozen")
+_OURS = re.compile(
+    r"/torch/|/launcher/(comm|zero|pipeline|engine)/|/threading\.py|/launcher/cluster/rank\.py|<frozen"
+)
 """Frames in which a rank waits for others; the interesting one is the first that is none of these."""
 
 
@@ -21,11 +23,17 @@ class RankState:
     rank: int
     host: str
     number: int | None
-    """Of the operation that it began last; None where it has shown nothing."""
+    """Of the operation that it began last, counted among the same ranks; None where it has shown nothing."""
     text: str
     since_s: float
     stack: str
     """Of all its threads, as faulthandler writes them; empty where it gave none."""
+    among: str = ""
+    """The ranks that all begin that operation, in words; empty for what a rank does alone or with one other."""
+
+    @property
+    def operation(self) -> str:
+        return f"{self.text}{f' among {self.among}' if self.among else ''} (number {self.number})"
 
 
 def describe(states: Sequence[RankState], log_dir: str) -> str:
@@ -35,12 +43,10 @@ def describe(states: Sequence[RankState], log_dir: str) -> str:
         return "no rank has made progress for a while, and none said where it is"
     stalled = min(s.since_s for s in shown)
     lines = [f"no rank has made progress for {stalled:.0f} s"]
-    (number, text), _ = Counter((s.number, s.text) for s in shown).most_common(1)[0]
-    same = [s for s in shown if (s.number, s.text) == (number, text)]
-    lines.append(f"  {_named(same)} in {text} (number {number}){_at(same[0]) if len(same) == 1 else ''}")
-    for state in states:
-        if state not in same:
-            lines.append(f"  {_who(state)} {_other(state, number)}{_at(state)}")
+    operation, _ = Counter(s.operation for s in shown).most_common(1)[0]
+    same = [s for s in shown if s.operation == operation]
+    lines.append(f"  {_named(same)} in {operation}{_at(same[0]) if len(same) == 1 else ''}")
+    lines += [f"  {_who(s)} {_other(s, same[0])}{_at(s)}" for s in states if s not in same]
     return "\n".join([*lines, f"  all stacks: {Path(log_dir) / FILE}"])
 
 
@@ -48,11 +54,7 @@ def write(states: Sequence[RankState], log_dir: str) -> None:
     """Write the stacks of all ranks."""
     parts = []
     for state in states:
-        last = (
-            f"number {state.number}, {state.since_s:.1f} s ago: {state.text}"
-            if state.number
-            else "nothing shown"
-        )
+        last = f"{state.operation}, {state.since_s:.1f} s ago" if state.number else "nothing shown"
         parts.append(f"==== rank {state.rank} on {state.host}: {last}\n{state.stack or 'no stack'}\n")
     Path(log_dir).mkdir(parents=True, exist_ok=True)  # the logs themselves may lie on the nodes only
     (Path(log_dir) / FILE).write_text("\n".join(parts), encoding="utf-8")
@@ -81,11 +83,12 @@ def _who(state: RankState) -> str:
     return f"rank {state.rank} ({state.host})"
 
 
-def _other(state: RankState, number: int | None) -> str:
+def _other(state: RankState, most: RankState) -> str:
     if state.number is None:
         return "has shown nothing yet"
-    never = "never entered it, its last is" if number is not None and state.number < number else "is in"
-    return f"{never} {state.text} (number {state.number})"
+    alike = state.among and state.among == most.among  # else their numbers say nothing of each other
+    never = alike and state.number < (most.number or 0)
+    return f"{'never entered it, its last is' if never else 'was last in'} {state.operation}"
 
 
 def _at(state: RankState) -> str:

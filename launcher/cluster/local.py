@@ -124,6 +124,7 @@ class Ranks:
                     "rank": self.share.first_rank + local_rank,
                     "number": sign and sign.number,
                     "text": sign.text if sign else "",
+                    "among": sign.among if sign else "",
                     "since_s": sign.since_s if sign else 0.0,
                     "stack": stacks.read_text(errors="replace") if stacks.exists() else "",
                 }

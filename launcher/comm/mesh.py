@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 TRANSPORT = "LAUNCHER_CPU_TRANSPORT"  # "sockets": never read the memory of other ranks
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: tp ranks are neighbours, so they share a node
+MANY = 8  # ranks that are not told one by one
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ class Axis:
     gathers: Iterator[int] = field(default_factory=lambda: itertools.count(0, 4), compare=False, repr=False)
     reduced: Iterator[int] = field(default_factory=lambda: itertools.count(1, 4), compare=False, repr=False)
     exchanged: Iterator[int] = field(default_factory=lambda: itertools.count(2, 4), compare=False, repr=False)
+
+    @cached_property
+    def members(self) -> str:
+        """The ranks along the axis, for people: "ranks 0,2", "ranks 0,8,...,56"."""
+        ranks = dist.get_process_group_ranks(self.group) if self.group is not None else []
+        few = ranks if len(ranks) <= MANY else [*ranks[:2], "...", ranks[-1]]
+        return f"ranks {','.join(map(str, few))}" if ranks else self.name
 
     @property
     def peers(self) -> list[int]:

@@ -9,6 +9,7 @@ import mmap
 import os
 import struct
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +17,17 @@ VARIABLE = "LAUNCHER_BEACON"
 SIZE = 256
 _HEAD = struct.Struct("<QdH")  # number, time.monotonic, bytes of the text
 _LONGEST = SIZE - _HEAD.size
+_BETWEEN = "\n"
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank began last; `number` counts what it began, `since_s` is how long ago."""
+    """What a rank began last, and how long ago; `number` counts what it began with these ranks, `among`."""
 
     number: int
     text: str
     since_s: float
+    among: str = ""
 
 
 class Beacon:
@@ -37,13 +40,14 @@ class Beacon:
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), SIZE)
-        self._number = 0
+        self._numbers: Counter[str] = Counter()
 
-    def show(self, text: str) -> None:
-        self._number += 1
-        data = text.encode()[:_LONGEST]
+    def show(self, text: str, among: str = "") -> None:
+        """Say what begins, and which ranks all begin it: these count alike."""
+        self._numbers[among] += 1
+        data = f"{among}{_BETWEEN}{text}".encode()[:_LONGEST]
         self._memory[_HEAD.size : _HEAD.size + len(data)] = data
-        _HEAD.pack_into(self._memory, 0, self._number, time.monotonic(), len(data))
+        _HEAD.pack_into(self._memory, 0, self._numbers[among], time.monotonic(), len(data))
 
 
 def prepare(path: Path) -> None:
@@ -60,8 +64,8 @@ def read(path: Path) -> Sign | None:
     number, when, length = _HEAD.unpack_from(data)
     if number == 0:
         return None
-    text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
-    return Sign(number, text, time.monotonic() - when)
+    among, _, text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace").partition(_BETWEEN)
+    return Sign(number, text, time.monotonic() - when, among)
 
 
 def mine() -> Beacon | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
 from launcher.cluster.hang import RankState, describe, place
 from launcher.monitor import beacon
+from launcher.monitor.beacon import Sign
 from tests.cluster.launching import launch
 
 STACK = """Thread 0x00007f1 (most recent call first):
@@ -30,13 +32,38 @@ show = beacon.mine().show
 for unit in range(3):
     if os.environ["RANK"] == "1" and unit == 2:
         next_batch()
-    show(f"all_gather of layers.{unit}/forward")
+    show(f"all_gather of layers.{unit}/forward", "ranks 0,1,2")
 time.sleep(99)
 """
 
 
-def state(rank: int, number: int | None, text: str = "all_gather of layers.7/forward") -> RankState:
-    return RankState(rank, "w0" if rank < 2 else "w1", number, text, 30.0 + rank, STACK)
+# The last layer sleeps in microbatch 2 of the second step.
+PIPELINE = """
+import time, launcher, torch
+from torch import nn
+from launcher.pipe import LayerSpec, PipelineModule
+class Sleepy(nn.Linear):
+    seen = 0
+    def forward(self, x):
+        self.seen += 1
+        if self.seen == 7:
+            time.sleep(99)
+        return super().forward(x)
+layers = [LayerSpec(kind, 4, 4) for kind in (nn.Linear, nn.Linear, nn.Linear, Sleepy)]
+net = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "pipeline": {"stages": 2},
+          "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+engine, *_ = launcher.initialize(model=net, config=config)
+data = ((torch.ones(1, 4), torch.ones(1, 4)) for _ in range(99))
+for _ in range(5):
+    engine.train_batch(data)
+"""
+
+
+def state(
+    rank: int, number: int | None, text: str = "all_gather of layers.7/forward", among: str = "ranks 0,1,2,3"
+) -> RankState:
+    return RankState(rank, "w0" if rank < 2 else "w1", number, text, 30.0 + rank, STACK, among)
 
 
 def test_beacon_is_read_as_it_was_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +78,8 @@ def test_beacon_is_read_as_it_was_shown(tmp_path: Path, monkeypatch: pytest.Monk
     mine.show("ä" * 300)
     sign = beacon.read(path)
     assert sign is not None and sign.number == 2 and sign.text.startswith("ää") and 0 <= sign.since_s < 10
+    mine.show("third", "ranks 0,2")
+    assert beacon.read(path) == Sign(1, "third", ANY, "ranks 0,2"), "each set of ranks counts for itself"
 
 
 def test_place_is_outside_of_what_only_waits() -> None:
@@ -62,23 +91,47 @@ def test_who_waits_and_who_never_came() -> None:
     states = [state(0, 812), state(1, 812), state(2, 811, "reduce_scatter of head/backward"), state(3, 812)]
     assert describe(states, "/logs").splitlines() == [
         "no rank has made progress for 30 s",
-        "  ranks 0,1,3 wait in all_gather of layers.7/forward (number 812)",
-        "  rank 2 (w1) never entered it, its last is reduce_scatter of head/backward (number 811), "
+        "  ranks 0,1,3 wait in all_gather of layers.7/forward among ranks 0,1,2,3 (number 812)",
+        "  rank 2 (w1) never entered it, its last is reduce_scatter of head/backward among ranks 0,1,2,3 (number 811), "
         "it is at data.py:88 in next_batch",
         "  all stacks: /logs/hang.txt",
     ]
     assert "rank 0 (w0) has shown nothing yet, it is at" in describe([state(0, None), state(1, 3)], "/logs")
 
 
+def test_numbers_of_other_groups_say_nothing() -> None:
+    wait = "the wait for gradients of stage 0, microbatch 3"
+    norm = "all_reduce of norm"
+    states = [state(0, 40, wait, ""), state(1, 40, wait, ""), state(2, 7, norm, "ranks 2,3")]
+    states += [state(3, 6, "send of stage1/send_b", "")]
+    lines = describe(states, "/logs").splitlines()
+    assert lines[1] == f"  ranks 0,1 wait in {wait} (number 40)"
+    assert lines[2].startswith(
+        f"  rank 2 (w1) was last in {norm} among ranks 2,3 (number 7), it is at data.py:88"
+    )
+    assert lines[3].startswith("  rank 3 (w1) was last in send of stage1/send_b (number 6), it is at")
+
+
 def test_hung_rank_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(HANGING)
     done = launch("--num_gpus", "3", "--hang_timeout", "2", "script.py", "--output-dir", "out", cwd=tmp_path)
     assert done.returncode == 1
-    assert "ranks 0,2 wait in all_gather of layers.2/forward (number 3)" in done.stderr
+    assert "ranks 0,2 wait in all_gather of layers.2/forward among ranks 0,1,2 (number 3)" in done.stderr
     assert "rank 1 (localhost) never entered it, its last is all_gather of layers.1/forward" in done.stderr
     assert "it is at script.py:5 in next_batch" in done.stderr
     stacks = (tmp_path / "out/logs/hang.txt").read_text()
     assert stacks.count("==== rank ") == 3 and stacks.count("script.py") >= 3
+
+
+def test_a_hung_pipeline_names_stages_and_microbatches(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PIPELINE)
+    done = launch("--num_gpus", "2", "--hang_timeout", "3", "script.py", "--output-dir", "out", cwd=tmp_path)
+    assert "rank 0 (localhost) is in the wait for gradients of stage 0, microbatch 2" in done.stderr, (
+        done.stderr
+    )
+    assert "it is at script.py:20 in <module>" in done.stderr
+    assert "rank 1 (localhost) was last in the wait for inputs of stage 1, microbatch 2" in done.stderr
+    assert "it is at script.py:10 in forward" in done.stderr
 
 
 def test_a_script_that_shows_nothing_is_not_watched(tmp_path: Path) -> None:
