@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -129,7 +130,7 @@ def test_a_hung_pipeline_names_stages_and_microbatches(tmp_path: Path) -> None:
     assert "rank 0 (localhost) is in the wait for gradients of stage 0, microbatch 2" in done.stderr, (
         done.stderr
     )
-    assert "it is at script.py:20 in <module>" in done.stderr
+    assert re.search(r"it is at script\.py:\d+ in <module>", done.stderr)
     assert "rank 1 (localhost) was last in the wait for inputs of stage 1, microbatch 2" in done.stderr
     assert "it is at script.py:10 in forward" in done.stderr
 
