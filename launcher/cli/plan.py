@@ -92,7 +92,7 @@ def plan(argv: Sequence[str]) -> int:
     batch = flags.global_batch or default_batch(world, sequence)
     work, place = work_of(model, sequence, DTYPES[flags.dtype]), Place(kind, per_node, memory - RESERVED)
     needs = Memory(model, sequence, flags.dtype)
-    choices = choose(work, place, layouts(work, world, batch), needs.peak, top=flags.top)
+    choices = choose(work, place, layouts(work, world, batch), needs.peak, needs.kept, top=flags.top)
     inputs = {
         "model": flags.model,
         "parameters": work.parameters,

@@ -73,6 +73,16 @@ class Estimator:
             rank, world, step.peaks, _held(paper, *step.at_peak), between, _host(paper), paper.disk.most
         )
 
+    def kept(self, config: Config, world: int, sequence: int | None = None) -> int:
+        """Bytes that all blocks of the model keep of one microbatch from its forward to its backward, on a tp rank."""
+        sequence = sequence or self.sequence
+        degrees = {"pp": config.pipeline.degree, "tp": config.tensor_parallel.degree}
+        mesh = Mesh.planned(META, world, 0, dp=config.dp_degree(world), **degrees)
+        resolved = resolve(config, mesh, self.model, {})
+        portion = self._portions.of(resolved, mesh, sequence)
+        traced, _ = self._traced(resolved, portion, sequence)
+        return sum(traced(block).of(block).kept for block in range(len(portion.names)))
+
     def ranks(self, config: Config, world: int) -> range:
         """The ranks to look at: one for all, or the first of each pipeline stage."""
         return range(0, world, max(1, world // config.pipeline.degree))

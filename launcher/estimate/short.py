@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -61,11 +61,24 @@ def shortened(model: nn.Module) -> Short:
 
 
 def shallow(model: nn.Module) -> nn.Module:
-    """A copy of all modules with the same parameters, buffers and config."""
-    shared: list[Any] = [*model.parameters(), *model.buffers()]
-    configs = {id(c): c for m in model.modules() if (c := m.__dict__.get("config")) is not None}
-    memo = {id(one): one for one in shared} | configs
-    return copy.deepcopy(model, memo)
+    """A copy of all modules with the same parameters, buffers and config; a deepcopy takes ten times as long."""
+    made = {module: type(module).__new__(type(module)) for module in model.modules()}
+    for module, one in made.items():
+        one.__dict__.update({name: _renewed(value, made) for name, value in module.__dict__.items()})
+    return made[model]
+
+
+def _renewed(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:
+    """What an attribute of a copied module is: modules are the copies, containers are new."""
+    if isinstance(value, nn.Module):
+        return made.get(value, value)
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        return MethodType(value.__func__, made.get(value.__self__, value.__self__))
+    if isinstance(value, dict):
+        return type(value)((key, _renewed(one, made)) for key, one in value.items())
+    if type(value) in (list, tuple, set):
+        return type(value)(_renewed(one, made) for one in value)
+    return value
 
 
 def _kinds(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Hashable]:

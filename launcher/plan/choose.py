@@ -13,6 +13,8 @@ from launcher.sizes import in_words
 
 Needs = Callable[[Layout], int | None]
 """Bytes of the device that the rank with most needs; None where the layout cannot run."""
+Kept = Callable[[Layout], float]
+"""Bytes that blocks keep for backwards: what takes little time to know."""
 
 SPARE = 2
 CLEAR = 0.02  # a difference of less is none that a prediction can know
@@ -48,24 +50,27 @@ class Place:
     memory: float
 
 
-def choose(work: Work, place: Place, ways: Iterable[Layout], needs: Needs, *, top: int = 10) -> list[Choice]:
+def choose(
+    work: Work, place: Place, ways: Iterable[Layout], needs: Needs, kept: Kept, *, top: int = 10
+) -> list[Choice]:
     """The fastest first, and of each mesh the fastest that fits.
 
     Args:
         ways: which layouts there are.
         needs: how much memory each takes; it is asked in the order of speed, and no more often than it must.
+        kept: the part of it that blocks keep.
     """
     timed = [
         (step_time(work, way, place.device, place.per_node).total, at, way) for at, way in enumerate(ways)
     ]
     found: dict[tuple[int, int, int], Choice] = {}
-    hopeless = _Hopeless(work, place.memory)
+    hopeless = _Hopeless(work, kept, place.memory)
     for _, _, way in sorted(timed, key=lambda each: each[:2]):
         if way.mesh in found or hopeless(way):
             continue
         peak = needs(way)
         if peak is None or peak > place.memory:
-            hopeless.learn(way)
+            hopeless.learn(way, too_large=peak is not None)
             continue
         found[way.mesh] = judged(work, place, way, peak)
         if len(found) == top + SPARE:  # closed forms are near enough for that
@@ -80,29 +85,47 @@ def judged(work: Work, place: Place, layout: Layout, peak: int) -> Choice:
 
 
 class _Hopeless:
-    """What need not be asked: what is too large at least, and what is larger than something that was."""
+    """What need not be asked: what is too large at least, what takes more of everything than something that was too
+    large, and what was refused with another microbatch."""
 
-    def __init__(self, work: Work, memory: float) -> None:
-        self._work, self._memory = work, memory
-        self._too_large: dict[Layout, int] = {}  # with a microbatch of one sequence -> the smallest that was
+    def __init__(self, work: Work, kept: Kept, memory: float) -> None:
+        self._work, self._kept, self._memory = work, kept, memory
+        self._too_large: dict[object, list[tuple[int, ...]]] = {}
+        self._refused: set[Layout] = set()
 
     def __call__(self, way: Layout) -> bool:
-        known = self._too_large.get(replace(way, micro=1, accumulation=1))
-        return (known is not None and way.micro >= known) or least_bytes(self._work, way) > self._memory
+        if _one(way) in self._refused or states(self._work, way) + self._kept(way) > self._memory:
+            return True
+        known = self._too_large.get(_kind(way), ())
+        return any(all(a >= b for a, b in zip(_appetite(way), less, strict=True)) for less in known)
 
-    def learn(self, way: Layout) -> None:
-        self._too_large[replace(way, micro=1, accumulation=1)] = way.micro
+    def learn(self, way: Layout, *, too_large: bool) -> None:
+        if too_large:
+            self._too_large.setdefault(_kind(way), []).append(_appetite(way))
+        else:
+            self._refused.add(_one(way))
 
 
-def least_bytes(work: Work, layout: Layout) -> float:
-    """Less than a rank needs: weights, gradients, AdamW's states, and the inputs of its blocks."""
+def _one(way: Layout) -> Layout:
+    return replace(way, micro=1, accumulation=1)
+
+
+def _kind(way: Layout) -> object:
+    return way.mesh, way.schedule, way.chunks
+
+
+def _appetite(way: Layout) -> tuple[int, ...]:
+    """Whoever has no less in any place needs no less memory."""
+    return way.micro, -way.stage, -int(way.recompute), -OFFLOADS.index(way.offload)
+
+
+def states(work: Work, layout: Layout) -> float:
+    """Bytes of weights, gradients and AdamW's states on the device; buffers and padding left out."""
     mine = work.parameters / (layout.tp * layout.pp)
     shared = [1 / layout.dp if layout.stage >= stage else 1.0 for stage in (3, 2, 1)]
-    weights, gradients, states = (mine * share for share in shared)
+    weights, gradients, moments = (mine * share for share in shared)
     held = work.itemsize * (weights * (layout.offload != "all") + gradients)
-    held += 12 * states * (layout.offload == "none")
-    inputs = work.itemsize * layout.micro * work.sequence * work.hidden / layout.tp
-    return held + inputs * work.layers / layout.pp * min(layout.pp, layout.accumulation)
+    return held + 12 * moments * (layout.offload == "none")
 
 
 def reasons(work: Work, place: Place, choice: Choice, needs: Needs, batch: int) -> Iterator[str]:

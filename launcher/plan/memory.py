@@ -33,6 +33,7 @@ class Memory:
     def __post_init__(self) -> None:
         self._estimator = Estimator(self.model)
         self._known: dict[Layout, tuple[Estimate, ...]] = {}
+        self._kept: dict[Layout, int] = {}
 
     def of(self, layout: Layout) -> tuple[Estimate, ...]:
         """The first rank of the first stage, and of the last: the one holds most microbatches, the other the logits.
@@ -49,6 +50,19 @@ class Memory:
                 self._estimator.estimate(config, layout.world, rank, self.sequence) for rank in ranks
             )
         return self._known[layout]
+
+    def kept(self, layout: Layout) -> float:
+        """Bytes that blocks of a rank keep for backwards, when most microbatches are in flight."""
+        # one microbatch of one sequence; where weight gradients are put off, what is recomputed stays
+        recompute = layout.recompute and not layout.schedule.startswith("zb")
+        alone = Layout(layout.tp, recompute=recompute, sequence_parallel=layout.sequence_parallel)
+        if alone not in self._kept:
+            try:
+                config = load(as_json(alone, dtype=self.dtype))
+                self._kept[alone] = self._estimator.kept(config, alone.world, self.sequence)
+            except ConfigError:  # whoever asks for the peak hears why
+                self._kept[alone] = 0
+        return self._kept[alone] * layout.micro * min(layout.pp, layout.accumulation) / layout.pp
 
     def peak(self, layout: Layout) -> int | None:
         """Bytes of the device that the rank with most needs; None where the layout cannot run."""

@@ -52,7 +52,7 @@ def place_of(run: Published) -> int | None:
     work, memory = run.work(), Memory(run.model, run.sequence)
     place = Place(run.device, PER_NODE, run.device.memory)
     ways = layouts(work, run.ranks, run.batch, stages=(0,), recompute=(True,), offloads=("none",))
-    found = [choice.layout.mesh for choice in choose(work, place, ways, memory.peak, top=TOP)]
+    found = [choice.layout.mesh for choice in choose(work, place, ways, memory.peak, memory.kept, top=TOP)]
     return found.index(run.mesh) + 1 if run.mesh in found else None
 
 

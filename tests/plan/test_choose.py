@@ -6,7 +6,7 @@ import pytest
 
 from launcher.config import load
 from launcher.monitor.devices import device
-from launcher.plan.choose import Place, choose, least_bytes, reasons
+from launcher.plan.choose import Place, choose, reasons, states
 from launcher.plan.layout import Layout, as_json, layouts, meshes
 from launcher.plan.speed import step_time
 from launcher.plan.work import Work
@@ -16,14 +16,17 @@ H100 = device("h100")
 PLACE = Place(H100, 8, H100.memory)
 
 
-def needs(layout: Layout) -> int | None:
+def kept(layout: Layout) -> float:
+    """Roughly what blocks keep."""
+    block = WORK.sequence * WORK.hidden * layout.micro * (2 if layout.recompute else 34 / layout.tp)
+    return block * WORK.layers / layout.pp * min(layout.pp, layout.accumulation)
+
+
+def needs(layout: Layout) -> int:
     """Roughly what a rank needs: enough to tell layouts apart."""
     mine = WORK.parameters / (layout.tp * layout.pp)
     sharded = [0, 12, 14, 16][layout.stage]
-    states = mine * (16 - sharded + sharded / layout.dp)
-    held = layout.pp if layout.pp > 1 else 1
-    block = WORK.sequence * WORK.hidden * layout.micro * (2 if layout.recompute else 34 / layout.tp)
-    return int(states + block * WORK.layers / layout.pp * held)
+    return int(mine * (16 - sharded + sharded / layout.dp) + kept(layout))
 
 
 def test_meshes_use_all_ranks_and_fit_the_model() -> None:
@@ -49,7 +52,7 @@ def test_every_layout_is_a_configuration(dtype: str) -> None:
 
 def test_of_each_mesh_the_fastest_that_fits() -> None:
     ways = list(layouts(WORK, 16, 64))
-    found = choose(WORK, PLACE, ways, needs, top=100)
+    found = choose(WORK, PLACE, ways, needs, kept, top=100)
     fitting = [way for way in ways if needs(way) <= PLACE.memory]
     assert {choice.layout.mesh for choice in found} == {way.mesh for way in fitting}
     for choice in found:
@@ -60,23 +63,24 @@ def test_of_each_mesh_the_fastest_that_fits() -> None:
 
 
 def test_what_cannot_run_is_no_choice() -> None:
-    assert choose(WORK, PLACE, layouts(WORK, 16, 64), lambda layout: None) == []
+    assert choose(WORK, PLACE, layouts(WORK, 16, 64), lambda layout: None, kept) == []
 
 
 def test_memory_is_asked_seldom() -> None:
     asked = []
     ways = list(layouts(WORK, 64, 256))
-    choose(WORK, PLACE, ways, lambda layout: asked.append(layout) or needs(layout))
-    assert len(asked) < len(ways) / 10
-    assert all(least_bytes(WORK, way) <= PLACE.memory for way in asked)
+    choose(WORK, PLACE, ways, lambda layout: asked.append(layout) or needs(layout), kept)
+    assert len(asked) < len(ways) / 40
+    assert all(states(WORK, way) + kept(way) <= PLACE.memory for way in asked)
 
 
 def test_the_least_is_less_than_what_is_needed() -> None:
-    assert all(least_bytes(WORK, way) <= needs(way) for way in layouts(WORK, 16, 64, offloads=("none",)))
+    for way in layouts(WORK, 16, 64, offloads=("none",)):
+        assert states(WORK, way) + kept(way) <= needs(way) * (1 + 1e-9)
 
 
 def test_reasons_name_what_would_be_worse() -> None:
-    found = choose(WORK, PLACE, layouts(WORK, 64, 256), needs)
+    found = choose(WORK, PLACE, layouts(WORK, 64, 256), needs, kept)
     said = list(reasons(WORK, PLACE, found[0], needs, 256))
     assert any("slower" in line for line in said)
     assert not any("faster" in line for line in said)
@@ -84,6 +88,6 @@ def test_reasons_name_what_would_be_worse() -> None:
 
 def test_less_memory_makes_other_layouts() -> None:
     small = Place(H100, 8, 12 * 2**30)
-    best = choose(WORK, small, layouts(WORK, 16, 64), needs)[0].layout
+    best = choose(WORK, small, layouts(WORK, 16, 64), needs, kept)[0].layout
     assert best.stage == 3 or best.tp * best.pp > 1
     assert needs(best) <= small.memory
