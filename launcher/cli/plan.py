@@ -163,7 +163,7 @@ def _show(inputs: dict[str, Any], place: Place, choices: Sequence[Choice], why: 
     for choice in choices:
         total = choice.time.total
         tokens = inputs["global_batch"] * inputs["seq_length"] / total
-        cells = [f"{total:.3g}", f"{tokens:,.0f}", f"{choice.flops / 1e12:.0f}", f"{choice.peak / 2**30:.1f}"]
+        cells = [f"{total:.3g}", f"{tokens:,.0f}", f"{choice.flops / 1e12:.3g}", f"{choice.peak / 2**30:.1f}"]
         shares = {name: getattr(choice.time, name) / total for name in names}
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= SHOWN)
         style = "bold" if choice is choices[0] else None

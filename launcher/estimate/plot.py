@@ -19,7 +19,7 @@ COLORS = {
     "activations": "#c8501e",
 }
 GIB = 1 << 30
-MARGIN, BAR = 160, 40  # pixels
+MARGIN, BAR = 170, 50  # pixels
 
 
 def memory_bars(ranks: Sequence[Estimate], *, title: str = "", device: float | None = None) -> Figure:
@@ -40,5 +40,5 @@ def memory_bars(ranks: Sequence[Estimate], *, title: str = "", device: float | N
     axes.invert_yaxis()
     axes.set_title(title)
     axes.set_xlabel("GiB at the peak of a step")
-    finish(axes)
+    finish(axes, legend_below=True)
     return figure

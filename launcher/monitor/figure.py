@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT, DPI = 900, 500, 100  # pixels
 LEAST_HEIGHT = 200
+IN_A_ROW = 6  # entries of a legend
 
 
 def blank(height: float = HEIGHT) -> Figure:
@@ -24,11 +25,18 @@ def blank(height: float = HEIGHT) -> Figure:
     return figure
 
 
-def finish(axes: Axes) -> None:
-    """Grid, frame and legend as in all pictures."""
+def finish(axes: Axes, *, legend_below: bool = False) -> None:
+    """Grid, frame and legend as in all pictures.
+
+    Args:
+        legend_below: in one row below all, where the picture has no empty place for it.
+    """
     axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.has_data():
+    if legend_below:
+        axes.get_figure().legend(loc="outside lower center", ncols=IN_A_ROW, frameon=False)  # type: ignore[union-attr]
+    elif axes.has_data():
         axes.legend(frameon=False)
 
 

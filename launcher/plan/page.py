@@ -62,7 +62,7 @@ def _table(choices: Sequence[Choice]) -> str:
     rows = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
     for choice in choices:
         total = choice.time.total
-        cells = [f"{total:.3g}", f"{choice.flops / 1e12:.0f}", f"{choice.peak / 2**30:.1f}"]
+        cells = [f"{total:.3g}", f"{choice.flops / 1e12:.3g}", f"{choice.peak / 2**30:.1f}"]
         cells += [f"{getattr(choice.time, name) / total:.0%}" for name in names]
         rows.append(
             "<tr>" + "".join(f"<td>{escape(c)}</td>" for c in [*cells, choice.layout.in_words()]) + "</tr>"
