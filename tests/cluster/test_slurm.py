@@ -104,3 +104,25 @@ def test_submit_runs_the_same_command_in_a_job(slurm: Hosts, tmp_path: Path) -> 
     assert end.code == 0 and "Submitted batch job" in end.out, end.errors
     (output,) = (tmp_path / "out").glob("slurm-*.out")
     assert "0 2 ['--output-dir', 'out', 'a b']" in output.read_text()
+
+
+def test_a_job_that_is_queued_again_says_so_to_its_ranks(slurm: Hosts, tmp_path: Path) -> None:
+    """`SLURM_RESTART_COUNT` has recipes go on from the newest checkpoint (`run.py`)."""
+    (tmp_path / "script.py").write_text(
+        "import os, time; again = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
+        "open(f'rank{os.environ[\"RANK\"]}-{again}', 'w').close(); time.sleep(0 if int(again) else 99)\n"
+    )
+    flags = ("--submit=--parsable", "--num_nodes", "2", "--num_gpus", "1", "--device", "cpu")
+    job = slurm.launch(tmp_path, *flags, "script.py", "--output-dir", "out").out.split()[-1]
+    wait_for(lambda: (tmp_path / "rank1-0").exists(), "the first time")
+    control = [sys.executable, str(SCRIPT), "exec", "head", "--", "scontrol"]
+    subprocess.run([*control, "requeue", job], env=slurm.env, check=True)
+
+    def runs_again() -> bool:
+        now = [*control, "update", f"JobId={job}", "StartTime=now"]  # else Slurm waits for two minutes
+        subprocess.run(now, env=slurm.env, capture_output=True)
+        return (tmp_path / "rank1-1").exists() and (tmp_path / "rank0-1").exists()
+
+    wait_for(runs_again, "the second time", limit_s=150)
+    wait_for(lambda: "COMPLETED" in slurm("exec", "head", "--", "scontrol", "show", "job", job), "its end")
+    assert not left(slurm, "node1") and not left(slurm, "node2")
