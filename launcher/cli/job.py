@@ -352,7 +352,9 @@ class Job:
         first = nodes[0].facts
         assert first is not None
         count = "1 rank" if sum(counts) == 1 else f"{sum(counts)} ranks"
-        where = "" if len(nodes) == 1 else f" of {len(nodes)} hosts ({_few(nodes)})"
+        where = f" of {len(nodes)} hosts ({_few(nodes)})" if len(nodes) > 1 else f" of {nodes[0].name}"
+        if nodes[0].name == THIS_MACHINE:
+            where = ""
         backend = "nccl" if device == "cuda" else "gloo"
         threads = ""
         if first["threads"] is None and not (self.flags.bind_cores_to_rank or self.flags.bind_core_list):

@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +41,11 @@ logger = logging.getLogger("launcher")
 
 def command() -> NoReturn:
     """The command `launch`: `main`, and a quick end; taking torch apart takes seconds on a busy machine."""
-    code = main()
-    sys.stdout.flush()
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `launch ... | head` has read enough
+        code = 128 + signal.SIGPIPE
     sys.stderr.flush()
     os._exit(code)
 

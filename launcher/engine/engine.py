@@ -223,7 +223,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         scale = self._divisor()
         norm = math.sqrt(float(squares)) / scale if math.isfinite(float(squares)) else float(squares)
         overflow = not math.isfinite(norm) and skips_overflow(self._config)
-        self._norm = norm if self.zero.policy.compute_norm else None
+        self._norm = (math.inf if overflow else norm) if self.zero.policy.compute_norm else None
         if overflow:
             tell_overflow(self)
         self.optimizer.overflow = overflow

@@ -86,15 +86,17 @@ def judged(work: Work, place: Place, layout: Layout, peak: int) -> Choice:
 
 class _Hopeless:
     """What need not be asked: what is too large at least, what takes more of everything than something that was too
-    large, and what was refused with another microbatch."""
+    large, and what was refused with a microbatch no larger."""
 
     def __init__(self, work: Work, kept: Kept, memory: float) -> None:
         self._work, self._kept, self._memory = work, kept, memory
         self._too_large: dict[object, list[tuple[int, ...]]] = {}
-        self._refused: set[Layout] = set()
+        self._refused: dict[Layout, int] = {}  # with a microbatch of one sequence -> the smallest that was
 
     def __call__(self, way: Layout) -> bool:
-        if _one(way) in self._refused or states(self._work, way) + self._kept(way) > self._memory:
+        if way.micro >= self._refused.get(_one(way), way.micro + 1):
+            return True
+        if states(self._work, way) + self._kept(way) > self._memory:
             return True
         known = self._too_large.get(_kind(way), ())
         return any(all(a >= b for a, b in zip(_appetite(way), less, strict=True)) for less in known)
@@ -103,7 +105,7 @@ class _Hopeless:
         if too_large:
             self._too_large.setdefault(_kind(way), []).append(_appetite(way))
         else:
-            self._refused.add(_one(way))
+            self._refused[_one(way)] = way.micro
 
 
 def _one(way: Layout) -> Layout:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from transformers import LlamaConfig
 
 from launcher.config import load
 from launcher.monitor.devices import device
 from launcher.plan.choose import Place, choose, reasons, states
 from launcher.plan.layout import Layout, as_json, layouts, meshes
+from launcher.plan.memory import Memory
 from launcher.plan.speed import step_time
-from launcher.plan.work import Work
+from launcher.plan.work import Work, work_of
 
 WORK = Work(layers=32, hidden=4096, heads=32, sequence=4096, parameters=8 * 10**9, flops=7e13, traffic=1e11)
 H100 = device("h100")
@@ -91,3 +93,19 @@ def test_less_memory_makes_other_layouts() -> None:
     best = choose(WORK, small, layouts(WORK, 16, 64), needs, kept)[0].layout
     assert best.stage == 3 or best.tp * best.pp > 1
     assert needs(best) <= small.memory
+
+
+def test_blocks_keep_no_more_than_is_needed() -> None:
+    """What is left out for it is too large."""
+    memory = Memory(
+        LlamaConfig(vocab_size=512, num_hidden_layers=8, hidden_size=256, intermediate_size=688), 256
+    )
+    work = work_of(memory.model, 256)
+    ways = [way for way in layouts(work, 8, 32, offloads=("none",), stages=(0, 2, 3)) if way.tp < 8]
+    tried = 0
+    for way in ways[:: len(ways) // 40]:
+        peak = memory.peak(way)
+        if peak is not None:
+            tried += 1
+            assert 0 < memory.kept(way) + states(work, way) <= peak, way
+    assert tried > 30
