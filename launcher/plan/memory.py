@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 from transformers import PretrainedConfig
 
@@ -11,8 +10,6 @@ from launcher.config.load import load
 from launcher.errors import ConfigError
 from launcher.estimate.answer import Estimate
 from launcher.estimate.estimator import Estimator
-from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Kind
-from launcher.pipeline.schedules import schedule
 from launcher.plan.layout import Layout, as_json
 
 ENOUGH = 3
@@ -55,26 +52,15 @@ class Memory:
         return self._known[layout]
 
     def kept(self, layout: Layout) -> float:
-        """Bytes that blocks of the first or the last rank keep for backwards when that is most.
-
-        Blocks that are recomputed keep their inputs until then, and all until their weight gradients are there.
-        """
-        forward, whole = (self._kept_of_one(layout, recompute=on) for on in (layout.recompute, False))
-        number = min(layout.accumulation, ENOUGH * layout.pp)
-        held = held_at_once(layout.schedule, layout.pp, number, layout.chunks)
-        most = max(forwards * forward + put_off * whole for forwards, put_off in held)
-        return most * layout.micro / (layout.pp * layout.chunks)
-
-    def _kept_of_one(self, layout: Layout, *, recompute: bool) -> int:
-        """Of one sequence, by all blocks."""
-        alone = Layout(layout.tp, recompute=recompute, sequence_parallel=layout.sequence_parallel)
-        if alone not in self._kept:
+        """Bytes that blocks of a rank keep, at least, when most microbatches are between forward and backward."""
+        alone = Layout(layout.tp, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel)
+        if alone not in self._kept:  # one microbatch of one sequence
             try:
                 config = load(as_json(alone, dtype=self.dtype))
                 self._kept[alone] = self._estimator.kept(config, alone.world, self.sequence)
             except ConfigError:  # whoever asks for the peak hears why
                 self._kept[alone] = 0
-        return self._kept[alone]
+        return self._kept[alone] * layout.micro * min(layout.pp, layout.accumulation) / layout.pp
 
     def peak(self, layout: Layout) -> int | None:
         """Bytes of the device that the rank with most needs; None where the layout cannot run."""
@@ -85,27 +71,3 @@ class Memory:
         except ConfigError as error:
             self.refused[layout] = str(error)
             return None
-
-
-@cache
-def held_at_once(name: str, stages: int, microbatches: int, chunks: int) -> frozenset[tuple[int, int]]:
-    """What the first and the last rank hold, at all times of a step.
-
-    Returns:
-        pairs of (virtual stages whose forward is over and whose input gradient is not, those whose weight gradients
-        are put off), counted for each microbatch.
-    """
-    if stages == 1:
-        return frozenset({(1, 0)})
-    found = set()
-    made = schedule(name, stages, microbatches, chunks if name == "interleaved" else None)
-    for rank in (0, stages - 1):
-        forwards = put_off = 0
-        for action in made.actions[rank]:
-            forwards += action.kind is Kind.FORWARD
-            if action.kind in GIVES_INPUT_GRADIENT:
-                forwards -= 1
-                put_off += action.kind is Kind.INPUT
-            put_off -= action.kind is Kind.WEIGHT
-            found.add((forwards, put_off))
-    return frozenset(found)
