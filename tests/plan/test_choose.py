@@ -104,7 +104,7 @@ def test_blocks_keep_no_more_than_is_needed() -> None:
     ways = [way for way in layouts(work, 8, 32, offloads=("none",), stages=(0, 2, 3)) if way.tp < 8]
     put_off = [way for way in ways if way.schedule.startswith("zb") and way.recompute and way.pp == 8]
     tried = 0
-    for way in [*ways[:: len(ways) // 30], *put_off[:: len(put_off) // 10]]:
+    for way in [*ways[:: len(ways) // 30], *put_off[:: max(1, len(put_off) // 10)]]:
         peak = memory.peak(way)
         if peak is not None:
             tried += 1
