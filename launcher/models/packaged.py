@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launcher.data.cache import build_once, cache_key, default_cache_dir
@@ -63,7 +64,10 @@ def unpacked(name: str) -> str:
 
 
 def convert(file: Path, directory: Path) -> None:
-    """Write model and tokenizer of a GGUF file as `save_pretrained` does, the weights in bf16."""
+    """Write model and tokenizer of a GGUF file as `save_pretrained` does, the weights in bf16.
+
+    `save_pretrained` itself writes nothing but on rank 0, and any rank may be the one that converts.
+    """
     unpack = getattr(transformers, "GgufConfig", None)  # versions without it always unpack
     options = {} if unpack is None else {"quantization_config": unpack(dequantize=True)}
     read = AutoModelForCausalLM.from_pretrained(
@@ -71,7 +75,10 @@ def convert(file: Path, directory: Path) -> None:
     )
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)  # `read` is not to be saved
     plain.load_state_dict(read.state_dict())
-    plain.save_pretrained(directory)
+    plain.config.architectures = [type(plain).__name__]
+    plain.config.save_pretrained(directory)
+    plain.generation_config.save_pretrained(directory)
+    save_model(plain, str(directory / "model.safetensors"), metadata={"format": "pt"})
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(directory)
 
 

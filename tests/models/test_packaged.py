@@ -18,6 +18,7 @@ from launcher.data import prompt_tokens
 from launcher.errors import ConfigError
 from launcher.models import packaged
 from launcher.models.packaged import PACKAGED, Package, convert, unpacked
+from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import tiny_llama
 
 TEMPLATE = (
@@ -84,9 +85,18 @@ def model() -> LlamaForCausalLM:
     return tiny_llama(tied=True, layers=2, hidden=64, vocab=64, intermediate_size=96)
 
 
-def test_a_gguf_file_becomes_an_ordinary_model(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def convert_on_the_last(ctx: RankContext, file: Path, directory: Path) -> None:
+    if ctx.rank == ctx.world - 1:
+        directory.mkdir()
+        convert(file, directory)
+
+
+def test_a_gguf_file_becomes_an_ordinary_model(
+    pool: WorkerPool, tmp_path: Path, model: LlamaForCausalLM
+) -> None:
+    """On any rank: whoever asks first converts."""
     write_gguf(tmp_path / "tiny.gguf", model)
-    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    pool.run(convert_on_the_last, 2, tmp_path / "tiny.gguf", tmp_path / "out")
     read = LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert read.dtype == torch.bfloat16 and not hasattr(read.config, "quantization_config")
     assert read.lm_head.weight is read.model.embed_tokens.weight
