@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -15,6 +16,11 @@ def test_the_files() -> None:
     names = {"zero0", "zero1", "zero2", "zero3", "bf16_zero2", "bf16_zero3", "fp16_zero1", "tp2_zero1"}
     names |= {"zero2_offload", "zero3_offload", "zero3_nvme"}
     assert {path.stem for path in FILES} >= names | set(STAGES)
+
+
+@pytest.mark.parametrize("path", DIRECTORY.glob("hf_*.json"), ids=lambda path: path.stem)
+def test_what_accelerate_reads_itself_has_no_comments(path: Path) -> None:
+    assert json.loads(path.read_text())["zero_optimization"]["stage"] == 3
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
