@@ -18,7 +18,7 @@ def test_the_files() -> None:
     assert {path.stem for path in FILES} >= names | set(STAGES)
 
 
-@pytest.mark.parametrize("path", DIRECTORY.glob("hf_*.json"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(DIRECTORY.glob("hf_*.json")), ids=lambda path: path.stem)
 def test_what_accelerate_reads_itself_has_no_comments(path: Path) -> None:
     assert json.loads(path.read_text())["zero_optimization"]["stage"] == 3
 
