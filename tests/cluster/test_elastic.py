@@ -16,6 +16,7 @@ import pytest
 from launcher.cli.job import Job
 from launcher.cli.launch_flags import launch_parser
 from launcher.cli.request import Request
+from launcher.cli.shares import allowed
 from launcher.cluster.attempt import Patience
 from launcher.cluster.crew import Crew, Limits
 from launcher.cluster.frontend import FrontEnd
@@ -124,10 +125,10 @@ def test_which_slots_a_restart_uses(tmp_path: Path) -> None:
     write(tmp_path, SECTION | {"min_gpus": 2})  # on 3 ranks only
     job = job_of(tmp_path, "--num_gpus", "3")
     hosts = [Host("a", (4, 5)), Host("b", (0, 1, 2))]
-    assert job._allowed(hosts, is_restart=True) == [Host("a", (4, 5)), Host("b", (0,))]
+    assert allowed(job, hosts, is_restart=True) == [Host("a", (4, 5)), Host("b", (0,))]
     for few, is_restart in ((hosts, False), (hosts[:1], True)):
         with pytest.raises(ConfigError, match="these numbers are: 3"):
-            job._allowed(few, is_restart=is_restart)
+            allowed(job, few, is_restart=is_restart)
 
 
 def job_of(directory: Path, *argv: str) -> Job:

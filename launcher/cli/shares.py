@@ -1,0 +1,217 @@
+"""From nodes that are ready to the share of each: which slots, how many ranks, and what these are told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.cli.flags import value_of
+from launcher.cli.request import THIS_MACHINE, run_directory, selected
+from launcher.cluster import cores, preflight
+from launcher.cluster.frontend import FrontEnd
+from launcher.cluster.hostfile import Host
+from launcher.cluster.node import Node
+from launcher.cluster.selection import first_ranks
+from launcher.cluster.share import Share
+from launcher.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launcher.cli.job import Job
+
+logger = logging.getLogger("launcher")
+
+
+def deal(job: Job, front_end: FrontEnd) -> list[Share]:
+    """The shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
+
+    Raises:
+        ConfigError: more ranks than devices, or degrees that do not make the number of ranks.
+    """
+    device, hosts = _choose(job, front_end.crew.nodes)
+    hosts = allowed(job, hosts, is_restart=front_end.restarts > 0)
+    node_of = {node.name: node for node in front_end.crew.nodes}
+    nodes = front_end.crew.nodes = [node_of[host.name] for host in hosts]
+    counts = [len(host.slots) for host in hosts]
+    total = sum(counts)
+    front_end.speech.places = _places(job, total)
+    _check_binding(job, counts)
+    if job.output_dir is None:
+        job.output_dir = run_directory(value_of(job.run.arguments, "--output-dir"), job.run.name)
+    common = _common(job, job.output_dir, device)
+    shown = [] if job.flags.enable_each_rank_log else _shown(job, total)
+    firsts = accumulate(counts[:-1], initial=0)
+    front_end.speech.shown = _names(hosts, shown) if shown != [0] else {}
+    front_end.speech.shows_rank_0 = shown == [0]
+    _say_what_starts(job, nodes, counts, device)
+    logger.info("run directory: %s", job.output_dir)
+    masked = device == "cuda" and (job.flags.hostfile or job.flags.include or job.flags.exclude)
+    return [
+        replace(
+            common,
+            target=job.there(node, common.target),
+            environment={name: job.there(node, value) for name, value in common.environment.items()},
+            ranks=len(host.slots),
+            first_rank=first,
+            world_size=total,
+            node=index,
+            nodes=len(nodes),
+            shown=shown,
+            slots=host.slots if masked else None,
+        )
+        for index, (node, host, first) in enumerate(zip(nodes, hosts, firsts, strict=True))
+    ]
+
+
+def _places(job: Job, total: int) -> Sequence[str]:
+    """What people call each rank by its place on the mesh; empty where a script's model may still say so.
+
+    Raises:
+        ConfigError: the degrees do not make the number of ranks.
+    """
+    if job.config is None:
+        return ()
+    from launcher.config.ranks import places
+
+    dp = job.config.dp_degree(total)
+    if not job.run.is_ours and job.config.pipeline.stages is None:
+        return ()
+    return places(job.config.pipeline.degree, dp, job.config.tensor_parallel.degree)
+
+
+def _common(job: Job, output_dir: Path, device: str) -> Share:
+    """What the shares of all nodes have in common."""
+    flags, run = job.flags, job.run
+    to_files = flags.enable_each_rank_log
+    variables = {
+        "LAUNCHER_DEVICE": device,
+        "LAUNCHER_OUTPUT_DIR": str(output_dir),
+        "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
+    }
+    if flags.term_grace:
+        variables["LAUNCHER_TERM_GRACE"] = str(flags.term_grace)
+    if job.source is not None:
+        variables["LAUNCHER_CONFIG"] = job.source
+    if not (run.is_ours or flags.no_deepspeed_shim):
+        from launcher.cli import hugging_face
+
+        variables |= hugging_face.variables(flags.config)
+        logger.info(
+            "`import deepspeed` in %s is this package's engine (--no_deepspeed_shim: it is not)", run.name
+        )
+    bind = flags.bind_cores_to_rank or flags.bind_core_list
+    return Share(
+        kind=run.kind,
+        target=run.target,
+        arguments=run.arguments,
+        log_dir=str(Path(to_files).resolve() if to_files else output_dir / "logs"),
+        log_prefix=time.strftime("%Y%m%d-%H%M%S_") if to_files else "",
+        append_local_rank=not (run.is_ours or flags.no_local_rank),
+        environment=variables,
+        watched=flags.hang_timeout > 0,
+        bind_cores=(flags.bind_core_list or "") if bind else None,
+    )
+
+
+def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
+    """The kind of device, and the hosts with the slots that are used there: where nobody has said them, all.
+
+    Raises:
+        ConfigError: more ranks are wanted than there are devices.
+    """
+    seen = [node.facts["gpus"] for node in nodes if node.facts is not None]
+    device = "cuda" if job.device != "cpu" and min(seen) > 0 else "cpu"
+    if not job.late_choice:
+        return device, [node.host for node in nodes]
+    hosts: list[Host] = []
+    for node, gpus in zip(nodes, seen, strict=True):
+        wanted = job.flags.num_gpus
+        if device == "cuda" and wanted is not None and wanted > gpus:
+            raise ConfigError(
+                f"{wanted} ranks are wanted and {_spoken(node)} shows {gpus} CUDA devices",
+                where=f"--num_gpus {wanted}",
+                fix=f"write --num_gpus {gpus}, or --device cpu to run the ranks on the CPU",
+            )
+        there = gpus if device == "cuda" else wanted or 1
+        hosts.append(Host(node.host.name, tuple(range(there))))
+    return device, selected(hosts, job.flags)
+
+
+def allowed(job: Job, hosts: list[Host], *, is_restart: bool) -> list[Host]:
+    """The hosts with as many slots as the JSON's `elasticity` allows; only a restart leaves some unused.
+
+    Raises:
+        ConfigError: it does not allow so many ranks, nor, after a restart, fewer.
+    """
+    total = sum(len(host.slots) for host in hosts)
+    sizes = job.config.elasticity.world_sizes if job.config is not None else None
+    if job.config is None or sizes is None or total in sizes:
+        return hosts
+    fewer = [size for size in sizes if size < total]
+    if is_restart and fewer:
+        logger.warning("elasticity allows %d of the %d ranks", fewer[-1], total)
+        return first_ranks(hosts, fewer[-1])
+    from launcher.config.elasticity import refusal
+
+    problem = refusal(job.config.elasticity, total)
+    raise ConfigError(problem.what, where=job.config.where("elasticity"), fix=problem.fix)
+
+
+def _check_binding(job: Job, counts: Sequence[int]) -> None:
+    """The nodes bind cores themselves; mistakes that can be seen here are told before anything starts."""
+    flags = job.flags
+    if (flags.bind_cores_to_rank or flags.bind_core_list) and job.is_here(job.hosts[0]):
+        listed = cores.parse_core_list(flags.bind_core_list) if flags.bind_core_list else cores.usable_cores()
+        cores.share_cores(listed, counts[0])
+
+
+def _shown(job: Job, total: int) -> list[int]:
+    """Ranks whose output goes to the terminal: rank 0, and those of `--tee`.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    wanted = job.flags.tee
+    if wanted is None:
+        return [0]
+    if wanted == "all":
+        return list(range(total))
+    ranks = sorted({0, *(int(text) for text in wanted.split(","))})
+    if ranks[-1] >= total:
+        raise ConfigError(
+            f"there is no rank {ranks[-1]}", where=f"--tee {wanted}", fix=f"the last is {total - 1}"
+        )
+    return ranks
+
+
+def _say_what_starts(job: Job, nodes: Sequence[Node], counts: Sequence[int], device: str) -> None:
+    first = nodes[0].facts
+    assert first is not None
+    count = "1 rank" if sum(counts) == 1 else f"{sum(counts)} ranks"
+    where = f" of {len(nodes)} hosts ({_few(nodes)})" if len(nodes) > 1 else f" of {nodes[0].name}"
+    if nodes[0].name == THIS_MACHINE:
+        where = ""
+    backend = "nccl" if device == "cuda" else "gloo"
+    threads = ""
+    if first["threads"] is None and not (job.flags.bind_cores_to_rank or job.flags.bind_core_list):
+        number = max(1, first["cores"] // counts[0])
+        threads = f", OMP_NUM_THREADS={number} (cores / ranks)"
+    logger.info("%s on %s%s, backend %s%s", count, device, where, backend, threads)
+
+
+def _names(hosts: Sequence[Host], shown: Sequence[int]) -> dict[int, str]:
+    """How each shown rank's lines begin."""
+    host_of = [host.name for host in hosts for _ in host.slots]
+    return {rank: f"{host_of[rank]}:{rank}: " if len(hosts) > 1 else f"{rank}: " for rank in shown}
+
+
+def _spoken(node: Node) -> str:
+    return "this machine" if node.name == THIS_MACHINE else node.name
+
+
+def _few(nodes: Sequence[Node]) -> str:
+    return preflight.few([node.name for node in nodes])
