@@ -41,6 +41,8 @@ logger = logging.getLogger("launcher")
 
 def command() -> NoReturn:
     """The command `launch`: `main`, and a quick end; taking torch apart takes seconds on a busy machine."""
+    if _subcommand(sys.argv[1:]):
+        gc.disable()  # they answer and end: a fifth of the time of large imports is a search for garbage
     try:
         code = main()
         sys.stdout.flush()
@@ -80,10 +82,13 @@ def print_error(text: str) -> None:
     console.print(text, markup=False)
 
 
+def _subcommand(argv: Sequence[str]) -> tuple[str, str] | None:
+    return SUBCOMMANDS.get(argv[0].replace("_", "-")) if argv else None
+
+
 def _launch(argv: list[str]) -> int:
-    if argv[:1] and (name := argv[0].replace("_", "-")) in SUBCOMMANDS:
-        gc.disable()  # they answer and end: a fifth of the time of large imports is a search for garbage
-        module, function = SUBCOMMANDS[name]
+    if found := _subcommand(argv):
+        module, function = found
         return int(getattr(importlib.import_module(f"launcher.cli.{module}"), function)(argv[1:]))
     parser = launch_parser()
     own, recipe = split_argv(parser, argv)

@@ -101,19 +101,17 @@ def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:
 def keep_record(record: CollectiveRecord, axis: Axis) -> None:
     """Give the record to everybody who collects such; nothing is sent along an axis of one rank."""
     if axis.degree > 1:
-        show(f"{record.op} of {record.tag}", "" if record.op == "send" else axis.members)
+        if _beacon is not None:
+            among = "" if record.op == "send" else axis.members
+            _beacon.show(f"{record.op} of {record.tag}", among)
         for records in _recorders:
             records.append(record)
 
 
-def show(text: str, among: str = "") -> None:
-    """Let who watches this process know what it begins, or waits for.
-
-    Args:
-        among: the ranks that all begin it.
-    """
+def show_wait(text: str) -> None:
+    """Let who watches this process know what it waits for by itself."""
     if _beacon is not None:
-        _beacon.show(text, among)
+        _beacon.show(text)
 
 
 P = ParamSpec("P")

@@ -59,10 +59,7 @@ class Estimator:
             ConfigError: the JSON does not go with so many ranks, or with the model.
         """
         sequence = sequence or self.sequence
-        degrees = {"pp": config.pipeline.degree, "tp": config.tensor_parallel.degree}
-        mesh = Mesh.planned(META, world, rank, dp=config.dp_degree(world), **degrees)
-        resolved = resolve(config, mesh, self.model, {})
-        portion = self._portions.of(resolved, mesh, sequence)
+        mesh, resolved, portion = self._laid_out(config, world, rank, sequence)
         paper = PaperRank(portion, resolved, mesh, self._states_of(resolved))
         script = Script(paper, portion, resolved, mesh, *self._traced(resolved, portion, sequence))
         Step(script).run(most=1)  # in the first step the fetcher learns its order
@@ -76,10 +73,7 @@ class Estimator:
     def kept(self, config: Config, world: int, sequence: int | None = None) -> int:
         """Bytes that all blocks of the model keep of one microbatch from its forward to its backward, on a tp rank."""
         sequence = sequence or self.sequence
-        degrees = {"pp": config.pipeline.degree, "tp": config.tensor_parallel.degree}
-        mesh = Mesh.planned(META, world, 0, dp=config.dp_degree(world), **degrees)
-        resolved = resolve(config, mesh, self.model, {})
-        portion = self._portions.of(resolved, mesh, sequence)
+        _, resolved, portion = self._laid_out(config, world, 0, sequence)
         traced, _ = self._traced(resolved, portion, sequence)
         return sum(traced(block).of(block).kept for block in range(len(portion.names)))
 
@@ -94,6 +88,13 @@ class Estimator:
     def copy(self) -> nn.Module:
         """The model on meta, to be used up."""
         return copy.deepcopy(self.model)
+
+    def _laid_out(self, config: Config, world: int, rank: int, sequence: int) -> tuple[Mesh, Config, Portion]:
+        """The mesh as the rank sees it, the configuration resolved on it, and the rank's part of the model."""
+        degrees = {"pp": config.pipeline.degree, "tp": config.tensor_parallel.degree}
+        mesh = Mesh.planned(META, world, rank, dp=config.dp_degree(world), **degrees)
+        resolved = resolve(config, mesh, self.model, {})
+        return mesh, resolved, self._portions.of(resolved, mesh, sequence)
 
     def _states_of(self, config: Config) -> StateBytes:
         key = repr(config.optimizer and (config.optimizer.type, params_of(config.optimizer), config.bf16))

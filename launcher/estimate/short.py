@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -39,10 +40,8 @@ def shortened(model: nn.Module) -> Short:
     stands_for: list[int] = []
     for row, blocks in rows.items():
         number, like = _needed(_kinds(model, blocks))
-        whole = isinstance(model.get_submodule(row), nn.ModuleList) and len(model.get_submodule(row)) == len(  # type: ignore[arg-type]
-            blocks
-        )
-        if not whole:
+        parent = model.get_submodule(row)
+        if not (isinstance(parent, nn.ModuleList) and len(parent) == len(blocks)):
             number, like = len(blocks), tuple(range(len(blocks)))
         start = sum(kept.values())
         kept[row] = number
@@ -75,7 +74,9 @@ def _renewed(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, made.get(value.__self__, value.__self__))
     if isinstance(value, dict):
-        return type(value)((key, _renewed(one, made)) for key, one in value.items())
+        renewed = copy.copy(value)  # as dict-like as it was
+        renewed.update((key, _renewed(one, made)) for key, one in value.items())
+        return renewed
     if type(value) in (list, tuple, set):
         return type(value)(_renewed(one, made) for one in value)
     return value

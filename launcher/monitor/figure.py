@@ -35,7 +35,7 @@ def finish(axes: Axes, *, legend_below: bool = False) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if legend_below:
-        axes.get_figure().legend(loc="outside lower center", ncols=IN_A_ROW, frameon=False)  # type: ignore[union-attr]
+        axes.figure.legend(loc="outside lower center", ncols=IN_A_ROW, frameon=False)
     elif axes.has_data():
         axes.legend(frameon=False)
 

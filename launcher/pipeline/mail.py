@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm import Pending
-from launcher.comm.collectives import show
+from launcher.comm.collectives import show_wait
 from launcher.comm.letters import Letters
 from launcher.pipeline.actions import Action, Kind, Schedule
 from launcher.pipeline.batches import packed, unpacked
@@ -75,7 +75,7 @@ class Mail:
         self._posted[key] -= 1
         self._post_ahead(key)
         what = "gradients" if action.kind is Kind.RECV_B else "inputs"
-        show(f"the wait for {what} of stage {action.stage}, microbatch {action.microbatch}")
+        show_wait(f"the wait for {what} of stage {action.stage}, microbatch {action.microbatch}")
         for pending in pendings:
             pending.wait()
         if (
