@@ -21,7 +21,8 @@ lint: $(VENV)/.installed-dev
 
 # Against the real DeepSpeed: needs a C++ compiler.
 parity: $(VENV)/.installed-parity
-	LAUNCHER_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity_deepspeed
+	$(BIN)/python -m tests.parity_deepspeed.operators
+	LAUNCHER_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity_deepspeed --timeout 1000
 
 # Every causal-LM type under tensor parallelism and in stages; writes docs/models.md, and fails where that has changed.
 models: $(VENV)/.installed-test

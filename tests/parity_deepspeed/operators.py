@@ -1,0 +1,34 @@
+"""Compiles the C++ operators of DeepSpeed that the comparison uses: `python -m tests.parity_deepspeed.operators`.
+
+DeepSpeed compiles an operator when it is first used, which takes minutes on a busy machine, and who is killed meanwhile
+leaves a lock at which every later run waits for ever. So they are compiled before the tests, with no limit of
+time, into a directory that belongs to this virtual environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+DIRECTORY = Path(sys.prefix, "torch_extensions")
+
+
+def environment() -> dict[str, str]:
+    """What a process needs to find the operators, to compile others (ninja), and to use the CPU."""
+    path = f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return {"TORCH_EXTENSIONS_DIR": str(DIRECTORY), "DS_ACCELERATOR": "cpu", "PATH": path}
+
+
+def main() -> None:
+    os.environ.update(environment())
+    for lock in DIRECTORY.glob("*/lock"):  # of a run that was killed
+        lock.unlink()
+    from deepspeed.ops.op_builder import cpu
+
+    for builder in (cpu.ShareMemCommBuilder, cpu.FusedAdamBuilder, cpu.CPULionBuilder, cpu.CPUAdagradBuilder):
+        builder().load(verbose=False)
+
+
+if __name__ == "__main__":
+    main()
