@@ -37,7 +37,6 @@ _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.re
 # Pairwise messages of two collectives of an axis may be in flight together; a running number keeps them apart. Gathers
 # and reductions are numbered apart, for their order relative to each other may differ from rank to rank.
 _MESSAGES = 1 << 20
-SMALL = 1 << 15  # bytes of a slice; smaller ones are sent: that takes one message, reading takes two
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def _gather(slices: list[Tensor], full: Tensor | None, axis: Axis, tag: str) -> 
                 return Pending([_native_all_gather(full, mine, group=axis.group, async_op=True)])
             return Pending([dist.all_gather(slices, mine, group=axis.group, async_op=True)])
         message = next(axis.gathers) % _MESSAGES
-        if axis.memory is not None and _nbytes(mine) >= SMALL:
+        if axis.memory is not None and mine.numel():
             return Pending(axis.memory.gather(slices, message))
         works: list[Waitable] = [axis.group.recv([slices[peer]], peer, message) for peer in axis.peers]
         works += [axis.group.send([mine], peer, message) for peer in axis.peers]
@@ -219,7 +218,7 @@ def reduce_scatter(
         if full.device.type != "cpu":
             return _native(full, slices, out, axis, accumulate)
         message = next(axis.reduced) % _MESSAGES
-        if axis.memory is not None and _nbytes(slices[0]) >= SMALL:
+        if axis.memory is not None and slices[0].numel():
             return Pending(axis.memory.reduce_scatter(slices, message, _summing(out, accumulate)))
         received = torch.empty(axis.degree - 1, out.numel(), dtype=full.dtype, device=full.device)
         parts = {peer: received[peer - (peer > axis.rank)] for peer in axis.peers}
@@ -227,6 +226,10 @@ def reduce_scatter(
         works += [axis.reductions.send([slices[peer]], peer, message) for peer in axis.peers]
         parts[axis.rank] = slices[axis.rank]
         return Pending(works, lambda: _sum_in_rank_order(parts, out, accumulate))
+
+
+def _adding(out: Tensor) -> Add:
+    return _summing(out, accumulate=False)
 
 
 def _summing(out: Tensor, accumulate: bool) -> Add:
@@ -278,15 +281,9 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     if axis.reductions is None:
         return Pending([])
     with record_function(f"{tag}/all_reduce"):
-        if axis.memory is not None and buffer.is_contiguous() and _nbytes(buffer) >= SMALL * axis.degree:
-            if axis.degree == 2:
-                flat = buffer.view(-1)
-                add = _summing(flat, accumulate=False)
-                return Pending(axis.memory.exchange(flat, next(axis.reduced) % _MESSAGES, add))
-            slices = list(buffer.view(-1).tensor_split(axis.degree))
+        if axis.memory is not None and buffer.is_contiguous() and buffer.numel():
             messages = next(axis.reduced) % _MESSAGES, next(axis.reduced) % _MESSAGES
-            add = _summing(slices[axis.rank], accumulate=False)
-            return Pending(axis.memory.all_reduce(slices, messages, add))
+            return Pending(axis.memory.all_reduce(buffer.view(-1), messages, _adding))
         return Pending([dist.all_reduce(buffer, group=axis.reductions, async_op=True)])
 
 

@@ -1,37 +1,33 @@
-"""Collectives between CPU ranks of one machine: each reads what it needs straight out of its peers' memory.
+"""Collectives and letters between CPU ranks of one machine: each reads what it needs out of its peers' memory.
 
-Loopback sockets copy every byte twice through the kernel. Linux can copy once, from one process into another
-(process_vm_readv, the "cross memory attach" of MPI libraries). Messages (`mailbox.py`) only say where data lies and
-that it was read:
+Small tensors are shown on a board (`board.py`): who starts a collective has shown its part, and who waits for it reads
+what the others show. No thread but the caller's is involved, and nobody waits until others have read.
+Large ones are read where they lie (`cross_memory.py`), by a thread for gathers and one for reductions, while the main
+thread computes. Messages (`mailbox.py`) say where data lies and that it was read:
 
-    offer   "my buffer is ready, at this address"       (a reader needs it before it reads)
-    read    "I have read what I need of your buffer"    (its owner needs it before it changes the buffer)
-
-A thread for gathers and one for reductions do the reading, so a rank gives and takes while its main thread computes.
+    offer   "my part is ready, at this place"       (a reader needs it before it reads)
+    read    "I have read what I need of your part"  (its owner needs it before it changes it)
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import queue
 import sys
-import threading
-import weakref
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.comm import board, cross_memory
+from launcher.comm.background import Worker
+from launcher.comm.board import READ, Board
 from launcher.comm.mailbox import Mailbox
 
 BLOCK = 1 << 18  # elements summed at a time: what was read is still in the cache when it is added
-READ = 2  # a message's number plus this is that of its "read"
-_PR_SET_PTRACER = 0x59616D61
+WHOLE = 1 << 16  # bytes up to which more than two ranks sum all of a buffer each, instead of a slice
+LETTER = 1 << 40  # letters and collectives count for themselves
 Add = Callable[[dict[int, Tensor], slice], None]
 
 
@@ -62,7 +58,9 @@ class PeerMemory:
     def __init__(self, rank: int, pids: list[int], mailbox: Mailbox) -> None:
         self.rank, self.pids, self.mailbox = rank, pids, mailbox
         self.peers = peers_of(rank, len(pids))
-        self._gathers, self._reductions = _Worker(), _Worker()
+        self._board = Board(mailbox)
+        self._spin = _local_ranks(len(pids)) <= len(os.sched_getaffinity(0))
+        self._gathers, self._reductions = Worker(), Worker()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> PeerMemory:
@@ -73,29 +71,37 @@ class PeerMemory:
         """
         if sys.platform != "linux":
             raise Unreadable("only Linux lets a process read another's memory")
-        _allow_siblings()
-        probe, mailbox = torch.tensor([os.getpid()]), Mailbox(group.rank())
+        cross_memory.allow_siblings()
+        probe, mailbox = torch.tensor([os.getpid()]), _mailbox(group)
+        address = mailbox and mailbox.address
         every: list[Any] = [None] * group.size()
-        dist.all_gather_object(every, (_machine(), probe.data_ptr(), mailbox.address), group=group)
-        problem = _problem([(machine, box.pid, address) for machine, address, box in every])
+        dist.all_gather_object(every, (cross_memory.machine(), probe.data_ptr(), address), group=group)
         problems: list[Any] = [None] * group.size()
-        dist.all_gather_object(problems, problem, group=group)  # the probe must live until all have read it
+        # the probe and the mailbox must live until all have read them
+        dist.all_gather_object(problems, _connected(mailbox, every), group=group)
         found = [text for text in problems if text]
-        if found:
+        if found or mailbox is None:
             raise Unreadable(found[0])
-        mailbox.connect([box for _, _, box in every])
+        mailbox.all_are_connected()
         return cls(group.rank(), [box.pid for _, _, box in every], mailbox)
+
+    # ---- collectives ------------------------------------------------------------------------
 
     def gather(self, slices: list[Tensor], number: int) -> list[Waitable]:
         """Read every peer's slice into its place; slices[rank] is what the peers read."""
-        self._offer([slices[self.rank]] * len(slices), number)
+        shown = self._board.show([slices[self.rank]], number, self.peers)
 
         def run() -> None:
             for peer in self.peers:
-                self._copy(peer, self.mailbox.receive(peer, number), slices[peer])
+                place = self.mailbox.receive(peer, number, spin=self._spin and shown is not None)
+                self._copy(peer, place, slices[peer])
                 self.mailbox.send(peer, number + READ)
 
-        return [self._gathers.start(run), self._all_have_read(number + READ)]
+        if shown is not None:
+            self._tell(shown * len(slices), number)
+            return [_Later(run)]
+        self._offer([slices[self.rank]] * len(slices), number)
+        return [self._gathers.start(run), self._all_have_read(number + READ, slices)]
 
     def reduce_scatter(self, slices: list[Tensor], number: int, add: Add) -> list[Waitable]:
         """Read slice `rank` of every peer, block by block, and have `add` sum what each rank has.
@@ -104,6 +110,10 @@ class PeerMemory:
             slices: this rank's contributions to each rank.
             add: ({rank: its block}, where the block lies in the slice) -> None.
         """
+        shown = self._board.show(slices, number, self.peers)
+        if shown is not None:
+            self._tell(shown, number)
+            return [_Later(lambda: self._sum_shown(slices[self.rank], number, add))]
         self._offer(slices, number)
 
         def run() -> None:
@@ -111,9 +121,29 @@ class PeerMemory:
             for peer in self.peers:
                 self.mailbox.send(peer, number + READ)
 
-        return [self._reductions.start(run), self._all_have_read(number + READ)]
+        return [self._reductions.start(run), self._all_have_read(number + READ, slices)]
 
-    def all_reduce(self, slices: list[Tensor], numbers: tuple[int, int], add: Add) -> list[Waitable]:
+    def all_reduce(
+        self, buffer: Tensor, numbers: tuple[int, int], add: Callable[[Tensor], Add]
+    ) -> list[Waitable]:
+        """Sum a flat buffer over the ranks, in place.
+
+        Args:
+            numbers: of the terms, and of the sums.
+            add: (where a sum goes) -> as in `reduce_scatter`.
+        """
+        if len(self.pids) == 2 or _nbytes(buffer) <= WHOLE:
+            shown = self._board.show([buffer], numbers[0], self.peers)
+            if shown is None:
+                return self._exchange(buffer, numbers[0], add(buffer))
+            self._tell(shown * len(self.pids), numbers[0])
+            # of more than two terms sums are written before the last one is read
+            mine = buffer if len(self.pids) == 2 else buffer.clone()
+            return [_Later(lambda: self._sum_shown(mine, numbers[0], add(buffer)))]
+        slices = list(buffer.tensor_split(len(self.pids)))
+        return self._reduce_and_gather(slices, numbers, add(slices[self.rank]))
+
+    def _reduce_and_gather(self, slices: list[Tensor], numbers: tuple[int, int], add: Add) -> list[Waitable]:
         """As reduce_scatter, with the sum in slices[rank]; then every rank reads the others' sums."""
         mine, (terms, sums) = slices[self.rank], numbers
         self._offer(slices, terms)
@@ -125,12 +155,12 @@ class PeerMemory:
                 self._copy(peer, self.mailbox.receive(peer, sums), slices[peer])
                 self.mailbox.send(peer, sums + READ)
 
-        return [self._reductions.start(run), self._all_have_read(sums + READ)]
+        return [self._reductions.start(run), self._all_have_read(sums + READ, slices)]
 
-    def exchange(self, buffer: Tensor, number: int, add: Add) -> list[Waitable]:
+    def _exchange(self, buffer: Tensor, number: int, add: Add) -> list[Waitable]:
         """An all-reduce in one round: every rank reads its peers' buffers whole and sums them. Two ranks read as much
         as in two rounds, and wait half as often."""
-        self._offer([buffer] * (len(self.peers) + 1), number)
+        self._offer([buffer] * len(self.pids), number)
 
         def run() -> None:
             terms = {self.rank: buffer}
@@ -138,149 +168,125 @@ class PeerMemory:
                 terms[peer] = torch.empty_like(buffer)
                 self._copy(peer, self.mailbox.receive(peer, number), terms[peer])
                 self.mailbox.send(peer, number + READ)
-            self._all_have_read(number + READ).wait()
+            self._all_have_read(number + READ, buffer).wait()
             for start in range(0, buffer.numel(), BLOCK):
                 where = slice(start, start + BLOCK)
                 add({rank: term[where] for rank, term in terms.items()}, where)
 
         return [self._reductions.start(run)]
 
-    def _offer(self, slices: list[Tensor], number: int) -> None:
+    # ---- letters ----------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, peer: int, number: int) -> list[Waitable]:
+        """Offer a flat tensor to one peer; it may change when this was waited for."""
+        number += LETTER
+        shown = self._board.show([tensor], number, [peer])
+        self.mailbox.send(peer, number, tensor.data_ptr() if shown is None else shown[0])
+        return [_Reads(self.mailbox, [peer], number + READ, tensor)] if shown is None else []
+
+    def receive(self, tensor: Tensor, peer: int, number: int) -> list[Waitable]:
+        """Read what the peer sends under this number, when it is waited for."""
+        number += LETTER
+
+        def run() -> None:
+            self._copy(peer, self.mailbox.receive(peer, number, spin=self._spin), tensor)
+            self.mailbox.send(peer, number + READ)
+
+        return [_Later(run)]
+
+    # ---- parts of them ----------------------------------------------------------------------
+
+    def _tell(self, places: Sequence[int], number: int) -> None:
         for peer in self.peers:
-            self.mailbox.send(peer, number, slices[peer].data_ptr())
+            self.mailbox.send(peer, number, places[peer])
+
+    def _offer(self, slices: list[Tensor], number: int) -> None:
+        self._tell([part.data_ptr() for part in slices], number)
+
+    def _sum_shown(self, mine: Tensor, number: int, add: Add) -> None:
+        terms = {self.rank: mine}
+        for peer in self.peers:
+            place = self.mailbox.receive(peer, number, spin=self._spin)
+            if place < 0:
+                terms[peer] = self._board.shown(peer, place, mine.numel(), mine.dtype)
+            else:
+                terms[peer] = torch.empty_like(mine)
+                self._copy(peer, place, terms[peer])
+        add(terms, slice(0, mine.numel()))
+        for peer in self.peers:
+            self.mailbox.send(peer, number + READ)
 
     def _sum(self, mine: Tensor, number: int, add: Add) -> None:
-        addresses = {peer: self.mailbox.receive(peer, number) for peer in self.peers}
+        places = {peer: self.mailbox.receive(peer, number) for peer in self.peers}
         size = min(BLOCK, mine.numel())
-        scratch = {peer: torch.empty(size, dtype=mine.dtype) for peer in addresses}
+        scratch = {peer: torch.empty(size, dtype=mine.dtype) for peer in places}
         for start in range(0, mine.numel(), size):
             where = slice(start, min(start + size, mine.numel()))
             blocks = {self.rank: mine[where]}
-            for peer, address in addresses.items():
+            for peer, place in places.items():
                 blocks[peer] = scratch[peer][: where.stop - start]
-                self._copy(peer, address + start * mine.element_size(), blocks[peer])
+                self._copy(peer, place + start * mine.element_size(), blocks[peer])
             add(blocks, where)
 
-    def _copy(self, peer: int, address: int, into: Tensor) -> None:
-        _copy(self.pids[peer], address, into)
+    def _copy(self, peer: int, place: int, into: Tensor) -> None:
+        if place < 0:
+            into.copy_(self._board.shown(peer, place, into.numel(), into.dtype).view_as(into))
+        else:
+            cross_memory.copy(self.pids[peer], place, into)
 
-    def _all_have_read(self, number: int) -> Waitable:
-        return _Reads(self.mailbox, self.peers, number)
+    def _all_have_read(self, number: int, offered: object) -> Waitable:
+        return _Reads(self.mailbox, self.peers, number, offered)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _mailbox(group: dist.ProcessGroup) -> Mailbox | None:
+    try:
+        return Mailbox(group.rank(), group.size(), board.BYTES)
+    except OSError:
+        return None
+
+
+def _connected(mailbox: Mailbox | None, every: list[tuple[str, int, Any]]) -> str | None:
+    """Connect the mailbox; gives why that, or reading the others' memory, is not possible."""
+    if mailbox is None or any(address is None for _, _, address in every):
+        return "a rank could not get memory to share"
+    problem = cross_memory.problem([(machine, address.pid, probe) for machine, probe, address in every])
+    if problem is not None:
+        return problem
+    try:
+        mailbox.connect([address for _, _, address in every])
+    except OSError as error:
+        return f"the mailbox of another rank cannot be mapped: {error}"
+    return None
+
+
+def _local_ranks(degree: int) -> int:
+    """Ranks on this machine, as far as is known."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or degree)
+
+
+class _Later:
+    """Work that is done by who waits for it."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+
+    def wait(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            with torch.no_grad():
+                run()
 
 
 class _Reads:
-    """That every peer has read what was offered."""
+    """That every peer has read what was offered, which lives until then."""
 
-    def __init__(self, mailbox: Mailbox, peers: list[int], number: int) -> None:
-        self._mailbox, self._peers, self._number = mailbox, peers, number
+    def __init__(self, mailbox: Mailbox, peers: list[int], number: int, offered: object) -> None:
+        self._mailbox, self._peers, self._number, self._offered = mailbox, peers, number, offered
 
     def wait(self) -> None:
         for peer in self._peers:
             self._mailbox.receive(peer, self._number)
-
-
-class _Worker:
-    """A thread that runs one job after another."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._jobs.put, None)
-
-    def start(self, run: Callable[[], None]) -> _Job:
-        """Have the thread call `run`."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="peer-memory")
-            self._thread.start()
-        job = _Job(run)
-        self._jobs.put(job)
-        return job
-
-
-class _Job:
-    """A call in the thread; waiting for it raises what it raised."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def __call__(self) -> None:
-        run, self._run = self._run, None
-        assert run is not None
-        try:
-            with torch.no_grad():
-                run()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._done.set()
-
-    def wait(self) -> None:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-
-
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # or its buffers would live until the next one
-
-
-# ---- the system calls ---------------------------------------------------------------------------
-
-
-class _Region(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
-
-
-@cache
-def _library() -> Any:
-    library = ctypes.CDLL(None, use_errno=True)
-    region = ctypes.POINTER(_Region)
-    library.process_vm_readv.restype = ctypes.c_ssize_t
-    library.process_vm_readv.argtypes = [
-        ctypes.c_int, region, ctypes.c_ulong, region, ctypes.c_ulong, ctypes.c_ulong
-    ]  # fmt: skip
-    return library
-
-
-def _copy(pid: int, address: int, into: Tensor) -> None:
-    library = _library()
-    done, size, start = 0, into.numel() * into.element_size(), into.data_ptr()
-    while done < size:
-        here, there = _Region(start + done, size - done), _Region(address + done, size - done)
-        count = library.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if count <= 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"reading the memory of process {pid}: {os.strerror(number)}")
-        done += count
-
-
-def _allow_siblings() -> None:
-    """Where only ancestors may read a process (Yama), name our parent: its other children may, too."""
-    _library().prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-
-
-def _machine() -> str:
-    """The running kernel and the process namespace: numbers of processes mean the same where both are the same."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"unknown {os.getpid()}"
-
-
-def _problem(every: list[tuple[str, int, int]]) -> str | None:
-    if len({machine for machine, _, _ in every}) > 1:
-        return "the ranks are not on one machine"
-    value = torch.zeros(1, dtype=torch.int64)
-    try:
-        for _, pid, address in every:
-            _copy(pid, address, value)
-            if int(value) != pid:
-                return f"process {pid} is not what it seems"
-    except OSError as error:
-        return str(error)
-    return None

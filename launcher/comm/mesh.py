@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +41,7 @@ class Axis:
         levels: (across nodes, inside a node): gathers along this axis go in these two hops; None: in one.
         gathers, reduced, exchanged: numbers of the messages of each kind. All ranks of an axis start the same
             ones in the same order, but not so on two axes.
+        sent, received: how many letters (`letters.py`), by (coordinate of the other, whether they go back).
     """
 
     name: str
@@ -53,6 +55,8 @@ class Axis:
     gathers: Iterator[int] = field(default_factory=lambda: itertools.count(0, 4), compare=False, repr=False)
     reduced: Iterator[int] = field(default_factory=lambda: itertools.count(1, 4), compare=False, repr=False)
     exchanged: Iterator[int] = field(default_factory=lambda: itertools.count(2, 4), compare=False, repr=False)
+    sent: Counter[tuple[int, bool]] = field(default_factory=Counter, compare=False, repr=False)
+    received: Counter[tuple[int, bool]] = field(default_factory=Counter, compare=False, repr=False)
 
     @cached_property
     def members(self) -> str:

@@ -17,16 +17,16 @@ from launcher.comm import (
     record_collectives,
     reduce_scatter,
 )
-from launcher.comm.collectives import SMALL
 from launcher.comm.memory import BLOCK
 from launcher.comm.mesh import TRANSPORT, Axis
 from tests.pool import RankContext, WorkerPool
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
 PARTS = pytest.mark.parametrize("cuts", [1, 2], ids=["whole", "parts"])
-# (elements of a slice, transport): sent because it is small; read; read block by block; always sent
+MIDDLE = 1 << 15
+# (elements of a slice, transport): shown on boards; shown by few ranks; read block by block; always sent
 WAYS = pytest.mark.parametrize(
-    ("size", "way"), [(96, ""), (SMALL, ""), (BLOCK + 5000, ""), (SMALL, "sockets")]
+    ("size", "way"), [(96, ""), (MIDDLE, ""), (BLOCK + 5000, ""), (MIDDLE, "sockets")]
 )
 
 
@@ -197,7 +197,7 @@ def many(ctx: RankContext, size: int) -> bool:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_buffer_may_be_changed_after_the_wait(pool: WorkerPool, world: int) -> None:
-    assert all(pool.run(many, world, SMALL))
+    assert all(pool.run(many, world, MIDDLE))
 
 
 def transport(ctx: RankContext, way: str) -> str:

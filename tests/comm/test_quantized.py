@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from launcher.comm import Mesh, all_to_all, quantized_all_gather, quantized_reduce_scatter, record_collectives
-from launcher.comm.collectives import SMALL
 from launcher.comm.quantized import BLOCK, dequantize, packed_bytes, quantize
 from tests.pool import RankContext, WorkerPool
 
@@ -84,7 +83,7 @@ def collect(ctx: RankContext, size: int) -> tuple[Tensor, Tensor, Tensor, list[i
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("size", [999, 8 * SMALL])
+@pytest.mark.parametrize("size", [999, 8 * 1 << 15])
 def test_collectives(pool: WorkerPool, world: int, size: int) -> None:
     """All ranks have the same, however the bytes go; a sum is off by at most half a scale for each term but its own."""
     ranks = pool.run(collect, world, size)

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from launcher.comm import collectives
+from launcher.comm import board
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import PlainRun, batch, tiny_gpt2, tiny_llama, train_plain
 from tests.zero.training import LAYERS, LR, SEQUENCES, Case, Trained, train
@@ -151,12 +151,12 @@ def test_fp16_with_a_dynamic_scale(pool: WorkerPool) -> None:
 
 
 def train_by_memory(ctx: RankContext, case: Case) -> Trained:
-    """However small a slice is, it is read from the peers' memory, where that is possible."""
-    small, collectives.SMALL = collectives.SMALL, 0
+    """However small a tensor is, it is read where it lies in its rank's memory, where that is possible."""
+    slot, board.SLOT = board.SLOT, 0
     try:
         return train(ctx, case)
     finally:
-        collectives.SMALL = small
+        board.SLOT = slot
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
