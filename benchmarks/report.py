@@ -36,6 +36,7 @@ class Line:
     distance of a step's loss from plain PyTorch's (nan without that row)."""
 
     name: str
+    peer: str
     ours: bool
     step_ms: list[float]
     tokens_per_s: float
@@ -47,11 +48,22 @@ class Line:
     foreign_cpu: float
 
 
+def lines_of(file: Path) -> tuple[dict[str, Any], dict[str, list[Line]]]:
+    """The last session of a file, and by group its rows that ran."""
+    session, runs = _last_session(file)
+    truth, groups = _truth(runs), dict[str, list[Line]]()
+    for row in session["rows"]:
+        if of_row := _good(_of_row(row, runs)):
+            for group in row["groups"]:
+                groups.setdefault(group, []).append(_line(row, of_row, truth))
+    return session, groups
+
+
 def report(file: Path) -> str:
     """The tables of the last session in a file, ours first, then the fastest peer."""
     session, runs = _last_session(file)
     truth = _truth(runs)
-    parts = [_heading(session)]
+    parts = [heading(session)]
     for group in dict.fromkeys(group for row in session["rows"] for group in row["groups"]):
         rows = [row for row in session["rows"] if group in row["groups"]]
         parts.append(f"\n#### {group}\n\n" + _table(rows, runs, truth))
@@ -87,7 +99,8 @@ def _last_session(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return records[first], records[first + 1 :]
 
 
-def _heading(session: dict[str, Any]) -> str:
+def heading(session: dict[str, Any]) -> str:
+    """Date, commit, machine, versions and the job."""
     about, work = session["session"], session["work"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     return (
@@ -126,6 +139,7 @@ def _line(row: dict[str, Any], runs: list[dict[str, Any]], truth: list[float] | 
     good = _good(runs)
     return Line(
         name=row["name"],
+        peer=row["peer"],
         ours=row["peer"] == "ours",
         step_ms=[run["step_ms_median"] for run in good],
         tokens_per_s=statistics.median(run["tokens_per_s"] for run in good),
@@ -167,14 +181,18 @@ def _cells(line: Line, lines: list[Line]) -> list[str]:
     ]
 
 
-def _speed_ratio(line: Line, peers: list[Line]) -> float:
-    """Median over turns of this row's speed against the fastest peer of the same turn."""
+def speed_ratios(line: Line, peers: list[Line]) -> list[float]:
+    """Turn by turn, this row's speed against the fastest peer of the same turn."""
     ratios = []
     for turn, speed in line.speed_by_turn.items():
         rivals = [peer.speed_by_turn[turn] for peer in peers if turn in peer.speed_by_turn]
         if rivals:
             ratios.append(speed / max(rivals))
-    return statistics.median(ratios) if ratios else float("nan")
+    return ratios
+
+
+def _speed_ratio(line: Line, peers: list[Line]) -> float:
+    return statistics.median(speed_ratios(line, peers) or [float("nan")])
 
 
 def _figure(value: float, form: str) -> str:

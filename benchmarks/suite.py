@@ -12,6 +12,7 @@ from benchmarks.sweep import ROOT, Row, run, sweep
 from benchmarks.workload import Work
 
 LIMIT_S = {"tiny": 120.0, "small": 240.0, "medium": 400.0}
+RESULTS = ROOT / "benchmarks" / "results"
 WARM_UP_LIMIT_S = 900.0  # g++ on a busy machine takes its time
 
 # glibc's malloc: keep what was freed (fast), or hand large blocks back at once (small).
@@ -74,13 +75,41 @@ def main(suite: Suite, description: str | None) -> None:
         "--out", type=Path, help=f"records; default: benchmarks/results/{suite.name}-MODEL-DATE.jsonl"
     )
     args = parser.parse_args()
-    stamp = datetime.now().strftime("%Y%m%d-%H%M")
-    out = args.out or ROOT / "benchmarks" / "results" / f"{suite.name}-{args.model}-{stamp}.jsonl"
-    rows = suite.choose(args.group or suite.groups, tuned=not args.no_tuned, only=args.only)
-    if any(row.peer == "deepspeed" for row in rows):
-        compile_ops()
-    sweep(rows, replace(suite.work[args.model], dtype=args.dtype), args.repeat, out, LIMIT_S[args.model])
-    print(report(out))
-    print(f"records: {out}")
+    out = args.out or results_file(suite, args.model)
+    run_suite(
+        suite, args.model, args.repeat, out, args.group, args.dtype, tuned=not args.no_tuned, only=args.only
+    )
     if wrong_losses(out):
         parser.exit(1)
+
+
+def results_file(suite: Suite, model: str) -> Path:
+    """A new one."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M")
+    return RESULTS / f"{suite.name}-{model}-{stamp}.jsonl"
+
+
+def run_suite(
+    suite: Suite,
+    model: str,
+    repeat: int,
+    out: Path,
+    groups: list[str] | None = None,
+    dtype: str = "fp32",
+    *,
+    tuned: bool = True,
+    only: str = "",
+) -> None:
+    """Run the rows in turns, leave the records in `out`, and print the tables.
+
+    Args:
+        repeat: turns.
+        groups: default: all.
+        only: rows whose name contains this.
+    """
+    rows = suite.choose(groups or suite.groups, tuned=tuned, only=only)
+    if any(row.peer == "deepspeed" for row in rows):
+        compile_ops()
+    sweep(rows, replace(suite.work[model], dtype=dtype), repeat, out, LIMIT_S[model])
+    print(report(out))
+    print(f"records: {out}")
