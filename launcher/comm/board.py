@@ -6,6 +6,7 @@ where none is free, in a copy of its own, until all for whom it was meant have s
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Sequence
@@ -44,35 +45,42 @@ class Board:
         Returns:
             the place of each; None: they are too large.
         """
-        dtype = parts[0].dtype
-        size = sum(part.numel() for part in parts)
-        if size * dtype.itemsize > SLOT:
+        size = sum(part.nbytes for part in parts)
+        if size > SLOT:
             return None
         with self._lock:
-            whole, at = self._room(size, dtype, number, readers)
-        places, sign = [], 1 if at > 0 else -1
-        for part, copy in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
-            copy.copy_(part)
-            places.append(at)
-            at += sign * copy.numel() * dtype.itemsize
+            place, address = self._room(size, number, readers)
+        places, step = [], 1 if place > 0 else -1
+        for part in parts:
+            ctypes.memmove(address, part.data_ptr(), part.nbytes)
+            places.append(place)
+            place, address = place + step * part.nbytes, address + part.nbytes
         return places
+
+    def read(self, rank: int, place: int, into: Tensor) -> None:
+        """Fill `into` from a slot of a rank."""
+        ctypes.memmove(into.data_ptr(), self._address(rank, place), into.nbytes)
 
     def shown(self, rank: int, place: int, numel: int, dtype: torch.dtype) -> Tensor:
         """What lies in a slot of a rank: a view, to be read only before it is said to be read."""
         memory, start = self._mailbox.boards[rank]
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start - 1 - place)
 
-    def _room(self, size: int, dtype: torch.dtype, number: int, readers: Sequence[int]) -> tuple[Tensor, int]:
-        """(memory, its place)."""
+    def _room(self, size: int, number: int, readers: Sequence[int]) -> tuple[int, int]:
+        """(place, address)."""
         self._copies[:] = [copy for copy in self._copies if not self._was_read(copy)]
         for slot, shown in enumerate(self._slots):
             if shown is None or self._was_read(shown):
                 self._slots[slot] = _Shown(number, readers)
                 place = -1 - slot * SLOT
-                return self.shown(self._mailbox.rank, place, size, dtype), place
-        copy = torch.empty(size, dtype=dtype)
+                return place, self._address(self._mailbox.rank, place)
+        copy = torch.empty(size, dtype=torch.uint8)
         self._copies.append(_Shown(number, readers, copy))
-        return copy, copy.data_ptr()
+        return copy.data_ptr(), copy.data_ptr()
+
+    def _address(self, rank: int, place: int) -> int:
+        memory, start = self._mailbox.boards[rank]
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start - 1 - place
 
     def _was_read(self, shown: _Shown) -> bool:
         if not all(self._mailbox.has(reader, shown.number + READ) for reader in shown.readers):

@@ -132,7 +132,7 @@ class PeerMemory:
             numbers: of the terms, and of the sums.
             add: (where a sum goes) -> as in `reduce_scatter`.
         """
-        if len(self.pids) == 2 or _nbytes(buffer) <= WHOLE:
+        if len(self.pids) == 2 or buffer.nbytes <= WHOLE:
             shown = self._board.show([buffer], numbers[0], self.peers)
             if shown is None:
                 return self._exchange(buffer, numbers[0], add(buffer))
@@ -230,16 +230,12 @@ class PeerMemory:
 
     def _copy(self, peer: int, place: int, into: Tensor) -> None:
         if place < 0:
-            into.copy_(self._board.shown(peer, place, into.numel(), into.dtype).view_as(into))
+            self._board.read(peer, place, into)
         else:
             cross_memory.copy(self.pids[peer], place, into)
 
     def _all_have_read(self, number: int, offered: object) -> Waitable:
         return _Reads(self.mailbox, self.peers, number, offered)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _mailbox(group: dist.ProcessGroup) -> Mailbox | None:
