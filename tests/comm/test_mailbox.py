@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from launcher.comm.mailbox import Mailbox
+from launcher.comm.mailbox import PLACES, Mailbox
 from launcher.errors import LauncherError
 
 
@@ -51,3 +51,6 @@ def test_the_end_of_a_peer_is_an_error_that_names_it(boxes: list[Mailbox]) -> No
     with pytest.raises(LauncherError, match=rf"rank 0 of the axis \(process {ended.pid}\) has ended"):
         boxes[1].receive(0, 1)
     assert time.monotonic() - began < 5
+    with pytest.raises(LauncherError, match="has ended"):
+        for number in range(PLACES + 1):  # a message to the dead is taken while there is room for it
+            boxes[1].send(0, number, 1)

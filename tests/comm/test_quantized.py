@@ -83,7 +83,7 @@ def collect(ctx: RankContext, size: int) -> tuple[Tensor, Tensor, Tensor, list[i
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("size", [999, 8 * 1 << 15])
+@pytest.mark.parametrize("size", [999, 8 << 15])
 def test_collectives(pool: WorkerPool, world: int, size: int) -> None:
     """All ranks have the same, however the bytes go; a sum is off by at most half a scale for each term but its own."""
     ranks = pool.run(collect, world, size)
