@@ -132,10 +132,10 @@ class PeerMemory:
             numbers: of the terms, and of the sums.
             add: (where a sum goes) -> as in `reduce_scatter`.
         """
+        shown = None
         if len(self.pids) == 2 or buffer.nbytes <= WHOLE:
             shown = self._board.show([buffer], numbers[0], self.peers)
-            if shown is None:
-                return self._exchange(buffer, numbers[0], add(buffer))
+        if shown is not None:
             self._tell(shown * len(self.pids), numbers[0])
             # of more than two terms sums are written before the last one is read
             mine = buffer if len(self.pids) == 2 else buffer.clone()
@@ -156,24 +156,6 @@ class PeerMemory:
                 self.mailbox.send(peer, sums + READ)
 
         return [self._reductions.start(run), self._all_have_read(sums + READ, slices)]
-
-    def _exchange(self, buffer: Tensor, number: int, add: Add) -> list[Waitable]:
-        """An all-reduce in one round: every rank reads its peers' buffers whole and sums them. Two ranks read as much
-        as in two rounds, and wait half as often."""
-        self._offer([buffer] * len(self.pids), number)
-
-        def run() -> None:
-            terms = {self.rank: buffer}
-            for peer in self.peers:
-                terms[peer] = torch.empty_like(buffer)
-                self._copy(peer, self.mailbox.receive(peer, number), terms[peer])
-                self.mailbox.send(peer, number + READ)
-            self._all_have_read(number + READ, buffer).wait()
-            for start in range(0, buffer.numel(), BLOCK):
-                where = slice(start, start + BLOCK)
-                add({rank: term[where] for rank, term in terms.items()}, where)
-
-        return [self._reductions.start(run)]
 
     # ---- letters ----------------------------------------------------------------------------
 

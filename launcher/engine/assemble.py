@@ -33,6 +33,7 @@ from launcher.errors import ConfigError, LauncherError
 from launcher.models.initialize import initializer
 from launcher.models.initialize_plan import plan_of
 from launcher.models.units import ends_of, unit_modules
+from launcher.monitor.memory import hand_back_freed
 from launcher.offload.homes import Homes
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
@@ -175,6 +176,7 @@ def initialize(
     )
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
+    hand_back_freed()  # what the parameters took before they were laid out
     return engine, stepper, loader, scheduler
 
 
