@@ -11,28 +11,36 @@ from benchmarks.suite import KEEP, Suite, main
 from benchmarks.sweep import Row
 from benchmarks.zero import WORK
 
-GROUPS = ["one rank", "optimizer on the CPU", "all on the CPU", "optimizer on NVMe", "all on NVMe"]
-PLACES = {"cpu": GROUPS[1], "cpu-all": GROUPS[2], "nvme": GROUPS[3], "nvme-all": GROUPS[4]}
+# table -> (stage, where what of the model rests)
+PLACES = {
+    "stage 2, optimizer on the CPU": (2, "cpu"),
+    "optimizer on the CPU": (3, "cpu"),
+    "all on the CPU": (3, "cpu-all"),
+    "optimizer on NVMe": (3, "nvme"),
+    "all on NVMe": (3, "nvme-all"),
+}
+GROUPS = ["one rank", *PLACES]
 
 
-def rows(name: str, peer: str, environment: dict[str, str], **more: int) -> list[Row]:
+def rows(peer: str, how: str = "", environment: dict[str, str] | None = None, **more: int) -> list[Row]:
+    name = {"ours": "ours", "deepspeed": "DeepSpeed"}[peer]
     return [
         Row(
-            f"{name}, {place}",
+            f"{name} {stage}{how}, {place}",
             (group,),
             peer,
-            flags={"stage": 3, "offload": place, **more},
-            environment=environment,
+            flags={"stage": stage, "offload": place, **more},
+            environment=environment or {},
         )
-        for place, group in PLACES.items()
+        for group, (stage, place) in PLACES.items()
     ]
 
 
-OURS = rows("ours 3", "ours", {})
-PEERS = [Row("plain PyTorch", ("one rank",), "single", world=1), *rows("DeepSpeed 3", "deepspeed", {})]
+OURS = rows("ours")
+PEERS = [Row("plain PyTorch", ("one rank",), "single", world=1), *rows("deepspeed")]
 TUNED = [
-    *rows("DeepSpeed 3, buckets 5e6, live 1e7", "deepspeed", {}, bucket=5_000_000, max_live=10_000_000),
-    *rows("DeepSpeed 3, tuned, malloc keeps", "deepspeed", KEEP, bucket=5_000_000, max_live=10_000_000),
+    *rows("deepspeed", ", buckets 5e6, live 1e7", bucket=5_000_000, max_live=10_000_000),
+    *rows("deepspeed", ", tuned, malloc keeps", KEEP, bucket=5_000_000, max_live=10_000_000),
 ]
 
 SUITE = Suite("offload", WORK, GROUPS, OURS, PEERS, TUNED)

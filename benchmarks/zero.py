@@ -25,6 +25,7 @@ FEW_LIVE = SMALL_BUCKETS | {"max_live": 10_000_000}
 OURS = [
     Row("ours, one rank", ("one rank",), "ours", world=1),
     *(Row(f"ours {stage}", (f"stage {stage}",), "ours", flags={"stage": stage}) for stage in range(4)),
+    Row("ours 3, buckets 5e6, live 1e7", ("stage 3",), "ours", flags={"stage": 3} | FEW_LIVE),
 ]
 PEERS = [
     Row("plain PyTorch", ("one rank",), "single", world=1),

@@ -32,7 +32,8 @@ class Fetcher:
         policy: prefetch size, live limit, reuse distance.
         ahead, units_ahead: elements and units further on that are in memory, shards or gathered, of those that rest
             elsewhere; one unit at least.
-        spares: what is gathered lies in the memory that such units are to spare: nothing is kept for longer than that.
+        spares: what is gathered lies in the memory that such units are to spare: nothing is kept for longer than that,
+            and one unit is gathered ahead.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Fetcher:
             return
         ahead = 0
         for unit in self._order[self._next :]:
-            if ahead >= self.policy.prefetch_bucket_size:
+            if ahead >= self.policy.prefetch_bucket_size or (ahead and self.spares and unit.moves):
                 break
             ahead += unit.numel
             if unit not in self.gathered:
