@@ -124,6 +124,7 @@ def test_each_group_has_ours_and_peers() -> None:
     assert all(row.groups == ("stage 2",) for row in ZERO.choose(["stage 2"], tuned=True))
     assert {row.name for row in ZERO.choose(["stage 3"], tuned=False)} == {
         "ours 3",
+        "ours 3, buckets 5e6, live 1e7",
         "DeepSpeed 3",
         "FSDP2, reshard after forward",
     }
