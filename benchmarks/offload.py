@@ -36,7 +36,8 @@ def rows(peer: str, how: str = "", environment: dict[str, str] | None = None, **
     ]
 
 
-OURS = rows("ours")
+FEW = {"stage": 3, "offload": "nvme-all", "buffers": 2}
+OURS = [*rows("ours"), Row("ours 3, two buffers, nvme-all", ("all on NVMe",), "ours", flags=FEW)]
 PEERS = [Row("plain PyTorch", ("one rank",), "single", world=1), *rows("deepspeed")]
 TUNED = [
     *rows("deepspeed", ", buckets 5e6, live 1e7", bucket=5_000_000, max_live=10_000_000),

@@ -63,7 +63,8 @@ Made by `python -m benchmarks.all`, which takes some two hours; `python -m bench
 from the records in `benchmarks/results/`. Two ranks with one thread each on two cores, in turns. Each peer stands with
 the fastest of its rows, tuned ones among them, and with the least memory of any of its rows; the records have them all,
 and [benchmarks/README.md](../benchmarks/README.md) says how each is set up. Times are medians of a step, speeds are
-compared turn by turn, memory is the peak RSS of the rank with most. What was tried is in
+compared turn by turn, memory is the peak RSS of the rank with most. Runs during which other programs used more than a
+tenth of the CPUs do not count where a row has others. What was tried is in
 [benchmarks/notes.md](../benchmarks/notes.md).
 """
 

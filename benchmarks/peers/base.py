@@ -27,6 +27,7 @@ class Flags:
         schedule: of these stages.
         offload: what rests elsewhere: "cpu", "nvme" (optimizer); "cpu-all", "nvme-all" (parameters, too).
         nvme_path: for those.
+        buffers: of what rests elsewhere, at once in memory (`buffer_count` of parameters and optimizer).
         watch: ours reports the bubble of every step; that takes time.
     """
 
@@ -41,6 +42,7 @@ class Flags:
     schedule: str = "1f1b"
     offload: str = ""
     nvme_path: str = "/tmp"
+    buffers: int = 0
     watch: bool = False
 
     @property

@@ -21,7 +21,10 @@ def zero_config(work: Work, flags: Flags, world: int) -> dict[str, Any]:
         zero |= {"stage3_max_live_parameters": flags.max_live, "stage3_max_reuse_distance": flags.max_live}
     place, _, all_of_it = flags.offload.partition("-")
     if place:
-        where = {"device": place} | ({"nvme_path": flags.nvme_path} if place == "nvme" else {})
+        where: dict[str, Any] = {"device": place} | (
+            {"nvme_path": flags.nvme_path} if place == "nvme" else {}
+        )
+        where |= {"buffer_count": flags.buffers} if flags.buffers else {}
         zero["offload_optimizer"] = where
         if all_of_it:
             zero["offload_param"] = where | ({"max_in_cpu": 0} if place == "nvme" else {})

@@ -15,7 +15,7 @@ from torch import nn
 
 from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size, load
-from launcher.engine.dtypes import DTYPES, cast_buffers, special_dtypes, state_dtype
+from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes, state_dtype
 from launcher.engine.engine import Engine
 from launcher.engine.offloading import open_homes
 from launcher.engine.staging import (
@@ -34,6 +34,7 @@ from launcher.models.initialize import initializer
 from launcher.models.initialize_plan import plan_of
 from launcher.models.units import ends_of, unit_modules
 from launcher.monitor.memory import hand_back_freed
+from launcher.monitor.processors import warn_of_slow_products
 from launcher.offload.homes import Homes
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
@@ -122,6 +123,8 @@ def initialize(
     mesh = Mesh.build(device, pp=loaded.pipeline.degree, dp=dp, tp=loaded.tensor_parallel.degree)
     resolved = resolve(loaded, mesh, model, auto or {})
     monitor = open_monitor(resolved, mesh)
+    if device.type == "cpu" and mesh.rank == 0:
+        warn_of_slow_products(autocast_dtype(resolved) or DTYPES[resolved.dtype])
     staged: Staged | None = None
     if row is None:
         chosen = choose(resolved, optimizer, model_parameters, model)

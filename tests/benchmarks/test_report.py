@@ -116,6 +116,15 @@ def test_every_row_is_a_run_that_exists(suite: Suite) -> None:
         assert set(row.groups) <= set(suite.groups)
 
 
+def test_runs_that_others_disturbed_do_not_count_where_there_are_others(tmp_path: Path) -> None:
+    disturbed = {"foreign_cpu": 0.4}
+    runs = [record("ours 1", 0, 100, 50), record("ours 1", 1, 10, 50) | disturbed]
+    write(tmp_path / "r", [*runs, record("plain", 0, 100, 60), record("fast", 0, 20, 60) | disturbed])
+    table = report(tmp_path / "r")
+    assert cells(table, "ours 1")[1].startswith("10 (10-10)"), "the quiet turn alone"
+    assert cells(table, "fast")[1].startswith("50 "), "there is no other"
+
+
 def test_each_group_has_ours_and_peers() -> None:
     for suite, group in [*((ZERO, group) for group in ZERO.groups), (TENSOR, "tp 2")]:
         rows = suite.choose([group], tuned=False)

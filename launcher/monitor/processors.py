@@ -1,0 +1,49 @@
+"""Whether the processors of this machine have instructions for 16-bit numbers, by what Linux says of them."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger("launcher")
+
+CPUINFO = Path("/proc/cpuinfo")
+# dtype -> features of x86 and aarch64, any of which multiplies numbers of it
+INSTRUCTIONS = {
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
+    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def lacks(dtype: torch.dtype, cpuinfo: str) -> bool:
+    """Whether no processor can multiply numbers of a dtype but by way of fp32; false, too, where that is not known.
+
+    Args:
+        cpuinfo: text of /proc/cpuinfo.
+    """
+    features = {
+        feature
+        for line in cpuinfo.splitlines()
+        if line.split(":")[0].strip() in ("flags", "Features")
+        for feature in line.partition(":")[2].split()
+    }
+    return bool(features) and dtype in INSTRUCTIONS and not features & INSTRUCTIONS[dtype]
+
+
+@cache
+def warn_of_slow_products(dtype: torch.dtype) -> None:
+    """Say, once, that training in a 16-bit dtype is slow on these CPUs, and what is not."""
+    try:
+        slow = lacks(dtype, CPUINFO.read_text())
+    except OSError:
+        return
+    if slow:
+        logger.warning(
+            "this machine's CPUs have no instructions for %(name)s: its matrix products are several times slower than "
+            "those of fp32, which is what to train in here (leave `%(name)s` out of the JSON)",
+            {"name": NAMES[dtype]},
+        )
