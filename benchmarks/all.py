@@ -27,11 +27,12 @@ def main() -> None:
     wrong = []
     for section in args.only or speed_page.SECTIONS:
         name, _, model = section.partition("-")
-        old, out = speed_page.newest(section), results_file(SUITES[name], model)
+        old, out = speed_page.records(section), results_file(SUITES[name], model)
         run_suite(SUITES[name], model, args.repeat, out)
         wrong += wrong_losses(out)
-        if old is not None and old != out:
-            old.unlink()
+        for file in old:
+            if file != out:
+                file.unlink()
     speed_page.write()
     if wrong:
         parser.exit(1, f"other losses than plain PyTorch's: {', '.join(wrong)}\n")

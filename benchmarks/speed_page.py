@@ -1,4 +1,4 @@
-"""Ours against each peer, mode by mode: the tables of docs/speed.md and of the README, from the newest records.
+"""Ours against each peer, mode by mode: the tables of docs/speed.md and of the README, from the newest records of a group.
 
 python -m benchmarks.speed_page
 """
@@ -106,7 +106,7 @@ def against(group: str, lines: list[Line]) -> Iterator[Against]:
     """Each of our rows against each peer of a group."""
     all_ours = [line for line in lines if line.ours]
     for ours in all_ours:
-        mode = group if len(all_ours) == 1 else ours.name.removeprefix("ours, ")
+        mode = _mode(group, ours, all_ours)
         for peer in dict.fromkeys(line.peer for line in lines if not line.ours):
             rows = [line for line in lines if line.peer == peer]
             if ratios := speed_ratios(ours, rows):
@@ -114,33 +114,43 @@ def against(group: str, lines: list[Line]) -> Iterator[Against]:
                 yield Against(group, mode, ours, fastest, min(line.peak_rss_mb for line in rows), ratios)
 
 
-def newest(section: str) -> Path | None:
-    """Its latest records."""
-    return max(RESULTS.glob(f"{section}-*.jsonl"), default=None)
+def records(section: str) -> list[Path]:
+    """Its files, the newest first."""
+    return sorted(RESULTS.glob(f"{section}-*.jsonl"), reverse=True)
 
 
-def table(file: Path) -> list[str]:
-    """Of the last session of a file."""
-    _, groups = lines_of(file)
+def table(files: list[Path]) -> list[str]:
+    """Of the last session of each file; a group is taken from the first of them that has it."""
+    groups: dict[str, list[Line]] = {}
+    for file in reversed(files):
+        groups |= lines_of(file)[1]
     rows = []
     for group, lines in groups.items():
         rows += [one.cells for one in against(group, lines)]
         if all(line.ours for line in lines):  # what the peers made of it is in the records
-            rows += [[group, _own(line), "no peer ran", "", "", ""] for line in lines]
+            rows += [[_mode(group, line, lines), _own(line), "no peer ran", "", "", ""] for line in lines]
     return [COLUMNS, RULE, *(f"| {' | '.join(cells)} |" for cells in rows)]
 
 
 def write() -> None:
     """Write both pages."""
-    files = {section: file for section in SECTIONS if (file := newest(section))}
+    sections = {section: files for section in SECTIONS if (files := records(section))}
     page = [ABOUT]
-    for section, file in files.items():
-        about = f"[Records](../benchmarks/results/{file.name}). {heading(lines_of(file)[0])}"
-        page += [f"## {SECTIONS[section]}\n", about, "", *table(file), ""]
+    for section, files in sections.items():
+        abouts = [
+            f"[Records](../benchmarks/results/{file.name}). {heading(lines_of(file)[0])}" for file in files
+        ]
+        page += [f"## {SECTIONS[section]}\n", "\n\n".join(abouts), "", *table(files), ""]
     PAGE.write_text("\n".join(page))
-    short = [part for section, file in files.items() for part in (f"\n{SECTIONS[section]}:\n", *table(file))]
+    short = [
+        part for section, files in sections.items() for part in (f"\n{SECTIONS[section]}:\n", *table(files))
+    ]
     text, block = README.read_text(), "\n".join([BEGIN, *short, "", END])
     README.write_text(re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: block, text, flags=re.DOTALL))
+
+
+def _mode(group: str, line: Line, all_ours: list[Line]) -> str:
+    return group if len(all_ours) == 1 else line.name.removeprefix("ours, ")
 
 
 def _own(line: Line) -> str:

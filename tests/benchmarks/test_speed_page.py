@@ -22,11 +22,20 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_row_for_each_peer(file: Path) -> None:
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in speed_page.table(file)[2:]]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in speed_page.table([file])[2:]]
     assert rows == [
         ["g", "8 ms, 910 MB", "DDP: 10 ms, 810 MB", "**1.35** (1.20-1.50)", "", "1.12"],
         ["g", "8 ms, 910 MB", "plain PyTorch: 18 ms, 1000 MB", "**2.50** (2.00-3.00)", "", "**0.91**"],
     ]
+
+
+def test_a_group_comes_from_the_newest_file_that_has_it(file: Path, tmp_path: Path) -> None:
+    newer = tmp_path / "zero-small-2.jsonl"
+    write(newer, [record("ours 1", 0, 400.0, 900), record("fast", 0, 100.0, 800)])
+    older = tmp_path / "zero-small-0.jsonl"
+    older.write_text(file.read_text().replace('["g"]', '["of before"]'))
+    text = "\n".join(speed_page.table([newer, file, older]))
+    assert "| g | 2 ms" in text and "| g | 8 ms" not in text and "| of before | 8 ms" in text
 
 
 def test_only_the_block_of_the_readme_changes(
