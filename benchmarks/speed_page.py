@@ -1,4 +1,4 @@
-"""Ours against each peer, mode by mode: the tables of docs/speed.md and of the README, from the newest records of a group.
+"""Ours against each peer, mode by mode: the tables of docs/speed.md and of the README, from the newest records.
 
 python -m benchmarks.speed_page
 """
