@@ -25,6 +25,13 @@ def parse() -> tuple[str, Work, Flags]:
     """Flags named as the fields of `Work` and `Flags`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--peer", required=True, choices=PEERS)
+    add_flags(parser)
+    args = parser.parse_args()
+    return args.peer, *picked(args)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What `picked` reads."""
     for kind in (Work, Flags):
         for field in dataclasses.fields(kind):
             convert = type(field.default)
@@ -32,36 +39,46 @@ def parse() -> tuple[str, Work, Flags]:
                 f"--{field.name.replace('_', '-')}",
                 type=_yes if convert is bool else convert,
                 default=field.default,
+                choices=list(SIZES) if field.name == "model" else None,
             )
-    args = vars(parser.parse_args())
-    if args["model"] not in SIZES:
-        parser.error(f"--model {args['model']}: one of {', '.join(SIZES)}")
-    picked: list[Any] = [
-        kind(**{field.name: args[field.name] for field in dataclasses.fields(kind)}) for kind in (Work, Flags)
+
+
+def picked(args: argparse.Namespace) -> tuple[Work, Flags]:
+    """The job and how the peer is set up."""
+    made: list[Any] = [
+        kind(**{field.name: getattr(args, field.name) for field in dataclasses.fields(kind)})
+        for kind in (Work, Flags)
     ]
-    return args["peer"], picked[0], picked[1]
+    return made[0], made[1]
 
 
 def _yes(text: str) -> bool:
     return text.lower() in ("1", "true", "yes")
 
 
-def main() -> None:
+def prepare() -> tuple[int, int]:
+    """What is the same for all peers, before they are imported; gives the rank and how many there are."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore")
-    name, work, flags = parse()
     import torch
     import torch.distributed as dist
     import transformers.models.llama.modeling_llama  # noqa: F401  (part of the base, not of the run)
 
-    from benchmarks.measure import measure, rss_mb
-
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def main() -> None:
+    name, work, flags = parse()
+    rank, world = prepare()
+    import torch.distributed as dist
+
+    from benchmarks.measure import measure, rss_mb
+
     base = rss_mb()
     peer = importlib.import_module(f"benchmarks.peers.{name}").build(work, flags, rank, world)
     record = measure(peer, work, rank, world, flags.sharing)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks.peers.base import Flags
 from benchmarks.peers.engine import zero_config
@@ -16,6 +19,7 @@ from benchmarks.run_peer import PEERS
 from benchmarks.suite import Suite
 from benchmarks.sweep import Row, command
 from benchmarks.tensor import SUITE as TENSOR
+from benchmarks.turns import in_turns, summary
 from benchmarks.workload import SIZES, Text, Work
 from benchmarks.zero import SUITE as ZERO
 
@@ -170,3 +174,30 @@ def test_the_ranks_of_a_tp_group_are_one_share_of_the_batch() -> None:
     assert config["gradient_accumulation_steps"] == 2
     assert config["tensor_parallel"] == {"autotp_size": 2}
     assert "tensor_parallel" not in zero_config(work, Flags(), world=4)
+
+
+class Slept:
+    """A peer whose steps take a known time."""
+
+    def __init__(self, seconds: float, seen: list[str], name: str) -> None:
+        self.seconds, self.seen, self.name = seconds, seen, name
+
+    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+        self.seen.append(self.name)
+        time.sleep(self.seconds)
+        return torch.zeros(())
+
+    def optimizer_step(self) -> None: ...
+
+    def extra(self) -> dict[str, str]:
+        return {}
+
+
+def test_steps_in_turns() -> None:
+    seen: list[str] = []
+    pair: list[Any] = [Slept(0.02, seen, "a"), Slept(0.01, seen, "b")]
+    times = in_turns(pair, Work(steps=7, warmup=1), 0, 1)
+    assert [len(one) for one in times] == [6, 6] and seen[:4] == ["b", "a", "a", "b"]
+    assert summary(["a", "b"], [[20.0] * 6, [10.0] * 6]).endswith(
+        "b is 2.000 times as fast as a (quartiles 2.000 2.000)"
+    )
