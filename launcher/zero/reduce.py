@@ -21,7 +21,7 @@ from launcher.zero.unit import Unit
 
 # Where gradients are sharded, reductions of this many units run on while the next unit computes its backward; older
 # ones are waited for, so that no more full gradients are held.
-UNITS_IN_FLIGHT = 1
+UNITS_IN_FLIGHT = 2
 
 
 def order_of_reduction(units: list[Unit]) -> list[Unit]:
