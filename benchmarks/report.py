@@ -134,8 +134,12 @@ def _against(lines: list[Line]) -> list[str]:
 
 def _good(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those that came to their end, undisturbed where there is one such."""
-    done = [run for run in runs if "failed" not in run]
+    done = _done(runs)
     return [run for run in done if run["foreign_cpu"] <= DISTURBED] or done
+
+
+def _done(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [run for run in runs if "failed" not in run]
 
 
 def _line(row: dict[str, Any], runs: list[dict[str, Any]], truth: list[float] | None) -> Line:
@@ -150,7 +154,7 @@ def _line(row: dict[str, Any], runs: list[dict[str, Any]], truth: list[float] | 
         speed_by_turn={run["turn"]: run["tokens_per_s"] for run in good},
         peak_rss_mb=statistics.median(max(run["peak_rss_mb"]) for run in good),
         held_mb=max(rank["after_step"] for run in good for rank in run["live_mb"]),
-        loss_off=_worst(_distance(run["losses"], truth) for run in good),
+        loss_off=_worst(_distance(run["losses"], truth) for run in _done(runs)),
         foreign_cpu=max(run["foreign_cpu"] for run in good),
     )
 

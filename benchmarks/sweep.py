@@ -59,7 +59,8 @@ def sweep(rows: Iterable[Row], work: Work, repeat: int, out: Path, limit_s: floa
         for row in rows:
             wait_until_idle()
             record = run(row, work, limit_s)
-            append(out, record | {"row": row.name, "turn": turn})
+            kept = {"failed": _reason(record["failed"])} if "failed" in record else record
+            append(out, kept | {"row": row.name, "turn": turn})
             print(_line(record, row, turn), flush=True)
 
 
@@ -136,15 +137,19 @@ def append(out: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def _reason(output: str) -> str:
+    """The last error in an output, without the directories of this machine."""
+    errors = [line for line in output.splitlines() if "Error: " in line and "ChildFailedError" not in line]
+    text = errors[-1] if errors else output[-160:]
+    for place in (sys.prefix, sys.base_prefix, str(ROOT), str(Path.home())):
+        text = text.replace(place, "...")
+    return text[:160]
+
+
 def _line(record: dict[str, Any], row: Row, turn: int) -> str:
     head = f"turn {turn + 1}  {row.name:44s}"
     if "failed" in record:
-        errors = [
-            line
-            for line in record["failed"].splitlines()
-            if "Error: " in line and "ChildFailedError" not in line
-        ]
-        return f"{head} FAILED: {errors[-1][:160] if errors else record['failed'][-160:]}"
+        return f"{head} FAILED: {_reason(record['failed'])}"
     return (
         f"{head} {record['step_ms_median']:8.1f} ms {record['tokens_per_s']:8.1f} tokens/s "
         f"peak {max(record['peak_rss_mb'])} MB  others used {record['foreign_cpu']:.0%}"

@@ -17,7 +17,7 @@ from benchmarks.peers.engine import zero_config
 from benchmarks.report import report, wrong_losses
 from benchmarks.run_peer import PEERS
 from benchmarks.suite import Suite
-from benchmarks.sweep import Row, command
+from benchmarks.sweep import ROOT, Row, _reason, command
 from benchmarks.tensor import SUITE as TENSOR
 from benchmarks.turns import in_turns, summary
 from benchmarks.workload import SIZES, Text, Work
@@ -127,6 +127,17 @@ def test_runs_that_others_disturbed_do_not_count_where_there_are_others(tmp_path
     table = report(tmp_path / "r")
     assert cells(table, "ours 1")[1].startswith("10 (10-10)"), "the quiet turn alone"
     assert cells(table, "fast")[1].startswith("50 "), "there is no other"
+
+
+def test_losses_of_disturbed_runs_count(tmp_path: Path) -> None:
+    wrong = record("ours 1", 1, 10, 50, loss=9.0) | {"foreign_cpu": 0.4}
+    write(tmp_path / "r", [record("ours 1", 0, 100, 50), wrong, record("plain", 0, 100, 60)])
+    assert wrong_losses(tmp_path / "r") == ["ours 1"]
+
+
+def test_a_failure_is_kept_without_places_of_the_machine() -> None:
+    output = f'File "{ROOT}/x.py"\nOSError: {ROOT}/y is missing\nChildFailedError: \n'
+    assert _reason(output) == "OSError: .../y is missing"
 
 
 def test_each_group_has_ours_and_peers() -> None:
