@@ -56,6 +56,8 @@ class Hooks:
         self._occupants = next(iter(self._owner)).pool.occupants if self._owner else {}
         self._packing: list[saved_tensors_hooks] = []
         self._in_backward = False
+        self._forwards = 0  # of units
+        self._graph = -1  # the backward that autograd was asked for; others run nested in it
         self._handles: list[Removable] = []
         self.keeps: object = None  # what must live as long as these hooks are called
         self.packs = any(unit.sharded for unit in units)  # what is saved for backward is looked through
@@ -63,7 +65,7 @@ class Hooks:
 
     def _register(self) -> None:
         for unit in self.units:
-            if unit.sharded or unit is self.root:
+            if self.packs or unit is self.root:
                 before, after = self._before(unit), self._after(unit)
                 self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
                 # always_call: an exception in forward must not leave the packing of saved tensors on
@@ -114,9 +116,11 @@ class Hooks:
                 return
             if unit is self.root:
                 self._end_forward(output)
-            else:
-                self.fetcher.leave(unit)
-                self._watch_outputs(output, lambda _: self._enter_backward(unit))
+                return
+            self._forwards += 1
+            unit.ran = (unit.ran[0] if unit.ran else self._forwards, self._forwards)
+            self.fetcher.leave(unit)
+            self._watch_outputs(output, lambda _: self._come_to(unit))
 
         return after_forward
 
@@ -162,6 +166,7 @@ class Hooks:
         if self._in_backward:
             return
         self._in_backward = True
+        self._graph = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
         self._enter_backward(self.root)
 
@@ -187,12 +192,43 @@ class Hooks:
             self._begin_backward()
             unit.arrived += 1
             if unit.arrived == unit.expected:
-                with record_function(f"{unit.name}/reduce"):
-                    self.reducer.ready(unit)
-                if unit.sharded and unit is not self.root:
-                    self.fetcher.free(unit)
+                self._finish(unit)
 
         return gradient_arrived
+
+    def _finish(self, unit: Unit) -> None:
+        """The last of its gradients has come."""
+        with record_function(f"{unit.name}/reduce"):
+            self.reducer.ready(unit)
+        if unit.sharded and unit is not self.root:
+            self.fetcher.free(unit)
+
+    def _come_to(self, unit: Unit) -> None:
+        """The backward has come to the outputs of a unit, from all that followed it in the forward.
+
+        Some of that this rank may not have used, or not wholly. Other ranks may have, and wait for its reduction, while
+        this one needs them to gather what comes next: so it is finished first.
+        """
+        self._begin_backward()
+        in_nested = torch._C._current_graph_task_id() != self._graph  # which knows of its own graph only
+        while not in_nested and (late := self.reducer.awaited) and self._is_over(late, unit):
+            self._take_part(late)
+            late.arrived = late.expected
+            self._finish(late)
+        self._enter_backward(unit)
+
+    def _is_over(self, late: Unit, come_to: Unit) -> bool:
+        """Whether all gradients of `late` that the backward has, have come."""
+        if not (late.ran and come_to.ran and late.ran[0] > come_to.ran[1]):
+            return False
+        missing = sum(not slot.gets_gradient() for slot in late.trainable_slots())
+        return late.arrived + missing == late.expected
+
+    def _take_part(self, unit: Unit) -> None:
+        """Gather a unit whose backward this rank leaves out: other ranks may need its part."""
+        if unit.sharded and unit.ran and not unit.in_backward:
+            self.fetcher.use(unit, "backward")
+            self.fetcher.free(unit)
 
     def _from_handle(self, unit: Unit, slot: Slot) -> Callable[[Tensor], None]:
         """Some compute with a handle inside GatheredParameters: its gradient is the leaf's."""
@@ -221,6 +257,8 @@ class Hooks:
 
     def _end_backward(self) -> None:
         with record_function("root/finish_backward"):
+            for unit in self.reducer.left:
+                self._take_part(unit)
             self.reducer.finish()
         self._forget_backward()
 
@@ -233,5 +271,5 @@ class Hooks:
     def _forget_backward(self) -> None:
         self._in_backward = False
         for unit in self.units:
-            unit.arrived, unit.in_backward = 0, False
+            unit.arrived, unit.in_backward, unit.ran = 0, False, None
         self.fetcher.end()

@@ -21,7 +21,7 @@ from launcher.zero.unit import Unit
 
 # Where gradients are sharded, reductions of this many units run on while the next unit computes its backward; older
 # ones are waited for, so that no more full gradients are held.
-UNITS_IN_FLIGHT = 2
+UNITS_IN_FLIGHT = 1
 
 
 def order_of_reduction(units: list[Unit]) -> list[Unit]:
@@ -74,7 +74,7 @@ class Reducer:
 
     def finish(self) -> None:
         """The backward is over: launch what is left, in order, and wait for everything."""
-        for unit in self.order[self._turn :]:
+        for unit in self.left:
             self._launch(unit)
         self.abandon()
         self._unsent = not self.sync
@@ -96,6 +96,16 @@ class Reducer:
             self._over_groups.pop(0).wait()
         self._turn = 0
         self._ready.clear()
+
+    @property
+    def awaited(self) -> Unit | None:
+        """Whose gradients come next in the order; none: the last ones are on their way."""
+        return next(iter(self.left), None)
+
+    @property
+    def left(self) -> list[Unit]:
+        """Those whose reduction has not started in this backward, in order."""
+        return self.order[self._turn :]
 
     @property
     def in_flight(self) -> int:

@@ -41,15 +41,17 @@ class ShardedParameter(torch.Tensor):
 
     Args:
         holder: knows where its values are.
+        derived: a detached one or an alias, of which autograd says itself whether it needs a gradient.
     """
 
     _is_param = True  # isinstance(x, nn.Parameter) is true: optimizers and HF code ask for it
     zero_holder: Holder
 
     @staticmethod
-    def __new__(cls, holder: Holder) -> ShardedParameter:
+    def __new__(cls, holder: Holder, *, derived: bool = False) -> ShardedParameter:
+        needs_grad = holder.trainable and not derived
         handle = torch.Tensor._make_wrapper_subclass(
-            cls, holder.shape, dtype=holder.dtype, device=holder.device, requires_grad=holder.trainable
+            cls, holder.shape, dtype=holder.dtype, device=holder.device, requires_grad=needs_grad
         )
         handle.zero_holder = holder
         return handle
@@ -64,7 +66,7 @@ class ShardedParameter(torch.Tensor):
             return value._whole(str(func)) if isinstance(value, ShardedParameter) else value
 
         if func in _METADATA_ONLY and args[0].zero_holder.whole is None:
-            return cls(args[0].zero_holder)
+            return cls(args[0].zero_holder, derived=True)
         return func(*tree_map(data_of, args), **tree_map(data_of, kwargs or {}))
 
     # What torch answers for tensor subclasses without asking __torch_dispatch__:

@@ -47,11 +47,15 @@ class Stack(nn.Module):
         for index in frozen:
             self.blocks[index].requires_grad_(False)
 
-    def forward(self, x: Tensor, y: Tensor, use_spare: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, y: Tensor, use_spare: bool = False, without_grad: tuple[int, ...] = ()
+    ) -> Tensor:
+        """`without_grad`: blocks (by index) that run and get no gradients."""
         h = self.first(x)
         for _ in range(self.repeat):
-            for block in self.blocks:
-                h = block(h, use_spare)
+            for index, block in enumerate(self.blocks):
+                out = block(h, use_spare)
+                h = out if index not in without_grad else h + (out - h).detach()
         out = self.last(h).squeeze(-1) * self.scale + self.offset.sum()
         return nn.functional.mse_loss(out, y)
 

@@ -140,27 +140,36 @@ def test_no_sync_reduces_nothing(pool: WorkerPool, stage: int) -> None:
     assert last > 0
 
 
-def one_rank_goes_another_way(ctx: RankContext, stage: int) -> Any:
-    """Rank 1 uses the spare layers, rank 0 does not; both must launch the same collectives."""
-    engine = engine_of(stack(spare=True), stage, 1, ctx.world)
+# What rank 1 does otherwise than rank 0.
+OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "a layer of each block": {"use_spare": True},
+    "no gradients for some blocks": {"without_grad": (0, 3, 4, 7)},
+}
+
+
+def one_rank_goes_another_way(ctx: RankContext, stage: int, depth: int, way: dict[str, Any]) -> Any:
+    """All ranks must launch the same collectives, and none may wait for what another launches later."""
+    engine = engine_of(stack(spare=True, depth=depth), stage, 1, ctx.world)
     for step in range(3):
         ((x, y),) = shares(ctx, step)
-        engine.backward(engine(x, y, ctx.rank == 1))
+        engine.backward(engine(x, y, **(way if ctx.rank == 1 else {})))
         engine.step()
     return {name: value.clone() for name, value in engine.zero.full_parameters()}
 
 
+@pytest.mark.parametrize("depth", [3, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_parameter_used_on_one_rank_only(pool: WorkerPool, stage: int) -> None:
-    model = stack(spare=True)
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_ranks_that_use_different_parameters(pool: WorkerPool, way: str, stage: int, depth: int) -> None:
+    model = stack(spare=True, depth=depth)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
     for step in range(3):
         x, y = points(step)
         for rank, part in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-            (model(*part, rank == 1) / 2).backward()
+            (model(*part, **(OTHER_WAYS[way] if rank == 1 else {})) / 2).backward()
         adamw.step()
         adamw.zero_grad()
-    ranks = pool.run(one_rank_goes_another_way, 2, stage, timeout=60)
+    ranks = pool.run(one_rank_goes_another_way, 2, stage, depth, OTHER_WAYS[way], timeout=60)
     for got in ranks:
         for name, p in model.named_parameters():
             torch.testing.assert_close(got[name], p.detach(), rtol=1e-4, atol=2e-6)
