@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.peers.base import Flags
 from benchmarks.peers.engine import EnginePeer, StagesPeer, zero_config
 from benchmarks.peers.pieces import Block, pieces
-from benchmarks.workload import Work, build_model, llama_config, lm_loss
+from benchmarks.workload import SIZES, Work, build_model, llama_config, lm_loss
 
 
 def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer | StagesPeer:
@@ -19,12 +19,23 @@ def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer | Stage
     config["zero_optimization"]["overlap_comm"] = False  # there are no streams to overlap on
     if flags.stage == 3:
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = int(5e6)  # measured best on CPU
+    if flags.offload == "nvme-all":
+        _fit_nvme(config, work)
     if flags.pp > 1:
         return StagesPeer(_pipeline(work, flags, config), lambda ids: (ids, ids))
-    sharded = flags.sharded_init and flags.stage == 3
+    sharded = flags.stage == 3 and (flags.sharded_init or flags.offload == "nvme-all")
     model = _sharded_model(work, config) if sharded else build_model(work.model)
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     return EnginePeer(engine)
+
+
+def _fit_nvme(config: dict[str, Any], work: Work) -> None:
+    """Without these it stops, with "Not enough buffers" or for a weight that is larger than a buffer."""
+    size = SIZES[work.model]
+    buffers = {"buffer_count": 32, "buffer_size": size.hidden * size.intermediate}
+    config["zero_optimization"]["offload_param"] |= buffers
+    config["zero_optimization"]["sub_group_size"] = int(1e7)
+    config["aio"] = {"block_size": 1 << 20, "queue_depth": 8, "overlap_events": True}
 
 
 def _pipeline(work: Work, flags: Flags, config: dict[str, Any]) -> Any:
