@@ -56,15 +56,21 @@ def _pipeline(work: Work, flags: Flags, config: dict[str, Any]) -> Any:
 
 
 def _sharded_model(work: Work, config: dict[str, Any]) -> Any:
-    """Hugging Face's own way under ZeRO-3. (`zero.Init(dtype=torch.float32)` by hand gives bf16 on CPU.)"""
+    """Hugging Face's own way under ZeRO-3, with the weights that all peers start from. (`zero.Init(dtype=torch.float32)`
+    by hand gives bf16 on CPU.)"""
+    import deepspeed
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
+    weights = build_model(work.model).state_dict()
     global _keep
     _keep = HfDeepSpeedConfig(config)  # transformers holds it weakly
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama_config(work.model), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if parameter.numel():
+                parameter.copy_(weights.pop(name))
     model.train()
     return model
 
