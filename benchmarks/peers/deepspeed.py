@@ -56,8 +56,8 @@ def _pipeline(work: Work, flags: Flags, config: dict[str, Any]) -> Any:
 
 
 def _sharded_model(work: Work, config: dict[str, Any]) -> Any:
-    """Hugging Face's own way under ZeRO-3, with the weights that all peers start from. (`zero.Init(dtype=torch.float32)`
-    by hand gives bf16 on CPU.)"""
+    """Hugging Face's own way under ZeRO-3 (`zero.Init(dtype=torch.float32)` by hand gives bf16 on CPU), with the
+    weights that all peers start from."""
     import deepspeed
     import torch
     from transformers import AutoModelForCausalLM
