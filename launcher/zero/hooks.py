@@ -3,7 +3,8 @@
 before a unit's forward    its parameters are gathered, the next units' gathers start
 after it                   they are freed, unless they are used again soon
 before its backward        (a gradient reaches its outputs, or autograd unpacks one of its weights) gathered again
-after its backward         (the gradient of its last leaf has come) freed; its gradients are reduced
+after its backward         (the gradient of its last leaf has come, or the backward has come to the unit before it and
+                           the graph has no more of them) freed; its gradients are reduced
 end of the backward        what is left is reduced and waited for; everything is freed
 
 Autograd must not keep gathered parameters alive between forward and backward. So while the model runs, a saved tensor

@@ -1,8 +1,8 @@
 """When to reduce gradients: unit by unit, while earlier units still compute their backward.
 
 All ranks must start the same collectives in the same order, whatever order their gradients come in. The order is
-fixed: units in reverse of registration, the root unit last. A unit that is ready before its turn waits for it; at the
-end of the backward all that is left goes out in order, so units without any gradient contribute zeros.
+fixed: units in reverse of registration, the root unit last. A unit that is ready before its turn waits for it. Units
+without some or all of their gradients contribute zeros: when the backward has passed them (`hooks.py`), or at its end.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Reducer:
     def ready(self, unit: Unit) -> None:
         """All gradients of `unit` have come in this backward."""
         self._ready.add(unit)
-        while self._turn < len(self.order) and self.order[self._turn] in self._ready:
-            self._launch(self.order[self._turn])
+        while (following := self.awaited) and following in self._ready:
+            self._launch(following)
             self._turn += 1
         oldest = self._turn - UNITS_IN_FLIGHT if self.policy.shard_grads else 0
         while self._in_flight and self._in_flight[0][0] < oldest:
@@ -100,7 +100,7 @@ class Reducer:
     @property
     def awaited(self) -> Unit | None:
         """Whose gradients come next in the order; none: the last ones are on their way."""
-        return next(iter(self.left), None)
+        return self.order[self._turn] if self._turn < len(self.order) else None
 
     @property
     def left(self) -> list[Unit]:

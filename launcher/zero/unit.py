@@ -38,9 +38,8 @@ class Unit:
         )
         self.held = False  # GatheredParameters keeps it gathered
         self.arrived = 0  # leaves whose gradient has come in this backward
-        self.ran: tuple[int, int] | None = (
-            None  # the first and the last forward since the last backward, counted
-        )
+        # numbers of its first and last forward since the last backward
+        self.ran: tuple[int, int] | None = None
         self.expected = sum(len(gradient.flat.slots) for gradient in self.gradients)
 
     @property
