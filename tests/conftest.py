@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.pool import WorkerPool
+from tests.thinning import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (pytest calls them)
 
 # Ranks inherit these: several ranks share few cores, and nothing may wait for a download.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +26,12 @@ settings.load_profile("launcher")
 # The comparison with DeepSpeed takes minutes and needs the package: it runs when asked for.
 _PARITY = os.environ.get("LAUNCHER_TEST_PARITY") == "1" and importlib.util.find_spec("deepspeed") is not None
 collect_ignore = [] if _PARITY else ["parity_deepspeed"]
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection have made stays: collections of garbage, which some code asks for, pass over it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

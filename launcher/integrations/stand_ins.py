@@ -131,10 +131,10 @@ def _status(parameter: torch.Tensor) -> ZeroParamStatus:
     return ZeroParamStatus.NOT_AVAILABLE if sharded else ZeroParamStatus.AVAILABLE
 
 
-# Those who ask for the status want it of every parameter, and of modules what they use of others.
-for _kind in (nn.Parameter, ShardedParameter):
-    setattr(_kind, "ds_status", property(_status))  # noqa: B010
-    setattr(_kind, "ds_active_sub_modules", property(lambda parameter: set()))  # noqa: B010
+# Those who ask for the status want it of every parameter, and of modules what they use of others. A parameter that was
+# saved for backward comes back as a plain tensor, with the values that are gathered then: it is asked, too.
+setattr(torch.Tensor, "ds_status", property(_status))  # noqa: B010
+setattr(torch.Tensor, "ds_active_sub_modules", property(lambda parameter: set()))  # noqa: B010
 setattr(nn.Module, "ds_external_parameters", lambda module: ())  # noqa: B010
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -189,11 +190,19 @@ class Hooks:
                 self.fetcher.free(unit)
 
     def _arrival(self, unit: Unit) -> Callable[[Tensor], None]:
+        mine, of_unit = (
+            ref(self),
+            ref(unit),
+        )  # a hook that owned its leaf would keep it, and all of us, for ever
+
         def gradient_arrived(leaf: Tensor) -> None:
-            self._begin_backward()
+            hooks, unit = mine(), of_unit()
+            if hooks is None or unit is None:
+                return
+            hooks._begin_backward()
             unit.arrived += 1
             if unit.arrived == unit.expected:
-                self._finish(unit)
+                hooks._finish(unit)
 
         return gradient_arrived
 
@@ -233,9 +242,13 @@ class Hooks:
 
     def _from_handle(self, unit: Unit, slot: Slot) -> Callable[[Tensor], None]:
         """Some compute with a handle inside GatheredParameters: its gradient is the leaf's."""
+        mine, of_unit, of_slot = ref(self), ref(unit), ref(slot)  # as above
 
         def gradient_arrived(handle: Tensor) -> None:
-            self._begin_backward()
+            hooks, unit, slot = mine(), of_unit(), of_slot()
+            if hooks is None or unit is None or slot is None:
+                return
+            hooks._begin_backward()
             gradient, handle.grad = handle.grad, None
             assert gradient is not None
             if unit.arrived == unit.expected:

@@ -124,6 +124,7 @@ def test_hung_rank_ends_the_run(tmp_path: Path) -> None:
     assert stacks.count("==== rank ") == 3 and stacks.count("script.py") >= 3
 
 
+@pytest.mark.full
 def test_a_hung_pipeline_names_stages_and_microbatches(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PIPELINE)
     done = launch("--num_gpus", "2", "--hang_timeout", "3", "script.py", "--output-dir", "out", cwd=tmp_path)

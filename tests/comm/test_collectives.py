@@ -56,6 +56,7 @@ def gather(ctx: RankContext, size: int, way: str, cuts: int) -> Tensor:
     return full
 
 
+@pytest.mark.pairwise
 @WORLDS
 @WAYS
 @PARTS
@@ -81,6 +82,7 @@ def scatter(
     return result, torch.equal(full, before)
 
 
+@pytest.mark.pairwise
 @WORLDS
 @WAYS
 @PARTS

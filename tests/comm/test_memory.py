@@ -76,6 +76,7 @@ def any_order(ctx: RankContext, most: int) -> bool:
     return good
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("most", [8, 2 * SLOTS])
 @pytest.mark.parametrize("world", [2, 4])
 def test_any_order_and_more_than_there_are_slots(pool: WorkerPool, world: int, most: int) -> None:

@@ -18,6 +18,7 @@ KEYS = {"disable": False, "backend": "aot_eager"}
 LIMIT = 1e-5
 
 
+@pytest.mark.pairwise
 @pytest.mark.key("compile", "compile.disable", "compile.backend")
 @pytest.mark.parametrize("checkpointing", ["", "json"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -46,6 +46,7 @@ def export(ctx: RankContext, directory: Path, *how: Any) -> tuple[dict[str, Tens
         return whole_weights(engine), engine(input_ids=batch(7)).logits
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])

@@ -58,6 +58,7 @@ def skip_one(ctx: RankContext, stage: int, accumulation: int, sections: dict[str
     assert all(value.isfinite().all() for value in after.values())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def with_client(ctx: RankContext, stage: int, how: str) -> Left:
     return advance(engine, ctx, STEPS), whole_weights(engine)
 
 
+@pytest.mark.pairwise
 @pytest.mark.key("optimizer", "optimizer.params")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["instance", "callable", "json"])
@@ -149,6 +150,7 @@ def with_json(ctx: RankContext, stage: int, name: str) -> Left:
     return advance(engine, ctx, STEPS), whole_weights(engine)
 
 
+@pytest.mark.pairwise
 @pytest.mark.key(
     "optimizer.type", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps",
     "optimizer.params.weight_decay", "optimizer.params.adam_w_mode", "optimizer.params.torch_adam",

@@ -46,6 +46,7 @@ def held(ctx: RankContext, stage: int, name: str) -> dict[str, int]:
     return {**engine.held_bytes(), "owned": owned, "stepped": stepped}
 
 
+@pytest.mark.pairwise
 @pytest.mark.key(
     "fp16.fp16_master_weights_and_grads",
     "bf16.bf16_master_weights_and_grads",

@@ -34,6 +34,7 @@ def pretrain(
     )
 
 
+@pytest.mark.full
 @pytest.mark.key("fp16.min_loss_scale")
 def test_an_exhausted_run_leaves_a_checkpoint_that_goes_on_in_bf16(tmp_path: Path) -> None:
     """A rate that is far too high: one good step, one overflow that halves the scale, one at the floor."""

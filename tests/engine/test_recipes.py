@@ -1,7 +1,11 @@
-"""The recipes from the command line: what a run writes, how it goes on elsewhere, and what comes out of it."""
+"""The recipes from the command line: what a run writes, how it goes on elsewhere, and what comes out of it.
+
+Three launches take nearly all of the time; all tests look at what they left.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launcher.config import load
 from launcher.run import Run
 from tests.cluster.launching import launch
+from tests.monitor.test_trace import names_in
 from tests.pool.reference import tiny_llama
 
 STEPS, BATCH, LENGTH = 6, 4, 32
@@ -22,10 +27,21 @@ BYTES = 260  # ids of the byte-level tokenizer, with room to spare
 PROSE = "".join(f"{n} is followed by {n + 1}, and {n * 3} by {n * 3 + 1}.\n" for n in range(700))
 
 
+WATCHED = {
+    "steps_per_print": 2,
+    "wall_clock_breakdown": True,
+    "memory_breakdown": True,
+    "csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "job"},
+    "flops_profiler": {"enabled": True, "output_file": "flops.txt"},
+    "comms_logger": {"enabled": True},
+}
+
+
 def json_of(directory: Path, stage: int) -> str:
-    """A JSON of stage `stage`; the rate falls, so that a schedule that starts anew would show."""
+    """A JSON of stage `stage`; the rate falls, so that a schedule that starts anew would show. Stage 3 is watched."""
     path = directory / f"stage{stage}.json"
     content = {
+        **(WATCHED if stage == 3 else {}),
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -73,7 +89,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
     pretrain = ("pretrain", "--model", "model.json", "--dataset", "prose.txt", "--seq-length", str(LENGTH))
     pretrain += ("--max-steps", str(STEPS), "--save-every", "4", "--eval-every", "3")
-    run(directory, 2, 3, *pretrain, "--output-dir", "whole")
+    traced = ("--profile", "traces", "--profile-steps", "2-3")
+    (directory / "whole.txt").write_text(run(directory, 2, 3, *pretrain, *traced, "--output-dir", "whole"))
     again = (*pretrain, "--output-dir", "resumed", "--resume", "whole/checkpoints/global_step4")
     tune = ("finetune", "--model", "whole/model", "--dataset", "chat.jsonl", "--seq-length", "64")
     tune += ("--max-steps", "3", "--output-dir", "tuned", "--sample", "after 7?")
@@ -131,6 +148,32 @@ def test_a_resumed_run_goes_on_with_the_curve(runs: Path) -> None:
     for key in ("loss", "grad_norm", "lr", "tokens"):
         assert [r[key] for r in resumed] == pytest.approx([r[key] for r in whole[4:]], rel=1e-5), key
     assert resumed[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.key("csv_monitor.enabled", "csv_monitor.output_path", "csv_monitor.job_name")
+def test_monitors_get_the_loss_of_the_metrics(runs: Path) -> None:
+    with (runs / "csv" / "job" / "Train_Samples_train_loss.csv").open() as file:
+        rows = [(int(at), float(loss)) for at, loss in list(csv.reader(file))[1:]]
+    lines = metrics(runs / "whole")
+    assert [at for at, _ in rows] == [BATCH * step for step in range(1, STEPS + 1)]
+    assert [loss for _, loss in rows] == pytest.approx([line["loss"] for line in lines], rel=1e-5)
+    assert all(set(line["phases_ms"]) == {"forward", "backward", "reduce", "step"} for line in lines)
+
+
+@pytest.mark.key(
+    "comms_logger.enabled", "memory_breakdown", "wall_clock_breakdown", "flops_profiler.output_file"
+)
+def test_times_memory_and_collectives_are_printed(runs: Path) -> None:
+    printed = (runs / "whole.txt").read_text()
+    assert printed.count(": forward ") == 3 and printed.count(": memory resident: ") == 3
+    assert printed.count("collectives of rank 0 of 2") == 1 and "reduce_scatter" in printed
+    assert "FLOPs profile of rank 0" in (runs / "flops.txt").read_text()
+
+
+def test_each_rank_is_traced(runs: Path) -> None:
+    for rank in range(2):
+        names = names_in(runs / "traces" / f"rank{rank}-steps2-3.json")
+        assert "model.layers.1/backward/reduce_scatter" in names
 
 
 def test_finetune_shows_what_the_model_answers_before_and_after(runs: Path) -> None:

@@ -100,6 +100,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("precision", "source", "target"), [
     *[("fp32", *move) for move in MOVES],
     *[("bf16", *move) for move in MOVES[:4]],

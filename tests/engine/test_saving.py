@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,7 +219,8 @@ def train_while_it_saves(ctx: RankContext, stage: int, directory: Path) -> tuple
     with held(gate):
         engine.save_checkpoint(directory)
         losses = advance(engine, ctx, AFTER)  # the state goes on while what was saved is a copy
-        meanwhile = sorted(entry.name for entry in directory.iterdir())
+        while not (meanwhile := sorted(entry.name for entry in directory.iterdir())):
+            time.sleep(0.01)  # the writer may not have begun
         gate.set()
         engine.saver.wait()
     again = engine_of(config_of(stage), stack(seed=1))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
+
+import pytest
 
 from launcher.config import load
 from launcher.engine.offloading import HOST
@@ -64,6 +67,21 @@ MORE = {
     "3, all on NVMe": config_of(3, {"offload_optimizer": NVME, "offload_param": NVME | {"max_in_cpu": 0}}),
 }
 """More, for the estimate beside the rehearsal."""
+
+CHOSEN = {
+    "1, bf16",
+    "3, every unit freed",
+    "2, tp, sequence",
+    "2, recompute",
+    "3, zero bubble",
+    "3, all offloaded",
+}
+CHOSEN |= {"2, bf16, stages", "3, bf16, half on the host"}
+"""Those with nearly everything between them; the others are left to `make test-all`."""
+
+
+def chosen(cases: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.full) for name in cases]
 
 
 @cache

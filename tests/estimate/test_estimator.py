@@ -10,7 +10,7 @@ from launcher.errors import ConfigError
 from launcher.estimate.dry_run import dry_run
 from launcher.estimate.estimator import Estimator
 from launcher.models.build import load_config
-from tests.estimate.cases import CASES, MORE, SEQUENCE, WORLD, config_of, rehearsed
+from tests.estimate.cases import CASES, MORE, SEQUENCE, WORLD, chosen, config_of, rehearsed
 
 ALL = CASES | MORE
 SCRATCH = 4 << 20  # bytes at most of the optimizer's kernel on CPUs, which devices do not have
@@ -21,7 +21,7 @@ def estimator() -> Estimator:
     return Estimator(load_config("default"))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", chosen(ALL))
 def test_an_estimate_is_what_a_rehearsal_finds(estimator: Estimator, name: str) -> None:
     config = load(ALL[name])
     off = 0.015 if "pipeline" in ALL[name] else 0.002

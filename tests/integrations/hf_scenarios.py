@@ -2,6 +2,8 @@
 many scenarios, for importing these libraries takes most of the time.
 
     hf_scenarios.py DIRECTORY NAME [NAME ...]      (writes DIRECTORY/results.json on rank 0)
+
+"NAME tied" is the same scenario with a model whose output head is its embedding.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ from transformers import (
 )
 
 from launcher.errors import LauncherError
+from tests.integrations import TIED
 
 VOCABULARY, LENGTH, ROWS = 128, 16, 36
 AUTO = "auto"
 TINY = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 OPTIMIZER = {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}}
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO,
@@ -65,7 +68,7 @@ def json_of(stage: int, **sections: Any) -> dict[str, Any]:
         "stage": stage,
         "reduce_bucket_size": AUTO,
         "stage3_prefetch_bucket_size": AUTO,
-        "stage3_param_persistence_threshold": 40,
+        "stage3_param_persistence_threshold": 0,
         "stage3_gather_16bit_weights_on_model_save": True,
         **sections.pop("zero", {}),
     }
@@ -230,7 +233,8 @@ def resumed_with_json_optimizer(directory: Path) -> Any:
 def resumed_elsewhere(directory: Path) -> Any:
     """On as many ranks as there are, from what another number of them has saved."""
     trainer = trainer_of(directory, json_of(3), use_cpu=True)
-    trainer.train(resume_from_checkpoint=str(directory.parent / "resumed" / "checkpoint-2"))
+    saved = directory.parent / directory.name.replace("resumed_elsewhere", "resumed")
+    trainer.train(resume_from_checkpoint=str(saved / "checkpoint-2"))
     return told(trainer)
 
 
@@ -279,10 +283,10 @@ def saved(directory: Path) -> Any:
 # ---- models under ZeRO-3 ----------------------------------------------------------------------------
 
 
-def _pretrained(directory: Path, seed: int = 7, **changes: Any) -> Path:
+def _pretrained(directory: Path, seed: int = 7) -> Path:
     if int(os.environ["RANK"]) == 0:
         torch.manual_seed(seed)
-        plainly(lambda: LlamaForCausalLM(LlamaConfig(**TINY, **changes)).save_pretrained(directory / "model"))
+        plainly(lambda: LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(directory / "model"))
     if dist.is_initialized():
         dist.barrier()
     return directory / "model"
@@ -307,7 +311,7 @@ def evaluated(directory: Path) -> Any:
     """Evaluation before any training, then training, of a model that was read into shards."""
     found: dict[str, Any] = {}
     assert TrainingArguments(output_dir=str(directory), use_cpu=True).world_size == 2  # makes a process group
-    path = _pretrained(directory, tie_word_embeddings=True)
+    path = _pretrained(directory)
 
     def read() -> Any:
         model = AutoModelForCausalLM.from_pretrained(path)
@@ -331,31 +335,30 @@ def evaluated(directory: Path) -> Any:
 
 @scenario("resized")
 def resized(directory: Path) -> Any:
-    """More tokens, tied and untied, before the engine is made."""
+    """More tokens, before the engine is made."""
     found: dict[str, Any] = {}
-    for tied in (True, False):
-        transformers.set_seed(3)
-        path = _pretrained(directory / str(tied), tie_word_embeddings=tied)
+    transformers.set_seed(3)
+    path = _pretrained(directory)
 
-        def read(path: Path = path) -> Any:
-            model = AutoModelForCausalLM.from_pretrained(path)
-            model.resize_token_embeddings(VOCABULARY + 8)
-            return model
+    def read() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        model.resize_token_embeddings(VOCABULARY + 8)
+        return model
 
-        trainer = trainer_of(directory, json_of(3), model=read)
-        found[f"shape {tied}"] = list(trainer.model.get_input_embeddings().weight.shape)
-        found[f"before {tied}"] = trainer.evaluate()["eval_loss"]
-        trainer = trainer_of(directory, json_of(3), model=lambda trainer=trainer: trainer.model)
-        trainer.train()
-        found[f"losses {tied}"] = told(trainer)["losses"]
+    trainer = trainer_of(directory, json_of(3), model=read)
+    found["shape"] = list(trainer.model.get_input_embeddings().weight.shape)
+    found["before"] = trainer.evaluate()["eval_loss"]
+    trainer = trainer_of(directory, json_of(3), model=lambda: trainer.model)
+    trainer.train()
+    found["losses"] = told(trainer)["losses"]
 
-        def plain(path: Path = path) -> float:
-            transformers.set_seed(1)
-            model = LlamaForCausalLM.from_pretrained(path)
-            model.resize_token_embeddings(VOCABULARY + 8)
-            return _loss(model)
+    def plain() -> float:
+        transformers.set_seed(1)
+        model = LlamaForCausalLM.from_pretrained(path)
+        model.resize_token_embeddings(VOCABULARY + 8)
+        return _loss(model)
 
-        found[f"plain {tied}"] = plainly(plain)
+    found["plain"] = plainly(plain)
     return found
 
 
@@ -460,8 +463,9 @@ def main() -> None:
         directory = flags.directory / name
         directory.mkdir(parents=True, exist_ok=True)
         print("----", name, flush=True)
+        TINY["tie_word_embeddings"] = name.endswith(TIED)
         try:
-            results[name] = SCENARIOS[name](directory)
+            results[name] = SCENARIOS[name.removesuffix(TIED)](directory)
         except Exception:
             results[name] = {"error": traceback.format_exc()}
             print(results[name]["error"], flush=True)

@@ -1,7 +1,12 @@
-"""Hugging Face's Trainer and accelerate, unchanged, on our engine: two ranks beside one plain process."""
+"""Hugging Face's Trainer and accelerate, PEFT's LoRA and TRL's trainers, unchanged, on our engine: two ranks beside one
+plain process.
+
+Two launches take nearly all of the time, most of it for importing these libraries; all tests look at what they found.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -12,19 +17,26 @@ from typing import Any
 import pytest
 
 from tests.cluster.launching import environment
+from tests.integrations import TIED
 
 SCRIPT = str(Path(__file__).with_name("hf_scenarios.py"))
+TRL_SCRIPT = str(Path(__file__).with_name("trl_scenarios.py"))  # has all of the other's, too
 LIMIT_S = 280
 ALIKE = [
     "stage0", "stage1", "stage2", "stage3", "json_json", "json_hf", "hf_json", "bf16", "fp16", "recomputed", "cpu2",
     "cpu3", "nvme3", "tp", "tp3",
 ]  # fmt: skip
-OURS = [
-    *ALIKE, "resumed", "resumed_with_json_optimizer", "best", "saved", "evaluated", "resized", "from_config",
-    "generated", "accelerated", "staged",
-]  # fmt: skip
-PLAIN = ["plain", "plain_bf16", "resumed_elsewhere"]
+RESUMED = ["resumed", "resumed_with_json_optimizer"]
+PLAIN = ["plain", "plain_bf16"]
+RESUMED_ELSEWHERE = ["resumed_elsewhere", "resumed_elsewhere" + TIED]
+STAGES = [2, 3]
 AFTER_THE_STEP = ["json_hf", "cpu3"]  # the engine steps the schedule before the rate is logged
+
+
+def kinds(names: list[str]) -> list[Any]:
+    """Every scenario with an untied model and with a tied one; `make test` takes them in turns."""
+    both = [(name, name + TIED) if at % 2 else (name + TIED, name) for at, name in enumerate(names)]
+    return [*(one for one, _ in both), *(pytest.param(other, marks=pytest.mark.full) for _, other in both)]
 
 
 def run(directory: Path, ranks: int, names: list[str], script: str = SCRIPT) -> dict[str, Any]:
@@ -40,11 +52,16 @@ def run(directory: Path, ranks: int, names: list[str], script: str = SCRIPT) -> 
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What every scenario found: ours on two ranks, then the plain ones, and a resumed one, on one rank."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the scenarios that tests ask for found: ours on two ranks; plain ones and a resumed one on one."""
+    asked = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    libraries = {name for name in asked if name.split()[0] in TRAINERS}
+    script = TRL_SCRIPT if libraries else SCRIPT
     directory = tmp_path_factory.mktemp("hf")
-    ours = run(directory, 2, OURS)
-    return ours | run(directory, 1, PLAIN)
+    ours = run(directory, 2, sorted(asked | {"resumed", "resumed" + TIED}), script)
+    plain = [*PLAIN, *(name + TIED for name in PLAIN), *sorted({plainly(name) for name in libraries})]
+    # A process that has had a JSON once has one for good: what is plain comes first.
+    return ours | run(directory, 1, plain + RESUMED_ELSEWHERE, script)
 
 
 def found(results: dict[str, Any], name: str) -> Any:
@@ -58,88 +75,148 @@ def found(results: dict[str, Any], name: str) -> Any:
 LIMITS = {"json_json": 1e-2, "hf_json": 1e-2, "bf16": 1e-3, "fp16": 3e-4, "json_hf": 1e-6, "cpu3": 1e-6}
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", kinds(ALIKE))
 def test_training_is_that_of_one_process(results: dict[str, Any], name: str) -> None:
     """Losses, norms of gradients and learning rates of five steps, the last of them with fewer microbatches."""
-    ours, plain = found(results, name), found(results, "plain_bf16" if name == "bf16" else "plain")
-    limit = LIMITS.get(name, 1e-6)
+    scenario, tied = name.removesuffix(TIED), TIED if name.endswith(TIED) else ""
+    ours, plain = (
+        found(results, name),
+        found(results, ("plain_bf16" if scenario == "bf16" else "plain") + tied),
+    )
+    limit = LIMITS.get(scenario, 1e-6)
     assert ours["engine"] == "launcher.engine.engine" and len(ours["losses"]) == 5
     assert ours["losses"] == pytest.approx(plain["losses"], rel=limit)
     if limit <= 1e-6:
         assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-5)
-        shift = 1 if name in AFTER_THE_STEP else 0
+        shift = 1 if scenario in AFTER_THE_STEP else 0
         assert ours["rates"][: 5 - shift] == pytest.approx(plain["rates"][shift:])
 
 
-@pytest.mark.parametrize("name", ["resumed", "resumed_with_json_optimizer"])
+@pytest.mark.parametrize("name", kinds(RESUMED))
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(results: dict[str, Any], name: str) -> None:
     run = found(results, name)
     assert run["resumed"]["losses"] == run["whole"]["losses"]
     assert run["resumed"]["rates"] == run["whole"]["rates"]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(results: dict[str, Any]) -> None:
-    whole = found(results, "resumed")["whole"]["losses"]
-    assert found(results, "resumed_elsewhere")["losses"] == pytest.approx(whole, rel=1e-6)
+@pytest.mark.parametrize("name", kinds(["resumed"]))
+def test_a_run_goes_on_with_another_number_of_ranks(results: dict[str, Any], name: str) -> None:
+    whole = found(results, name)["whole"]["losses"]
+    assert found(results, name.replace("resumed", "resumed_elsewhere"))["losses"] == pytest.approx(
+        whole, rel=1e-6
+    )
 
 
-def test_the_best_model_is_loaded_at_the_end_of_a_run_that_stops_early(results: dict[str, Any]) -> None:
-    run = found(results, "best")
+@pytest.mark.parametrize("name", kinds(["best"]))
+def test_the_best_model_is_loaded_at_the_end_of_a_run_that_stops_early(
+    results: dict[str, Any], name: str
+) -> None:
+    run = found(results, name)
     assert run["steps"] < 10
     *while_training, last = run["evaluated"]
     assert run["best"] == min(while_training) == last != while_training[-1]
     assert run["after"] == pytest.approx(run["best"])
 
 
-def test_weights_are_saved_whole_or_in_shards(results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", kinds(["saved"]))
+def test_weights_are_saved_whole_or_in_shards(results: dict[str, Any], name: str) -> None:
     """Both can be read again: with from_pretrained at once, or through the script beside the checkpoint."""
-    run = found(results, "saved")
+    run = found(results, name)
     assert "model.safetensors" in run["files True"]
     assert {"global_step2", "latest", "zero_to_fp32.py"} <= set(run["files False"])
     for kind in ("True", "False"):
         assert run[f"read {kind}"] == pytest.approx(run[f"trained {kind}"], rel=1e-6)
 
 
-def test_a_pretrained_model_is_read_into_shards(results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", kinds(["evaluated"]))
+def test_a_pretrained_model_is_read_into_shards(results: dict[str, Any], name: str) -> None:
     """It evaluates as a plain one; a Trainer that would train with the engine of an evaluation is told."""
-    run = found(results, "evaluated")
-    assert run["kinds"] == ["ShardedParameter"] and run["tied"]
+    run = found(results, name)
+    assert run["kinds"] == ["ShardedParameter"] and run["tied"] == name.endswith(TIED)
     assert run["before"] == pytest.approx(run["plain"], rel=1e-6)
     assert len(run["losses"]) == 5 and run["after"] != run["before"]
     assert "train with another Trainer" in run["again"]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_are_resized_under_zero3(results: dict[str, Any], tied: bool) -> None:
-    run = found(results, "resized")
-    assert run[f"shape {tied}"] == [136, 32]
-    assert run[f"before {tied}"] == pytest.approx(run[f"plain {tied}"], rel=1e-5)
-    assert run[f"losses {tied}"] == pytest.approx([run[f"before {tied}"]] * 5, rel=0.03)
+@pytest.mark.parametrize("name", kinds(["resized"]))
+def test_embeddings_are_resized_under_zero3(results: dict[str, Any], name: str) -> None:
+    run = found(results, name)
+    assert run["shape"] == [136, 32]
+    assert run["before"] == pytest.approx(run["plain"], rel=1e-5)
+    assert run["losses"] == pytest.approx([run["before"]] * 5, rel=0.03)
 
 
-def test_a_model_from_a_config_is_made_in_shards(results: dict[str, Any]) -> None:
-    run = found(results, "from_config")
+@pytest.mark.parametrize("name", kinds(["from_config"]))
+def test_a_model_from_a_config_is_made_in_shards(results: dict[str, Any], name: str) -> None:
+    run = found(results, name)
     assert run["kinds"] == ["ShardedParameter"] and len(run["losses"]) == 5
     assert run["losses"] == pytest.approx([math.log(128)] * 5, rel=0.02)  # nothing is known yet
 
 
-def test_ranks_generate_as_many_tokens_as_each_wants(results: dict[str, Any]) -> None:
-    for rank, (ours, plain) in enumerate(found(results, "generated")):
+@pytest.mark.parametrize("name", kinds(["generated"]))
+def test_ranks_generate_as_many_tokens_as_each_wants(results: dict[str, Any], name: str) -> None:
+    for rank, (ours, plain) in enumerate(found(results, name)):
         assert ours == plain and len(ours[0]) == 6 + 5 * rank
 
 
+@pytest.mark.parametrize("name", kinds(["accelerated"]))
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_a_loop_with_accelerate(results: dict[str, Any], stage: str) -> None:
+def test_a_loop_with_accelerate(results: dict[str, Any], name: str, stage: str) -> None:
     """Accumulation, clipping, save_state and load_state, whole weights; both stages compute the same."""
-    run = found(results, "accelerated")
+    run = found(results, name)
     assert run[stage]["again"] == run[stage]["losses"][4:]
     assert run[stage]["losses"] == pytest.approx(run["2"]["losses"], rel=1e-6)
     assert run[stage]["norms"] == pytest.approx(run["2"]["norms"], rel=1e-5)
     assert run[stage]["unwrapped"] == "LlamaForCausalLM" and run[stage]["names"] == 21
 
 
-def test_pipeline_stages_are_refused_with_a_way_out(results: dict[str, Any]) -> None:
-    assert (
-        "pipeline.stages is 2" in results["staged"]
-        and "launch --config DS.json pretrain" in results["staged"]
-    )
+@pytest.mark.parametrize("name", ["staged"])
+def test_pipeline_stages_are_refused_with_a_way_out(results: dict[str, Any], name: str) -> None:
+    assert "pipeline.stages is 2" in results[name] and "launch --config DS.json pretrain" in results[name]
+
+
+# ---- PEFT and TRL -------------------------------------------------------------------------------------
+
+TRAINERS = ("lora", "sft", "dpo")
+
+
+def plainly(name: str) -> str:
+    """The scenario of one plain process beside "KIND STAGE" or "KIND STAGE tied"."""
+    kind, _, *tied = name.split()
+    return " ".join([kind, "plain", *tied])
+
+
+def stages_of(kind: str, library: str) -> list[Any]:
+    """Tied and untied at every stage."""
+    there = importlib.util.find_spec(library) is not None
+    missing = pytest.mark.skipif(not there, reason=f"pip install {library}")
+    return [pytest.param(f"{kind} {stage}{tied}", marks=missing) for stage in STAGES for tied in ("", TIED)]
+
+
+def check_alike(ours: dict[str, Any], plain: dict[str, Any], steps: int) -> None:
+    assert ours["engine"] == "launcher.engine.engine" != plain["engine"]
+    assert len(ours["losses"]) == steps and len(set(ours["losses"])) > 1
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", stages_of("lora", "peft"))
+def test_a_lora_is_trained_and_saved(results: dict[str, Any], name: str) -> None:
+    ours, plain = found(results, name), found(results, plainly(name))
+    check_alike(ours, plain, 5)
+    assert len(ours["adapter"]) == 8 and all(norm > 0 for norm in ours["adapter"].values())
+    assert ours["adapter"] == pytest.approx(plain["adapter"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", stages_of("sft", "trl"))
+def test_sft_trainer(results: dict[str, Any], name: str) -> None:
+    check_alike(found(results, name), found(results, plainly(name)), 4)
+
+
+@pytest.mark.parametrize("name", stages_of("dpo", "trl"))
+def test_dpo_trainer(results: dict[str, Any], name: str) -> None:
+    """Against a reference model that does not learn: the margins are those of one process."""
+    ours, plain = found(results, name), found(results, plainly(name))
+    check_alike(ours, plain, 3)
+    assert ours["margins"][-1] != 0
+    assert ours["margins"] == pytest.approx(plain["margins"], rel=1e-3, abs=1e-6)

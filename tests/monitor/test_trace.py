@@ -1,11 +1,9 @@
-"""Traces of chosen steps, in which collectives carry the names of their units; and a recipe that is watched whole."""
+"""Traces of chosen steps, in which collectives carry the names of their units."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +12,8 @@ import launcher
 from launcher.cli.recipe_flags import training_parser
 from launcher.errors import ConfigError
 from launcher.monitor.trace import Trace, steps_of
-from tests.cluster.launching import launch
 from tests.pool import RankContext, WorkerPool
-from tests.pool.reference import batch, share, tiny_llama
+from tests.pool.reference import batch, share
 from tests.zero.training import SEQUENCES, Case, config_of, model_of
 
 
@@ -67,62 +64,3 @@ def test_the_flag_takes_a_range_of_steps() -> None:
         with pytest.raises(ConfigError, match=r"no range of steps|expected one argument"):
             parser.parse_args(["--profile-steps", wrong])
     assert "unit/phase/operation" in parser.format_help()
-
-
-STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """pretrain on two ranks with everything on: its directory, and what it printed."""
-    directory = tmp_path_factory.mktemp("watched")
-    (directory / "model.json").write_text(json.dumps(tiny_llama(vocab=260, layers=2).config.to_dict()))
-    (directory / "prose.txt").write_text("".join(f"{n} comes before {n + 1}.\n" for n in range(600)))
-    config: dict[str, Any] = {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "steps_per_print": 2,
-        "wall_clock_breakdown": True,
-        "memory_breakdown": True,
-        "csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "job"},
-        "flops_profiler": {"enabled": True, "output_file": "flops.txt"},
-        "comms_logger": {"enabled": True},
-    }
-    (directory / "ds.json").write_text(json.dumps(config))
-    flags = ("--model", "model.json", "--dataset", "prose.txt", "--seq-length", "32", "--output-dir", "out")
-    flags += ("--max-steps", str(STEPS), "--profile", "traces", "--profile-steps", "2-3")
-    done = launch(
-        *("--num_gpus", "2", "--device", "cpu", "--config", "ds.json", "pretrain"), *flags, cwd=directory
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    return directory, done.stdout
-
-
-@pytest.mark.key("csv_monitor.enabled", "csv_monitor.output_path", "csv_monitor.job_name")
-def test_a_recipe_writes_the_loss_of_its_metrics(watched: tuple[Path, str]) -> None:
-    directory, _ = watched
-    metrics = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
-    with (directory / "csv" / "job" / "Train_Samples_train_loss.csv").open() as file:
-        rows = [(int(at), float(loss)) for at, loss in list(csv.reader(file))[1:]]
-    assert [at for at, _ in rows] == [8, 16, 24, 32]
-    assert [loss for _, loss in rows] == pytest.approx([line["loss"] for line in metrics], rel=1e-5)
-    assert all(set(line["phases_ms"]) == {"forward", "backward", "reduce", "step"} for line in metrics)
-
-
-@pytest.mark.key(
-    "comms_logger.enabled", "memory_breakdown", "wall_clock_breakdown", "flops_profiler.output_file"
-)
-def test_a_recipe_prints_times_memory_and_collectives(watched: tuple[Path, str]) -> None:
-    directory, printed = watched
-    assert printed.count(": forward ") == 2 and printed.count(": memory resident: ") == 2
-    assert printed.count("collectives of rank 0 of 2") == 1 and "reduce_scatter" in printed
-    assert "FLOPs profile of rank 0" in (directory / "flops.txt").read_text()
-
-
-def test_a_recipe_traces_each_rank(watched: tuple[Path, str]) -> None:
-    directory, _ = watched
-    for rank in range(2):
-        names = names_in(directory / "traces" / f"rank{rank}-steps2-3.json")
-        assert "model.layers.1/backward/reduce_scatter" in names

@@ -66,6 +66,7 @@ RUNS = [
 _without: dict[Any, Any] = {}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("world", "stage", "dtype", "place"), RUNS)
 @pytest.mark.key(f"{KEY}.offload_optimizer.device", f"{KEY}.offload_param.device")
 def test_bit_for_bit(

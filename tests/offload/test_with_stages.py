@@ -23,6 +23,7 @@ def trained(ctx: RankContext, stage: int, tp: int, offload: dict[str, Any]) -> t
     return losses, norms, weights
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("world", "stage", "tp"), [(2, 1, 1), (2, 3, 1), (4, 3, 2), (4, 2, 2)])
 def test_bit_for_bit(pool: WorkerPool, tmp_path: Path, world: int, stage: int, tp: int) -> None:
     place = {"device": "nvme", "nvme_path": str(tmp_path)}

@@ -75,6 +75,7 @@ def on_llama(ctx: RankContext, stage: int, kind: str, extra: dict[str, Any]) -> 
     return losses
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["Muon", "Lamb", "Lion"])
 @pytest.mark.parametrize(
     "extra", [{"bf16": {"enabled": True}}, {"gradient_clipping": 0.1}], ids=["bf16", "clip"]

@@ -111,6 +111,7 @@ def trained(ctx: RankContext, stage: int, kind: str, params: dict[str, Any], zer
     return advance(engine, ctx, STEPS), whole_weights(engine)
 
 
+@pytest.mark.pairwise
 @pytest.mark.key(
     "optimizer.params.bias_correction", "optimizer.params.max_coeff", "optimizer.params.min_coeff",
     "optimizer.params.eps_inside_sqrt", "optimizer.params.momentum", "optimizer.params.ns_method",
@@ -124,6 +125,7 @@ def test_as_plain_pytorch(pool: WorkerPool, stage: int, name: str) -> None:
     assert_like(pool.run(trained, 2, stage, kind, params, {})[0], plain(make))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["lamb", "muon"])
 def test_in_sub_groups_on_four_ranks(pool: WorkerPool, stage: int, name: str) -> None:

@@ -52,6 +52,7 @@ def _tensors(engine: Any) -> dict[str, Tensor]:
     return whole
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("source, target", [((2, 3), (1, 1)), ((1, 0), (2, 3)), ((2, 1), (4, 2))], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_another_topology(

@@ -132,6 +132,7 @@ CASES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.key("pipeline.schedule")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_one_process_with_old_weights(pool: WorkerPool, case: Case) -> None:

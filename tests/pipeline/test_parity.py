@@ -25,6 +25,7 @@ def test_the_table_has_what_is_promised() -> None:
     assert SCHEDULES == ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("world", "case"), SAMPLE, ids=str)
 def test_as_one_process(pool: WorkerPool, world: int, case: Case) -> None:
     for rank in pool.run(differences, world, [case], 5):

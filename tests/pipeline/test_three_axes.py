@@ -45,6 +45,7 @@ def truth(tied: bool, microbatches: int) -> PlainRun:
     return train_plain(tiny_llama(tied, layers=4), batch, adamw, STEPS, microbatches, CLIP)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("world", "pp", "tp", "schedule", "stage", "tied", "sequence", "sections"), [
     (4, 2, 1, "1f1b", 2, True, False, {}),
     (4, 2, 1, "zbv", 3, False, False, {"activation_checkpointing": {}}),

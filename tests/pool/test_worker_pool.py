@@ -140,6 +140,7 @@ def test_a_local_function_is_refused(pool: WorkerPool) -> None:
         pool.run(lambda ctx: None, 1)
 
 
+@pytest.mark.full
 def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

@@ -27,6 +27,9 @@ from typing import Any
 SEED = 1234
 
 
+_modules = 0  # that were imported when the collector was last told to pass over all there is
+
+
 @dataclass(frozen=True)
 class RankContext:
     """What a function that runs on the pool gets first.
@@ -93,7 +96,7 @@ def serve(place: Place, pipe: Connection) -> None:
         _send(pipe, Answer(error=traceback.format_exc(), spoiled=True))
         return
     gc.collect()
-    gc.freeze()  # the imports: later collections need not walk them
+    _freeze_imports()
     _send(pipe, Answer(value="ready"))
     environment = dict(os.environ)
     while True:
@@ -199,7 +202,16 @@ def _settle(context: RankContext) -> bool:
         if group is not context.group:
             dist.destroy_process_group(group)
     gc.collect()
+    _freeze_imports()
     return True
+
+
+def _freeze_imports() -> None:
+    """Later collections, one after every function, need not walk what modules have made when they were imported."""
+    global _modules
+    if len(sys.modules) > _modules:
+        _modules = len(sys.modules)
+        gc.freeze()
 
 
 def _send(pipe: Connection, answer: Answer) -> None:

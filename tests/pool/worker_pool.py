@@ -32,6 +32,10 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
+    "launcher.engine.assemble",
+    "launcher.engine.pipelined",
+    "launcher.zero.apply",
+    "launcher.offload.nvme",
     "tests.pool.worker",
 )
 START_LIMIT_S = 120.0

@@ -42,6 +42,7 @@ def truth() -> PlainRun:
     return train_plain(tiny_llama(layers=1, vocab=VOCAB), batch, adamw, STEPS, clip=CLIP)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", PRECISION)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_losses_are_those_of_one_process(pool: WorkerPool, tp: int, precision: str) -> None:

@@ -89,6 +89,7 @@ CASES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("tp", "stage", "tied", "sequence", "sections"), CASES)
 def test_it_trains_saves_and_exports_as_one_process_does(
     pool: WorkerPool,

@@ -44,6 +44,7 @@ def made(ctx: RankContext, stage: int, kind: str, tied: bool, seed: int) -> dict
     return whole_weights(engine_of(config_of(stage), on_meta(kind, tied), seed=seed))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("kind", "tied"), [("stack", False), ("llama", False), ("gpt2", True)])
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 0), (2, 3), (4, 0), (4, 3)])
 def test_a_model_on_meta_gets_the_same_values_everywhere(

@@ -57,6 +57,7 @@ def fail_and_go_on(ctx: RankContext, stage: int, where: str) -> None:
     assert torch.equal(torch.ones(2, requires_grad=True).square().sum(), torch.tensor(2.0))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_leaves_the_engine_usable(pool: WorkerPool, stage: int, where: str) -> None:

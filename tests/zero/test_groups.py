@@ -33,6 +33,7 @@ def near(bytes_sent: float) -> object:
     return pytest.approx(bytes_sent, abs=4 * padding(WORLD) / (4 * PARAMETERS))
 
 
+@pytest.mark.pairwise
 @pytest.mark.key("zero_optimization.mics_shard_size")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -29,6 +29,7 @@ def assert_bytes(held: int, elements: float, world: int, bytes_each: int = 4) ->
     assert abs(held - elements * bytes_each) <= padding(world) * bytes_each
 
 
+@pytest.mark.pairwise
 @pytest.mark.key("zero_optimization.stage")
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(("stage", "sharded"), [(0, ""), (1, "o"), (2, "og"), (3, "ogp")])

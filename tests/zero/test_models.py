@@ -99,6 +99,7 @@ CASES = {
 
 
 # Gradients travel inside the backward at stages 2 and 3, so what is unused matters there for four ranks, too.
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (4, 2), (4, 3)])
 @pytest.mark.parametrize("case", CASES)
 def test_like_one_process(pool: WorkerPool, case: str, world: int, stage: int) -> None:
@@ -109,6 +110,7 @@ def test_like_one_process(pool: WorkerPool, case: str, world: int, stage: int) -
     )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("case", ["plain", "used twice", "sometimes unused"])
 def test_no_sync_is_accumulation(pool: WorkerPool, case: str, stage: int) -> None:
@@ -157,6 +159,7 @@ def one_rank_goes_another_way(ctx: RankContext, stage: int, depth: int, way: dic
     return {name: value.clone() for name, value in engine.zero.full_parameters()}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("depth", [3, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("way", OTHER_WAYS)

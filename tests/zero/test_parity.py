@@ -52,6 +52,7 @@ def assert_same(got: Trained, want: PlainRun, dtype: str = "fp32") -> None:
         assert off <= WEIGHT_TOLERANCE[dtype], f"{name} is off by {off:.2e}"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("world", "case"), MATRIX)
 def test_matrix(pool: WorkerPool, world: int, case: Case) -> None:
     want = truth(case.kind, case.tied, case.dtype, world * case.accumulation)
@@ -93,6 +94,7 @@ def test_clipping(pool: WorkerPool, stage: int) -> None:
     assert_same(pool.run(train, 2, Case(stage, clip=0.3))[0], want)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("checkpointing", ["", "hf", "hf-reentrant", "json"])
 @pytest.mark.parametrize("tied", [False, True])
@@ -123,6 +125,7 @@ def test_no_key_of_stage_3_changes_the_numbers(pool: WorkerPool, zero: dict[str,
     assert_same(pool.run(train, 2, Case(3, 3, zero=zero))[0], truth("llama", False, "fp32", 6))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("zero", [
     {"allgather_bucket_size": 1000},
     {"allgather_partitions": False},
@@ -159,6 +162,7 @@ def train_by_memory(ctx: RankContext, case: Case) -> Trained:
         board.SLOT = slot
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("world", "accumulation"), [(2, 3), (4, 1)])
 def test_reading_the_memory_of_peers(pool: WorkerPool, world: int, accumulation: int, stage: int) -> None:

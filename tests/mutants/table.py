@@ -1,0 +1,422 @@
+"""Sixty faults, each a small edit of one file of `launcher/`: what somebody could write by mistake.
+
+Each is wrong in one situation only: with accumulation, at one stage, with tied parameters, on a resumed run
+or in the last bucket. The tests have to notice every one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Args:
+        file: below `launcher/`.
+        old: what stands there; it occurs exactly once in the file.
+        new: what stands there in the faulty copy.
+        fault: what is wrong then, in words.
+    """
+
+    file: str
+    old: str
+    new: str
+    fault: str
+
+
+MUTANTS = {
+    # zero: shards, gathers, reductions, the norm
+    "settle-leaves-out-whole-gradients": Mutant(
+        "zero/reduce.py",
+        "if self._unsent or not gradient.sharded:",
+        "if self._unsent:",
+        "with managed_gradient_accumulation false, gradients of stages 0 and 1 are never reduced",
+    ),
+    "mean-over-tp-too": Mutant(
+        "zero/apply.py",
+        "return 1.0 if divided is None else self.axis.degree / divided",
+        "return 1.0 if divided is None else self.axis.degree * self.tp.degree / divided",
+        "under tensor parallelism gradients are divided by all ranks, not by those of dp",
+    ),
+    "second-shard-of-the-step-before": Mutant(
+        "zero/flat.py",
+        "        self._second_is_new = False\n        if self.packed is not None:\n",
+        "        if self.packed is not None:\n",
+        "with hpZ, what is gathered after a step are the parameters from before it",
+    ),
+    "unused-keeps-its-last-gradient": Mutant(
+        "zero/gradients.py",
+        "            if grad is None:\n"
+        "                if not accumulate:\n"
+        "                    region.zero_()\n"
+        "            elif grad.data_ptr() != region.data_ptr():\n",
+        "            if grad is not None and grad.data_ptr() != region.data_ptr():\n",
+        "a parameter without a gradient contributes what the buffer had of another step or unit, not zeros",
+    ),
+    "sum-over-all-key-value-heads": Mutant(
+        "zero/shared.py",
+        "places.append(slice(end + part.group * term.numel(), end + (part.group + 1) * term.numel()))",
+        "places.append(slice(end, end + term.numel()))",
+        "where tp ranks share key-value heads in groups, each head gets the sum of all heads' gradients",
+    ),
+    "edits-are-those-of-rank-0": Mutant(
+        "zero/flat.py",
+        'broadcast(full[edited.span], self.axes.dp, f"{self.name}/edit", source=source).wait()',
+        'broadcast(full[edited.span], self.axes.dp, f"{self.name}/edit", source=0).wait()',
+        "GatheredParameters(modifier_rank=1) keeps the values of rank 0",
+    ),
+    "norm-of-one-pipeline-stage": Mutant(
+        "zero/apply.py",
+        "        if self.policy.compute_norm:\n"
+        '            all_reduce(report[:1], self.pp, "root/norm").wait()\n',
+        "",
+        "each pipeline stage clips, and skips on overflow, by the norm of its own gradients",
+    ),
+    "prefetch-passes-over-the-next": Mutant(
+        "zero/fetch.py",
+        "        ahead = 0\n        for unit in self._order[self._next :]:\n",
+        "        ahead = 0\n        for unit in self._order[self._next + 1 :]:\n",
+        "the unit after the next one is gathered ahead, and the next one only when it is met",
+    ),
+    "last-gather-bucket-is-left-out": Mutant(
+        "zero/flat.py",
+        "for at in range(0, self.shard.numel(), size)]",
+        "for at in range(0, max(size, self.shard.numel() // size * size), size)]",
+        "at stages 1 and 2 what follows the last whole allgather bucket never comes back from its owner",
+    ),
+    "loaded-parameters-are-not-awaited": Mutant(
+        "zero/apply.py",
+        "        for pending in [pending for flat in self.flats for pending in flat.publish()]:\n"
+        "            pending.wait()\n",
+        "        for flat in self.flats:\n            flat.publish()\n",
+        "after a load at stages 1 and 2 a rank has old values in the other ranks' slices of the parameters",
+    ),
+    "tied-norm-counts-twice": Mutant(
+        "zero/shared.py",
+        "    if gradient.flat.slots[0].holders.rank > 0:\n"
+        "        return torch.zeros((), dtype=torch.float64)\n",
+        "",
+        "a tied parameter on two pipeline stages counts twice in the norm",
+    ),
+    # comm: bytes between ranks
+    "scale-of-the-largest-value": Mutant(
+        "comm/quantized.py",
+        "scales = blocks.abs().amax(dim=1) / most",
+        "scales = blocks.amax(dim=1) / most",
+        "a quantised block is scaled by its largest value, not magnitude: large negative values are cut off",
+    ),
+    "quantised-sum-forgets": Mutant(
+        "comm/quantized.py",
+        "total = out.clone() if accumulate else torch.zeros_like(out)",
+        "total = torch.zeros_like(out)",
+        "with quantised gradients and accumulation only the last microbatch counts",
+    ),
+    "levels-swapped": Mutant(
+        "comm/collectives.py",
+        "first = _gather(slices[inside.rank :: inside.degree], None, across, tag)",
+        "first = _gather(slices[across.rank :: across.degree], None, across, tag)",
+        "hierarchical gathers take the slices of another place in the node in their hop across nodes",
+    ),
+    "four-bytes-an-element": Mutant(
+        "comm/memory.py",
+        "self._copy(peer, place + start * mine.element_size(), blocks[peer])",
+        "self._copy(peer, place + start * 4, blocks[peer])",
+        "from the second block of a large 16-bit reduction on, a peer's memory is read at the wrong address",
+    ),
+    # optim: optimizers, schedules, the loss scale
+    "options-of-the-first-group": Mutant(
+        "optim/sharded.py",
+        "group = self.param_groups[index]",
+        "group = self.param_groups[0]",
+        "on the CPU every param group is stepped with learning rate and weight decay of the first one",
+    ),
+    "scale-forgets-overflow-on-resume": Mutant(
+        "optim/loss_scale.py",
+        'self.step, self.last_overflow = int(state["step"]), int(state["last_overflow"])',
+        'self.step, self.last_overflow = int(state["step"]), -1',
+        "a resumed fp16 run doubles its loss scale at other steps than one that was not interrupted",
+    ),
+    "cosine-a-step-late": Mutant(
+        "optim/curves.py",
+        "done = (iteration - steps + 1) / max(1, params.total_num_steps - steps)",
+        "done = (iteration - steps) / max(1, params.total_num_steps - steps)",
+        "the cosine of WarmupCosineLR is one step late, and does not reach its end",
+    ),
+    "lamb-norms-of-slices": Mutant(
+        "optim/lamb.py",
+        "if flat.shards_optim:",
+        "if flat.sharded:",
+        "at stages 1 and 2 Lamb's trust ratio is that of the rank's slice",
+    ),
+    "adam-always-decoupled": Mutant(
+        "optim/build.py",
+        'name = "AdamW" if config.type == "Adam" and config.params.adam_w_mode else config.type',
+        'name = "AdamW" if config.type == "Adam" else config.type',
+        "adam_w_mode false is ignored: weight decay does not go through the moments",
+    ),
+    # checkpoint: what is on the disk, and when
+    "latest-before-its-checkpoint": Mutant(
+        "checkpoint/tags.py",
+        "    os.rename(temporary, final)\n"
+        "    sync_directory(directory)\n"
+        "    if latest:\n"
+        '        write_durably(directory / LATEST_FILE, tag + "\\n")\n',
+        "    if latest:\n"
+        '        write_durably(directory / LATEST_FILE, tag + "\\n")\n'
+        "    os.rename(temporary, final)\n"
+        "    sync_directory(directory)\n",
+        "a save that is killed before the rename leaves a `latest` that names no checkpoint",
+    ),
+    "checksum-is-not-looked-at": Mutant(
+        "checkpoint/reader.py",
+        "            if damaged := archive.testzip():\n"
+        '                raise ValueError(f"the checksum of {damaged} at byte {sinfo.offset} is wrong")\n',
+        "            archive.infolist()\n",
+        "a checkpoint with a damaged byte is loaded without a word",
+    ),
+    "background-save-of-live-tensors": Mutant(
+        "checkpoint/saver.py",
+        'return tensor.with_data(tensor.data_1d.to("cpu", copy=True))',
+        'return tensor.with_data(tensor.data_1d.to("cpu"))',
+        "a save in the background writes weights and moments that training changes meanwhile",
+    ),
+    "fp32-in-the-stored-dtype": Mutant(
+        "checkpoint/fp32.py",
+        'return torch.float32 if name.startswith("model/") and stored.is_floating_point else stored',
+        "return stored",
+        "zero_to_fp32 gives parameters without fp32 master weights (frozen ones) in bf16",
+    ),
+    # engine: the step, and what a checkpoint holds of it
+    "schedule-moves-on-overflow": Mutant(
+        "engine/engine.py",
+        "if not overflow and self.lr_scheduler is not None:",
+        "if self.lr_scheduler is not None:",
+        "the learning-rate schedule moves on at steps that are skipped because of an overflow",
+    ),
+    "clips-the-undivided-norm": Mutant(
+        "engine/engine.py",
+        "self.optimizer.step(clip_factor(norm, float(self._config.gradient_clipping)) / scale)",
+        "self.optimizer.step(clip_factor(norm * scale, float(self._config.gradient_clipping)) / scale)",
+        "clipping takes the norm of the sum over ranks, times the loss scale, for that of the gradient",
+    ),
+    "random-state-of-dp-rank-0": Mutant(
+        "engine/state.py",
+        'place = f"{engine.mesh.dp.rank}/stage{stage}" if stage else str(engine.mesh.dp.rank)',
+        'place = f"{engine.mesh.dp.rank}/stage{stage}" if stage else "0"',
+        "after a load all data-parallel ranks draw the random numbers of rank 0",
+    ),
+    "adam-counts-anew": Mutant(
+        "engine/state.py",
+        'if kind not in ("optimizer", "scalar", "number") or name not in slices:',
+        'if kind not in ("optimizer", "number") or name not in slices:',
+        "the step count of Adam is not restored: a resumed run corrects its moments as at the first step",
+    ),
+    "stages-forget-the-loss-scale": Mutant(
+        "engine/pipelined.py",
+        "return self.weights[microbatch] * updates * self.engine.loss_scaler.scale",
+        "return self.weights[microbatch] * updates",
+        "in pipeline stages the loss is not scaled, and fp16 gradients are divided by the scale all the same",
+    ),
+    # offload: NVMe
+    "stepped-early-and-again": Mutant(
+        "optim/sharded.py",
+        "            if gradient in self.early:\n                continue\n",
+        "",
+        "with states on NVMe, what was stepped inside the backward is stepped again, with zeros",
+    ),
+    "tail-at-a-whole-block": Mutant(
+        "offload/nvme.py",
+        "yield Request(self._file, extent.offset + start, data[start:end], write, label, seen)",
+        "yield Request(self._file, extent.offset + i * block, data[start:end], write, label, seen)",
+        "what follows the last whole page of a tensor is written into the place of another tensor",
+    ),
+    "loaded-values-never-reach-the-disk": Mutant(
+        "offload/resting.py",
+        "whole.put() if self._changed else whole.drop()",
+        "whole.drop()",
+        "with shards on NVMe what is loaded from a checkpoint is dropped, and the disk has the old values",
+    ),
+    "directory-is-not-locked": Mutant(
+        "offload/directory.py",
+        "                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "",
+        "the next rank or job takes the directory of a running one for a crashed one's, and removes it",
+    ),
+    # tensor: layers split over tp
+    "bias-on-every-rank": Mutant(
+        "tensor/layers.py",
+        "y = linear_of(self, x, biased=False)",
+        "y = linear_of(self, x)",
+        "the bias of a row-parallel layer is added on every rank before the sum, and once more after it",
+    ),
+    "sums-of-exponentials-with-own-maxima": Mutant(
+        "tensor/loss.py",
+        "total = (parts[:, 1] * (parts[:, 0] - largest).exp()).sum(0)",
+        "total = parts[:, 1].sum(0)",
+        "the cross entropy of split logits adds sums that each rank took relative to its own largest logit",
+    ),
+    "packed-as-one-matrix": Mutant(
+        "tensor/apply.py",
+        "packed = style.packed if rule.packed == (1,) else rule.packed",
+        "packed = style.packed",
+        "a fused q, k and v is cut in pieces as one matrix: rank 0 gets q and no v",
+    ),
+    "ranks-drop-the-same-out": Mutant(
+        "tensor/dropout.py",
+        "seed = (seed + self.axis.rank * _STEP) % _SEEDS",
+        "seed = seed % _SEEDS",
+        "where activations are split all tp ranks draw the same dropout masks",
+    ),
+    "held-twice-is-twice-as-large": Mutant(
+        "tensor/assemble.py",
+        "split.put(local, logical, first_only=True)",
+        "split.put(local, logical)",
+        "in exports, what some of the tp ranks hold together (key-value heads) is the sum of their copies",
+    ),
+    # pipeline: schedules, stages, asynchronous weights
+    "last-weight-gradient-is-left-out": Mutant(
+        "pipeline/schedules.py",
+        "made.extend((Kind.WEIGHT, slot) for slot in backwards[weights:])",
+        "made.extend((Kind.WEIGHT, slot) for slot in backwards[weights:-1])",
+        "with zb-h1 all stages but the first drop the weight gradients of the last microbatch",
+    ),
+    "last-group-of-layers-is-left-out": Mutant(
+        "pipeline/stage.py",
+        "for begin in range(0, len(self.calls), self.interval):",
+        "for begin in range(0, len(self.calls) - self.interval + 1, self.interval):",
+        "where activation_checkpoint_interval does not divide a stage's layers, training skips the last ones",
+    ),
+    "two-buffered-weights-are-the-newest": Mutant(
+        "pipeline/runtime.py",
+        "return [updates - (schedule.delay or 0) for updates in weights_used(schedule)[rank]]",
+        "return list(weights_used(schedule)[rank])",
+        "2bw computes with the newest weights, not with those of one update before",
+    ),
+    "data-and-model-swapped": Mutant(
+        "pipeline/topology.py",
+        '["pipe", "data", "model"], [num_pp, num_dp, num_mp]',
+        '["pipe", "data", "model"], [num_pp, num_mp, num_dp]',
+        "PipeModelDataParallelTopology has the degrees of data and model the other way round",
+    ),
+    "weights-of-microbatches-reversed": Mutant(
+        "engine/pipelined.py",
+        "return self.weights[microbatch] * updates * self.engine.loss_scaler.scale",
+        "return self.weights[-1 - microbatch] * updates * self.engine.loss_scaler.scale",
+        "in stages, microbatches with different numbers of tokens count by those of another one",
+    ),
+    # models: first values, recomputation
+    "layers-begin-alike": Mutant(
+        "models/initialize.py",
+        'digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()',
+        'digest = hashlib.sha256(f"{seed}".encode()).digest()',
+        "all modules of a model on meta begin with the same random numbers",
+    ),
+    "recomputation-draws-anew": Mutant(
+        "models/activation.py",
+        "        if self.saved.keeping.changes_nothing:\n"
+        "            return checkpoint(watched, *args, use_reentrant=False, **kwargs)\n",
+        "        if self.saved.keeping.changes_nothing:\n"
+        '            options = {**kwargs, "preserve_rng_state": False}\n'
+        "            return checkpoint(watched, *args, use_reentrant=False, **options)\n",
+        "a recomputed block drops other elements out than its forward did",
+    ),
+    # data: caches, places, labels
+    "tokens-of-another-tokenizer": Mutant(
+        "data/pack.py",
+        "key = cache_key(FORMAT, dataset._fingerprint, tokenizer_fingerprint(tokenizer), seq_length)",
+        "key = cache_key(FORMAT, dataset._fingerprint, tokenizer.name_or_path, seq_length)",
+        "packed tokens are found again for another tokenizer of the same name",
+    ),
+    "place-of-the-step-before": Mutant(
+        "data/loader.py",
+        "            microbatches = self._microbatches() if self.reads else []\n"
+        "            self._advance()\n"
+        "            yield microbatches\n",
+        "            yield self._microbatches() if self.reads else []\n            self._advance()\n",
+        "a checkpoint has the place in the data before its last step, which a resumed run then does again",
+    ),
+    "packed-rows-learn-their-first-token": Mutant(
+        "data/sft.py",
+        "starts = np.cumsum([0, *(len(row.labels) for row in rows[:-1])])",
+        "starts = np.cumsum([len(row.labels) for row in rows]) - 1",
+        "in packed instruction rows the last token of each is ignored, not the first",
+    ),
+    # config: the JSON
+    "typos-below-a-known-key": Mutant(
+        "config/check.py",
+        "            else:\n                found += self.typos(child, member, here)\n        return found\n",
+        "        return found\n",
+        "unknown keys are accepted two levels inside of sections that only DeepSpeed has",
+    ),
+    "auto-of-zero": Mutant(
+        "config/resolve.py",
+        "if auto.get(name) is not None:",
+        "if auto.get(name):",
+        'an "auto" for which the run gives 0 (warmup_num_steps) gets the default of its key',
+    ),
+    "batch-equation-without-ranks": Mutant(
+        "config/batch.py",
+        "if micro and accumulation and train == micro * accumulation * dp_degree:",
+        "if micro and accumulation and train % (micro * accumulation) == 0:",
+        "three batch sizes that contradict the number of ranks are accepted",
+    ),
+    # cluster: hosts, signals, failures
+    "range-without-its-last-slot": Mutant(
+        "cluster/hostfile.py",
+        "found.update(range(int(match[1]), int(match[2] or match[1]) + 1))",
+        "found.update(range(int(match[1]), int(match[2] or int(match[1]) + 1)))",
+        "slots=0,2,5-7 has no slot 7",
+    ),
+    "exclude-keeps-single-slots": Mutant(
+        "cluster/selection.py",
+        "chosen = [replace(host, slots=tuple(sorted(left[host.name]))) for host in hosts if left[host.name]]",
+        "chosen = [host for host in hosts if left[host.name]]",
+        "--exclude node:1 excludes nothing, unless the whole host is named",
+    ),
+    "sigterm-stays-at-the-front-end": Mutant(
+        "cluster/attempt.py",
+        '        self.crew.tell(self.crew.nodes, "signal", number=int(signal.SIGTERM))\n',
+        "",
+        "with --term_grace no rank hears of a SIGTERM, so none saves a checkpoint in the time that it has",
+    ),
+    "lowest-rank-is-to-blame": Mutant(
+        "cluster/failure.py",
+        "rank = min(times, key=lambda candidate: (times[candidate], candidate))",
+        "rank = min(times)",
+        "of several ranks that failed the lowest is named, with its exit code, not the one that was first",
+    ),
+    # cli, train: the way of a run
+    "local-rank-all-the-same": Mutant(
+        "cli/shares.py",
+        "append_local_rank=not (run.is_ours or flags.no_local_rank),",
+        "append_local_rank=not run.is_ours,",
+        "--no_local_rank is ignored",
+    ),
+    "counts-the-first-label": Mutant(
+        "train.py",
+        'return int((batch["labels"][:, 1:] != IGNORED).sum())',
+        'return int((batch["labels"][:, :-1] != IGNORED).sum())',
+        "microbatches count by their labels but the last, not but the first, which nothing predicts",
+    ),
+    # monitor, estimate, plan: numbers for people
+    "resumed-metrics-lack-a-step": Mutant(
+        "monitor/metrics.py",
+        'kept = [record for record in old if record["step"] <= step]',
+        'kept = [record for record in old if record["step"] < step]',
+        "metrics.jsonl of a resumed run lacks the step that it resumed from",
+    ),
+    "states-of-four-bytes": Mutant(
+        "estimate/states.py",
+        "return self.once + numel * sum(dtype.itemsize for dtype in self.dtypes.values())",
+        "return self.once + 4 * numel * len(self.dtypes)",
+        "the memory estimate takes optimizer states in bf16 for fp32",
+    ),
+    "higher-stages-are-hungrier": Mutant(
+        "plan/choose.py",
+        "return way.micro, -way.stage, -int(way.recompute), -OFFLOADS.index(way.offload)",
+        "return way.micro, way.stage, -int(way.recompute), -OFFLOADS.index(way.offload)",
+        "where one ZeRO stage is too large, the plan leaves the higher ones out, which would fit",
+    ),
+}
