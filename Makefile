@@ -5,13 +5,24 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile -c constraints.txt
 
-.PHONY: train test lint parity models stages cluster clean
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+.PHONY: train test test-all test-rest mutants lint parity models stages cluster clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch --config ds_configs/zero2.json
 
+# Every room, every promise of the README, every kind of fault.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(PYTEST) --durations 20
+
+# Everything.
+test-all: test test-rest models stages parity cluster
+
+# The cases of the full products that `make test` leaves out.
+test-rest: $(VENV)/.installed-test
+	$(PYTEST) --rest --durations 20
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -19,10 +30,14 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/codespell
 	$(BIN)/mypy
 
+# Sixty faults, one after the other: which do the tests find? Takes an hour.
+mutants: $(VENV)/.installed-test
+	$(BIN)/python -m tests.mutants
+
 # Against the real DeepSpeed: needs a C++ compiler.
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m tests.parity_deepspeed.operators
-	LAUNCHER_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity_deepspeed --timeout 1000
+	LAUNCHER_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity_deepspeed --full --timeout 1000
 
 # Every causal-LM type under tensor parallelism and in stages; writes docs/models.md, and fails where that has changed.
 models: $(VENV)/.installed-test
@@ -35,7 +50,7 @@ stages: $(VENV)/.installed-test
 # Every runner that is installed, every fault, and training, on pretend machines: needs root and the programs below.
 # apt-get install --no-install-recommends iproute2 openssh-client openssh-server procps pdsh slurm-wlm openmpi-bin mpich
 cluster: $(VENV)/.installed-test
-	LAUNCHER_TEST_CLUSTER=1 HOSTS_REQUIRED=1 $(BIN)/python -m pytest tests/cluster
+	LAUNCHER_TEST_CLUSTER=1 HOSTS_REQUIRED=1 $(BIN)/python -m pytest tests/cluster --full
 
 clean:
 	rm -rf $(VENV)

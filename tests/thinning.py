@@ -22,9 +22,8 @@ Axes = dict[str, Hashable]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--full", action="store_true", help="run what `make test` leaves to `make test-all`, too"
-    )
+    parser.addoption("--full", action="store_true", help="run what `make test` leaves out, too")
+    parser.addoption("--rest", action="store_true", help="run only what `make test` leaves out")
 
 
 @pytest.hookimpl(trylast=True)
@@ -32,14 +31,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselects, after `-k` and `-m` have chosen."""
     if config.getoption("--full"):
         return
-    left_out = {item.nodeid for item in items if item.get_closest_marker("full")}
+    left, rest = _left_out(items), config.getoption("--rest")
+    # A case that was asked for by its name is run.
+    asked = {argument for argument in config.invocation_params.args if "::" in str(argument)}
+    chosen = {item for item in items if item.nodeid in asked or (item.nodeid in left) == rest}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def _left_out(items: Sequence[pytest.Item]) -> set[str]:
+    """What `make test` does not run."""
+    left = {item.nodeid for item in items if item.get_closest_marker("full")}
     for product in _products(items):
         chosen = covering([_axes(item.callspec.params) for item in product])
-        left_out |= {item.nodeid for index, item in enumerate(product) if index not in chosen}
-    # A case that was asked for by its name is run.
-    left_out -= {argument for argument in config.invocation_params.args if "::" in str(argument)}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+        left |= {item.nodeid for index, item in enumerate(product) if index not in chosen}
+    return left
 
 
 def covering(rows: Sequence[Axes]) -> set[int]:

@@ -25,6 +25,16 @@ class Mutant:
     new: str
     fault: str
 
+    def applied(self, text: str) -> str:
+        """The faulty text of the file.
+
+        Raises:
+            ValueError: `old` is not there just once.
+        """
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.file} has {text.count(self.old)} times: {self.old}")
+        return text.replace(self.old, self.new)
+
 
 MUTANTS = {
     # zero: shards, gathers, reductions, the norm

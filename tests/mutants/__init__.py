@@ -1,0 +1,1 @@
+"""Faults that the tests have to find: `make mutants`."""

@@ -1,0 +1,120 @@
+"""Do the tests find a fault? `make mutants` puts one after the other into a copy of this tree, and runs them.
+
+    python -m tests.mutants [NAME ...] [--full] [--to FILE]
+
+Tests of the faulty room run first, then all others, each time up to the first failure. With `--full` they are those of
+`make test-all` (its pytest part). Ends with 1 where fewer than `WANTED` are found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.table import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+WANTED = 57 / 60  # of the faults
+LIMIT_S = 1800  # of one run of all tests
+TEST_LIMIT_S = 150  # of one test: what hangs has been found
+NOTHING_TO_RUN = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a fault.
+
+    Args:
+        by: the first test that failed; empty: none did.
+        took_s: until then.
+    """
+
+    by: str
+    took_s: float
+
+
+def main() -> int:
+    flags = _flags()
+    unknown = set(flags.names) - set(MUTANTS)
+    if unknown:
+        sys.exit(f"there is no fault {', '.join(sorted(unknown))}; there are {', '.join(MUTANTS)}")
+    names = flags.names or list(MUTANTS)
+    verdicts = {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        tree = copy_of_the_tree(Path(directory, "tree"))
+        for name in names:
+            verdicts[name] = judged(tree, MUTANTS[name], ["--full"] if flags.full else [])
+            line = f"{name}\t{verdicts[name].by or 'NOT FOUND'}\t{verdicts[name].took_s:.0f} s"
+            print(line, flush=True)
+            if flags.to:
+                with flags.to.open("a") as file:
+                    file.write(line + "\n")
+    found = sum(bool(verdict.by) for verdict in verdicts.values())
+    print(f"{found} of {len(names)} faults were found")
+    return int(found < WANTED * len(names))
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="faults of tests/mutants/table.py; default: all"
+    )
+    parser.add_argument("--full", action="store_true", help="with the cases that `make test` leaves out")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="add a line for each fault")
+    return parser.parse_args()
+
+
+def copy_of_the_tree(to: Path) -> Path:
+    """Of every file that git knows, as it is now."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in files.splitlines():
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+    return to
+
+
+def judged(tree: Path, mutant: Mutant, flags: Sequence[str]) -> Verdict:
+    """The fault is in the tree only while tests run."""
+    path = tree / "launcher" / mutant.file
+    right = path.read_text()
+    path.write_text(mutant.applied(right))
+    started = time.monotonic()
+    try:
+        room = f"tests/{mutant.file.partition('/')[0]}"
+        first = [room] if (tree / room).is_dir() else []
+        others = [f"--ignore={part}" for part in first]
+        by = (first and first_failure(tree, [*first, *flags])) or first_failure(tree, [*others, *flags])
+    finally:
+        path.write_text(right)
+    return Verdict(by, time.monotonic() - started)
+
+
+def first_failure(tree: Path, arguments: Sequence[str]) -> str:
+    """The name of the test that fails first; empty where all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "--numprocesses", "2", "--dist", "loadfile"]
+    command += ["-p", "no:cacheprovider", "--timeout", str(TEST_LIMIT_S), "--tb", "no", "-rfE", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end within {LIMIT_S} s"
+    if done.returncode in (0, NOTHING_TO_RUN):
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return failed[1] if failed else f"exit code {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
