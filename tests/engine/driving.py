@@ -26,13 +26,19 @@ STAGES = [0, 1, 2, 3]
 
 
 def config_of(stage: int, accumulation: int = 1, **sections: Any) -> dict[str, Any]:
-    """A JSON of 8 rows a step; `sections` are added to it, and take away what they give as None."""
+    """A JSON of 8 rows a step; `sections` are added to it, and take away what they give as None. No parameter is too
+    small to be sharded, unless `zero_optimization` says so."""
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        **(sections.pop("zero_optimization", None) or {}),
+    }
     config = {
         "train_batch_size": ROWS,
         "gradient_accumulation_steps": accumulation,
         "optimizer": ADAMW,
         "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": zero,
         **sections,
     }
     return {key: value for key, value in config.items() if value is not None}

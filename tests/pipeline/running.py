@@ -23,7 +23,7 @@ def config_of(stage: int, microbatches: int, pipeline: dict[str, Any], **section
         "gradient_accumulation_steps": microbatches,
         "optimizer": ADAMW,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 64},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "pipeline": pipeline,
         **sections,
     }

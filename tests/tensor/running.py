@@ -24,7 +24,7 @@ def config_of(stage: int, **sections: Any) -> dict[str, Any]:
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 64},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **sections,
     }
 

@@ -20,7 +20,7 @@ def train(ctx: RankContext, stage: int, rules: list[dict[str, Any]]) -> str:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": rules}},
     }
     engine = launcher.initialize(model=tiny_model("qwen3", seed=0), config=config)[0]

@@ -114,7 +114,7 @@ def test_gpt2(pool: WorkerPool, stage: int, checkpointing: str, tied: bool) -> N
     {"stage3_max_reuse_distance": 0},
     {"stage3_prefetch_bucket_size": 0},
     {"stage3_max_live_parameters": 0},
-    {"stage3_param_persistence_threshold": 0},
+    {"stage3_param_persistence_threshold": 64},
     {"stage3_param_persistence_threshold": 10**9},
     {"reduce_bucket_size": 1000},
     {"overlap_comm": False},

@@ -53,7 +53,7 @@ def config_of(case: Case, world: int) -> dict[str, Any]:
         "gradient_accumulation_steps": case.accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
         "gradient_clipping": case.clip,
-        "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 64, **case.zero},
+        "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0, **case.zero},
     }
     if case.dtype != "fp32":
         config[case.dtype] = {"enabled": True}
