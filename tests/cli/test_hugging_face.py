@@ -22,9 +22,9 @@ from tests.pool import RankContext, WorkerPool
 
 PROBE = """
 import json, sys, time
-started = time.perf_counter()
+started = time.process_time()
 import deepspeed
-seconds = time.perf_counter() - started
+seconds = time.process_time() - started
 import importlib.metadata
 errors = []
 for statement in ("import deepspeed.moe", "from deepspeed import init_inference", "deepspeed.zero.TiledLinear"):

@@ -16,16 +16,16 @@ CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}
 HEAVY = ("torch", "transformers", "numpy", "datasets")
 PROBE = """
 import json, sys, time
-started = time.perf_counter()
+started = time.process_time()
 from launcher.cli.main import main
 code = main(json.loads(sys.argv[1]))
 heavy = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
-print("PROBE", json.dumps([code, heavy, time.perf_counter() - started]))
+print("PROBE", json.dumps([code, heavy, time.process_time() - started]))
 """
 
 
 def answer(*argv: str, cwd: Path) -> tuple[int, float, str, str]:
-    """Exit code, seconds, stdout and stderr of `launch`, after checking that nothing heavy was imported."""
+    """Exit code, seconds of a processor, stdout and stderr of `launch`, after checking that nothing heavy was imported."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(argv), json.dumps(HEAVY)],
         cwd=cwd,

@@ -79,10 +79,10 @@ def test_a_silent_address_is_not_waited_for_beside_one_that_answers(
 
     def slow(address: str, port: int, word: str) -> str | None:
         if address == "silent":
-            time.sleep(2)
+            time.sleep(8)
         return real(HERE, port, word)
 
     monkeypatch.setattr(probe, "why_not", slow)
     began = time.monotonic()
     (said,) = found({"addresses": ["silent", HERE], "port": opened[1], "word": "right"})
-    assert said["addresses"] == [HERE] and time.monotonic() - began < 1.5
+    assert said["addresses"] == [HERE] and time.monotonic() - began < 6

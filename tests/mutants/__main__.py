@@ -2,7 +2,7 @@
 
     python -m tests.mutants [NAME ...] [--full] [--to FILE]
 
-Tests of the faulty room run first, then all others, each time up to the first failure. With `--full` they are those of
+Tests near the fault run first, then all others, each time up to the first failure. With `--full` they are those of
 `make test-all` (its pytest part). Ends with 1 where fewer than `WANTED` are found.
 """
 
@@ -90,10 +90,10 @@ def judged(tree: Path, mutant: Mutant, flags: Sequence[str]) -> Verdict:
     path.write_text(mutant.applied(right))
     started = time.monotonic()
     try:
-        room = f"tests/{mutant.file.partition('/')[0]}"
-        first = [room] if (tree / room).is_dir() else []
-        others = [f"--ignore={part}" for part in first]
-        by = (first and first_failure(tree, [*first, *flags])) or first_failure(tree, [*others, *flags])
+        near = [f"tests/{part}" for part in (mutant.near or mutant.file.partition("/")[0]).split()]
+        near = [part for part in near if (tree / part).exists()]
+        others = [f"--ignore={part}" for part in near]
+        by = (near and first_failure(tree, [*near, *flags])) or first_failure(tree, [*others, *flags])
     finally:
         path.write_text(right)
     return Verdict(by, time.monotonic() - started)

@@ -18,12 +18,14 @@ class Mutant:
         old: what stands there; it occurs exactly once in the file.
         new: what stands there in the faulty copy.
         fault: what is wrong then, in words.
+        near: the tests to look at first, below `tests/`; default: those of the room.
     """
 
     file: str
     old: str
     new: str
     fault: str
+    near: str = ""
 
     def applied(self, text: str) -> str:
         """The faulty text of the file.
@@ -43,18 +45,21 @@ MUTANTS = {
         "if self._unsent or not gradient.sharded:",
         "if self._unsent:",
         "with managed_gradient_accumulation false, gradients of stages 0 and 1 are never reduced",
+        near="engine/test_aids.py",
     ),
     "mean-over-tp-too": Mutant(
         "zero/apply.py",
         "return 1.0 if divided is None else self.axis.degree / divided",
         "return 1.0 if divided is None else self.axis.degree * self.tp.degree / divided",
         "under tensor parallelism gradients are divided by all ranks, not by those of dp",
+        near="tensor",
     ),
     "second-shard-of-the-step-before": Mutant(
         "zero/flat.py",
         "        self._second_is_new = False\n        if self.packed is not None:\n",
         "        if self.packed is not None:\n",
         "with hpZ, what is gathered after a step are the parameters from before it",
+        near="zero/test_groups.py",
     ),
     "unused-keeps-its-last-gradient": Mutant(
         "zero/gradients.py",
@@ -64,18 +69,21 @@ MUTANTS = {
         "            elif grad.data_ptr() != region.data_ptr():\n",
         "            if grad is not None and grad.data_ptr() != region.data_ptr():\n",
         "a parameter without a gradient contributes what the buffer had of another step or unit, not zeros",
+        near="zero/test_models.py",
     ),
     "sum-over-all-key-value-heads": Mutant(
         "zero/shared.py",
         "places.append(slice(end + part.group * term.numel(), end + (part.group + 1) * term.numel()))",
         "places.append(slice(end, end + term.numel()))",
         "where tp ranks share key-value heads in groups, each head gets the sum of all heads' gradients",
+        near="tensor",
     ),
     "edits-are-those-of-rank-0": Mutant(
         "zero/flat.py",
         'broadcast(full[edited.span], self.axes.dp, f"{self.name}/edit", source=source).wait()',
         'broadcast(full[edited.span], self.axes.dp, f"{self.name}/edit", source=0).wait()',
         "GatheredParameters(modifier_rank=1) keeps the values of rank 0",
+        near="zero/test_context.py",
     ),
     "norm-of-one-pipeline-stage": Mutant(
         "zero/apply.py",
@@ -83,18 +91,21 @@ MUTANTS = {
         '            all_reduce(report[:1], self.pp, "root/norm").wait()\n',
         "",
         "each pipeline stage clips, and skips on overflow, by the norm of its own gradients",
+        near="pipeline",
     ),
     "prefetch-passes-over-the-next": Mutant(
         "zero/fetch.py",
         "        ahead = 0\n        for unit in self._order[self._next :]:\n",
         "        ahead = 0\n        for unit in self._order[self._next + 1 :]:\n",
         "the unit after the next one is gathered ahead, and the next one only when it is met",
+        near="zero/test_fetch.py zero/test_keys.py",
     ),
     "last-gather-bucket-is-left-out": Mutant(
         "zero/flat.py",
         "for at in range(0, self.shard.numel(), size)]",
         "for at in range(0, max(size, self.shard.numel() // size * size), size)]",
         "at stages 1 and 2 what follows the last whole allgather bucket never comes back from its owner",
+        near="zero/test_parity.py zero/test_gradient_keys.py zero/test_keys.py",
     ),
     "loaded-parameters-are-not-awaited": Mutant(
         "zero/apply.py",
@@ -102,6 +113,7 @@ MUTANTS = {
         "            pending.wait()\n",
         "        for flat in self.flats:\n            flat.publish()\n",
         "after a load at stages 1 and 2 a rank has old values in the other ranks' slices of the parameters",
+        near="engine/test_resume.py",
     ),
     "tied-norm-counts-twice": Mutant(
         "zero/shared.py",
@@ -109,6 +121,7 @@ MUTANTS = {
         "        return torch.zeros((), dtype=torch.float64)\n",
         "",
         "a tied parameter on two pipeline stages counts twice in the norm",
+        near="pipeline",
     ),
     # comm: bytes between ranks
     "scale-of-the-largest-value": Mutant(
@@ -122,12 +135,14 @@ MUTANTS = {
         "total = out.clone() if accumulate else torch.zeros_like(out)",
         "total = torch.zeros_like(out)",
         "with quantised gradients and accumulation only the last microbatch counts",
+        near="zero/test_quantized.py comm",
     ),
     "levels-swapped": Mutant(
         "comm/collectives.py",
         "first = _gather(slices[inside.rank :: inside.degree], None, across, tag)",
         "first = _gather(slices[across.rank :: across.degree], None, across, tag)",
         "hierarchical gathers take the slices of another place in the node in their hop across nodes",
+        near="zero/test_groups.py",
     ),
     "four-bytes-an-element": Mutant(
         "comm/memory.py",
@@ -141,12 +156,14 @@ MUTANTS = {
         "group = self.param_groups[index]",
         "group = self.param_groups[0]",
         "on the CPU every param group is stepped with learning rate and weight decay of the first one",
+        near="engine/test_optimizers.py",
     ),
     "scale-forgets-overflow-on-resume": Mutant(
         "optim/loss_scale.py",
         'self.step, self.last_overflow = int(state["step"]), int(state["last_overflow"])',
         'self.step, self.last_overflow = int(state["step"]), -1',
         "a resumed fp16 run doubles its loss scale at other steps than one that was not interrupted",
+        near="engine/test_fp16.py engine/test_resume.py",
     ),
     "cosine-a-step-late": Mutant(
         "optim/curves.py",
@@ -165,6 +182,7 @@ MUTANTS = {
         'name = "AdamW" if config.type == "Adam" and config.params.adam_w_mode else config.type',
         'name = "AdamW" if config.type == "Adam" else config.type',
         "adam_w_mode false is ignored: weight decay does not go through the moments",
+        near="engine/test_optimizers.py optim",
     ),
     # checkpoint: what is on the disk, and when
     "latest-before-its-checkpoint": Mutant(
@@ -178,6 +196,7 @@ MUTANTS = {
         "    os.rename(temporary, final)\n"
         "    sync_directory(directory)\n",
         "a save that is killed before the rename leaves a `latest` that names no checkpoint",
+        near="checkpoint engine/test_killed_save.py engine/test_saving.py",
     ),
     "checksum-is-not-looked-at": Mutant(
         "checkpoint/reader.py",
@@ -191,12 +210,14 @@ MUTANTS = {
         'return tensor.with_data(tensor.data_1d.to("cpu", copy=True))',
         'return tensor.with_data(tensor.data_1d.to("cpu"))',
         "a save in the background writes weights and moments that training changes meanwhile",
+        near="engine/test_saving.py",
     ),
     "fp32-in-the-stored-dtype": Mutant(
         "checkpoint/fp32.py",
         'return torch.float32 if name.startswith("model/") and stored.is_floating_point else stored',
         "return stored",
         "zero_to_fp32 gives parameters without fp32 master weights (frozen ones) in bf16",
+        near="checkpoint engine/test_export.py",
     ),
     # engine: the step, and what a checkpoint holds of it
     "schedule-moves-on-overflow": Mutant(
@@ -204,6 +225,7 @@ MUTANTS = {
         "if not overflow and self.lr_scheduler is not None:",
         "if self.lr_scheduler is not None:",
         "the learning-rate schedule moves on at steps that are skipped because of an overflow",
+        near="engine/test_fp16.py",
     ),
     "clips-the-undivided-norm": Mutant(
         "engine/engine.py",
@@ -216,18 +238,21 @@ MUTANTS = {
         'place = f"{engine.mesh.dp.rank}/stage{stage}" if stage else str(engine.mesh.dp.rank)',
         'place = f"{engine.mesh.dp.rank}/stage{stage}" if stage else "0"',
         "after a load all data-parallel ranks draw the random numbers of rank 0",
+        near="engine/test_resume.py",
     ),
     "adam-counts-anew": Mutant(
         "engine/state.py",
         'if kind not in ("optimizer", "scalar", "number") or name not in slices:',
         'if kind not in ("optimizer", "number") or name not in slices:',
         "the step count of Adam is not restored: a resumed run corrects its moments as at the first step",
+        near="engine/test_resume.py",
     ),
     "stages-forget-the-loss-scale": Mutant(
         "engine/pipelined.py",
         "return self.weights[microbatch] * updates * self.engine.loss_scaler.scale",
         "return self.weights[microbatch] * updates",
         "in pipeline stages the loss is not scaled, and fp16 gradients are divided by the scale all the same",
+        near="pipeline engine/test_fp16.py",
     ),
     # offload: NVMe
     "stepped-early-and-again": Mutant(
@@ -235,6 +260,7 @@ MUTANTS = {
         "            if gradient in self.early:\n                continue\n",
         "",
         "with states on NVMe, what was stepped inside the backward is stepped again, with zeros",
+        near="zero/test_models.py optim engine/test_aids.py zero/test_parity.py",
     ),
     "tail-at-a-whole-block": Mutant(
         "offload/nvme.py",
@@ -284,6 +310,7 @@ MUTANTS = {
         "split.put(local, logical, first_only=True)",
         "split.put(local, logical)",
         "in exports, what some of the tp ranks hold together (key-value heads) is the sum of their copies",
+        near="tensor",
     ),
     # pipeline: schedules, stages, asynchronous weights
     "last-weight-gradient-is-left-out": Mutant(
@@ -309,12 +336,14 @@ MUTANTS = {
         '["pipe", "data", "model"], [num_pp, num_dp, num_mp]',
         '["pipe", "data", "model"], [num_pp, num_mp, num_dp]',
         "PipeModelDataParallelTopology has the degrees of data and model the other way round",
+        near="pipeline/test_topology.py",
     ),
     "weights-of-microbatches-reversed": Mutant(
         "engine/pipelined.py",
         "return self.weights[microbatch] * updates * self.engine.loss_scaler.scale",
         "return self.weights[-1 - microbatch] * updates * self.engine.loss_scaler.scale",
         "in stages, microbatches with different numbers of tokens count by those of another one",
+        near="pipeline engine/test_accumulation.py",
     ),
     # models: first values, recomputation
     "layers-begin-alike": Mutant(
@@ -331,6 +360,7 @@ MUTANTS = {
         '            options = {**kwargs, "preserve_rng_state": False}\n'
         "            return checkpoint(watched, *args, use_reentrant=False, **options)\n",
         "a recomputed block drops other elements out than its forward did",
+        near="models tensor/test_dropout.py",
     ),
     # data: caches, places, labels
     "tokens-of-another-tokenizer": Mutant(
@@ -346,6 +376,7 @@ MUTANTS = {
         "            yield microbatches\n",
         "            yield self._microbatches() if self.reads else []\n            self._advance()\n",
         "a checkpoint has the place in the data before its last step, which a resumed run then does again",
+        near="data engine/test_recipes.py",
     ),
     "packed-rows-learn-their-first-token": Mutant(
         "data/sft.py",
@@ -409,6 +440,7 @@ MUTANTS = {
         'return int((batch["labels"][:, 1:] != IGNORED).sum())',
         'return int((batch["labels"][:, :-1] != IGNORED).sum())',
         "microbatches count by their labels but the last, not but the first, which nothing predicts",
+        near="data engine/test_recipes.py",
     ),
     # monitor, estimate, plan: numbers for people
     "resumed-metrics-lack-a-step": Mutant(
@@ -416,6 +448,7 @@ MUTANTS = {
         'kept = [record for record in old if record["step"] <= step]',
         'kept = [record for record in old if record["step"] < step]',
         "metrics.jsonl of a resumed run lacks the step that it resumed from",
+        near="monitor engine/test_recipes.py",
     ),
     "states-of-four-bytes": Mutant(
         "estimate/states.py",
