@@ -25,7 +25,7 @@ print("PROBE", json.dumps([code, heavy, time.process_time() - started]))
 
 
 def answer(*argv: str, cwd: Path) -> tuple[int, float, str, str]:
-    """Exit code, seconds of a processor, stdout and stderr of `launch`, after checking that nothing heavy was imported."""
+    """Exit code, CPU seconds, stdout and stderr of `launch`, after checking that nothing heavy was imported."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(argv), json.dumps(HEAVY)],
         cwd=cwd,

@@ -46,7 +46,7 @@ class House:
         while thread.is_alive() and time.monotonic() < until:
             began = time.monotonic()
             self.door.admit(self.nodes)
-            assert time.monotonic() - began < 1.0  # a run goes on meanwhile
+            assert time.monotonic() - began < 3.0  # a run goes on meanwhile
             time.sleep(0.02)
         assert not thread.is_alive()
 

@@ -102,7 +102,17 @@ def judged(tree: Path, mutant: Mutant, flags: Sequence[str]) -> Verdict:
 def first_failure(tree: Path, arguments: Sequence[str]) -> str:
     """The name of the test that fails first; empty where all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "--numprocesses", "2", "--dist", "loadfile"]
-    command += ["-p", "no:cacheprovider", "--timeout", str(TEST_LIMIT_S), "--tb", "no", "-rfE", *arguments]
+    command += [
+        "--ignore=tests/mutants",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        str(TEST_LIMIT_S),
+        "--tb",
+        "no",
+        "-rfE",
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     try:
         done = subprocess.run(

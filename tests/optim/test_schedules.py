@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -144,6 +145,13 @@ def test_the_warm_up_goes_along_a_line_or_a_logarithm() -> None:
 def test_the_decays_end_where_they_are_told_to() -> None:
     assert rates("WarmupDecayLR", DECAY)[9:] == [0.0] * 3
     assert rates("WarmupCosineLR", COSINE | {"cos_min_ratio": 0.25})[9:] == [0.005] * 3
+
+
+def test_the_cosine_falls_from_the_first_step_after_the_warm_up() -> None:
+    """Four steps from 0.02 to a quarter of it; the first step of all has iteration -1."""
+    quarters = [(1 + math.cos(math.pi * done / 4)) / 2 for done in (1, 2, 3, 4)]
+    falling = [0.005 + 0.015 * height for height in quarters]
+    assert rates("WarmupCosineLR", COSINE | {"cos_min_ratio": 0.25})[5:9] == pytest.approx(falling)
 
 
 @pytest.mark.key("scheduler.params.lr_range_test_min_lr", "scheduler.params.lr_range_test_staircase")
