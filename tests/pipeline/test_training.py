@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -48,12 +49,14 @@ def fit(ctx: RankContext, directory: str, pipeline: dict[str, Any], tp: int, mic
     more = {**sections(RISING), "tensor_parallel": {"autotp_size": tp}, "csv_monitor": monitor}
     engine = engine_of(config_of(1, microbatches, pipeline, **more), tiny_llama(layers=4))
     args = Namespace(seed=0, resume=None, profile=None, profile_steps=(1, 1), eval_every=2, save_every=None)
-    console = Console(file=open(f"{directory}/printed", "w"), width=200, quiet=ctx.rank > 0)  # noqa: SIM115
+    printed = open(os.devnull if ctx.rank else f"{directory}/printed", "w")  # noqa: SIM115
+    console = Console(file=printed, width=200, quiet=ctx.rank > 0)
     run = Run(args, engine.resolved, Path(directory), CPU, console, ctx.rank)
     rows = Rows()
     run.describe(engine, "tiny", "rows")
     Training(run, engine, rows, Rows(21), STEPS, "tiny").fit()
     engine.destroy()
+    printed.close()
     return rows.reads
 
 
