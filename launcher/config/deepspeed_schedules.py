@@ -22,8 +22,8 @@ class DeepSpeedParams(SchedulerParams):
 class WarmupParams(DeepSpeedParams):
     """Keys that every warm-up schedule has."""
 
-    warmup_num_steps: Count = 1000
-    """Optimizer steps of warm-up; DeepSpeed takes at least 2."""
+    warmup_num_steps: Whole = 1000
+    """Optimizer steps of warm-up; 0 and 1 are taken as 2, as in DeepSpeed."""
 
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the warm-up. Log is DeepSpeed's default: steep at first."""
@@ -34,6 +34,9 @@ class WarmupParams(DeepSpeedParams):
                 'is left out: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
             )
             yield Remark("warmup_type", what)
+        if self.warmup_num_steps in (0, 1):
+            what = "is taken as 2, as in DeepSpeed: the first two steps have the rate of the beginning"
+            yield Remark("warmup_num_steps", what)
         total = getattr(self, "total_num_steps", None)
         if (
             isinstance(total, int)

@@ -66,6 +66,15 @@ def test_no_auto_is_left() -> None:
     assert config.steps_per_print is None
 
 
+def test_a_zero_is_an_answer() -> None:
+    """transformers gives 0 where a run has no warm-up; the default of the key is 1000."""
+    section = {"type": "WarmupLR", "params": {"warmup_num_steps": AUTO, "warmup_min_lr": AUTO}}
+    zeros = {"scheduler.params.warmup_num_steps": 0, "scheduler.params.warmup_min_lr": 0}
+    config = load({"scheduler": section, "train_batch_size": 2}).resolve(dp_degree=1, auto=zeros)
+    assert config.scheduler is not None
+    assert (config.scheduler.params.warmup_num_steps, config.scheduler.params.warmup_min_lr) == (0, 0)
+
+
 def test_what_follows_from_the_width_is_explained() -> None:
     assert set(OF_HIDDEN_SIZE) == set(autos_of_hidden_size(1))
 

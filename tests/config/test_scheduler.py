@@ -52,7 +52,7 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "WarmupCosineLR has no such key"),
         ("WarmupLR", {"warmup_type": "linaer"}, 'did you mean "linear"?'),
         ("WarmupLR", {"warmup_num_step": 9}, "did you mean `scheduler.params.warmup_num_steps`?"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "scheduler.params.warmup_num_steps: must be at least 1"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params.warmup_num_steps: must be at least 0"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "must be a whole number"),
         ("WarmupLR", {"warmup_max_lr": "1e-3"}, "must be a number from 0, or a list"),
         ("WarmupLR", {"warmup_max_lr": [0.1, -1]}, "must be a number from 0, or a list"),

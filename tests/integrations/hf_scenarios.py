@@ -151,6 +151,7 @@ def _table() -> None:
         "json_json": lambda d: train(d, json_of(2, optimizer=OPTIMIZER, scheduler=SCHEDULER)),
         "json_hf": lambda d: train(d, json_of(3, optimizer=OPTIMIZER)),
         "hf_json": lambda d: train(d, json_of(1, scheduler=SCHEDULER)),
+        "no_warm_up": lambda d: train(d, json_of(1, scheduler=SCHEDULER), warmup_steps=0),
         "plain_bf16": lambda d: train(d, None, bf16=True, use_cpu=True),
         "bf16": lambda d: train(d, json_of(3), bf16=True, use_cpu=True),
         "fp16": lambda d: train(d, json_of(2), fp16=True, use_cpu=True),
