@@ -81,6 +81,30 @@ def test_signal_to_the_launcher_ends_all(tmp_path: Path, number: signal.Signals,
     assert took > 2.5 or times == 2
 
 
+SAVING = """
+import os, pathlib, signal, sys, time
+rank = os.environ["RANK"]
+def save(*_):
+    time.sleep(0.5)
+    pathlib.Path(f"saved{rank}").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(f"ready{rank}").write_text("yes")
+time.sleep(99)
+"""
+
+
+def test_ranks_have_time_to_save_when_the_launcher_is_terminated(tmp_path: Path) -> None:
+    script = write(tmp_path, SAVING)
+    with launching("--num_gpus", "2", "--term_grace", "60", script, cwd=tmp_path) as process:
+        for rank in (0, 1):
+            wait_for(tmp_path / f"ready{rank}")
+        process.terminate()
+        _, errors = process.communicate(timeout=50)  # less than the ranks have
+    assert process.returncode == 143 and "stopped by SIGTERM" in errors
+    assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
+
+
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     script = write(tmp_path, WAITING)
     with launching("--num_gpus", "2", script, cwd=tmp_path) as process:
