@@ -53,9 +53,11 @@ CASES = {
 }
 """Those that runs are compared on."""
 
+NARROW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 NVME = {"device": "nvme", "nvme_path": "/nowhere"}
 MORE = {
     "3, bf16, recompute": config_of(3, **BF16, **RECOMPUTE),
+    "2, bf16 everywhere": config_of(2, bf16=NARROW),
     "2, bf16, stages": config_of(2, pipeline={"stages": 2}, **BF16),
     "0, interleaved, half recomputed": config_of(
         0,
@@ -76,7 +78,7 @@ CHOSEN = {
     "3, zero bubble",
     "3, all offloaded",
 }
-CHOSEN |= {"2, bf16, stages", "3, bf16, half on the host"}
+CHOSEN |= {"2, bf16, stages", "2, bf16 everywhere", "3, bf16, half on the host"}
 """Those with nearly everything between them; the others are left to `make test-all`."""
 
 

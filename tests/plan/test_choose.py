@@ -52,10 +52,16 @@ def test_every_layout_is_a_configuration(dtype: str) -> None:
         assert config.pipeline.chunks_of_rank == way.chunks or way.pp == 1
 
 
-def test_of_each_mesh_the_fastest_that_fits() -> None:
-    ways = list(layouts(WORK, 16, 64))
-    found = choose(WORK, PLACE, ways, needs, kept, top=100)
-    fitting = [way for way in ways if needs(way) <= PLACE.memory]
+@pytest.mark.parametrize(("memory_gib", "more"), [(80, 1.0), (40, 1.3), (16, 1.6)])
+def test_of_each_mesh_the_fastest_that_fits(memory_gib: int, more: float) -> None:
+    """Also where a layout needs more than could be known beforehand."""
+
+    def takes(layout: Layout) -> int:
+        return int(more * needs(layout))
+
+    ways, place = list(layouts(WORK, 16, 64)), Place(H100, 8, memory_gib * 2**30)
+    found = choose(WORK, place, ways, takes, kept, top=100)
+    fitting = [way for way in ways if takes(way) <= place.memory]
     assert {choice.layout.mesh for choice in found} == {way.mesh for way in fitting}
     for choice in found:
         rivals = [way for way in fitting if way.mesh == choice.layout.mesh]
