@@ -154,6 +154,4 @@ class Crew:
             node.facts = {**message["facts"], "arrived": time.time()}
             if node not in self.nodes and node not in self._arriving:
                 logger.info("%s is there, the next restart can use it", node.name)
-        elif message["is"] == "problem":
-            node.give_up(message["what"] + f" ({message['fix']})")
         return message["is"] in ("here", "problem")

@@ -127,6 +127,8 @@ class Node:
                 self._dial(told)
         if messages:
             self.heard = time.monotonic()
+        for told in [message for message in messages if message["is"] == "problem"]:
+            self.give_up(f"{told['what']} ({told['fix']})")  # its end, which may have come with it, says less
         if self.connected and self.reader.ended:
             self.lost = self._why_ended()
         return messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from launcher.cluster.hostfile import Host
@@ -18,3 +19,21 @@ def test_idle_talk_of_a_runner_is_not_the_reason() -> None:
         time.sleep(0.01)
     node.close()
     assert node.lost == "sh ended with 3: no space left"
+
+
+PROBLEM = """
+import json, sys
+sys.stdin.read(1)
+print("\\x1e" + json.dumps({"is": "problem", "what": "no directory /data", "fix": "make it"}))
+sys.exit(3)
+"""
+
+
+def test_what_an_agent_says_last_is_heard_with_its_end() -> None:
+    """Both may come in one read; that the command has ended says less."""
+    node = Node(Host("w0", (0,)), 0, [sys.executable, "-c", PROBLEM])
+    node.connect({})
+    assert node._process is not None and node._process.wait(timeout=60) == 3
+    assert [message["is"] for message in node.read()] == ["problem"]
+    assert node.lost == "no directory /data (make it)"
+    node.close()
