@@ -34,7 +34,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/codespell
 	$(BIN)/mypy
 
-# Sixty faults, one after the other: which do the tests find? Takes an hour.
+# Sixty faults, one after the other: which do the tests find? Takes half an hour.
 mutants: $(VENV)/.installed-test
 	$(BIN)/python -m tests.mutants
 
