@@ -190,10 +190,8 @@ class Hooks:
                 self.fetcher.free(unit)
 
     def _arrival(self, unit: Unit) -> Callable[[Tensor], None]:
-        mine, of_unit = (
-            ref(self),
-            ref(unit),
-        )  # a hook that owned its leaf would keep it, and all of us, for ever
+        # torch keeps hooks where Python's collector does not look: one that owned its leaf would keep all of us.
+        mine, of_unit = ref(self), ref(unit)
 
         def gradient_arrived(leaf: Tensor) -> None:
             hooks, unit = mine(), of_unit()

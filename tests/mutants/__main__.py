@@ -90,10 +90,8 @@ def judged(tree: Path, mutant: Mutant, flags: Sequence[str]) -> Verdict:
     path.write_text(mutant.applied(right))
     started = time.monotonic()
     try:
-        near = [f"tests/{part}" for part in (mutant.near or mutant.file.partition("/")[0]).split()]
-        near = [part for part in near if (tree / part).exists()]
-        others = [f"--ignore={part}" for part in near]
-        by = (near and first_failure(tree, [*near, *flags])) or first_failure(tree, [*others, *flags])
+        others = [f"--ignore={part}" for part in mutant.nearby]
+        by = first_failure(tree, [*mutant.nearby, *flags]) or first_failure(tree, [*others, *flags])
     finally:
         path.write_text(right)
     return Verdict(by, time.monotonic() - started)
@@ -101,18 +99,9 @@ def judged(tree: Path, mutant: Mutant, flags: Sequence[str]) -> Verdict:
 
 def first_failure(tree: Path, arguments: Sequence[str]) -> str:
     """The name of the test that fails first; empty where all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "--numprocesses", "2", "--dist", "loadfile"]
-    command += [
-        "--ignore=tests/mutants",
-        "-p",
-        "no:cacheprovider",
-        "--timeout",
-        str(TEST_LIMIT_S),
-        "--tb",
-        "no",
-        "-rfE",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "pytest", "-x", "--numprocesses=2", "--dist=loadfile"]
+    command += ["--ignore=tests/mutants", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}"]
+    command += ["--tb=no", "-rfE", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     try:
         done = subprocess.run(

@@ -27,6 +27,11 @@ class Mutant:
     fault: str
     near: str = ""
 
+    @property
+    def nearby(self) -> list[str]:
+        """Files and directories of tests."""
+        return [f"tests/{part}" for part in (self.near or self.file.partition("/")[0]).split()]
+
     def applied(self, text: str) -> str:
         """The faulty text of the file.
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from tests.mutants.table import MUTANTS
 
-PACKAGE = Path(__file__).resolve().parents[2] / "launcher"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_fault_has_its_place() -> None:
     for name, mutant in MUTANTS.items():
-        text = (PACKAGE / mutant.file).read_text()
+        text = (ROOT / "launcher" / mutant.file).read_text()
         compile(mutant.applied(text), name, "exec")
+        assert all((ROOT / part).exists() for part in mutant.nearby), name
 
 
 def test_there_are_sixty() -> None:
