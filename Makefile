@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: train test test-all test-rest mutants lint parity models stages cluster clean
+.PHONY: train test test-all test-rest mutants lint parity models stages pages cluster clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch --config ds_configs/zero2.json
@@ -43,13 +43,18 @@ parity: $(VENV)/.installed-parity
 	$(BIN)/python -m tests.parity_deepspeed.operators
 	LAUNCHER_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity_deepspeed --full --timeout 1000
 
-# Every causal-LM type under tensor parallelism and in stages; writes docs/models.md, and fails where that has changed.
+# Every causal-LM type under tensor parallelism and in stages; fails where docs/models.md says otherwise.
 models: $(VENV)/.installed-test
 	$(BIN)/python -m tests.tensor.models_table
 
-# Every pipeline schedule beside one process; writes docs/stages.md, and fails where they differ.
+# Every pipeline schedule beside one process; fails where they differ.
 stages: $(VENV)/.installed-test
 	$(BIN)/python -m tests.pipeline.parity_table
+
+# Writes docs/models.md and docs/stages.md.
+pages: $(VENV)/.installed-test
+	$(BIN)/python -m tests.tensor.models_table --write
+	$(BIN)/python -m tests.pipeline.parity_table --write
 
 # Every runner that is installed, every fault, and training, on pretend machines: needs root and the programs below.
 # apt-get install --no-install-recommends iproute2 openssh-client openssh-server procps pdsh slurm-wlm openmpi-bin mpich

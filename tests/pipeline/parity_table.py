@@ -1,12 +1,13 @@
-"""Every schedule, beside one process: losses, gradient norms and weights over 10 steps. Writes docs/stages.md.
+"""Every schedule, beside one process: losses, gradient norms and weights over 10 steps.
 
-    python -m tests.pipeline.parity_table
+    python -m tests.pipeline.parity_table [--write]
 
-trains all of it (minutes), and fails where a run is not that of one process.
+trains all of it (minutes), and fails where a run is not that of one process. With --write it writes docs/stages.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import dataclass
 from functools import cache, partial
@@ -102,6 +103,9 @@ def compare(ctx: RankContext, case: Case, steps: int, first: int = 0) -> Found:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Every schedule, beside one process.")
+    parser.add_argument("--write", action="store_true", help="write docs/stages.md")
+    write: bool = parser.parse_args().write
     pool, rows, wrong = WorkerPool(), [], []
     for world, schedule, microbatches in product(DEPTHS, SCHEDULES, MICROBATCHES):
         cases = [Case(schedule, microbatches, zero, tied) for tied in (False, True) for zero in ZERO]
@@ -117,7 +121,8 @@ def main() -> int:
         rows.append(f"| {schedule} | {world} | {microbatches} | " + " | ".join(cells) + f" | {held} |")
         print(rows[-1], flush=True)
     pool.close()
-    PAGE.write_text(page_of(rows))
+    if write:
+        PAGE.write_text(page_of(rows))
     print("\n".join(wrong))
     return 1 if wrong else 0
 
@@ -131,7 +136,7 @@ def page_of(rows: list[str]) -> str:
         "weights after them, from a run of plain PyTorch in one process: a tiny Llama in fp32, AdamW with clipping,",
         "one rank a stage. Tied: embedding and head share their weight. Held: microbatches, of each chunk, whose",
         "activations a rank kept at once, rank by rank.",
-        "Written by `make stages`, which fails above 1e-5.",
+        "`make stages` measures it and fails above 1e-5; `make pages` writes this page.",
         "",
         f"| schedule | stages | microbatches | {stages} | held |",
         "|---|---:|---:|" + "---:|" * (2 * len(ZERO)) + "---|",

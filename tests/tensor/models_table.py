@@ -1,13 +1,14 @@
-"""Writes `verdicts.tsv` and docs/models.md: what becomes of every causal-LM type under tensor parallelism, and in
-pipeline stages.
+"""What becomes of every causal-LM type under tensor parallelism, and in pipeline stages.
 
-    python -m tests.tensor.models_table
+    python -m tests.tensor.models_table [--write]
 
-trains every type (minutes), writes both files, and fails when a type computes something else or stops in an error.
+trains every type (minutes), and fails when a type computes something else, stops in an error, or has another verdict
+than in `verdicts.tsv`. With --write it writes that file and docs/models.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import sys
@@ -30,7 +31,8 @@ _PLANS = {"transformers": "transformers", "ours": "ours", "both": "transformers,
 _INTRODUCTION = """# Models under tensor and pipeline parallelism
 
 Every causal-LM type of transformers {version}, split over tensor-parallel ranks (`tensor_parallel.autotp_size`), and
-cut into pipeline stages (`pipeline.stages`). This page is written by `make models`, which trains a tiny model of each.
+cut into pipeline stages (`pipeline.stages`). `make models` trains a tiny model of each, and
+fails where one is not as this page says; `make pages` writes it.
 
 | | types | as in one process | refused |
 |---|---:|---:|---:|
@@ -172,6 +174,9 @@ def unsound(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="What becomes of every causal-LM type in parallel.")
+    parser.add_argument("--write", action="store_true", help="write verdicts.tsv and docs/models.md")
+    write: bool = parser.parse_args().write
     pool = WorkerPool()
     verdicts: list[Verdict] = pool.run(judge, 4, CAUSAL_TYPES, timeout=LIMIT_S)[0]
     verdicts = [judged(pool, verdict) for verdict in verdicts]
@@ -179,12 +184,13 @@ def main() -> int:
     known = {verdict.type: verdict for verdict in read_verdicts()} if VERDICTS.exists() else {}
     verdicts = [remembered(verdict, known.get(verdict.type)) for verdict in verdicts]
     changed = [v.type for v in verdicts if v.type not in known or as_in_fp32(v) != as_in_fp32(known[v.type])]
-    write_verdicts(verdicts)
-    PAGE.write_text(page_of(verdicts))
+    if write:
+        write_verdicts(verdicts)
+        PAGE.write_text(page_of(verdicts))
     wrong = unsound(verdicts)
     print(f"{len(verdicts)} types; another verdict than before: {', '.join(changed) or 'none'}")
     print("\n".join(wrong))
-    return int(bool(wrong or changed))
+    return int(bool(wrong or (changed and not write)))
 
 
 def as_in_fp32(verdict: Verdict) -> Verdict:
