@@ -177,8 +177,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._applied = False
         if boundary:
             with self.watch.phase("step", self):
-                if not self.managed_gradient_accumulation():
-                    self.zero.reducer.settle()
+                self.zero.reducer.settle()
                 self._optimizer_step(lr_kwargs or {})
             self.watch.after_step(self)
         self._microbatches = 0 if boundary else self._microbatches + 1

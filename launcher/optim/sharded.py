@@ -70,6 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = list(groups)
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
+        self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]  # perhaps the user has it in hand
         self._widen_first_state()
         self._inherit()
         self.states = {

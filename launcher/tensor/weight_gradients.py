@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from launcher.models.gradients import put_gradient
+
 # leaf -> what its gradient is added to: leaf.grad, or where that is to lie; None: it must go through autograd
 Place = Callable[[Tensor], Tensor | None]
 
@@ -50,7 +52,7 @@ class Product:
         left, right = self._factors
         if self.leaf.grad is None:
             torch.mm(left, right, out=sum_)
-            self.leaf.grad = sum_
+            put_gradient(self.leaf, sum_)
         else:
             sum_.addmm_(left, right)
         return True

@@ -22,6 +22,7 @@ from launcher.zero.copies import check_copies
 from launcher.zero.dealt import Dealer, is_dealt
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
+from launcher.zero.forgetting import ClaimedLeaves, follow_zero_grad, tell_once
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
 from launcher.zero.layout import assign_units, choose_homes
@@ -86,6 +87,9 @@ class ZeroModel:
         self.hooks.keeps = self  # while modules call the hooks
         self.slots: dict[str, Slot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
+        claimed = [slot.leaf for g in self.gradients if not g.shows for slot in g.flat.slots]
+        self.hooks.until_removed(ClaimedLeaves(claimed))
+        follow_zero_grad(live_models)
         self.serial: int = max((model.serial for model in _live), default=0) + 1
         _live.add(self)
         self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
@@ -134,6 +138,8 @@ class ZeroModel:
         if not self._copies_checked:
             check_copies(self.gradients, self.axis, self.tp)
             self._copies_checked = True
+        for gradient in self.gradients:
+            gradient.look_again()
         sum_partial(self.gradients, self.tp, self.pool.device)
         sum_over_stages(self.gradients)
         if self.checks is not None:
@@ -171,6 +177,20 @@ class ZeroModel:
         self.hooks.abandon()
         for gradient in self.gradients:
             gradient.zero()
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Throw away what is kept of the gradients of those parameters that are this model's."""
+        found = (self._slot_at(parameter) for parameter in parameters)
+        slots = {slot for slot in found if slot is not None}
+        if not slots:
+            return
+        if not self.reducer.boundary and any(gradient.kept for gradient in self.gradients):
+            tell_once(self.axis.rank)
+        self.hooks.abandon()
+        for gradient in self.gradients:
+            if of_buffer := slots.intersection(gradient.flat.slots):
+                whole = len(of_buffer) == len(gradient.flat.slots)
+                gradient.zero() if whole else gradient.forget(of_buffer)
 
     # ---- whole parameters -------------------------------------------------------------------
 
@@ -220,6 +240,9 @@ class ZeroModel:
                 f"{where}, and this rank is stage {self.pp.rank}",
                 fix="name on each rank parameters of its own stage: engine.module.named_parameters()",
             )
+        return self._slot_at(parameter)
+
+    def _slot_at(self, parameter: Tensor) -> Slot | None:
         if isinstance(parameter, ShardedParameter):  # a copy of a handle (its .data) knows the slot, too
             holder = parameter.zero_holder
             return holder if isinstance(holder, Slot) and holder in self._unit_of else None

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
 from launcher.errors import LauncherError
+from launcher.models.gradients import put_gradient
 from launcher.offload.homes import Home
 from launcher.offload.resting import Resting
 from launcher.offload.tier import memory
@@ -44,7 +45,9 @@ class FlatGradient:
         self._squares: Tensor | None = None  # of the shard that rests
         self._touched = False  # the shard was asked for since it rests
         self._summed = False  # over the shard groups, in this step
+        self.reduced = False  # what is kept whole is the sum over ranks (on each, of what it owns)
         self._filled = False  # holds the gradient of an earlier microbatch of this step
+        self._shown: set[Slot] = set()  # whose leaf's `.grad` is a view of it
 
     @property
     def owned(self) -> Tensor:
@@ -61,9 +64,19 @@ class FlatGradient:
         return self.owned if self.flat.shards_optim else self._full_buffer()[self.flat.shard_span]
 
     @property
+    def shows(self) -> bool:
+        """What is kept is the `.grad` of the leaves, between backwards too."""
+        return not self.sharded and self._dtype == self.flat.dtype
+
+    @property
     def adds_in_place(self) -> bool:
         """Leaves add what comes to what is kept."""
-        return not self.sharded and self._filled and self._dtype == self.flat.dtype
+        return self.shows and self._filled
+
+    @property
+    def kept(self) -> bool:
+        """There is something of an earlier microbatch of this step."""
+        return self._filled
 
     @property
     def held_bytes(self) -> int:
@@ -126,9 +139,7 @@ class FlatGradient:
             return None
         if slot.leaf.grad is not None:
             return slot.leaf.grad
-        if self.sharded or self._dtype != self.flat.dtype:
-            return None
-        return self._full_buffer()[slot.span].view(slot.shape)
+        return self._full_buffer()[slot.span].view(slot.shape) if self.shows else None
 
     def collect(self) -> Tensor:
         """Move the leaves' gradients into a full buffer [numel]: a fresh one when sharded, else the persistent one."""
@@ -136,16 +147,38 @@ class FlatGradient:
             full = self.flat.pool.take(self.flat.numel, self._wire_dtype or self.flat.dtype)
             self._move(full, accumulate=False)
             for slot in self.flat.slots:
-                slot.leaf.grad = None
+                put_gradient(slot.leaf, None)
             return full
         full = self._full_buffer()
         self._move(full, accumulate=self._filled)
         self._filled = True
+        # A view as .grad lets autograd add the next microbatch in place; another dtype cannot be a view.
+        self._shown = {slot for slot in self.flat.slots if self.shows and slot.used}
         for slot in self.flat.slots:
-            # A view as .grad lets autograd add the next microbatch in place; another dtype cannot be a view.
-            same = full.dtype == slot.leaf.dtype
-            slot.leaf.grad = full[slot.span].view(slot.shape) if same and slot.used else None
+            put_gradient(slot.leaf, full[slot.span].view(slot.shape) if slot in self._shown else None)
         return full
+
+    def look_again(self) -> None:
+        """Take over what became of the leaves' `.grad` since the last backward, where that is what is kept."""
+        if self.adds_in_place:
+            self.collect()
+
+    @property
+    def closed(self) -> bool:
+        """What a leaf adds now, without `reopen` before it, would not be counted once."""
+        return self.reduced and (self.flat.axis.degree > 1 or self._predivide != 1)
+
+    def reopen(self) -> None:
+        """A backward comes after the reduction. Of the sum each rank keeps its share alone, so that the reduction that
+        follows counts it once."""
+        if not self.reduced:
+            return
+        self.look_again()
+        full, share = self._full_buffer(), self.flat.shard_span
+        full[: share.start].zero_()
+        full[share.stop :].zero_()
+        full[share].mul_(self._predivide)
+        self.reduced = False
 
     def _move(self, full: Tensor, *, accumulate: bool) -> None:
         into: list[Tensor] = []
@@ -153,6 +186,9 @@ class FlatGradient:
         for slot in self.flat.slots:
             grad = slot.leaf.grad
             region = full[slot.span]
+            if slot in self._shown and (grad is None or grad.data_ptr() != region.data_ptr()):
+                region.zero_()  # the user threw the view away, or put something in its place
+                slot.used = False
             slot.used |= grad is not None
             if grad is None:
                 if not accumulate:
@@ -191,6 +227,7 @@ class FlatGradient:
 
     def reduce(self, wire: Tensor, chunk: slice) -> Pending:
         """Start the reduction of one chunk of a collected gradient."""
+        self.reduced = not self.sharded
         flat, tag = self.flat, f"{self.flat.name}/backward"
         if not self._scatters:
             return all_reduce(wire[chunk], flat.axis, tag)
@@ -235,13 +272,30 @@ class FlatGradient:
 
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
-        self._filled = self._summed = False
+        self._filled = self._summed = self.reduced = False
         if self.moves:
             self._shard_buffer().drop()
             self._squares, self._touched = None, False
         self.suspects.clear()
+        self._shown.clear()
         for slot in self.flat.slots:
-            slot.used, slot.leaf.grad = False, None
+            slot.used = False
+            put_gradient(slot.leaf, None)
+
+    def forget(self, slots: set[Slot]) -> None:
+        """Forget what is kept of the gradients of some parameters, and `.grad`."""
+        if self._filled:
+            kept, first = (self.owned, self.flat.owned.start) if self.sharded else (self._full_buffer(), 0)
+            span = self.flat.owned if self.sharded else slice(0, self.flat.numel)
+            for slot, start, stop in self.flat.overlaps(span):
+                if slot in slots:
+                    at = slot.offset - first
+                    kept[at + start : at + stop].zero_()
+            self.rest()
+        for slot in slots:
+            slot.used = False
+            put_gradient(slot.leaf, None)
+        self._shown -= slots
 
 
 def _zero_padding(full: Tensor, slots: list[Slot]) -> None:

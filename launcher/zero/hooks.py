@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.errors import LauncherError
 from launcher.models.activation import recomputing
+from launcher.models.gradients import put_gradient
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
+from launcher.zero.forgetting import LeafElsewhere
 from launcher.zero.reduce import Reducer
 from launcher.zero.slot import Slot
 from launcher.zero.unit import Unit
@@ -158,7 +160,7 @@ class Hooks:
         return flat.full.as_strided(size, stride, offset)
 
     def _flat_of(self, tensor: Tensor) -> FlatBuffer | None:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        if type(tensor) not in (Tensor, nn.Parameter, LeafElsewhere) or tensor.layout is not torch.strided:
             return None
         return self._occupants.get(tensor.untyped_storage()._cdata)
 
@@ -168,9 +170,23 @@ class Hooks:
         if self._in_backward:
             return
         self._in_backward = True
+        for gradient in self.reducer.gradients:
+            gradient.reopen()
         self._graph = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
         self._enter_backward(self.root)
+
+    def _begin_unseen(self) -> None:
+        """The first that is heard of a backward is this leaf's gradient: its forward did not go through the model."""
+        if any(gradient.closed for gradient in self.reducer.gradients):
+            self.abandon()
+            raise LauncherError(
+                "a backward came after the gradients of this step were reduced over the ranks, and its forward did not "
+                "go through the engine or its module as a whole",
+                where="backward()",
+                fix="call the engine (or engine.module), not a module inside; or add the losses and call backward once",
+            )
+        self._begin_backward()
 
     def _enter_backward(self, unit: Unit) -> None:
         self._begin_backward()
@@ -197,7 +213,8 @@ class Hooks:
             hooks, unit = mine(), of_unit()
             if hooks is None or unit is None:
                 return
-            hooks._begin_backward()
+            if not hooks._in_backward:
+                hooks._begin_unseen()
             unit.arrived += 1
             if unit.arrived == unit.expected:
                 hooks._finish(unit)
@@ -247,7 +264,8 @@ class Hooks:
             if hooks is None or unit is None or slot is None:
                 return
             hooks._begin_backward()
-            gradient, handle.grad = handle.grad, None
+            gradient = handle.grad
+            put_gradient(handle, None)
             assert gradient is not None
             if unit.arrived == unit.expected:
                 raise LauncherError(
@@ -262,7 +280,7 @@ class Hooks:
                 slot.leaf.data,
                 gradient,
             )  # it may be freed, and a gradient must be of its shape
-            slot.leaf.grad = gradient
+            put_gradient(slot.leaf, gradient)
             slot.leaf.data = shown
 
         return gradient_arrived

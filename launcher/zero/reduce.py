@@ -62,6 +62,10 @@ class Reducer:
             Pending
         ] = []  # the second hop of gradients, where there are several shard groups
 
+    @property
+    def gradients(self) -> list[FlatGradient]:
+        return [gradient for unit in self.order for gradient in unit.gradients]
+
     def ready(self, unit: Unit) -> None:
         """All gradients of `unit` have come in this backward."""
         self._ready.add(unit)
@@ -83,7 +87,7 @@ class Reducer:
         """Reduce what was accumulated without communication: the step comes after backwards that did not know it."""
         for unit in self.order:
             for gradient in unit.gradients:
-                if self._unsent or not gradient.sharded:
+                if self._unsent if gradient.sharded else not gradient.reduced:
                     self._reduce(gradient, gradient.collect())
         self.abandon()
         self._unsent = False

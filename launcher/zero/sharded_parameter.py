@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from launcher.errors import ShardedParameterError
+from launcher.zero.forgetting import GradientElsewhere
 
 
 class Holder(Protocol):
@@ -35,7 +36,7 @@ class Holder(Protocol):
 _METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
-class ShardedParameter(torch.Tensor):
+class ShardedParameter(GradientElsewhere, torch.Tensor):
     """A parameter of which this rank holds a slice. While it is gathered every operation acts on the full data;
     at any other time touching the data raises `ShardedParameterError` with the parameter's name.
 

@@ -1,0 +1,111 @@
+"""Gradients that a user throws away, or sets, between backward and step.
+
+At stages 0 and 1 `.grad` is a view of the gradient that is kept, and `FlatGradient` sees there what became of it. Where
+that gradient is sharded or wider than the parameter, `.grad` is None between backwards. Then nobody can see that
+`zero_grad()` was called, so torch's own two functions tell us; and what users have in hand is a `GradientElsewhere`,
+which hears of `p.grad = None`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.errors import LauncherError
+from launcher.models.gradients import put_gradient, seen_gradient
+
+if TYPE_CHECKING:
+    from launcher.zero.apply import ZeroModel
+
+logger = logging.getLogger("launcher")
+Parameters = Callable[[Any], Iterable[Tensor]]
+
+_models: Callable[[], Iterable[ZeroModel]] = list
+
+
+@cache
+def follow_zero_grad(models: Callable[[], Iterable[ZeroModel]]) -> None:
+    """Have `zero_grad()` of every module and every torch optimizer in this process reach the models under ZeRO. On the
+    classes: whose module it is called on, and how deep inside it our parameters are, nobody knows before.
+
+    Args:
+        models: gives those that there are.
+    """
+    global _models
+    _models = models
+    _follow(nn.Module, lambda module: module.parameters())
+    _follow(torch.optim.Optimizer, lambda made: chain(*(group["params"] for group in made.param_groups)))
+
+
+def _follow(cls: Any, parameters_of: Parameters) -> None:
+    torchs = cls.zero_grad
+
+    @wraps(torchs)
+    def zero_grad(self: Any, *args: Any, **keywords: Any) -> None:
+        torchs(self, *args, **keywords)
+        for model in _models():
+            model.forget(parameters_of(self))
+
+    cls.zero_grad = zero_grad
+
+
+@cache
+def tell_once(rank: int) -> None:
+    """Say that gradients of a step that is not over are gone."""
+    if rank == 0:
+        logger.warning(
+            "zero_grad() between the microbatches of a step has thrown their gradients away, as in PyTorch; if that is "
+            "not meant, leave it out: step() clears gradients itself (this is said once)"
+        )
+
+
+class GradientElsewhere:
+    """A parameter whose gradient is kept elsewhere: `.grad` is None between backwards. `p.grad = None` throws away what
+    is kept; a tensor cannot be set."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        return seen_gradient(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise LauncherError(
+                "a gradient cannot be set with p.grad = ...: it is kept elsewhere, sharded or in another dtype",
+                where="zero_optimization.stage",
+                fix="change the loss instead, or train in fp32 at stage 0 or 1, where p.grad is the gradient",
+            )
+        put_gradient(self, None)
+        for model in _models():
+            model.forget([self])  # type: ignore[list-item]
+
+
+class LeafElsewhere(GradientElsewhere, nn.Parameter):
+    """What a leaf becomes; copies of it are plain parameters."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = copy = nn.Parameter(self.data.clone(), self.requires_grad)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class ClaimedLeaves:
+    """Leaves that are `LeafElsewhere` until `remove`; those of a class of their own stay what they are."""
+
+    def __init__(self, leaves: Iterable[nn.Parameter]) -> None:
+        self._leaves = [leaf for leaf in leaves if type(leaf) is nn.Parameter]
+        for leaf in self._leaves:
+            leaf.__class__ = LeafElsewhere
+
+    def remove(self) -> None:
+        """They are plain parameters again."""
+        for leaf in self._leaves:
+            leaf.__class__ = nn.Parameter
