@@ -25,6 +25,7 @@ from launcher.engine.dump import state_lines
 from launcher.engine.evaluating import losses_and_outputs, reduced
 from launcher.engine.feeding import Feeding
 from launcher.engine.finite import (
+    check_scales,
     check_unused,
     clip_factor,
     may_step_early,
@@ -102,7 +103,6 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._norm: float | None = None
         self._applied = False
         self._destroyed = False
-        self._scaled = False  # gradients of this step came through backward(), which scales the loss
         self._step_follows = False  # inside a call that runs all microbatches of a step
         self._gc = hold(self) if config.disable_python_gc else None
         set_level(config.log_level)
@@ -152,13 +152,12 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         """
         self._refuse_stages("engine.backward()")
         self._announce_boundary()
-        self._scaled = True
         self._backwards += 1
         scaled = loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             scaled = scaled / self.gradient_accumulation_steps()
         self.watch.loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
-        with self.watch.phase("backward", self):
+        with self.watch.phase("backward", self), self.zero.hooks.scaling():
             scaled.backward(retain_graph=retain_graph)
         return loss.detach()
 
@@ -199,7 +198,6 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         if not overflow and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.zero.zero_grad()
-        self._scaled = False
         self.loss_scaler.update(overflow)
         self._count(overflow)
         self.saver.raise_failure()
@@ -236,7 +234,9 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         """Of the gradients that are there at the end of a step, clipping apart."""
         mean = self._config.gradient_allreduce_op == "mean"
         ranks = self.zero.mean_divisor if mean else self.zero.sum_divisor
-        return ranks * (self.loss_scaler.scale if self._scaled else self.gradient_accumulation_steps())
+        kinds = self.zero.hooks.kinds
+        check_scales(kinds, self.loss_scaler.scale, self.gradient_accumulation_steps())
+        return ranks * (self.gradient_accumulation_steps() if kinds == {False} else self.loss_scaler.scale)
 
     @contextmanager
     def _whole_step(self) -> Iterator[None]:
@@ -317,7 +317,6 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self.zero.zero_grad()
         self.watch.forget()
         self._microbatches = self._backwards = 0
-        self._scaled = False
 
     # ---- whole batches ----------------------------------------------------------------------
 
@@ -401,9 +400,9 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         return pipelined.weighted([float(loss) for loss in losses], weights)
 
     def _run_stages(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
-        self._scaled = True
         watch_gradients(self.zero, self.loss_scaler.at_floor)
-        losses, weights = pipelined.train(self, batches, weights)
+        with self.zero.hooks.scaling():
+            losses, weights = pipelined.train(self, batches, weights)
         total = pipelined.weighted(losses, weights)
         self.watch.loss(torch.tensor(total), 1.0)
         self._backwards += len(losses)

@@ -51,6 +51,17 @@ def check_unused(zero: ZeroModel, used: list[bool]) -> None:
         )
 
 
+def check_scales(kinds: set[bool], loss_scale: float, accumulation: int) -> None:
+    """Raise LauncherError when some losses of a step were scaled (by `engine.backward`) and others were not."""
+    if len(kinds) == 2 and (loss_scale != 1 or accumulation > 1):
+        raise LauncherError(
+            "some gradients of this step came through engine.backward(), which scales the loss "
+            f"(fp16 loss scale {loss_scale:g}, {accumulation} microbatches), and some through loss.backward()",
+            where="engine.step()",
+            fix="call engine.backward(loss) for every loss of the step",
+        )
+
+
 def tell_overflow(engine: Engine) -> None:
     """Say which parameters overflowed: when that ends the run, and now and then in bf16, where it is no routine.
 

@@ -175,6 +175,7 @@ class ZeroModel:
 
     def zero_grad(self) -> None:
         self.hooks.abandon()
+        self.hooks.kinds.clear()
         for gradient in self.gradients:
             gradient.zero()
 
@@ -191,6 +192,8 @@ class ZeroModel:
             if of_buffer := slots.intersection(gradient.flat.slots):
                 whole = len(of_buffer) == len(gradient.flat.slots)
                 gradient.zero() if whole else gradient.forget(of_buffer)
+        if not any(gradient.kept for gradient in self.gradients):
+            self.hooks.kinds.clear()
 
     # ---- whole parameters -------------------------------------------------------------------
 

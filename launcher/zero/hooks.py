@@ -14,7 +14,8 @@ The same is done where a backward needs older weights than the newest (`versions
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 from weakref import ref
 
@@ -60,6 +61,8 @@ class Hooks:
         self._occupants = next(iter(self._owner)).pool.occupants if self._owner else {}
         self._packing: list[saved_tensors_hooks] = []
         self._in_backward = False
+        self._scales = False
+        self.kinds: set[bool] = set()  # of the backwards of this step: whether their losses were scaled
         self._forwards = 0  # of units
         self._graph = -1  # the backward that autograd was asked for; others run nested in it
         self._handles: list[Removable] = []
@@ -166,10 +169,20 @@ class Hooks:
 
     # ---- backward ---------------------------------------------------------------------------
 
+    @contextmanager
+    def scaling(self) -> Iterator[None]:
+        """Backwards inside are of losses that the engine has scaled: by the loss scale, by accumulation."""
+        self._scales = True
+        try:
+            yield
+        finally:
+            self._scales = False
+
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
         self._in_backward = True
+        self.kinds.add(self._scales)
         for gradient in self.reducer.gradients:
             gradient.reopen()
         self._graph = torch._C._current_graph_task_id()

@@ -135,6 +135,26 @@ def test_gradients_of_several_backwards_are_summed(pool: WorkerPool, stage: int,
         close(found, model)
 
 
+def mixed(ctx: RankContext, thrown: bool) -> str:
+    """A loss that the engine scales, and one of the user's."""
+    engine = engine_of(config_of(1, 2, optimizer=SGD))
+    engine.backward(engine(*microbatches(ctx, 0, 2)[0]))
+    if thrown:
+        engine.module.zero_grad()
+    engine.step()
+    engine(*microbatches(ctx, 0, 2)[1]).backward()
+    try:
+        engine.step()
+    except LauncherError as error:
+        return str(error)
+    return ""
+
+
+def test_losses_that_are_scaled_and_others_do_not_mix(pool: WorkerPool) -> None:
+    assert all("call engine.backward(loss) for every loss" in said for said in pool.run(mixed, 2, False))
+    assert pool.run(mixed, 2, True) == ["", ""]
+
+
 def around(ctx: RankContext, stage: int) -> str:
     """The second backward comes of a module inside."""
     engine = engine_of(config_of(stage, optimizer=SGD))
