@@ -264,10 +264,9 @@ def resolve(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any
 
 
 def _source(model: nn.Module, seed: int) -> ParamSource:
-    if any(is_dealt(p) for p in model.parameters()):
-        return DealtValues(model)
+    dealt = any(is_dealt(p) for p in model.parameters())
     if not any(p.is_meta for p in model.parameters()):
-        return ModelValues()
+        return DealtValues(model) if dealt else ModelValues()
     if not all(p.is_meta for p in model.parameters()):
         names = [name for name, p in model.named_parameters() if p.is_meta]
         raise LauncherError(

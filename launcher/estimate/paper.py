@@ -31,7 +31,6 @@ from launcher.zero.hooks import Hooks
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer, order_of_reduction
 from launcher.zero.slot import Reader, Slot
-from launcher.zero.unit import Unit
 
 META = torch.device("meta")
 
@@ -97,14 +96,10 @@ class PaperHooks(Hooks):
         """It has ended."""
         self._end_backward()
 
-    def enter_backward(self, unit: Unit) -> None:
-        """The backward of a unit begins."""
-        self._enter_backward(unit)
-
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            self._enter_backward(self.root)
+            self.enter_backward(self.root)
 
 
 class PaperRank:

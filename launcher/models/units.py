@@ -43,12 +43,13 @@ def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn
 
 
 def _block_lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
-    """Every nn.ModuleList whose elements are of one class and own parameters."""
+    """Every nn.ModuleList whose elements are of one class, own parameters and are called (a ModuleDict is not)."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
         same_class = len({type(block) for block in module}) == 1
-        if same_class and any(True for _ in module[0].parameters()):
+        called = type(module[0]).forward is not nn.Module.forward
+        if same_class and called and any(True for _ in module[0].parameters()):
             yield name, [(f"{name}.{i}", block) for i, block in enumerate(module)]
 
 

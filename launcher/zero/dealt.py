@@ -34,16 +34,23 @@ class Dealt:
         values: whole, on every rank; rank 0's count.
         name: for messages.
         device: where they are gathered.
+        dealer: who deals them out.
     """
 
-    def __init__(self, values: Tensor, name: str, device: torch.device) -> None:
+    def __init__(self, values: Tensor, name: str, device: torch.device, dealer: Dealer | None = None) -> None:
         self.name, self.shape, self.dtype, self.device = name, values.shape, values.dtype, device
+        self._dealer = dealer
         self.trainable = values.requires_grad
         self.whole: Tensor | None = None
         world = dist.get_world_size()
         self._axis = Axis("world", world, dist.get_rank(), dist.group.WORLD, dist.group.WORLD)
         self._size = -(-self.shape.numel() // world)
         self._deal(values.detach(), source=0)
+
+    @property
+    def opens(self) -> bool:
+        """A model's own `__init__` may still look at it, and fill it in."""
+        return self.whole is None and self._dealer is not None and self._dealer.building
 
     def _deal(self, values: Tensor, source: int) -> None:
         flat = torch.empty(self._size * self._axis.degree, dtype=self.dtype, device=self.device)
@@ -87,23 +94,29 @@ def dealt_of(parameter: Tensor) -> Dealt:
 
 
 class Dealer:
-    """Puts handles in the place of parameters, one for each, however many modules show it."""
+    """Puts handles in the place of parameters, one for each, however many modules show it.
+
+    Attributes:
+        building: a model is being built: what is touched is gathered.
+    """
 
     def __init__(self) -> None:
-        self.device = pick_device()
+        self.device, self.building = pick_device(), False
         self._handles: Any = WeakIdKeyDictionary()
 
     def deal(self, module: nn.Module, prefix: str = "") -> None:
-        """Deal out every parameter inside `module` that is not yet. A collective of all ranks."""
+        """Deal out every parameter inside `module` that is not yet, and is not on meta. A collective of all ranks."""
         for path, inner in module.named_modules(prefix=prefix or type(module).__name__):
             for attribute, parameter in inner._parameters.items():
-                if parameter is not None and not isinstance(parameter, ShardedParameter):
+                if parameter is None or isinstance(parameter, ShardedParameter):
+                    continue
+                if not parameter.is_meta:
                     inner._parameters[attribute] = self.handle(parameter, f"{path}.{attribute}")  # type: ignore[assignment]
 
     def handle(self, parameter: Tensor, name: str) -> ShardedParameter:
         """What stands for it from now on."""
         if parameter not in self._handles:
-            handle = ShardedParameter(Dealt(parameter, name, self.device))
+            handle = ShardedParameter(Dealt(parameter, name, self.device, self))
             handle.__dict__.update(parameter.__dict__)
             self._handles[parameter] = handle
         found: ShardedParameter = self._handles[parameter]
@@ -113,8 +126,9 @@ class Dealer:
 class DealtInit:
     """Build a model of which no rank holds all: `with DealtInit(): model = Model(...)`. A collective of all ranks.
 
-    A module keeps its parameters whole until it becomes a part of another one, or the `with` ends: its own `__init__`
-    can fill them. On one rank nothing is changed.
+    A module keeps its parameters whole until it becomes a part of another one, or the `with` ends. Inside the `with`
+    whatever touches one gathers it for that moment, on all ranks, and rank 0's changes are kept: so a model's own
+    `__init__` can fill them in (`self.apply(self._init_weights)`). On one rank nothing is changed.
 
     Args:
         module: an existing module: its parameters are dealt out at once.
@@ -133,6 +147,7 @@ class DealtInit:
     def __enter__(self) -> DealtInit:
         self._seen: dict[nn.Module, None] = {}
         if self.enabled:
+            self._dealer.building = True
             self._hooks = [
                 register_module_module_registration_hook(self._child_joins),
                 register_module_parameter_registration_hook(self._parameter_joins),
@@ -157,6 +172,7 @@ class DealtInit:
         if kind is None and self.enabled:
             for root in self._seen:
                 self._dealer.deal(root)
+        self._dealer.building = False
         self._seen.clear()
 
 

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from launcher.errors import LauncherError
 from launcher.models.activation import recomputing
 from launcher.models.gradients import put_gradient
+from launcher.zero import outside
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.forgetting import LeafElsewhere
@@ -82,6 +83,7 @@ class Hooks:
                 if slot.flat.sharded:
                     move = self._from_handle(unit, slot)
                     self._handles.append(slot.handle.register_post_accumulate_grad_hook(move))
+        outside.watch(self)
 
     def until_removed(self, thing: R) -> R:
         """Have `remove` take this away, too."""
@@ -100,7 +102,8 @@ class Hooks:
     def _before(self, unit: Unit) -> Callable[..., None]:
         def before_forward(module: nn.Module, args: object) -> None:
             if recomputing():
-                self._enter_backward(unit)
+                unit.recomputed = True
+                self.enter_backward(unit)
                 return
             if unit is self.root:
                 self._begin_forward()
@@ -112,10 +115,21 @@ class Hooks:
     def _begin_forward(self) -> None:
         self.abandon()
         self.fetcher.begin(torch.is_grad_enabled())
-        if torch.is_grad_enabled() and self.packs:
+        self.start_packing()
+
+    def start_packing(self) -> bool:
+        """Pack what is saved for backward, from now on; gives whether that is new. Who else takes what is saved, as
+        torch.utils.checkpoint does to compute it again, must find it as it is."""
+        taken = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        starts = torch.is_grad_enabled() and self.packs and not taken
+        if starts:
             packing = saved_tensors_hooks(self._pack, self._unpack)
             packing.__enter__()
             self._packing.append(packing)
+        return starts
+
+    def stop_packing(self) -> None:
+        self._packing.pop().__exit__(None, None, None)
 
     def _after(self, unit: Unit) -> Callable[..., None]:
         def after_forward(module: nn.Module, args: object, output: object) -> None:
@@ -133,10 +147,13 @@ class Hooks:
 
     def _end_forward(self, output: object) -> None:
         if self._packing:
-            self._packing.pop().__exit__(None, None, None)
-        if torch.is_grad_enabled() and self._watch_outputs(output, lambda _: self._begin_backward()):
-            return
-        self.fetcher.end()  # no backward will come
+            self.stop_packing()
+        if not (torch.is_grad_enabled() and self.watch_backward(output)):
+            self.fetcher.end()  # no backward will come
+
+    def watch_backward(self, output: object) -> bool:
+        """Have the backward begin when it comes to these outputs; gives whether one can."""
+        return self._watch_outputs(output, lambda _: self._begin_backward())
 
     def _watch_outputs(self, output: object, hook: Callable[[Tensor], None]) -> bool:
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
@@ -158,7 +175,7 @@ class Hooks:
         flat, size, stride, offset = packed
         unit = self._owner[flat]
         if not flat.gathered or not unit.in_backward:
-            self._enter_backward(unit)
+            self.enter_backward(unit)
         assert flat.full is not None
         return flat.full.as_strided(size, stride, offset)
 
@@ -187,7 +204,7 @@ class Hooks:
             gradient.reopen()
         self._graph = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
-        self._enter_backward(self.root)
+        self.enter_backward(self.root)
 
     def _begin_unseen(self) -> None:
         """The first that is heard of a backward is this leaf's gradient: its forward did not go through the model."""
@@ -201,20 +218,21 @@ class Hooks:
             )
         self._begin_backward()
 
-    def _enter_backward(self, unit: Unit) -> None:
+    def enter_backward(self, unit: Unit) -> None:
         self._begin_backward()
         if unit.in_backward and unit.gathered:
             return
         unit.in_backward = True
         if unit.sharded:
-            self._free_frozen_units(unit)
+            self._free_passed_units(unit)
             with record_function(f"{unit.name}/unshard"):
                 self.fetcher.use(unit, "backward")
 
-    def _free_frozen_units(self, entering: Unit) -> None:
-        """A unit without trainable parameters gets no gradients that would tell that its backward has ended."""
+    def _free_passed_units(self, entering: Unit) -> None:
+        """Of a unit without trainable parameters no gradients tell that its backward has ended. Nor do those of one
+        that was recomputed and is partly frozen: its frozen parameters may be needed after the last of them."""
         for unit in list(self.fetcher.gathered):
-            if unit.in_backward and not unit.expected and unit not in (entering, self.root):
+            if unit.in_backward and unit.arrived == unit.expected and unit not in (entering, self.root):
                 unit.in_backward = False
                 self.fetcher.free(unit)
 
@@ -238,7 +256,7 @@ class Hooks:
         """The last of its gradients has come."""
         with record_function(f"{unit.name}/reduce"):
             self.reducer.ready(unit)
-        if unit.sharded and unit is not self.root:
+        if unit.sharded and unit is not self.root and not (unit.recomputed and unit.partly_frozen):
             self.fetcher.free(unit)
 
     def _come_to(self, unit: Unit) -> None:
@@ -253,7 +271,7 @@ class Hooks:
             self._take_part(late)
             late.arrived = late.expected
             self._finish(late)
-        self._enter_backward(unit)
+        self.enter_backward(unit)
 
     def _is_over(self, late: Unit, come_to: Unit) -> bool:
         """Whether all gradients of `late` that the backward has, have come."""
@@ -314,5 +332,5 @@ class Hooks:
     def _forget_backward(self) -> None:
         self._in_backward = False
         for unit in self.units:
-            unit.arrived, unit.in_backward, unit.ran = 0, False, None
+            unit.arrived, unit.in_backward, unit.ran, unit.recomputed = 0, False, None, False
         self.fetcher.end()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.errors import ShardedParameterError
 from launcher.zero.forgetting import GradientElsewhere
@@ -17,7 +18,12 @@ class Holder(Protocol):
     Attributes:
         name: for messages.
         whole: all values, while they are gathered.
+        opens: all ranks build the model now, and do the same to it: who touches the values may gather them.
     """
+
+    @property
+    def opens(self) -> bool: ...
+    def gathered(self, modifier_rank: int | None = None) -> AbstractContextManager[Any]: ...
 
     @property
     def name(self) -> str: ...
@@ -68,7 +74,11 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
 
         if func in _METADATA_ONLY and args[0].zero_holder.whole is None:
             return cls(args[0].zero_holder, derived=True)
-        return func(*tree_map(data_of, args), **tree_map(data_of, kwargs or {}))
+        with ExitStack() as stack:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, ShardedParameter) and value.zero_holder.opens:
+                    stack.enter_context(value.zero_holder.gathered(0 if func._schema.is_mutable else None))
+            return func(*tree_map(data_of, args), **tree_map(data_of, kwargs or {}))
 
     # What torch answers for tensor subclasses without asking __torch_dispatch__:
 

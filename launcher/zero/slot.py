@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,13 @@ class Slot:
     def whole(self) -> Tensor | None:
         """The local parameter while it is there."""
         return self.leaf.data if self.flat.gathered else None
+
+    @property
+    def opens(self) -> bool:
+        return False
+
+    def gathered(self, modifier_rank: int | None = None) -> AbstractContextManager[None]:
+        raise NotImplementedError("units are gathered by their model")
 
     @property
     def span(self) -> slice:

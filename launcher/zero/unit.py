@@ -37,6 +37,8 @@ class Unit:
             False  # from the first use of its parameters in a backward to the end of its gradients
         )
         self.held = False  # GatheredParameters keeps it gathered
+        self.recomputed = False  # in this backward: autograd has saved its leaves as they are
+        self.partly_frozen = any(flat.sharded and not flat.trainable for flat in flats)
         self.arrived = 0  # leaves whose gradient has come in this backward
         # numbers of its first and last forward since the last backward
         self.ran: tuple[int, int] | None = None

@@ -42,6 +42,9 @@ class _Experts(nn.Module):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((expert(x) for expert in self.experts), x)
+
 
 class _Plain(nn.Module):
     def __init__(self) -> None:
@@ -49,11 +52,13 @@ class _Plain(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(2, 2)])
         self.mixed = nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.LayerNorm(2)])
         self.dropouts = nn.ModuleList(nn.Dropout() for _ in range(9))
+        self.pairs = nn.ModuleList(nn.ModuleDict({"one": nn.Linear(2, 2)}) for _ in range(7))
         self.blocks = nn.ModuleList(_Experts() for _ in range(3))
 
 
 def test_plain_module_longest_list_and_no_experts() -> None:
-    """Lists of other classes, without parameters, or inside a block are no units, however long."""
+    """Lists of other classes, without parameters, of what has no forward, or inside a block are no units, however
+    long."""
     assert [name for name, _ in unit_modules(_Plain())] == ["blocks.0", "blocks.1", "blocks.2"]
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from launcher.comm.collectives import record_collectives
-from launcher.errors import ShardedParameterError
+from launcher.errors import LauncherError, ShardedParameterError
 from launcher.zero import DealtInit, GatheredParameters, ShardedParameter, set_z3_leaf_module
 from tests.engine.driving import advance, config_of, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
@@ -148,3 +148,59 @@ def kept(ctx: RankContext) -> int:
 
 def test_forwards_inside_gathered_parameters_send_nothing(pool: WorkerPool) -> None:
     assert pool.run(kept, 2) == [0, 0]
+
+
+class Nano(nn.Module):
+    """Fills its parameters in as nanoGPT does: by `apply`, and one by one by name."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
+        self.head = nn.Linear(4, 4, bias=False)
+        self.body["layers"][1].weight = self.head.weight  # type: ignore[index, union-attr]
+        self.apply(self._fill)
+        for name, parameter in self.named_parameters():
+            if name.endswith("0.weight"):
+                nn.init.normal_(parameter, std=0.5)
+
+    def _fill(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def filled_by_its_init(ctx: RankContext) -> dict[str, Tensor]:
+    with DealtInit():
+        model = Nano(3 + ctx.rank)
+    found = {}
+    for name, parameter in model.named_parameters():
+        with GatheredParameters(parameter):
+            found[name] = parameter.detach().clone()
+    return found
+
+
+def test_a_model_fills_its_parameters_in_while_it_is_built(pool: WorkerPool) -> None:
+    truth = dict(Nano().named_parameters())
+    for found in pool.run(filled_by_its_init, 2):
+        assert found.keys() == truth.keys()
+        for name, value in found.items():
+            assert torch.equal(value, truth[name].detach()), name
+
+
+def partly_on_meta(ctx: RankContext) -> tuple[str, bool]:
+    with DealtInit():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, device="meta")))
+        skipped = nn.Sequential(nn.utils.skip_init(nn.Linear, 4, 4))
+    try:
+        engine_of(config_of(3), model)
+    except LauncherError as error:
+        return str(error), isinstance(skipped[0].weight, ShardedParameter)
+    return "", False
+
+
+def test_what_is_on_meta_is_left_there_and_told(pool: WorkerPool) -> None:
+    for said, skipped in pool.run(partly_on_meta, 2):
+        assert "2 parameters are on meta and the others are not: 1.0.weight, 1.0.bias" in said
+        assert skipped
