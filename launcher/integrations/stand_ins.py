@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import launcher
 from launcher.errors import ConfigError
 from launcher.integrations.processes import check_accelerate, init_distributed, logger
 from launcher.integrations.surface import VERSION
-from launcher.optim.lion import Lion
 from launcher.zero import DealtInit, ShardedParameter
 
 # ---- the engine -----------------------------------------------------------------------------------
@@ -175,39 +174,3 @@ def unchanged(constructor: Callable[..., Any], *dtypes: Any, **others: Any) -> C
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """The item with its tensors copied: a view is saved without what it is a view of."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(device), item)
-
-
-# ---- optimizers -----------------------------------------------------------------------------------
-
-
-def cpu_adam(
-    model_params: Iterable[Any], *, adamw_mode: bool = True, bias_correction: bool = True, **options: Any
-) -> torch.optim.Optimizer:
-    """torch's Adam or AdamW; the engine steps it in one pass over host memory."""
-    if not bias_correction:
-        raise ConfigError(
-            "bias_correction=False is not here",
-            where="DeepSpeedCPUAdam()",
-            fix='write it in the JSON: "optimizer": {"type": "Adam", "params": {"bias_correction": false}}',
-        )
-    options.pop("fp32_optimizer_states", None)
-    return (torch.optim.AdamW if adamw_mode else torch.optim.Adam)(model_params, **options)
-
-
-def fused_adam(
-    params: Iterable[Any], *, adam_w_mode: bool = True, set_grad_none: bool = True, **options: Any
-) -> torch.optim.Optimizer:
-    """torch's Adam or AdamW."""
-    return cpu_adam(params, adamw_mode=adam_w_mode, **options)
-
-
-def cpu_adagrad(model_params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-    """torch's Adagrad."""
-    options.pop("fp32_optimizer_states", None)
-    return torch.optim.Adagrad(model_params, **options)
-
-
-def lion(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-    """Our Lion."""
-    options.pop("fp32_optimizer_states", None)
-    return Lion(params, **options)

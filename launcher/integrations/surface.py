@@ -26,7 +26,8 @@ DIRECTORY = Path(__file__).parent / "shim"
 """What goes on the path: the package and its metadata."""
 
 _HERE, _BEFORE = "launcher.integrations.stand_ins", "launcher.integrations.processes"
-_ADAM = {"DeepSpeedCPUAdam": f"{_HERE}:cpu_adam", "FusedAdam": f"{_HERE}:fused_adam"}
+_OPTIMIZERS = "launcher.integrations.optimizers"
+_ADAM = {name: f"{_OPTIMIZERS}:{name}" for name in ("DeepSpeedCPUAdam", "FusedAdam")}
 _ZERO = {
     "Init": f"{_HERE}:Init",
     "GatheredParameters": "launcher.zero:GatheredParameters",
@@ -67,10 +68,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "launcher": {},
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_BEFORE}:DEEPSPEED_ENVIRONMENT_NAME"},
     "ops": {"__compatible_ops__": f"{_BEFORE}:COMPATIBLE_OPS"},
-    "ops.adagrad": {"DeepSpeedCPUAdagrad": f"{_HERE}:cpu_adagrad"},
+    "ops.adagrad": {"DeepSpeedCPUAdagrad": f"{_OPTIMIZERS}:DeepSpeedCPUAdagrad"},
     "ops.adam": _ADAM,
     "ops.aio": {"AsyncIOBuilder": f"{_BEFORE}:AsyncIOBuilder"},
-    "ops.lion": {"DeepSpeedCPULion": f"{_HERE}:lion", "FusedLion": f"{_HERE}:lion"},
+    "ops.lamb": {"FusedLamb": f"{_OPTIMIZERS}:FusedLamb"},
+    "ops.lion": {name: f"{_OPTIMIZERS}:{name}" for name in ("DeepSpeedCPULion", "FusedLion")},
     "ops.op_builder": {"AsyncIOBuilder": f"{_BEFORE}:AsyncIOBuilder"},
     "pipe": {},
     "runtime": {},

@@ -93,7 +93,10 @@ def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> 
             where="initialize(optimizer=...)",
             fix="use an elementwise optimizer such as AdamW, Adam, SGD, RMSprop or Adagrad",
         )
-    if not type(optimizer).__module__.startswith("torch.optim") and not untested_allowed:
+    known = type(optimizer).__module__.startswith(("torch.optim", "launcher.")) or hasattr(
+        optimizer, "steps_as"
+    )
+    if not known and not untested_allowed:
         raise ConfigError(
             f"{name} is not one of torch.optim's: whether it is elementwise is not known",
             where="initialize(optimizer=...)",

@@ -145,13 +145,15 @@ RULES: dict[type, Rule] = {
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
     """How to step in one pass what `optimizer.step()` would; None where that has to be called: its class is not known,
-    it does not use torch's fused kernels, or somebody hooked or replaced the call (torch's schedulers only note it)."""
-    rule, replaced = RULES.get(type(optimizer)), vars(optimizer).get("step")
+    it does not use torch's fused kernels, or somebody hooked or replaced the call (torch's schedulers only note it).
+    A class may say that it `steps_as` another one."""
+    kind = getattr(optimizer, "steps_as", type(optimizer))
+    rule, replaced = RULES.get(kind), vars(optimizer).get("step")
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if rule is None or hooked or (replaced and not hasattr(replaced, "_wrapped_by_lr_sched")):
         return None
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return rule if fused or type(optimizer) is Lion else None
+    return rule if fused or kind is Lion else None
 
 
 @torch.no_grad()
