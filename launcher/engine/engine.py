@@ -32,6 +32,7 @@ from launcher.engine.finite import (
     skips_overflow,
     tell_overflow,
 )
+from launcher.engine.fragments import ENGINES
 from launcher.engine.python_gc import hold
 from launcher.engine.saving import Saving
 from launcher.engine.watch import Watch
@@ -106,6 +107,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._step_follows = False  # inside a call that runs all microbatches of a step
         self._gc = hold(self) if config.disable_python_gc else None
         set_level(config.log_level)
+        ENGINES.add(self)
         if config.dump_state and mesh.rank == 0:
             print(*state_lines(self), sep="\n", flush=True)
 

@@ -47,6 +47,13 @@ _LEAVES = {
     )
 }
 
+_FRAGMENTS = {
+    f"safe_{verb}_{extent}_{what}": f"launcher.engine.fragments:safe_{verb}_{extent}_{what}"
+    for verb in ("get", "set")
+    for extent in ("full", "local")
+    for what in ("fp32_param", "optimizer_state", "grad")
+}
+
 NAMES: Mapping[str, Mapping[str, str]] = {
     "": {
         "initialize": f"{_HERE}:initialize",
@@ -86,7 +93,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "_orig_torch_arange": "torch:arange",
         "get_accelerator": f"{_BEFORE}:get_accelerator",
     },
-    "utils": {**_LEAVES, "logger": f"{_BEFORE}:logger"},
+    "utils": {**_LEAVES, **_FRAGMENTS, "logger": f"{_BEFORE}:logger"},
+    "utils.tensor_fragment": _FRAGMENTS,
     "utils.zero_to_fp32": {
         name: f"launcher.checkpoint.fp32:{name}"
         for name in (

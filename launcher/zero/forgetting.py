@@ -79,7 +79,7 @@ class GradientElsewhere:
             raise LauncherError(
                 "a gradient cannot be set with p.grad = ...: it is kept elsewhere, sharded or in another dtype",
                 where="zero_optimization.stage",
-                fix="change the loss instead, or train in fp32 at stage 0 or 1, where p.grad is the gradient",
+                fix="call deepspeed.utils.safe_set_full_grad(p, tensor) (launcher.engine.fragments) after backward",
             )
         put_gradient(self, None)
         for model in _models():

@@ -1,0 +1,255 @@
+"""What an engine keeps of one parameter, wherever its pieces are: fp32 weights, optimizer states, gradient.
+
+DeepSpeed's functions, under their names. "full" is the whole local parameter, as one tensor of its shape (a slice
+along tp where layers are split), assembled from all ranks of dp: a collective, which every rank must enter. "local" is
+the piece that this rank's optimizer steps, flat; empty where it owns none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from launcher.comm import all_reduce
+from launcher.errors import LauncherError
+from launcher.offload.resting import Part
+from launcher.zero.gradients import FlatGradient
+from launcher.zero.slot import Slot
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Those that there are in this process."""
+
+
+# ---- full ----------------------------------------------------------------------------------------
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The master weights, whole. None for a parameter of no engine."""
+    return _full(param, _weights)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """A state of the optimizer such as "exp_avg", whole. None before there is one."""
+    return _full(param, lambda place: _state(place, optim_state_key))
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The gradient, the mean over dp, whole: from the end of backward at an accumulation boundary to the step. None
+    where no gradient has come."""
+    return _full(param, _gradient)
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the master weights, and the parameter. Every rank gives the same whole value."""
+    place = _place_of(param)
+    _fill(place, _weights(place), value)
+    for pending in place.flat.publish():
+        pending.wait()
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set a state of the optimizer."""
+    place = _place_of(param)
+    _fill(place, _state(place, optim_state_key), value)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Set the gradient that the step will use: the mean over dp."""
+    place = _place_of(param)
+    with _gradient(place) as mine:
+        _check(place, value, place.slot.shape)
+        _copy(mine, place.mine_of(value.reshape(-1)) * place.divisor, place)
+    place.slot.used = True
+
+
+# ---- local ---------------------------------------------------------------------------------------
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """This rank's piece of the master weights [elements that it owns]."""
+    return _local(param, _weights)
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """This rank's piece of a state of the optimizer."""
+    return _local(param, lambda place: _state(place, optim_state_key))
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """This rank's piece of the gradient, as `safe_get_full_grad` has it."""
+    return _local(param, _gradient)
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set this rank's piece of the master weights; every rank must call it, for the parameter is brought up to date."""
+    place = _place_of(param)
+    with _weights(place) as mine:
+        _check(place, value, torch.Size([place.size]))
+        _copy(mine, value, place)
+    for pending in place.flat.publish():
+        pending.wait()
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's piece of a state of the optimizer."""
+    place = _place_of(param)
+    with _state(place, optim_state_key) as mine:
+        _check(place, value, torch.Size([place.size]))
+        _copy(mine, value, place)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Set this rank's piece of the gradient."""
+    place = _place_of(param)
+    with _gradient(place) as mine:
+        _check(place, value, torch.Size([place.size]))
+        _copy(mine, value * place.divisor, place)
+    place.slot.used = True
+
+
+# ---- where it is ---------------------------------------------------------------------------------
+
+
+class _Place:
+    """A trainable parameter of an engine.
+
+    Attributes:
+        start, stop: elements of it that this rank's optimizer steps.
+    """
+
+    def __init__(self, engine: Engine, slot: Slot) -> None:
+        self.engine, self.slot, self.flat = engine, slot, slot.flat
+        found = [(start, stop) for one, start, stop in self.flat.overlaps(self.flat.owned) if one is slot]
+        self.start, self.stop = found[0] if found else (0, 0)
+        self.size = self.stop - self.start
+
+    @property
+    def gradient(self) -> FlatGradient:
+        return next(one for one in self.engine.zero.gradients if one.flat is self.flat)
+
+    @property
+    def divisor(self) -> float:
+        """What is kept of gradients, divided by this, is their mean."""
+        return self.engine._divisor()
+
+    def mine_of(self, whole: Tensor) -> Tensor:
+        return whole[self.start : self.stop]
+
+    @property
+    def at(self) -> slice:
+        """In the owned range of the flat buffer."""
+        first = self.slot.offset - self.flat.owned.start
+        return slice(first + self.start, first + self.stop)
+
+
+Held = Callable[[_Place], Any]
+
+
+def _found(param: Tensor) -> _Place | None:
+    for engine in ENGINES:
+        slot = engine.zero.slot_of(param)
+        if slot is not None and slot.flat.trainable and engine.optimizer is not None:
+            return _Place(engine, slot)
+    return None
+
+
+def _place_of(param: Tensor) -> _Place:
+    place = _found(param)
+    if place is None:
+        raise LauncherError(
+            f"a tensor of shape {tuple(param.shape)} is no trainable parameter of an engine with an optimizer",
+            fix="pass one of engine.module.parameters()",
+        )
+    return place
+
+
+@contextmanager
+def _weights(place: _Place) -> Iterator[Tensor]:
+    yield place.flat.master[place.at]
+    place.flat.rest(changed=True)
+
+
+@contextmanager
+def _state(place: _Place, key: str) -> Iterator[Tensor | None]:
+    assert place.engine.optimizer is not None
+    states = place.engine.optimizer.state_slices().get(place.slot.name, {})
+    value = states.get(key)
+    if isinstance(value, Part):
+        yield value.here()
+        value.of.put()
+    else:
+        yield value
+
+
+@contextmanager
+def _gradient(place: _Place) -> Iterator[Tensor | None]:
+    gradient = place.gradient
+    gradient.look_again()
+    yield gradient.owned[place.at] if gradient.kept else None
+    if gradient.kept:
+        gradient.rest()
+
+
+def _full(param: Tensor, held: Held) -> Tensor | None:
+    place = _found(param)
+    if place is None:
+        return None
+    flat, slot = place.flat, place.slot
+    with held(place) as mine:
+        one = (
+            mine is not None and mine.dim() == 0
+        )  # a number, of which each rank that owns something has a copy
+        there = mine is not None and (held is not _gradient or slot.used)
+        whole = torch.zeros(slot.numel + 2, dtype=torch.float32, device=flat.pool.device)
+        whole[-2:] = torch.tensor([float(there), float(there and one)])
+        if mine is not None and (flat.shards_optim or flat.axis.rank == 0):
+            whole[slice(0, 1) if one else slice(place.start, place.stop)] = mine.to(whole)
+    all_reduce(whole, flat.axis, f"{flat.name}/fragment").wait()
+    ranks, copies = whole[-2:].tolist()
+    if not ranks:
+        return None
+    if copies:
+        return whole[0] / (copies if flat.shards_optim else 1)
+    return whole[:-2].view(slot.shape) / (place.divisor if held is _gradient else 1)
+
+
+def _local(param: Tensor, held: Held) -> Tensor | None:
+    place = _found(param)
+    if place is None:
+        return None
+    with held(place) as mine:
+        if mine is None:
+            return None
+        return mine.float() / (place.divisor if held is _gradient else 1.0)
+
+
+def _fill(place: _Place, held: Any, value: Tensor) -> None:
+    with held as mine:
+        _check(place, value, place.slot.shape)
+        _copy(mine, place.mine_of(value.reshape(-1)), place)
+
+
+def _check(place: _Place, value: Tensor, shape: torch.Size) -> None:
+    if value.shape != shape:
+        raise LauncherError(
+            f"{place.slot.name} has shape {tuple(shape)} here, the value has {tuple(value.shape)}",
+            fix="pass a value of the same shape",
+        )
+
+
+def _copy(mine: Tensor | None, value: Tensor, place: _Place) -> None:
+    if mine is None and (place.size or not place.gradient.kept):
+        raise LauncherError(
+            f"there is no such value of {place.slot.name} yet",
+            fix="states come with the first step, gradients with a backward at an accumulation boundary",
+        )
+    if mine is not None:
+        mine.copy_(value)

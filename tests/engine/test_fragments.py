@@ -1,0 +1,102 @@
+"""One parameter's fp32 weights, optimizer states and gradient, read and written whole or in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launcher.engine import fragments
+from launcher.errors import LauncherError
+from tests.engine.driving import LR, ROWS, STAGES, config_of, engine_of, microbatches, whole_weights
+from tests.pool import RankContext, WorkerPool
+from tests.zero.models import points, stack
+
+SGD = {"type": "SGD", "params": {"lr": LR}}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+
+def first_weight(engine: Any) -> Tensor:
+    """A parameter of which each of two ranks owns a piece, or all."""
+    return engine.module.blocks[0].up.weight  # type: ignore[no-any-return]
+
+
+def read(ctx: RankContext, stage: int, zero: dict[str, Any]) -> dict[str, Any]:
+    engine = engine_of(config_of(stage, zero_optimization=zero))
+    name = "blocks.0.up.weight"
+    param = first_weight(engine)
+    found: dict[str, Any] = {"no state": fragments.safe_get_full_optimizer_state(param, "exp_avg")}
+    found["no gradient"] = fragments.safe_get_full_grad(param)
+    engine.backward(engine(*microbatches(ctx, 0)[0]))
+    found["gradient"] = fragments.safe_get_full_grad(param)
+    found["piece of the gradient"] = fragments.safe_get_local_grad(param)
+    engine.step()
+    found["gone"] = fragments.safe_get_full_grad(param)
+    found["weights"] = fragments.safe_get_full_fp32_param(param)
+    found["moment"] = fragments.safe_get_full_optimizer_state(param, "exp_avg")
+    found["steps"] = fragments.safe_get_full_optimizer_state(param, "step")
+    found["truth"] = whole_weights(engine)[name]
+    return found
+
+
+@pytest.mark.parametrize("zero", [{}, OFFLOADED], ids=["", "offloaded"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_read_is_that_of_one_process(pool: WorkerPool, stage: int, zero: dict[str, Any]) -> None:
+    if zero and not stage:
+        return
+    model = stack()
+    model(*points(0, ROWS)).backward()
+    gradient = model.blocks[0].up.weight.grad  # type: ignore[union-attr]
+    ranks = pool.run(read, 2, stage, zero)
+    for found in ranks:
+        assert found["no state"] is found["no gradient"] is found["gone"] is None
+        torch.testing.assert_close(found["gradient"], gradient, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found["moment"], gradient * 0.1, rtol=1e-5, atol=1e-7)
+        assert torch.equal(found["weights"], found["truth"]) and float(found["steps"]) == 1.0
+    pieces = [found["piece of the gradient"] for found in ranks]
+    whole = torch.cat(pieces) if stage else pieces[0]
+    torch.testing.assert_close(whole.view(gradient.shape), gradient, rtol=1e-5, atol=1e-7)
+
+
+def written(ctx: RankContext, stage: int, local: bool) -> dict[str, Tensor]:
+    """Weights and gradient are replaced, then comes a step."""
+    engine = engine_of(config_of(stage, optimizer=SGD))
+    param = first_weight(engine)
+    kind = "local" if local else "full"
+    get, set_ = (getattr(fragments, f"safe_{verb}_{kind}_fp32_param") for verb in ("get", "set"))
+    set_(param, torch.full_like(get(param), 3.0))
+    engine.backward(engine(*microbatches(ctx, 0)[0]))
+    get, set_ = (getattr(fragments, f"safe_{verb}_{kind}_grad") for verb in ("get", "set"))
+    set_(param, torch.full_like(get(param), 7.0))
+    engine.step()
+    return {"weights": whole_weights(engine)["blocks.0.up.weight"]}
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_written_is_used(pool: WorkerPool, stage: int, local: bool) -> None:
+    for found in pool.run(written, 2, stage, local):
+        torch.testing.assert_close(found["weights"], torch.full((16, 8), 3.0 - LR * 7.0))
+
+
+def refused(ctx: RankContext) -> list[str]:
+    engine = engine_of(config_of(2))
+    said = []
+    for attempt in (
+        lambda: fragments.safe_set_full_grad(first_weight(engine), torch.zeros(16, 8)),
+        lambda: fragments.safe_set_full_fp32_param(first_weight(engine), torch.zeros(3)),
+        lambda: fragments.safe_set_full_fp32_param(torch.zeros(3), torch.zeros(3)),
+    ):
+        with pytest.raises(LauncherError) as error:
+            attempt()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_cannot_be_set_is_told(pool: WorkerPool) -> None:
+    for early, shape, stranger in pool.run(refused, 2):
+        assert "gradients with a backward" in early
+        assert "has shape (16, 8) here, the value has (3,)" in shape
+        assert "no trainable parameter of an engine" in stranger
