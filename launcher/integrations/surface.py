@@ -27,6 +27,7 @@ DIRECTORY = Path(__file__).parent / "shim"
 
 _HERE, _BEFORE = "launcher.integrations.stand_ins", "launcher.integrations.processes"
 _OPTIMIZERS = "launcher.integrations.optimizers"
+_UTILITIES = "launcher.integrations.utilities"
 _ADAM = {name: f"{_OPTIMIZERS}:{name}" for name in ("DeepSpeedCPUAdam", "FusedAdam")}
 _ZERO = {
     "Init": f"{_HERE}:Init",
@@ -62,6 +63,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "add_config_arguments": "launcher.arguments:add_config_arguments",
         "DeepSpeedEngine": "launcher.engine:Engine",
         "PipelineModule": "launcher.pipe:PipelineModule",
+        "OnDevice": f"{_UTILITIES}:OnDevice",
+        "log_dist": f"{_UTILITIES}:log_dist",
+        "logger": f"{_BEFORE}:logger",
     },
     "accelerator": {"get_accelerator": f"{_BEFORE}:get_accelerator"},
     "checkpoint": {},
@@ -84,7 +88,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "pipe": {},
     "runtime": {},
     "runtime.engine": {"DeepSpeedEngine": "launcher.engine:Engine"},
+    "runtime.dataloader": {"RepeatingLoader": f"{_UTILITIES}:RepeatingLoader"},
     "runtime.lr_schedules": {"VALID_LR_SCHEDULES": f"{_BEFORE}:VALID_LR_SCHEDULES"},
+    "runtime.pipe": {},
+    "runtime.pipe.topology": {},
+    "runtime.pipe.module": {},
+    "runtime.utils": {"RepeatingLoader": f"{_UTILITIES}:RepeatingLoader"},
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": {
         **_ZERO,
@@ -93,7 +102,19 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "_orig_torch_arange": "torch:arange",
         "get_accelerator": f"{_BEFORE}:get_accelerator",
     },
-    "utils": {**_LEAVES, **_FRAGMENTS, "logger": f"{_BEFORE}:logger"},
+    "utils": {
+        **_LEAVES,
+        **_FRAGMENTS,
+        "logger": f"{_BEFORE}:logger",
+        **{
+            name: f"{_UTILITIES}:{name}"
+            for name in ("log_dist", "log_dist_once", "RepeatingLoader", "instrument_w_nvtx", "OnDevice")
+        },
+    },
+    "utils.groups": {},
+    "utils.init_on_device": {"OnDevice": f"{_UTILITIES}:OnDevice"},
+    "utils.logging": {},
+    "utils.nvtx": {"instrument_w_nvtx": f"{_UTILITIES}:instrument_w_nvtx"},
     "utils.tensor_fragment": _FRAGMENTS,
     "utils.zero_to_fp32": {
         name: f"launcher.checkpoint.fp32:{name}"
@@ -111,6 +132,13 @@ REST: Mapping[str, str] = {
     "checkpointing": "launcher.checkpointing",
     "comm": "torch.distributed",
     "pipe": "launcher.pipe",
+    "runtime.lr_schedules": "launcher.integrations.lr_schedules",
+    "runtime.pipe": "launcher.pipe",
+    "runtime.pipe.module": "launcher.pipe",
+    "runtime.pipe.topology": "launcher.pipe",
+    "runtime.utils": "launcher.integrations.utilities",
+    "utils.groups": "launcher.integrations.groups",
+    "utils.logging": "launcher.integrations.utilities",
 }
 """Modules that have all names of another one besides."""
 

@@ -108,12 +108,17 @@ def build_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> Any:
     params = config.params
     if isinstance(params, TorchParams):
         return _torch_schedule(config.type, params, optimizer)
+    return Schedule(optimizer, *deepspeed_schedule(params, optimizer))
+
+
+def deepspeed_schedule(params: object, optimizer: Optimizer) -> tuple[Curve, int, Curve | None]:
+    """What `Schedule` takes besides the optimizer, for the keywords of one of DeepSpeed's five."""
     assert isinstance(params, DeepSpeedParams)
     lrs = [float(group["lr"]) for group in optimizer.param_groups]
     momentum = None
     if isinstance(params, OneCycleParams) and params.cycle_momentum and "betas" in optimizer.defaults:
         momentum = one_cycle_momentum(params, len(lrs))
-    return Schedule(optimizer, _curve(params, lrs), params.last_batch_iteration, momentum)
+    return _curve(params, lrs), params.last_batch_iteration, momentum
 
 
 def _curve(params: DeepSpeedParams, lrs: list[float]) -> Curve:

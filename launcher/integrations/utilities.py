@@ -1,0 +1,222 @@
+"""Small helpers of DeepSpeed's that scripts import: logging on some ranks, seeds, memory, loaders, devices."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from launcher.comm import pick_device
+from launcher.monitor.memory import current_memory_bytes, peak_memory_bytes
+from launcher.pipeline.partition import partition
+
+logger = logging.getLogger("launcher")
+log_levels = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+GIB = 2**30
+F = TypeVar("F", bound=Callable[..., Any])
+
+# ---- logging -------------------------------------------------------------------------------------
+
+
+def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
+    """The message with this rank before it; None where this is not one of `ranks` (None or -1 among them: all)."""
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    wanted = not ranks or -1 in ranks or rank in ranks
+    return f"[Rank {rank}] {message}" if wanted else None
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks."""
+    if (text := get_dist_msg(message, ranks)) is not None:
+        logger.log(level, text)
+
+
+@cache
+def _log_once(message: str, ranks: tuple[int, ...], level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """The same, once for each message."""
+    _log_once(message, tuple(ranks or ()), level)
+
+
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print on these ranks."""
+    if (text := get_dist_msg(message, ranks)) is not None:
+        print(text, flush=True)
+
+
+def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
+    """Print on rank 0, or on every rank where `force` says so."""
+    if force or not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+@cache
+def warning_once(*args: Any, **keywords: Any) -> None:
+    """Warn once for each message."""
+    logger.warning(*args, **keywords)
+
+
+def get_current_level() -> int:
+    return logger.getEffectiveLevel()
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """Raises ValueError where there is no such level."""
+    level = log_levels.get(log_level_str.lower())
+    if level is None:
+        raise ValueError(f"{log_level_str} is no level of the log; there are {', '.join(log_levels)}")
+    return level
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether the present level is at most this one."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
+
+
+# ---- seeds, memory, devices -----------------------------------------------------------------------
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log on rank 0 what memory this process takes. Only where `force` is true, as in DeepSpeed."""
+    if not force or (dist.is_initialized() and dist.get_rank() > 0):
+        return
+    device = pick_device()
+    now, most = current_memory_bytes(device) / GIB, peak_memory_bytes(device) / GIB
+    host = f", host {current_memory_bytes() / GIB:.2f} GiB" if device.type != "cpu" else ""
+    logger.info("%s: %s %.2f GiB, at most %.2f GiB%s", message, device, now, most, host)
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """`see_memory_usage` of every rank, or of one."""
+    if print_rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
+        device = pick_device()
+        print_dist(f"{msg}: {current_memory_bytes(device) / GIB:.2f} GiB on {device}")
+        if reset_max and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def get_ma_status() -> int:
+    """Bytes that this process holds on its device."""
+    return current_memory_bytes(pick_device())
+
+
+def empty_cache() -> None:
+    """Give memory that no tensor has back to the device."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """The item with its tensors on `device`, or those that the function is true of."""
+    wanted = criterion_func or (lambda _: True)
+    return tree_map_only(torch.Tensor, lambda t: t.to(device) if wanted(t) else t, item)
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """The function as it is: profiles have our own ranges."""
+    return func
+
+
+noop_decorator = instrument_w_nvtx
+noop_context = nullcontext
+
+
+class OnDevice:
+    """Build tensors on a device and in a dtype: `with OnDevice(dtype=torch.bfloat16, device="meta"): ...`.
+
+    Args:
+        dtype: of floating tensors without one.
+        device: of tensors without one.
+        enabled: false makes this do nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True, **others: Any) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.dtype)
+            context: AbstractContextManager[Any] = torch.device(self.device)
+            self._stack.enter_context(context)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+# ---- data and files -------------------------------------------------------------------------------
+
+
+class RepeatingLoader:
+    """Goes through a loader again and again."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the directory that a file will be in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where parts of as many items each begin, and the end: [num_parts + 1]. Items left over go to the first parts."""
+    least, over = divmod(num_items, num_parts)
+    return [part * least + min(part, over) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Where parts begin of which the heaviest is as light as can be, and the end: [num_parts + 1]."""
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    return partition(list(weights), num_parts)
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """The one value that all items have."""
+    found = set(items)
+    if len(found) != 1:
+        raise RuntimeError(f"there is not one value, but {len(found)}: {found}")
+    return found.pop()

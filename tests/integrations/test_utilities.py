@@ -1,0 +1,113 @@
+"""Helpers, groups and schedules that scripts import from deepspeed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import launcher
+from launcher.config import load
+from launcher.errors import ConfigError
+from launcher.integrations import groups, lr_schedules, utilities
+from launcher.integrations.surface import NAMES, NotHere, getter, serve
+from launcher.optim.schedules import build_scheduler
+from tests.engine.driving import CPU, config_of
+from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import tiny_llama
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.1, "warmup_num_steps": 5},
+    "WarmupDecayLR": {
+        "total_num_steps": 20,
+        "warmup_max_lr": 0.1,
+        "warmup_num_steps": 5,
+        "warmup_type": "linear",
+    },
+    "WarmupCosineLR": {"total_num_steps": 20, "warmup_num_steps": 5},
+    "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.1, "cycle_first_step_size": 6},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 4},
+}
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_as_a_class_is_that_of_the_json(name: str) -> None:
+    keywords = SCHEDULES[name]
+    mine = getattr(lr_schedules, name)(optimizer(), **keywords)
+    config = load({"train_batch_size": 1, "scheduler": {"type": name, "params": keywords}}).scheduler
+    assert config is not None
+    json = build_scheduler(config, optimizer())
+    for _ in range(25):
+        mine.step()
+        json.step()
+        assert mine.get_last_lr() == json.get_last_lr()
+
+
+def test_schedules_take_positions_and_name_what_they_do_not_take() -> None:
+    assert lr_schedules.WarmupLR(optimizer(), 0.0, 0.5, 2, "linear").get_last_lr() == [0.0]
+    with pytest.raises((ConfigError, ValueError), match="warmup_steps"):
+        lr_schedules.WarmupLR(optimizer(), warmup_steps=3)
+
+
+def test_a_loader_repeats_and_parts_are_balanced() -> None:
+    loader = utilities.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert utilities.partition_uniform(10, 3) == [0, 4, 7, 10]
+    assert utilities.partition_balanced([1, 1, 1, 9], 2) == [0, 3, 4]
+
+
+def test_tensors_are_built_where_it_is_said() -> None:
+    with utilities.OnDevice(dtype=torch.bfloat16, device="meta"):
+        layer = torch.nn.Linear(2, 2)
+    assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16
+    assert torch.empty(1).dtype == torch.float32
+
+
+def test_what_is_logged_on_which_rank(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "launcher"):
+        utilities.log_dist("everywhere", ranks=[-1])
+        utilities.log_dist("elsewhere", ranks=[7])
+        utilities.see_memory_usage("quiet")
+        utilities.see_memory_usage("now", force=True)
+    said = caplog.text
+    assert "everywhere" in said and "GiB" in said and "elsewhere" not in said and "quiet" not in said
+
+
+def sizes(ctx: RankContext) -> list[int]:
+    config = config_of(1, train_batch_size=8, tensor_parallel={"autotp_size": 2})
+    engine = launcher.initialize(model=tiny_llama(layers=2), config=config, device=CPU)[0]
+    found = [
+        groups.get_data_parallel_world_size(),
+        groups.get_data_parallel_rank(),
+        groups.get_model_parallel_world_size(),
+        groups.get_tensor_model_parallel_rank(),
+        groups.get_tensor_model_parallel_src_rank(),
+    ]
+    engine.destroy()
+    return found
+
+
+def test_groups_are_those_of_the_engine(pool: WorkerPool) -> None:
+    assert pool.run(sizes, 2) == [[1, 0, 2, 0, 0], [1, 0, 2, 1, 0]]
+
+
+def test_every_name_leads_somewhere() -> None:
+    """Imported as a script imports it; what is not here says so."""
+    serve()
+    import importlib
+
+    lost = []
+    for module, names in NAMES.items():
+        for name in names:
+            home, _, attribute = names[name].partition(":")
+            if not hasattr(importlib.import_module(home), attribute):
+                lost.append(f"{module}.{name}")
+    assert lost == []
+    with pytest.raises(NotHere, match="InferenceEngine"):
+        getter("")("InferenceEngine")
