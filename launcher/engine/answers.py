@@ -10,6 +10,7 @@ import torch
 from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.curriculum import Curriculum
+from launcher.engine.getters import Getters
 from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
@@ -17,8 +18,8 @@ from launcher.zero import ZeroModel
 from launcher.zero.versions import Versions
 
 
-class Answers:
-    """The questions that an engine answers without doing anything."""
+class Answers(Getters):
+    """The questions that an engine answers without doing anything; `getters.py` has those that only read the JSON."""
 
     zero: ZeroModel
     mesh: Mesh
@@ -55,6 +56,14 @@ class Answers:
     def loss_scale(self) -> float:
         return self.loss_scaler.scale
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Train batch, micro batch of a rank, accumulation steps."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
     def train_batch_size(self) -> int:
         return _whole(self._config.train_batch_size)
 
@@ -68,10 +77,6 @@ class Answers:
         every = self._config.steps_per_print
         return None if every is None else _whole(every)
 
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts microbatches; False: every step() is an optimizer step."""
-        return bool(self._config.managed_gradient_accumulation)
-
     def curriculum_seqlen(self) -> int | None:
         """Tokens that the next optimizer step sees of a sequence; None without a curriculum."""
         return self.curriculum.seqlen(self.global_steps)
@@ -84,15 +89,6 @@ class Answers:
         """Milliseconds of each phase of the last step, by our names (forward, backward, reduce, step); {} when off."""
         return dict(self.timers.last_step)
 
-    def memory_breakdown(self) -> bool:
-        return bool(self._config.memory_breakdown)
-
-    def flops_profiler_enabled(self) -> bool:
-        return bool(self._config.flops_profiler.enabled)
-
-    def zero_optimization_stage(self) -> int:
-        return int(self._config.zero_optimization.stage)
-
     def zero_optimization(self) -> bool:
         return self.zero_optimization_stage() > 0
 
@@ -101,15 +97,6 @@ class Answers:
 
     def zero_optimization_partition_weights(self) -> bool:
         return self.zero_optimization_stage() >= 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return bool(self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
-
-    def fp16_enabled(self) -> bool:
-        return bool(self._config.fp16.enabled)
-
-    def bfloat16_enabled(self) -> bool:
-        return bool(self._config.bf16.enabled)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -145,9 +132,29 @@ class Answers:
     def mp_world_size(self) -> int:
         return self.mesh.axes["tp"].degree
 
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.dp.rank
+
+    def get_tensor_parallel_rank(self) -> int:
+        return self.mesh.axes["tp"].rank
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    def get_pipeline_parallel_rank(self) -> int:
+        return self.mesh.axes["pp"].rank
+
+    def optimizer_name(self) -> str | None:
+        """The class that steps."""
+        return type(self.optimizer.inner).__name__ if self.optimizer else None
+
     @property
     def data_parallel_group(self) -> Any:
         return self.mesh.dp.group
+
+    def set_lr(self, lr: float) -> None:
+        """Of every param group, until a schedule sets it again."""
+        for group in self.optimizer.param_groups if self.optimizer else []:
+            group["lr"] = lr
 
     @property
     def lr(self) -> float:
