@@ -100,9 +100,12 @@ def _launch(argv: list[str]) -> int:
     run = Request(flags, recipe)
     if not run.is_ours and run.asks_for_help:
         os.execv(sys.executable, [sys.executable, run.target, *run.arguments])
-    if run.is_ours:
-        check_flags(Path(run.target), run.arguments)
+    said = check_flags(Path(run.target), run.arguments) if run.is_ours else None
     config = _checked_config(flags.config, needed=run.is_ours)
+    if config is not None and said is not None:
+        from launcher.config.complete import complete, flags_for_json
+
+        complete(config, flags_for_json(said))  # the ranks do it again: this time is for the answer
     if flags.submit is not None:
         from launcher.cli.submit import submit
 
