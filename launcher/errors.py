@@ -10,7 +10,12 @@ class LauncherError(Exception):
         what: one sentence with the offending value in it.
         where: the place to look: `file.json:12:5 zero_optimization.stage`, `host:rank`, a parameter's name.
         fix: what to write or do instead.
+
+    Attributes:
+        kind: what a rank that ends with it records of itself (`cluster/failure.py`).
     """
+
+    kind = "mendable"
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         self.what, self.where, self.fix = what, where, fix
@@ -27,6 +32,12 @@ class LauncherError(Exception):
 
 class ConfigError(LauncherError, ValueError):
     """The JSON, or a flag, says something that cannot be done."""
+
+
+class NotFiniteError(LauncherError):
+    """Training gives numbers that are not finite: going on is of no use."""
+
+    kind = "diverged"
 
 
 class CheckpointError(LauncherError):

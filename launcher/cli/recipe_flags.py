@@ -13,7 +13,7 @@ def training_parser(recipe: str, description: str) -> FlagParser:
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
     epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, save_every, eval_every, resume, profile,
-    profile_steps, seed, device. None means "not said".
+    profile_steps, seed, max_nonfinite_steps, device. None means "not said".
 
     Args:
         recipe: its name, shown by `--help`.
@@ -52,6 +52,13 @@ def training_parser(recipe: str, description: str) -> FlagParser:
         type=positive,
         metavar="N",
         help="sequences of an optimizer step, of all ranks together",
+    )
+    length.add_argument(
+        "--max-nonfinite-steps",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="end the run after N steps in a row whose loss or gradient is not finite (default: 3)",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--output-dir", metavar="DIR", help="default: runs/<recipe>-<date>-<time>")

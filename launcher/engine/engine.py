@@ -19,6 +19,7 @@ from launcher.config import Config
 from launcher.engine import pipelined
 from launcher.engine.answers import Answers
 from launcher.engine.batches import call, cast, loss_in, to_device
+from launcher.engine.blame import Blame
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
@@ -104,6 +105,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._destroyed = False
         self._scaled = False  # gradients of this step came through backward(), which scales the loss
         self._step_follows = False  # inside a call that runs all microbatches of a step
+        self.blame = Blame()
         self._gc = hold(self) if config.disable_python_gc else None
         set_level(config.log_level)
         if config.dump_state and mesh.rank == 0:
@@ -125,6 +127,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
+        self.blame.keep(args, kwargs)
         with self.watch.phase("forward", self), self._autocasting():
             return self.module(*args, **kwargs)
 
@@ -199,6 +202,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         if not overflow and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.zero.zero_grad()
+        self.blame.forget()
         self._scaled = False
         self.loss_scaler.update(overflow)
         self._count(overflow)
@@ -225,6 +229,10 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._norm = (math.inf if overflow else norm) if self.zero.policy.compute_norm else None
         if overflow:
             tell_overflow(self)
+        if not math.isfinite(norm) and not (
+            overflow and (self.loss_scaler.dynamic or self.bfloat16_enabled())
+        ):
+            self.blame.tell(self, skipped=overflow)
         self.optimizer.overflow = overflow
         if self.versions is not None:
             self.versions.advance(needed)
@@ -316,6 +324,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
             self.optimizer.forget_early()
         self.zero.zero_grad()
         self.watch.forget()
+        self.blame.forget()
         self._microbatches = self._backwards = 0
         self._scaled = False
 

@@ -41,8 +41,11 @@ def metrics(output: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_material(tmp_path_factory.mktemp("material"))
+
+
+def made_material(directory: Path) -> Path:
     """A tiny model and texts."""
-    directory = tmp_path_factory.mktemp("material")
     model = tiny_llama(vocab=VOCABULARY, layers=2)
     model.save_pretrained(directory / "model")
     (directory / "prose.txt").write_text("".join(f"{n} is followed by {n + 1}.\n" for n in range(400)))
