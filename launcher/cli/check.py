@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import FlagParser, positive
 from launcher.cli.output import new_console, write
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, LauncherError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,7 +118,7 @@ def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
         place = f"{row.line}:{row.column}" if row.line else ""
         console.print(f"  {row.verdict:<16}", style=COLOURS[row.verdict], end="")
         words = f": {row.words}" if row.words else ""
-        console.print(f"  {place:>{width}}  {dotted(row.path)}{words}", markup=False)
+        console.print(f"  {place:>{width}}  {dotted(row.path)}{printable(words)}", markup=False)
 
 
 def _explain(console: Console, examined: Examined[Config], dp_degree: int | None) -> None:

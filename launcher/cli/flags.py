@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
 from launcher.sizes import bytes_of
 
 LONGEST_COUNT = 18  # digits: what fits in 64 bits
@@ -67,11 +67,12 @@ class FlagParser(argparse.ArgumentParser):
         """
         kind = "unknown flag" if token.startswith("-") else "unexpected argument"
         fix = hint or self._nearest(token) or f"see `{self.prog} --help`"
-        raise ConfigError(f"{kind} {token.partition('=')[0]}", where="command line", fix=fix)
+        name = shortened(token.partition("=")[0])
+        raise ConfigError(f"{kind} {name}", where="command line", fix=fix)
 
     def error(self, message: str) -> NoReturn:
         """argparse's own complaints (a missing value, a wrong type or choice) as a `ConfigError`."""
-        raise ConfigError(message, where="command line", fix=f"see `{self.prog} --help`")
+        raise ConfigError(shortened(message, 300), where="command line", fix=f"see `{self.prog} --help`")
 
     def _nearest(self, token: str) -> str | None:
         spelled = {_plain(known): known for known in self._option_string_actions}

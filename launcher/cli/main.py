@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
 from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, shared_directory
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, LauncherError, printable
 
 if TYPE_CHECKING:
     from launcher.config import Config
@@ -79,7 +79,7 @@ def print_error(text: str) -> None:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print("[bold red]error:[/bold red] ", end="")
-    console.print(text, markup=False)
+    console.print(printable(text), markup=False)
 
 
 def _subcommand(argv: Sequence[str]) -> tuple[str, str] | None:
