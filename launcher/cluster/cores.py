@@ -28,7 +28,7 @@ def parse_core_list(text: str) -> list[int]:
     Raises:
         ConfigError: not a list of numbers and ranges, or a core that this process may not use.
     """
-    cores = numbers(text.replace(" ", ""), "--bind_core_list")
+    cores = numbers(text.replace(" ", ""), "--bind_core_list", "core")
     usable = usable_cores()
     foreign = sorted(set(cores) - set(usable))
     if foreign:

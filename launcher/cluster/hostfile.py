@@ -86,7 +86,7 @@ def _slots(text: str, where: str) -> tuple[int, ...]:
     return numbers(text, where)
 
 
-def numbers(text: str, where: str) -> tuple[int, ...]:
+def numbers(text: str, where: str, noun: str = "slot") -> tuple[int, ...]:
     """`0,2,5-7` -> (0, 2, 5, 6, 7), ascending, each once.
 
     Raises:
@@ -97,7 +97,7 @@ def numbers(text: str, where: str) -> tuple[int, ...]:
         match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part)
         if match is None or (match[2] and int(match[2]) < int(match[1])):
             raise ConfigError(
-                f"{shortened(part)!r} in {shortened(text)!r} is no number and no range of numbers",
+                f"{shortened(part)!r} in {shortened(text)!r} is no {noun} and no range of {noun}s",
                 where=where,
                 fix="write e.g. 0,2,5-7",
             )
