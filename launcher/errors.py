@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but for tab and newline, marks that turn the direction of text, and halves of characters."""
+
+
+def printable(text: str) -> str:
+    """The text with what would act on a terminal, or cannot be encoded, as an escape: `\\x1b`."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], text)
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """The text on one line, and not longer than `most` characters."""
+    line = text.replace("\n", "\\n").replace("\t", "\\t")
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
 
 class LauncherError(Exception):
     """A mistake that a person can mend. The command line prints it without a traceback.
@@ -10,7 +26,12 @@ class LauncherError(Exception):
         what: one sentence with the offending value in it.
         where: the place to look: `file.json:12:5 zero_optimization.stage`, `host:rank`, a parameter's name.
         fix: what to write or do instead.
+
+    Attributes:
+        kind: what a rank that ends with it records of itself (`cluster/failure.py`).
     """
+
+    kind = "mendable"
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         self.what, self.where, self.fix = what, where, fix
@@ -22,11 +43,17 @@ class LauncherError(Exception):
             lines.append(f"  where: {self.where}")
         if self.fix:
             lines.append(f"  to mend it: {self.fix}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 class ConfigError(LauncherError, ValueError):
     """The JSON, or a flag, says something that cannot be done."""
+
+
+class NotFiniteError(LauncherError):
+    """Training gives numbers that are not finite: going on is of no use."""
+
+    kind = "diverged"
 
 
 class CheckpointError(LauncherError):

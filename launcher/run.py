@@ -17,6 +17,7 @@ from rich.console import Console
 
 from launcher.comm import init_distributed, pick_device
 from launcher.config import Config, load
+from launcher.config.complete import complete, flags_for_json, micro_batch_of
 from launcher.config.ranks import mesh_lines
 from launcher.engine import Engine, report
 from launcher.errors import ConfigError
@@ -59,7 +60,7 @@ class Run:
         device = pick_device(args.device or os.environ.get("LAUNCHER_DEVICE", "auto"))
         init_distributed(device)
         rank = dist.get_rank()
-        config = load(source)
+        config = complete(load(source), flags_for_json(args))
         # Dropout differs by rank, but not inside a group that works on the same sequences; weights and data have seeds
         # of their own.
         seed = args.seed + rank // config.tensor_parallel.degree
@@ -88,21 +89,24 @@ class Run:
     def checkpoints(self) -> Path:
         return self.output_dir / "checkpoints"
 
-    def auto_values(self, *, lr: float, total_steps: int, micro_batch: int) -> dict[str, Any]:
-        """Values for `"auto"` keys of the JSON that the recipe decides."""
+    def auto_values(
+        self, *, lr: float, total_steps: int, micro_batch: int, weight_decay: float = 0.0
+    ) -> dict[str, Any]:
+        """Values for `"auto"` keys of the JSON that the recipe decides and no flag has said.
+
+        Args:
+            micro_batch: sequences that a rank takes at a time; fewer where `--batch-size` is no multiple of them.
+        """
         values: dict[str, Any] = {
             "optimizer.params.lr": lr,
+            "optimizer.params.weight_decay": weight_decay,
             "scheduler.params.total_num_steps": total_steps,
             "scheduler.params.total_steps": total_steps,
             "scheduler.params.T_max": total_steps,
             "scheduler.params.warmup_num_steps": max(2, total_steps // 20),
-            "scheduler.params.warmup_max_lr": lr,
         }
-        if not self.config.elasticity.on and not any(
-            isinstance(v, int)
-            for v in (self.config.train_batch_size, self.config.train_micro_batch_size_per_gpu)
-        ):
-            values["train_micro_batch_size_per_gpu"] = micro_batch
+        dp_degree = self.config.dp_degree(dist.get_world_size())
+        values["train_micro_batch_size_per_gpu"] = micro_batch_of(self.config, dp_degree, micro_batch)
         return values
 
     def total_steps(self, sequences: int, *, default: int, micro_batch: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from torch import Tensor
 from launcher.comm import all_reduce, log_summary
 from launcher.data.loader import GlobalBatchLoader
 from launcher.engine import Engine, report
-from launcher.errors import ConfigError
+from launcher.engine.blame import weights_are_finite
+from launcher.errors import ConfigError, NotFiniteError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
 from launcher.monitor.plot import plot_loss
@@ -51,6 +53,7 @@ class Training:
     loader: GlobalBatchLoader = field(init=False)
     width: int = field(init=False)  # tokens of a sequence, before a curriculum
     tokens: int = field(default=0, init=False)
+    nonfinite: int = field(default=0, init=False)  # steps in a row, up to the last one
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -105,7 +108,7 @@ class Training:
         steps = self.loader.steps()
         self.engine.watch.say = progress.message
         with progress, self._trace() as trace:
-            while self.engine.global_steps < self.total_steps:
+            while self.engine.global_steps < self.total_steps and not self._diverged():
                 place = self.loader.state_dict()
                 try:
                     with trace.step(self.engine.global_steps + 1):
@@ -117,14 +120,14 @@ class Training:
                 if self._due(self.run.args.eval_every) and self.eval_set is not None:
                     record["eval_loss"] = self.evaluate()
                 if metrics is not None:
-                    metrics.write(**record)
-                    progress.update(record)
+                    progress.update(metrics.write(**record))
                 if self._due(self.run.args.save_every):
                     self.save()
                 if self.run.told_to_stop():
-                    self.save()
-                    progress.message(f"SIGTERM: saved after step {self.engine.global_steps}")
-                    raise SystemExit(0)
+                    saved = self.save()
+                    how = "saved after" if saved else "stopped, and not saved, after"
+                    progress.message(f"SIGTERM: {how} step {self.engine.global_steps}")
+                    raise SystemExit(0 if saved else 1)
         if metrics is not None:
             metrics.close()
         self._finish()
@@ -150,11 +153,13 @@ class Training:
         mean_loss = self._sum(loss) / engine.dp_world_size
         seen = engine.train_batch_size() * min(seqlen or self.width, self.width)
         self.tokens += seen
+        norm = engine.get_global_grad_norm()
+        self._look(mean_loss, norm)
         seconds = time.perf_counter() - began
         record: dict[str, Any] = {
             "step": engine.global_steps,
             "loss": mean_loss,
-            "grad_norm": engine.get_global_grad_norm(),
+            "grad_norm": norm,
             "lr": lr,
             "tokens": self.tokens,
             "tokens_per_s": seen / seconds,
@@ -167,6 +172,15 @@ class Training:
         if engine.timers.enabled:
             record["phases_ms"] = engine.get_wall_clock_timers()
         return record
+
+    def _look(self, loss: float, norm: float | None) -> None:
+        """Count steps in a row that are not finite. Those that a dynamic loss scale skips are its way to its size."""
+        skipped = self.engine.loss_scaler.dynamic and not self.engine.was_step_applied()
+        fine = math.isfinite(loss) and (norm is None or math.isfinite(norm))
+        self.nonfinite = 0 if fine or skipped else self.nonfinite + 1
+
+    def _diverged(self) -> bool:
+        return self.nonfinite >= self.run.args.max_nonfinite_steps
 
     def _sum(self, value: float) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.engine.device)
@@ -205,19 +219,27 @@ class Training:
 
     # ---- saving -----------------------------------------------------------------------------
 
-    def save(self, tag: str | None = None) -> None:
-        """Write a checkpoint of everything that the run needs to go on."""
+    def save(self, tag: str | None = None) -> bool:
+        """Write a checkpoint of everything that the run needs to go on; false where the last step or the weights are
+        not finite, so that the checkpoint before stays the latest one. Every rank must call it."""
         self._collect_garbage()
+        if not self._is_sound():
+            self.engine.watch.say(f"step {self.engine.global_steps} is not saved: it is not finite")
+            return False
         client = {"data": self.loader.state_dict(), "tokens": self.tokens, "total_steps": self.total_steps}
         self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=client)
+        return True
+
+    def _is_sound(self) -> bool:
+        """Whether the last step and the weights after it are finite. Every rank must call it."""
+        return self.nonfinite == 0 and weights_are_finite(self.engine)
 
     def _save_last(self, error: LossScaleExhausted) -> None:
         """A checkpoint of the state before the step that cannot be done."""
         tag = f"global_step{self.engine.global_steps}_{EXHAUSTED}"
-        self.save(tag)
-        error.fix = (
-            f"{error.fix}; go on from the state before this step: --resume {self.run.checkpoints / tag}"
-        )
+        if self.save(tag):
+            before = self.run.checkpoints / tag
+            error.fix = f"{error.fix}; go on from the state before this step: --resume {before}"
 
     def _resume(self) -> None:
         found = self.run.resume_from()
@@ -229,21 +251,43 @@ class Training:
         self.run.say(f"resumed from {path} at step {self.engine.global_steps}")
 
     def _finish(self) -> None:
-        output = self.run.output_dir
-        if self.engine.global_steps and not self._due(self.run.args.save_every):
-            self.save()
-        self.engine.save_16bit_model(output / "model")
+        output, failure = self.run.output_dir, None if self._is_sound() else self._failure()
+        if failure is None:
+            if self.engine.global_steps and not self._due(self.run.args.save_every):
+                self.save()
+            self.engine.save_16bit_model(output / "model")
         self.engine.saver.wait()
         ranks, parameters = self._memory(), report.parameters(self.engine)
         pipeline = report.last_step(self.engine, output / "schedule.json" if self.run.rank == 0 else None)
         if self.run.rank == 0:
-            if self.tokenizer is not None:
+            if failure is None and self.tokenizer is not None:
                 self.tokenizer.save_pretrained(output / "model")
-            self._write_summary(ranks, parameters, {"pipeline": pipeline} if pipeline else {})
+            more = {"pipeline": pipeline} if pipeline else {}
+            self._write_summary(ranks, parameters, {**more, **({"stopped": failure.what} if failure else {})})
         if self.engine.resolved.comms_logger.enabled:
             log_summary()
         self.engine.watch.close()
         dist.barrier()
+        if failure is not None:
+            raise failure
+
+    def _failure(self) -> NotFiniteError:
+        """Why this run has no model to show."""
+        step, latest = self.engine.global_steps, self.run.checkpoints / "latest"
+        count = f"the last {self.nonfinite} steps are" if self.nonfinite > 1 else "the last step is"
+        what = f"{count} not finite" if self.nonfinite else "the weights are not finite"
+        tag = latest.read_text().strip() if latest.is_file() else None
+        back = (
+            f"the checkpoint before is {self.run.checkpoints / tag}"
+            if tag
+            else "there is no checkpoint before"
+        )
+        return NotFiniteError(
+            f"{what}: training ends after step {step}, and no model is exported",
+            where=f"{self.run.output_dir / 'metrics.jsonl'}; {back}",
+            fix="lower the learning rate, clip gradients, or look at the data of these steps"
+            + ("; go on from there with --resume" if tag else ""),
+        )
 
     def _memory(self) -> list[RankMemory]:
         held = self.engine.held_bytes()
@@ -282,9 +326,9 @@ class Training:
             "summary": output / "summary.json",
             "config": output / "config.json",
             "loss curve": output / "loss.png",
-            **({"schedule": output / "schedule.json"} if more else {}),
+            **({"schedule": output / "schedule.json"} if "pipeline" in more else {}),
             "checkpoints": self.run.checkpoints,
-            "model": output / "model",
+            **({} if "stopped" in more else {"model": output / "model"}),
             "logs": output / "logs",
         }
         print_summary(summary, written, self.run.console)

@@ -15,7 +15,7 @@ from launcher.models.packaged import unpacked
 from launcher.run import Run
 from launcher.train import Training
 
-SEQ_LENGTH, MAX_STEPS, MICRO_BATCH, LR = 256, 200, 4, 1e-3
+SEQ_LENGTH, MAX_STEPS, MICRO_BATCH, LR, WEIGHT_DECAY = 256, 200, 4, 1e-3, 0.1
 
 
 def flags() -> FlagParser:
@@ -56,7 +56,9 @@ def main() -> None:
         source=made.source,
         seed=args.seed,
         device=run.device,
-        auto=run.auto_values(lr=LR, total_steps=total_steps, micro_batch=MICRO_BATCH),
+        auto=run.auto_values(
+            lr=LR, weight_decay=WEIGHT_DECAY, total_steps=total_steps, micro_batch=MICRO_BATCH
+        ),
         seq_length=seq_length,
     )
     run.describe(

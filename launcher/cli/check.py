@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import FlagParser, positive
 from launcher.cli.output import new_console, write
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, LauncherError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,7 +118,7 @@ def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
         place = f"{row.line}:{row.column}" if row.line else ""
         console.print(f"  {row.verdict:<16}", style=COLOURS[row.verdict], end="")
         words = f": {row.words}" if row.words else ""
-        console.print(f"  {place:>{width}}  {dotted(row.path)}{words}", markup=False)
+        console.print(f"  {place:>{width}}  {dotted(row.path)}{printable(words)}", markup=False)
 
 
 def _explain(console: Console, examined: Examined[Config], dp_degree: int | None) -> None:
@@ -139,12 +139,32 @@ def _explain(console: Console, examined: Examined[Config], dp_degree: int | None
 
 
 def _migrate(console: Console, out: Path, examined: Examined[Config]) -> None:
-    """Writes the converted JSON; never over a file that is there."""
+    """Writes the converted JSON; never over a file that is there, and never where something of it would be lost."""
     text = json.dumps(_whole_numbers(examined.document.tree), indent=2, ensure_ascii=False) + "\n"
+    lost = _lost(examined, text)
+    if lost:
+        console.print(f"\nnot written: {out}; first mend what would be lost: {', '.join(lost)}", markup=False)
+        return
     write(out, text, "--migrate")
     left = f"; {len(examined.problems)} problems are left to mend" if examined.problems else ""
     changes = len(examined.document.conversions)
     console.print(f"\nwritten: {out}, {changes} change{'s' if changes != 1 else ''}{left}", markup=False)
+
+
+def _lost(examined: Examined[Config], text: str) -> list[str]:
+    """Keys that were not read, and those that are refused as they are and would not be in the new text."""
+    from launcher.config.load import inspect
+    from launcher.config.problems import dotted
+    from launcher.config.reader import read_text
+
+    document = examined.document
+    again = inspect(read_text(text, "the new text"))
+    refused = {(problem.path, problem.what) for problem in again.problems}
+    unread = [problem.path for problem in document.problems]
+    gone = [problem.path for problem in examined.problems if (problem.path, problem.what) not in refused]
+    if not (unread or gone) and examined.config != again.config:
+        return ["the new text means something else"]
+    return list(dict.fromkeys(dotted(document.written(path)) for path in [*unread, *gone]))
 
 
 def _whole_numbers(value: Any) -> Any:

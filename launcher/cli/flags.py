@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
 from launcher.sizes import bytes_of
+
+LONGEST_COUNT = 18  # digits: what fits in 64 bits
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -64,11 +67,12 @@ class FlagParser(argparse.ArgumentParser):
         """
         kind = "unknown flag" if token.startswith("-") else "unexpected argument"
         fix = hint or self._nearest(token) or f"see `{self.prog} --help`"
-        raise ConfigError(f"{kind} {token.partition('=')[0]}", where="command line", fix=fix)
+        name = shortened(token.partition("=")[0])
+        raise ConfigError(f"{kind} {name}", where="command line", fix=fix)
 
     def error(self, message: str) -> NoReturn:
         """argparse's own complaints (a missing value, a wrong type or choice) as a `ConfigError`."""
-        raise ConfigError(message, where="command line", fix=f"see `{self.prog} --help`")
+        raise ConfigError(shortened(message, 300), where="command line", fix=f"see `{self.prog} --help`")
 
     def _nearest(self, token: str) -> str | None:
         spelled = {_plain(known): known for known in self._option_string_actions}
@@ -127,9 +131,35 @@ def without(tokens: Sequence[str], *flags: str) -> list[str]:
 
 def positive(text: str) -> int:
     """The type of a flag that counts: a whole number from 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, not {text!r}")
+    return _whole(text, 1)
+
+
+def whole(text: str) -> int:
+    """The type of a flag that counts what there may be none of: a whole number from 0."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    # Longer numbers are no count of anything, and Python takes long to read them.
+    if not (text.isascii() and text.isdecimal() and len(text) <= LONGEST_COUNT and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least {least}, not {shown(text)}")
     return int(text)
+
+
+def number(text: str) -> float:
+    """The type of a flag that is a finite number from 0: 3e-4."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"needs a number of at least 0, not {shown(text)}")
+    return found
+
+
+def shown(text: str) -> str:
+    """What was typed, for a message: quoted, escaped and shortened."""
+    return repr(text if len(text) <= 60 else f"{text[:50]}...")
 
 
 def size(text: str) -> int:
@@ -139,7 +169,7 @@ def size(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not found:
-        raise argparse.ArgumentTypeError(f"needs some bytes, not {text!r}")
+        raise argparse.ArgumentTypeError(f"needs some bytes, not {shown(text)}")
     return found
 
 

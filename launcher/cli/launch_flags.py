@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from launcher.cli.flags import FlagParser, positive
+from launcher.cli.flags import FlagParser, positive, shown, whole
 from launcher.cli.recipes import recipe_names
 from launcher.errors import ConfigError
 
@@ -67,6 +67,9 @@ def launch_parser() -> FlagParser:
         metavar="N",
         help="number of ranks (default: one per GPU, or one on a machine without GPUs; works on CPU too)",
     )
+    run.add_argument(
+        "--oversubscribe", action="store_true", help="start more than 8 ranks for each core of a machine"
+    )
     run.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto")
     run.add_argument(
         "--master_addr", metavar="ADDR", help="default: one of the first node that the others reach"
@@ -114,7 +117,7 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument(
         "--no_ssh", action="store_true", help="you start this command on every node, with its own --node_rank"
     )
-    hosts.add_argument("--node_rank", type=_count, metavar="R", help="which node this is, from 0")
+    hosts.add_argument("--node_rank", type=whole, metavar="R", help="which node this is, from 0")
     hosts.add_argument(
         "--no_ssh_check", action="store_true", help=argparse.SUPPRESS
     )  # nodes are checked as they start
@@ -170,7 +173,7 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="end a run in which no rank begins a collective for so long; 0 for never (default: 600)",
     )
     ending.add_argument(
-        "--max_restarts", type=_count, metavar="N", help="start a failed run again up to N times (default: 0)"
+        "--max_restarts", type=whole, metavar="N", help="start a failed run again up to N times (default: 0)"
     )
 
 
@@ -257,8 +260,8 @@ def refuse_unsupported(flags: argparse.Namespace) -> None:
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"needs a port from 1 to 65535, not {text!r}")
+    if not 1 <= whole(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"needs a port from 1 to 65535, not {shown(text)}")
     return int(text)
 
 
@@ -268,7 +271,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 1 <= seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"needs seconds from 1 to 86400, not {text!r}")
+        raise argparse.ArgumentTypeError(f"needs seconds from 1 to 86400, not {shown(text)}")
     return seconds
 
 
@@ -276,13 +279,8 @@ def _seconds_or_never(text: str) -> float:
     return 0.0 if text == "0" else _seconds(text)
 
 
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"needs a whole number, not {text!r}")
-    return int(text)
-
-
 def _ranks(text: str) -> str:
-    if text != "all" and not all(part.isdigit() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"needs ranks such as 1,3, or all, not {text!r}")
+    if text != "all":
+        for part in text.split(","):
+            whole(part)
     return text

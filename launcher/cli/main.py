@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
 from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, shared_directory
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, LauncherError, printable
 
 if TYPE_CHECKING:
     from launcher.config import Config
@@ -79,7 +79,7 @@ def print_error(text: str) -> None:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print("[bold red]error:[/bold red] ", end="")
-    console.print(text, markup=False)
+    console.print(printable(text), markup=False)
 
 
 def _subcommand(argv: Sequence[str]) -> tuple[str, str] | None:
@@ -100,9 +100,12 @@ def _launch(argv: list[str]) -> int:
     run = Request(flags, recipe)
     if not run.is_ours and run.asks_for_help:
         os.execv(sys.executable, [sys.executable, run.target, *run.arguments])
-    if run.is_ours:
-        check_flags(Path(run.target), run.arguments)
+    said = check_flags(Path(run.target), run.arguments) if run.is_ours else None
     config = _checked_config(flags.config, needed=run.is_ours)
+    if config is not None and said is not None:
+        from launcher.config.complete import complete, flags_for_json
+
+        complete(config, flags_for_json(said))  # the ranks do it again: this time is for the answer
     if flags.submit is not None:
         from launcher.cli.submit import submit
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from launcher.cli.flags import FlagParser
+from launcher.cli.flags import FlagParser, number, positive, shown, whole
 from launcher.monitor.trace import steps_of
 
 
@@ -12,7 +12,8 @@ def training_parser(recipe: str, description: str) -> FlagParser:
     """The parser a recipe starts from; it may add flags of its own.
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
-    epochs, output_dir, save_every, eval_every, resume, profile, profile_steps, seed, device. None means "not said".
+    epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, save_every, eval_every, resume, profile,
+    profile_steps, seed, max_nonfinite_steps, device. None means "not said".
 
     Args:
         recipe: its name, shown by `--help`.
@@ -29,18 +30,40 @@ def training_parser(recipe: str, description: str) -> FlagParser:
     model.add_argument("--dataset", metavar="NAME", help="HF id, local file or directory, or `stdlib`")
     model.add_argument("--tokenizer", metavar="NAME", help="HF id or local directory (default: the model's)")
     model.add_argument(
-        "--train-tokenizer", type=int, metavar="N", help="train a BPE of N tokens on the data set"
+        "--train-tokenizer", type=positive, metavar="N", help="train a BPE of N tokens on the data set"
     )
-    model.add_argument("--seq-length", type=int, metavar="N", help="tokens of one sequence")
+    model.add_argument("--seq-length", type=_length, metavar="N", help="tokens of one sequence")
     length = parser.add_argument_group("length")
-    length.add_argument("--max-steps", type=int, metavar="N", help="optimizer steps")
+    length.add_argument("--max-steps", type=positive, metavar="N", help="optimizer steps")
     length.add_argument(
-        "--epochs", type=float, metavar="N", help="passes over the data (alternative to steps)"
+        "--epochs", type=_epochs, metavar="N", help="passes over the data (alternative to steps)"
+    )
+    optimizer = parser.add_argument_group(
+        "optimizer",
+        'values for keys that the JSON leaves out or says "auto" for; one that says another is refused',
+    )
+    optimizer.add_argument("--learning-rate", type=number, metavar="X", help="the largest of the schedule")
+    optimizer.add_argument("--weight-decay", type=number, metavar="X", help="of the optimizer")
+    optimizer.add_argument(
+        "--warmup-steps", type=whole, metavar="N", help="optimizer steps in which the learning rate grows"
+    )
+    optimizer.add_argument(
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help="sequences of an optimizer step, of all ranks together",
+    )
+    length.add_argument(
+        "--max-nonfinite-steps",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="end the run after N steps in a row whose loss or gradient is not finite (default: 3)",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--output-dir", metavar="DIR", help="default: runs/<recipe>-<date>-<time>")
-    output.add_argument("--save-every", type=int, metavar="N", help="checkpoint every N steps")
-    output.add_argument("--eval-every", type=int, metavar="N", help="evaluate every N steps")
+    output.add_argument("--save-every", type=whole, metavar="N", help="checkpoint every N steps")
+    output.add_argument("--eval-every", type=whole, metavar="N", help="evaluate every N steps")
     output.add_argument(
         "--resume", nargs="?", const="latest", metavar="latest|DIR", help="go on from a checkpoint"
     )
@@ -59,9 +82,21 @@ def training_parser(recipe: str, description: str) -> FlagParser:
         help="first and last step to trace (default: 3-4; the first steps are slower than the rest)",
     )
     other = parser.add_argument_group("other")
-    other.add_argument("--seed", type=int, default=1234, metavar="N", help="default: 1234")
+    other.add_argument("--seed", type=whole, default=1234, metavar="N", help="default: 1234")
     other.add_argument("--device", choices=("auto", "cuda", "cpu"), help="default: the launcher's")
     return parser
+
+
+def _length(text: str) -> int:
+    if whole(text) < 2:  # one token predicts nothing
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least 2, not {shown(text)}")
+    return int(text)
+
+
+def _epochs(text: str) -> float:
+    if not number(text):
+        raise argparse.ArgumentTypeError(f"needs a number above 0, not {shown(text)}")
+    return float(text)
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import difflib
 from collections.abc import Sequence
@@ -55,11 +56,14 @@ def _has_flags(path: Path) -> bool:
     )
 
 
-def check_flags(path: Path, arguments: Sequence[str]) -> None:
+def check_flags(path: Path, arguments: Sequence[str]) -> argparse.Namespace | None:
     """Parse a recipe's arguments before any rank is started, where the recipe tells how.
 
     A recipe tells it by a function `flags() -> FlagParser` at the top of its file, which may use
     `launcher.cli` and the file's plain constants. `--help` is answered here, as argparse does, by SystemExit.
+
+    Returns:
+        the parsed flags; None where only the ranks can tell.
 
     Raises:
         ConfigError: a flag the recipe does not know, or a wrong value.
@@ -70,12 +74,13 @@ def check_flags(path: Path, arguments: Sequence[str]) -> None:
     scope: dict[str, Any] = {}
     exec(compile(tree, str(path), "exec"), scope)
     if "flags" not in scope:
-        return
+        return None
     try:
         parser = scope["flags"]()
     except NameError:  # it uses more of the recipe: the ranks will check
-        return
-    parser.parse_args(list(arguments))
+        return None
+    parsed: argparse.Namespace = parser.parse_args(list(arguments))
+    return parsed
 
 
 def _serves_flags(statement: ast.stmt) -> bool:

@@ -14,7 +14,7 @@ from launcher.cli.flags import value_of
 from launcher.cli.request import THIS_MACHINE, run_directory, selected
 from launcher.cluster import cores, preflight
 from launcher.cluster.frontend import FrontEnd
-from launcher.cluster.hostfile import Host
+from launcher.cluster.hostfile import MOST_SLOTS, Host
 from launcher.cluster.node import Node
 from launcher.cluster.selection import first_ranks
 from launcher.cluster.share import Share
@@ -23,6 +23,8 @@ from launcher.errors import ConfigError
 if TYPE_CHECKING:
     from launcher.cli.job import Job
 
+RANKS_A_CORE = 8
+"""More are hardly meant."""
 logger = logging.getLogger("launcher")
 
 
@@ -38,6 +40,8 @@ def deal(job: Job, front_end: FrontEnd) -> list[Share]:
     nodes = front_end.crew.nodes = [node_of[host.name] for host in hosts]
     counts = [len(host.slots) for host in hosts]
     total = sum(counts)
+    for node, count in zip(nodes, counts, strict=True):
+        _check_crowd(job, node, count)
     front_end.speech.places = _places(job, total)
     _check_binding(job, counts)
     if job.output_dir is None:
@@ -128,6 +132,8 @@ def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
     if not job.late_choice:
         return device, [node.host for node in nodes]
     hosts: list[Host] = []
+    for node in nodes if device == "cpu" else ():
+        _check_crowd(job, node, job.flags.num_gpus or 1)  # before they are counted out
     for node, gpus in zip(nodes, seen, strict=True):
         wanted = job.flags.num_gpus
         if device == "cuda" and wanted is not None and wanted > gpus:
@@ -139,6 +145,19 @@ def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
         there = gpus if device == "cuda" else wanted or 1
         hosts.append(Host(node.host.name, tuple(range(there))))
     return device, selected(hosts, job.flags)
+
+
+def _check_crowd(job: Job, node: Node, ranks: int) -> None:
+    """Raise `ConfigError` where a node has more ranks than its cores can carry, and nobody has said so."""
+    assert node.facts is not None
+    most = RANKS_A_CORE * int(node.facts["cores"])
+    if ranks > MOST_SLOTS or (ranks > most and not job.flags.oversubscribe):
+        allowed = f"write at most {most}" + (", or --oversubscribe" if ranks <= MOST_SLOTS else "")
+        raise ConfigError(
+            f"{ranks:,} ranks on {_spoken(node)}, which has {node.facts['cores']} cores",
+            where="--num_gpus, or slots of the hostfile",
+            fix=allowed,
+        )
 
 
 def allowed(job: Job, hosts: list[Host], *, is_restart: bool) -> list[Host]:

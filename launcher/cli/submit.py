@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,14 +13,14 @@ from pathlib import Path
 
 from launcher.cli.flags import value_of, without
 from launcher.cli.request import Request
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, printable
 
 TEMPLATE = """\
 #!/bin/sh
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
-#SBATCH --output={directory}/slurm-%j.out
+#SBATCH --output={output}
 #SBATCH --open-mode=append
 #SBATCH --requeue
 # A minute before the nodes are taken away; a job that is queued again goes on from its newest checkpoint.
@@ -45,6 +46,12 @@ def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
             "--submit needs to know how many nodes", where="command line", fix="add --num_nodes N"
         )
     directory = Path(value_of(run.arguments, "--output-dir") or Path("runs") / run.name).absolute()
+    if printable(str(directory)) != str(directory) or "\n" in str(directory):
+        raise ConfigError(
+            f"{str(directory)!r} has a character that #SBATCH cannot have",
+            where="--output-dir",
+            fix="name a directory without it",
+        )
     directory.mkdir(parents=True, exist_ok=True)
     script = directory / "launch.sbatch"
     script.write_text(batch_script(flags, run, argv, directory), encoding="utf-8")
@@ -69,9 +76,9 @@ def batch_script(flags: argparse.Namespace, run: Request, argv: Sequence[str], d
     launch = [sys.executable, "-m", "launcher.cli.main", "--launcher", "slurm", *grace]
     command = [*launch, *inside, argv[len(own)]]
     return TEMPLATE.format(
-        name=run.name,
+        name=re.sub(r"[^\w.-]", "_", run.name),
         nodes=flags.num_nodes,
-        directory=str(directory).replace("%", "%%"),
+        output=shlex.quote(str(directory).replace("%", "%%") + "/slurm-%j.out"),
         cwd=shlex.quote(os.getcwd()),
         command=shlex.join([*command, *rest]),
     )

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from launcher.cluster import hang
 from launcher.cluster.crew import Crew
-from launcher.cluster.failure import Failure, describe, exit_code
+from launcher.cluster.failure import SAID, Failure, describe, exit_code
 from launcher.cluster.node import Node
 from launcher.cluster.screen import Screen
 from launcher.cluster.share import Share
@@ -214,7 +214,7 @@ class Attempt:
             place=self.speech.places[failure.rank] if self.speech.places else "",
             host=node.name if self.speech.several else "",
         )
-        mistake = failure.record is not None and failure.record.kind == "mendable"
+        mistake = failure.record is not None and failure.record.kind in SAID
         return Cause(when, message, exit_code(failure), node, can_retry=not mistake)
 
     def _end(self) -> list[Node]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.cluster.hostfile import numbers
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
 
 SYSTEM = Path("/sys/devices/system")
 """Where Linux tells of nodes and cores."""
@@ -28,22 +28,16 @@ def parse_core_list(text: str) -> list[int]:
     Raises:
         ConfigError: not a list of numbers and ranges, or a core that this process may not use.
     """
-    cores: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise ConfigError(
-                f"{text!r} is no list of cores", where="--bind_core_list", fix="write e.g. 0-3,8"
-            )
-        cores += range(int(first), int(last or first) + 1)
-    foreign = sorted(set(cores) - set(usable_cores()))
-    if foreign or not cores:
+    cores = numbers(text.replace(" ", ""), "--bind_core_list", "core")
+    usable = usable_cores()
+    foreign = sorted(set(cores) - set(usable))
+    if foreign:
         raise ConfigError(
-            f"cores {foreign} of {text!r} cannot be used",
+            f"core {foreign[0]} of {shortened(text)!r} cannot be used",
             where="--bind_core_list",
-            fix=f"choose among {usable_cores()}",
+            fix=f"choose among {shortened(','.join(map(str, usable)))}",
         )
-    return sorted(set(cores))
+    return list(cores)
 
 
 def share_cores(cores: Sequence[int], ranks: int, system: Path = SYSTEM) -> list[list[int]]:

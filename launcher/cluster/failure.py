@@ -12,8 +12,10 @@ from typing import Any
 from launcher.cluster.memory_killer import ALLOWANCE
 
 TAIL_LINES = 20
-_CODES = {"mendable": 2, "exception": 1}
+_CODES = {"mendable": 2, "diverged": 1, "exception": 1}
 """Exit codes by the kind of record; `rank.py` uses the same."""
+SAID = ("mendable", "diverged")
+"""Kinds whose message is for people, and says all."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class ErrorRecord:
     """What a rank wrote about its own failure (see `rank.py`)."""
 
     kind: str
-    """`mendable` (a LauncherError), `exception`, or `exit` (sys.exit with a non-zero code)."""
+    """`mendable` or `diverged` (of a LauncherError), `exception`, or `exit` (sys.exit with a non-zero code)."""
     message: str
     traceback: str
     time: float
@@ -96,7 +98,7 @@ def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: st
     record, log = failure.record, f"{host}:{failure.log}" if host else failure.log
     at = f"{host}, local rank {failure.local_rank}" if host else ""
     who = f"rank {failure.rank} ({', '.join(filter(None, (place, at, f'pid {failure.pid}')))})"
-    if record is not None and record.kind == "mendable":
+    if record is not None and record.kind in SAID:
         return f"{record.message}\n  said by: {who}; log: {log}"
     if record is not None and record.kind == "exception":
         lines = [f"{who} failed: {record.message}", *_indented(record.traceback.splitlines())]
@@ -109,8 +111,8 @@ def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: st
 
 
 def exit_code(failure: Failure) -> int:
-    """What the launcher exits with: 2 for a mistake that can be mended, 1 for an exception, however the rank ended
-    after it; else the rank's code, 128 + n for signal n, never 0."""
+    """What the launcher exits with: 2 for a mistake that can be mended, 1 for an exception and for numbers that are not
+    finite, however the rank ended after it; else the rank's code, 128 + n for signal n, never 0."""
     if failure.record is not None and failure.record.kind in _CODES:
         return _CODES[failure.record.kind]
     if failure.exit_code is None or failure.exit_code == 0:
@@ -121,7 +123,8 @@ def exit_code(failure: Failure) -> int:
 def append_to_logs(records: Mapping[int, ErrorRecord], logs: Mapping[int, Path]) -> None:
     """Put each rank's error at the end of its log: ranks only record theirs, so none interleave."""
     for rank, record in records.items():
-        text = {"mendable": f"error: {record.message}\n", "exception": record.traceback}.get(record.kind)
+        texts = {"exception": record.traceback, "exit": ""}
+        text = texts.get(record.kind, f"error: {record.message}\n")
         if text:
             with logs[rank].open("a", encoding="utf-8") as file:
                 file.write(text)

@@ -10,11 +10,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
+from launcher.files import read_small
 
 _LINE = re.compile(
     r"(?P<name>\S+)\s+slots=(?P<slots>\S+)(?:\s+max[_-]slots=\d+)?"
 )  # Open MPI's, without meaning here
+MOST_SLOTS = 4096
+TOO_MANY = f"no machine has more than {MOST_SLOTS:,}"
 FORM = 'write "NAME slots=COUNT", or "NAME slots=0,2,5-7" for certain slots'
 
 
@@ -32,15 +35,12 @@ def read_hostfile(path: str) -> list[Host]:
     Raises:
         ConfigError: there is no such file, or a line is wrong; with its number and text.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(
-            f"the hostfile {path} cannot be read: {reason}",
-            where="--hostfile",
-            fix="name a file of lines like `node1 slots=8`; without --hostfile this machine alone is used",
-        ) from None
+    text = read_small(
+        Path(path),
+        "the hostfile",
+        where="--hostfile",
+        fix="name a file of lines like `node1 slots=8`; without --hostfile this machine alone is used",
+    )
     return parse_hostfile(text, path)
 
 
@@ -52,10 +52,10 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
         entry = line.partition("#")[0].strip()
         if not entry:
             continue
-        where = f"{name}:{number}: {line.strip()}"
+        where = f"{name}:{number}: {shortened(line.strip())}"
         match = _LINE.fullmatch(entry)
         if match is None:
-            raise ConfigError(f"{entry!r} names no host with its slots", where=where, fix=FORM)
+            raise ConfigError(f"{shortened(entry)!r} names no host with its slots", where=where, fix=FORM)
         host = match["name"]
         if host.startswith("-"):
             raise ConfigError(f"{host!r} cannot be a host's name", where=where, fix=FORM)
@@ -78,13 +78,15 @@ def _slots(text: str, where: str) -> tuple[int, ...]:
                 where=where,
                 fix="delete the line or give it slots",
             )
+        if len(text) > len(str(MOST_SLOTS)) or int(text) > MOST_SLOTS:
+            raise ConfigError(f"slots={shortened(text)}: {TOO_MANY}", where=where, fix=FORM)
         return tuple(range(int(text)))
     if "," not in text and "-" not in text:
         raise ConfigError(f"slots={text} is no number", where=where, fix=FORM)
     return numbers(text, where)
 
 
-def numbers(text: str, where: str) -> tuple[int, ...]:
+def numbers(text: str, where: str, noun: str = "slot") -> tuple[int, ...]:
     """`0,2,5-7` -> (0, 2, 5, 6, 7), ascending, each once.
 
     Raises:
@@ -95,9 +97,13 @@ def numbers(text: str, where: str) -> tuple[int, ...]:
         match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part)
         if match is None or (match[2] and int(match[2]) < int(match[1])):
             raise ConfigError(
-                f"{part!r} in {text!r} is no slot and no range of slots",
+                f"{shortened(part)!r} in {shortened(text)!r} is no {noun} and no range of {noun}s",
                 where=where,
                 fix="write e.g. 0,2,5-7",
+            )
+        if int(match[2] or match[1]) >= MOST_SLOTS:
+            raise ConfigError(
+                f"{part} in {shortened(text)!r}: {TOO_MANY}", where=where, fix="write e.g. 0,2,5-7"
             )
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return tuple(sorted(found))

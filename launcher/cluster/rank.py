@@ -54,9 +54,10 @@ def main() -> None:
     except BaseException as error:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(EXIT_ALLOWANCE_S)
-        mendable = any(base.__name__ == "LauncherError" for base in type(error).__mro__)
-        record("mendable" if mendable else "exception", error)
-        failed_with.append(2 if mendable else 1)
+        ours = any(base.__name__ == "LauncherError" for base in type(error).__mro__)
+        kind = str(getattr(error, "kind", "mendable")) if ours else "exception"
+        record(kind, error)
+        failed_with.append(2 if kind == "mendable" else 1)
         sys.exit(failed_with[0])
 
 
@@ -94,7 +95,7 @@ def record(kind: str, error: BaseException) -> None:
     if not path:
         return
     now = time.time()
-    text = str(error) if kind in ("mendable", "exit") else f"{type(error).__name__}: {error}"
+    text = str(error) if kind != "exception" else f"{type(error).__name__}: {error}"
     extra = {"py_callstack": _script_traceback(error), "timestamp": str(int(now)), "time": now, "kind": kind}
     # Renamed into place: the launcher may kill this rank at any moment and never reads a torn file.
     with open(f"{path}.tmp", "w", encoding="utf-8") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ TRAIN, MICRO, ACCUMULATION = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
+MOST_TRIED = 10**6
 BATCH_KEYS = (TRAIN, MICRO, ACCUMULATION)
 
 
@@ -114,6 +116,6 @@ def _ways_out(train: int, micro: int | None, accumulation: int | None, dp_degree
 
 
 def divisors(number: int) -> list[int]:
-    """Of a whole number from 1, in no order; a root counts twice."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    """Of a whole number from 1, in no order; a root counts twice. Of a huge one some are left out."""
+    small = [d for d in range(1, min(math.isqrt(number), MOST_TRIED) + 1) if number % d == 0]
     return small + [number // d for d in small]

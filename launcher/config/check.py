@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.problems import ConfigProblems, Note, Path, Problem, dotted, is_comment, show
+from launcher.config.problems import MOST, ConfigProblems, Note, Path, Problem, dotted, is_comment, show
 from launcher.config.reader import Document
 from launcher.config.schema import not_written, unknown_key
 from launcher.config.section import AUTO, Section
@@ -26,6 +26,7 @@ class Checker:
         self.root, self.document = root, document
         self.problems = list(document.problems)
         self.notes: list[Note] = []
+        self.strangers = 0
         self.off = False  # inside a section whose `enabled` is false, which asks for nothing
 
     def build(self, cls: type[S], known: Known | None, written: dict[str, Any], path: Path) -> S | None:
@@ -76,8 +77,15 @@ class Checker:
             ):
                 self.problems += self.unimplemented(child, value, here)
             else:
-                self.problems.append(unknown_key(self.root, cls, known, here))
+                self.problems.append(self.unknown(cls, known, here))
         return values
+
+    def unknown(self, cls: type[Section] | None, known: Known | None, path: Path) -> Problem:
+        """A key that nobody knows. Looking for what was meant takes milliseconds, so it ends after some of them."""
+        self.strangers += 1
+        if self.strangers > MOST:
+            return Problem(path, "unknown key")
+        return unknown_key(self.root, cls, known, path)
 
     def build_member(
         self, cls: type[Section], key: str, known: Known | None, values: dict[str, Any], path: Path
@@ -175,7 +183,7 @@ class Checker:
                 continue
             child = known.child(key)
             if child is None:
-                found.append(unknown_key(self.root, None, known, here))
+                found.append(self.unknown(None, known, here))
             else:
                 found += self.typos(child, member, here)
         return found

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, printable, shortened
+
+MOST = 40  # problems in a message
 
 NoteKind: TypeAlias = Literal["converted", "differs", "no effect", "comment"]
 
@@ -62,10 +64,12 @@ class ConfigProblems(ConfigError):
         self.problems = tuple(problems)
         count = len(self.problems)
         lines = [f"{name} has {count} problem{'s' if count > 1 else ''}:"]
-        for problem in self.problems:
+        for problem in self.problems[:MOST]:
             lines.append(f"  {described(problem.path)}: {problem.what}")
             if problem.fix:
                 lines.append(f"      to mend it: {problem.fix}")
+        if count > MOST:
+            lines.append(f"  and {count - MOST:,} more")
         super().__init__("\n".join(lines))
 
 
@@ -73,8 +77,8 @@ def dotted(path: Path) -> str:
     """`zero_optimization.stage`, `optimizer.params.betas[1]`; the root is `(the whole config)`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else "." * bool(text) + (part or '""')
-    return text or "(the whole config)"
+        text += f"[{part}]" if isinstance(part, int) else "." * bool(text) + (shortened(part) or '""')
+    return printable(text) or "(the whole config)"
 
 
 _COMMENT = re.compile(r"(//|#).*|[_/#]*(comments?|notes?|description|readme)_?\d*", re.IGNORECASE | re.DOTALL)
@@ -91,12 +95,14 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
-        return f'the text "{value}"' if len(value) <= 40 else f'the text "{value[:37]}..."'
+        return f'the text "{printable(shortened(value, 40))}"'
     if isinstance(value, dict):
         return "an object {...}"
     if isinstance(value, (list, tuple)):
         inside = ", ".join(show(item) for item in value[:4])
         return f"the list [{inside}{', ...' if len(value) > 4 else ''}]"
+    if isinstance(value, int) and abs(value) > 10**30:
+        return f"a number of {len(str(abs(value)))} digits"
     if isinstance(value, int | float):
         return repr(value)
     return f"a Python {type(value).__name__}"

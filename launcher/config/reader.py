@@ -13,7 +13,8 @@ from typing import Any
 
 from launcher.config.problems import Note, Problem, dotted
 from launcher.config.problems import Path as KeyPath
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
+from launcher.files import read_small
 
 _BLANK = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?(?![\w.])")
@@ -28,6 +29,9 @@ _WORDS: dict[str, Any] = {
     "-Infinity": float("-inf"),
 }
 _NO_VALUE = object()
+MOST_DEEP = 50  # brackets in brackets
+MOST_VALUES = 2000  # keys and list items; the largest configurations have some hundreds
+LONGEST_NUMBER = 400  # digits; what is longer is no number of anything
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true", "FALSE": "false"}
 
@@ -88,24 +92,12 @@ class Document:
 def read_file(path: Path, name: str | None = None) -> Document:
     """Reads a JSON file. Raises ConfigError when it is missing, unreadable or not JSON."""
     name = name or str(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"the config file {path} does not exist",
-            where=f"looked in {path.absolute().parent}",
-            fix="give the path of a DeepSpeed-style JSON file",
-        ) from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory", where=name, fix="give the JSON file inside it") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}",
-            where=name,
-            fix="save it as UTF-8 JSON",
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", where=name) from None
+    text = read_small(
+        path,
+        "the config file",
+        where=f"looked in {path.absolute().parent}",
+        fix="give the path of a DeepSpeed-style JSON file, saved as UTF-8",
+    )
     return read_text(text, name)
 
 
@@ -152,10 +144,10 @@ class _Parser:
 
     def value(self, path: KeyPath) -> Any:
         character = self.peek()
-        if character == "{":
-            return self.object(path)
-        if character == "[":
-            return self.array(path)
+        if character in ("{", "["):
+            if len(path) >= MOST_DEEP:
+                raise self.error(f"brackets are nested more than {MOST_DEEP} deep", "write a configuration")
+            return self.object(path) if character == "{" else self.array(path)
         if character == '"':
             return self.string()
         return self.number_or_word(path)
@@ -170,11 +162,12 @@ class _Parser:
                 raise self.error("a key is expected here", 'write keys in double quotes: `"key": value`')
             key = self.string()
             if self.peek() != ":":
-                raise self.error(f'no `:` after the key "{key}"', f'write `"{key}": value`')
+                brief = shortened(key)
+                raise self.error(f'no `:` after the key "{brief}"', f'write `"{brief}": value`')
             self.at += 1
             here = (*path, key)
             first = self.found.places.get(here)
-            self.found.places[here] = self.place(start)
+            self.note(here, start)
             if key in members and first:
                 again = f"the key is written twice, first at line {first[0]}"
                 self.found.problems.append(Problem(here, again, f"keep one `{dotted(here)}`"))
@@ -191,12 +184,20 @@ class _Parser:
         while self.peek() != "]":
             self.more("]", opened)
             here = (*path, len(items))
-            self.found.places[here] = self.place(self.at)
+            self.note(here, self.at)
             value = self.value(here)
             items.append(None if value is _NO_VALUE else value)
             self.comma("]")
         self.at += 1
         return items
+
+    def note(self, path: KeyPath, at: int) -> None:
+        """Remember where a value stands."""
+        if len(self.found.places) >= MOST_VALUES:
+            raise self.error(
+                f"there are more than {MOST_VALUES:,} keys and list items", "write a configuration"
+            )
+        self.found.places[path] = self.place(at)
 
     def more(self, close: str, opened: int) -> None:
         """Complains when the text ends inside a bracket."""
@@ -244,6 +245,9 @@ class _Parser:
             if 0xD800 <= first < 0xDC00 and low:
                 self.at = low.end()
                 return chr(0x10000 + ((first - 0xD800) << 10) + (int(low.group(1), 16) - 0xDC00))
+            if 0xD800 <= first < 0xE000:
+                what = f"`\\u{digits}` is half of a character"
+                raise self.error(what, "write both halves, or the character itself", at=self.at - 6)
             return chr(first)
         raise self.error(f"`\\{code}` means nothing in JSON", "write `\\\\` for a backslash", at=self.at - 2)
 
@@ -251,6 +255,9 @@ class _Parser:
         number = _NUMBER.match(self.text, self.at)
         if number:
             self.at = number.end()
+            if len(number.group()) > LONGEST_NUMBER:
+                what = f"a number has {len(number.group()):,} digits"
+                raise self.error(what, "write a smaller one", at=number.start())
             exact = number.group(1) is None and number.group(2) is None
             return int(number.group()) if exact else float(number.group())
         word = _WORD.match(self.text, self.at)
@@ -262,7 +269,8 @@ class _Parser:
             return _WORDS[word.group()]
         # Reading goes on, so that all placeholders of a template are told at once.
         self.at = word.end()
-        what, fix = f"`{word.group()}` is not a value", f'write the value meant, or text: `"{word.group()}"`'
+        brief = shortened(word.group())
+        what, fix = f"`{brief}` is not a value", f'write the value meant, or text: `"{brief}"`'
         if word.group() in _PYTHON_WORDS:
             what, fix = f"`{word.group()}` is Python, not JSON", f"write `{_PYTHON_WORDS[word.group()]}`"
         self.found.problems.append(Problem(path, what, fix))

@@ -42,7 +42,7 @@ def resolved(config: Config, dp_degree: int, auto: Mapping[str, Any]) -> Config:
     strange = sorted(set(auto) - set(implemented_paths(type(config))))
     if strange:
         raise ConfigError(f"values are given for keys that do not exist: {', '.join(strange)}")
-    tree, found, problems = config.given(), [], []
+    tree, found, problems = config.given(), [*config.resolved_autos], []
     for path, section in _autos(config, ()):
         if len(path) == 1 and path[0] in BATCH_KEYS:
             continue
@@ -117,12 +117,13 @@ def _batch(
 ) -> list[ResolvedAuto]:
     """Writes the solved triple into the tree and tells what was not written by the user."""
     written = {key: getattr(config, key) for key in BATCH_KEYS}
+    by_flag = {auto.path: auto.why for auto in config.resolved_autos}
     given: dict[str, int | None] = {}
     sources: dict[str, str] = {}
     for key, value in written.items():
         open_ = value is None or value == AUTO
         given[key] = auto.get(key) if open_ else value
-        sources[key] = "given by the run" if open_ else config._document.where((key,))
+        sources[key] = "given by the run" if open_ else by_flag.get(key) or config._document.where((key,))
     elastic = config.elasticity.on
     arguments = given, dp_degree, sources
     triple = elasticity.solve(config, *arguments) if elastic else solve(*arguments)

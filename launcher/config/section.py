@@ -242,10 +242,12 @@ def _wholes(value: Any) -> Any:
     return tuple(items)
 
 
-Whole = Annotated[int, BeforeValidator(whole), Field(ge=0)]
+LARGEST = 2**63 - 1
+
+Whole = Annotated[int, BeforeValidator(whole), Field(ge=0, le=LARGEST)]
 """A whole number from 0; 5e8 is taken as one."""
 
-Count = Annotated[int, BeforeValidator(whole), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(whole), Field(ge=1, le=LARGEST)]
 """A whole number from 1; 5e8 is taken as one."""
 
 Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]

@@ -46,6 +46,10 @@ def verdicts(written: Document, examined: Examined[Config]) -> list[KeyVerdict]:
     reasons = _reasons(examined)
     rows: list[KeyVerdict] = []
     told: set[Path] = set()
+    under: dict[Path, list[Path]] = {}
+    for path in reasons:
+        for end in range(1, len(path) + 1):
+            under.setdefault(path[:end], []).append(path)
     carried = set(examined.document.origins.values())
     for path in _leaves(written.tree, ()):
         # A section that was refused, or replaced by something else, is one row; one that only has another name is not.
@@ -54,7 +58,7 @@ def verdicts(written: Document, examined: Examined[Config]) -> list[KeyVerdict]:
         subject = path if path in carried else next(whole, path)
         if subject in told:
             continue
-        inside = [other for other in reasons if other[: len(subject)] == subject]  # an item of a list
+        inside = under.get(subject, [])  # an item of a list
         told |= {subject, *inside}
         found = [(other, reason) for other in inside for reason in reasons[other]]
         for at, reason in found or [(subject, _plain(path, examined))]:

@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from launcher.data.cache import build_once, cache_key, default_cache_dir
+from launcher.data.text import valid_text
 from launcher.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -143,8 +144,9 @@ def _encode(pieces: list[str], ends: list[bool], tokenizer: PreTrainedTokenizerB
 
 
 def _texts(dataset: Dataset) -> Iterator[str]:
-    for batch in dataset.iter(batch_size=64):
-        yield from (text for text in batch["text"] if text)
+    with valid_text(dataset, "the data set"):
+        for batch in dataset.iter(batch_size=64):
+            yield from (text for text in batch["text"] if text)
 
 
 def _cut(text: str) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from launcher.data.text import EVAL_FRACTION, load_rows
+from launcher.data.text import EVAL_FRACTION, load_rows, valid_text
 from launcher.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -111,9 +111,10 @@ def load_sft(
             fix="Use a tokenizer with a tokenizer.json that names its eos_token.",
         )
     rows = _split(load_rows(dataset), split, dataset)
-    encoded = [
-        encode(segments(row, tokenizer, f"{dataset} row {i}"), tokenizer) for i, row in enumerate(rows)
-    ]
+    with valid_text(rows, dataset):
+        encoded = [
+            encode(segments(row, tokenizer, f"{dataset} row {i}"), tokenizer) for i, row in enumerate(rows)
+        ]
     n_truncated = 0 if packed else sum(len(row.input_ids) > seq_length for row in encoded)
     kept = (
         encoded if packed else [Row(row.input_ids[:seq_length], row.labels[:seq_length]) for row in encoded]

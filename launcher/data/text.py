@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,10 @@ from datasets import Dataset, concatenate_datasets, load_dataset
 from launcher.data.cache import cache_key
 from launcher.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 EVAL_FRACTION = 0.01
+REPLACED = "\ufffd"
 SUFFIXES = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ACCEPTED = (
     "name `stdlib`, a Hugging Face dataset id (`owner/name` or `owner/name:config`), "
@@ -41,7 +48,8 @@ def load_text(dataset: str, *, split: str = "train", min_eval_chars: int = 8192)
     rows = text_column(load_rows(dataset), dataset)
     if split == "all":
         return rows
-    return hold_out(rows, split, where=dataset, min_eval_chars=min_eval_chars)
+    with valid_text(rows, dataset):
+        return hold_out(rows, split, where=dataset, min_eval_chars=min_eval_chars)
 
 
 def load_rows(dataset: str) -> Dataset:
@@ -173,8 +181,55 @@ def _load_local(path: Path) -> Dataset:
 
 def _load_files(kind: str, paths: list[Path]) -> Dataset:
     if kind == "text":
-        return _documents([p.read_text(encoding="utf-8", errors="replace") for p in paths])
+        return _documents([_decoded(path) for path in paths])
     return _read(f"Cannot read {', '.join(map(str, paths[:3]))}", kind, data_files=[str(p) for p in paths])
+
+
+def _decoded(path: Path) -> str:
+    """The text of a file; what is not UTF-8 in it is replaced, and told."""
+    raw = path.read_bytes()
+    text = raw.decode("utf-8", errors="replace")
+    places = text.count(REPLACED) - raw.count(REPLACED.encode())
+    if places:
+        _tell(f"{path} is not UTF-8 in {places:,} places: there it is read as {REPLACED} (U+FFFD)")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+@cache
+def _tell(text: str) -> None:
+    """Once, though the splits are read one after the other."""
+    logger.warning("%s", text)
+
+
+@contextmanager
+def valid_text(rows: Dataset, dataset: str) -> Iterator[None]:
+    """Inside, rows whose text is not UTF-8 are an error that counts them."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        table = (rows.flatten_indices() if rows._indices is not None else rows).data
+        columns = [
+            table.column(name) for name in table.column_names if _is_text(table.schema.field(name).type)
+        ]
+        wrong = sorted({row for column in columns for row in _undecodable(column)})
+        first = f", the first is row {wrong[0]}" if wrong else ""
+        raise ConfigError(
+            f"{max(1, len(wrong)):,} rows of {dataset!r} are not UTF-8{first}: {error.reason}",
+            where="--dataset",
+            fix="convert the file: iconv -c -f utf-8 -t utf-8 OLD > NEW leaves the wrong bytes out",
+        ) from None
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _undecodable(column: pa.ChunkedArray) -> Iterator[int]:
+    for row, value in enumerate(column.cast(pa.large_binary())):
+        try:
+            (value.as_py() or b"").decode("utf-8")
+        except UnicodeDecodeError:
+            yield row
 
 
 def _load_hub(name: str) -> Dataset:
@@ -191,4 +246,6 @@ def _read(failure: str, *args: Any, **kwargs: Any) -> Dataset:
         while cause.__cause__ is not None:  # the library wraps what happened in "an error occurred"
             cause = cause.__cause__
         reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        if isinstance(cause, StopIteration) or "corresponds to no data" in reason:
+            reason = "there are no rows in it"
         raise ConfigError(f"{failure}: {reason}", where="--dataset", fix=f"{ACCEPTED}.") from error

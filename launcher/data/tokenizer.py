@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from launcher.data.cache import build_once, cache_key, default_cache_dir
+from launcher.data.text import valid_text
 from launcher.errors import ConfigError
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -131,8 +132,9 @@ def _own_tokenizer(model_dir: str | None) -> str | None:
 
 
 def _texts(dataset: Dataset) -> Iterator[list[str]]:
-    for batch in dataset.iter(batch_size=64):
-        yield [text for text in batch["text"] if text]
+    with valid_text(dataset, "the data set"):
+        for batch in dataset.iter(batch_size=64):
+            yield [text for text in batch["text"] if text]
 
 
 def _byte_characters() -> dict[str, int]:

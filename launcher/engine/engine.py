@@ -19,6 +19,7 @@ from launcher.config import Config
 from launcher.engine import pipelined
 from launcher.engine.answers import Answers
 from launcher.engine.batches import call, cast, loss_in, to_device
+from launcher.engine.blame import Blame
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
@@ -105,6 +106,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._applied = False
         self._destroyed = False
         self._step_follows = False  # inside a call that runs all microbatches of a step
+        self.blame = Blame()
         self._gc = hold(self) if config.disable_python_gc else None
         set_level(config.log_level)
         ENGINES.add(self)
@@ -127,6 +129,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
+        self.blame.keep(args, kwargs)
         with self.watch.phase("forward", self), self._autocasting():
             return self.module(*args, **kwargs)
 
@@ -200,6 +203,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         if not overflow and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.zero.zero_grad()
+        self.blame.forget()
         self.loss_scaler.update(overflow)
         self._count(overflow)
         self.saver.raise_failure()
@@ -225,6 +229,10 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._norm = (math.inf if overflow else norm) if self.zero.policy.compute_norm else None
         if overflow:
             tell_overflow(self)
+        if not math.isfinite(norm) and not (
+            overflow and (self.loss_scaler.dynamic or self.bfloat16_enabled())
+        ):
+            self.blame.tell(self, skipped=overflow)
         self.optimizer.overflow = overflow
         if self.versions is not None:
             self.versions.advance(needed)
@@ -318,6 +326,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
             self.optimizer.forget_early()
         self.zero.zero_grad()
         self.watch.forget()
+        self.blame.forget()
         self._microbatches = self._backwards = 0
 
     # ---- whole batches ----------------------------------------------------------------------

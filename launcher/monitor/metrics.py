@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,18 +49,22 @@ class MetricsWriter:
             tokens_per_s: over all ranks.
             step_time_s: seconds.
             extra: anything else that JSON can hold: `eval_loss`, `loss_scale`, ...
+
+        JSON has no NaN and no infinity: such a number is written as null, and `nonfinite` lists its key.
         """
-        record = {
-            "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "tokens": tokens,
-            "tokens_per_s": tokens_per_s,
-            "step_time_s": step_time_s,
-            **extra,
-        }
-        self._file.write(json.dumps(record) + "\n")
+        record = valid(
+            {
+                "step": step,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "tokens": tokens,
+                "tokens_per_s": tokens_per_s,
+                "step_time_s": step_time_s,
+                **extra,
+            }
+        )
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         return record
 
@@ -78,7 +83,8 @@ class MetricsWriter:
         old = read_metrics(self.path) if step and self.path.exists() else []
         kept = [record for record in old if record["step"] <= step]
         temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        text = "".join(json.dumps(valid(record), allow_nan=False) + "\n" for record in kept)
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.path)
 
 
@@ -97,6 +103,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise
     return records
+
+
+def valid(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with null for numbers that are not finite, and their keys under `nonfinite`."""
+    lost = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
+    return {**record, **dict.fromkeys(lost), "nonfinite": lost} if lost else dict(record)
 
 
 def is_number(value: object) -> bool:

@@ -70,12 +70,12 @@ class ProgressLine:
     def describe(self, record: Mapping[str, Any]) -> str:
         """`step 20/100  loss 2.3456  lr 0.001  grad norm 0.812  12.3k tok/s  0:01:20 left`."""
         step = int(record["step"])
-        parts = [f"step {step}/{self.total_steps}", f"loss {record['loss']:.4f}"]
+        parts = [f"step {step}/{self.total_steps}", f"loss {_number(record['loss'], '.4f')}"]
         if is_number(record.get("eval_loss")):
             parts.append(f"eval {record['eval_loss']:.4f}")
         parts.append(f"lr {record['lr']:.3g}")
-        if record.get("grad_norm") is not None:
-            parts.append(f"grad norm {record['grad_norm']:.3f}")
+        if record.get("grad_norm") is not None or "grad_norm" in record.get("nonfinite", ()):
+            parts.append(f"grad norm {_number(record['grad_norm'], '.3f')}")
         parts.append(f"{short_number(record['tokens_per_s'])} tok/s")
         if self._times and step < self.total_steps:
             parts.append(f"{duration(statistics.median(self._times) * (self.total_steps - step))} left")
@@ -102,6 +102,10 @@ class ProgressLine:
         if not self._shown_any or step >= self.total_steps:
             return True
         return self._every is not None and step % self._every == 0
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if not is_number(value) else format(value, form)
 
 
 def short_number(value: float) -> str:

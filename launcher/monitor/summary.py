@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from launcher.monitor.metrics import is_number
+from launcher.monitor.metrics import is_number, valid
 from launcher.monitor.progress import duration, short_number
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
@@ -65,8 +65,11 @@ def write_summary(
         "degrees": {axis: int(degrees.get(axis, 1)) for axis in AXES},
         "steps": records[-1]["step"] if records else 0,
         "tokens": records[-1]["tokens"] if records else 0,
-        "final_loss": _last_number(records, "loss"),
-        "final_eval_loss": _last_number(records, "eval_loss"),
+        "final_loss": _last(records, "loss"),
+        "final_eval_loss": _last(records, "eval_loss"),
+        "nonfinite_steps": [
+            record["step"] for record in records if "loss" in valid(record).get("nonfinite", ())
+        ],
         "tokens_per_s": median_tokens_per_s(records),
         "train_time_s": sum(record["step_time_s"] for record in records),
         "ranks": [asdict(rank) for rank in sorted(ranks, key=lambda rank: rank.rank)],
@@ -139,6 +142,10 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name, key in (("final loss", "final_loss"), ("final eval loss", "final_eval_loss")):
         if summary[key] is not None:
             rows.append((name, f"{summary[key]:.4f}"))
+    if summary["nonfinite_steps"]:
+        rows.append(("loss not finite", _steps(summary["nonfinite_steps"])))
+    if summary.get("stopped"):
+        rows.append(("stopped", str(summary["stopped"])))
     if summary["tokens_per_s"] is not None:
         rows.append(("tokens/s (median)", short_number(summary["tokens_per_s"])))
     for label, key in (
@@ -170,5 +177,12 @@ def _pipeline_rows(pipeline: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
     return rows
 
 
-def _last_number(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return next((float(r[key]) for r in reversed(records) if is_number(r.get(key))), None)
+def _last(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """The last value; None where it is not finite, whatever was before it."""
+    last: Any = next((record[key] for record in reversed(records) if key in record), None)
+    return float(last) if is_number(last) else None
+
+
+def _steps(steps: Sequence[int]) -> str:
+    """`at step 7`, or `at 12 steps, 7 to 31`."""
+    return f"at step {steps[0]}" if len(steps) == 1 else f"at {len(steps)} steps, {steps[0]} to {steps[-1]}"

@@ -90,7 +90,7 @@ def test_typo_in_the_configuration(tmp_path: Path) -> None:
         (["--config", "{config}", "pretrain", "--max-step", "3"], "did you mean --max-steps?"),
         (["--config", "{config}", "pretrain", "--max-steps", "many"], "--max-steps"),
         (["--numgpus", "2"], "did you mean --num_gpus?"),
-        (["--config", "{config}", "--hostfile", "absent", "pretrain"], "the hostfile absent cannot be read"),
+        (["--config", "{config}", "--hostfile", "absent", "pretrain"], "the hostfile absent does not exist"),
         (["--config", "{config}", "--launcher", "mpich", "pretrain"], "needs hosts"),
     ],
 )

@@ -57,7 +57,7 @@ def test_where_nothing_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--gpu", "abacus"], "no data of a device 'abacus'"),
         (["--gpu", "missing.json"], "missing.json cannot be read"),
-        (["--hostfile", "missing"], "the hostfile missing cannot be read"),
+        (["--hostfile", "missing"], "the hostfile missing does not exist"),
     ],
 )
 def test_mistakes(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

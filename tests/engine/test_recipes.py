@@ -9,7 +9,6 @@ import csv
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launcher.config import load
-from launcher.run import Run
+from launcher.config.complete import micro_batch_of
 from tests.cluster.launching import launch
 from tests.monitor.test_trace import names_in
 from tests.pool.reference import tiny_llama
@@ -216,6 +215,4 @@ def test_what_was_trained_loads_in_transformers(runs: Path) -> None:
 def test_a_recipe_gives_the_micro_batch_where_the_json_leaves_it_open(
     tree: dict[str, Any], says: bool
 ) -> None:
-    run = SimpleNamespace(config=load(tree))
-    values = Run.auto_values(run, lr=0.1, total_steps=1, micro_batch=5)  # type: ignore[arg-type]
-    assert ("train_micro_batch_size_per_gpu" in values) == says
+    assert (micro_batch_of(load(tree), 2, most=5) == 5) == says

@@ -59,12 +59,13 @@ def test_the_file_has_what_was_promised(tmp_path: Path) -> None:
     assert content["zero_stage"] == 2
 
 
-def test_the_last_losses_that_are_numbers_count(tmp_path: Path) -> None:
+def test_a_last_loss_that_is_not_finite_is_no_final_loss(tmp_path: Path) -> None:
     rows = records([1, 2, 3])
     rows[0]["eval_loss"] = 7.0
     rows[2]["loss"] = float("nan")
     content = write(tmp_path / "s.json", records=rows)
-    assert (content["final_loss"], content["final_eval_loss"]) == (3.0, 7.0)
+    assert (content["final_loss"], content["final_eval_loss"]) == (None, 7.0)
+    assert content["nonfinite_steps"] == [rows[2]["step"]]
 
 
 def test_a_run_without_a_step(tmp_path: Path) -> None:

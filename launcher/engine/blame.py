@@ -1,0 +1,125 @@
+"""Where the first number that is not finite came from: looked for once, after a gradient that is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from launcher.zero.overflow import find_overflows, in_words
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+
+class Blame:
+    """Keeps what a step needs to be asked again, and says once what came of it.
+
+    Nothing is looked at in a step whose gradient is finite: that it is not, its norm says, which is there anyway.
+    """
+
+    def __init__(self) -> None:
+        self._inputs: tuple[Any, Any] | None = None
+        self._told = False
+
+    def keep(self, args: Any, kwargs: Any) -> None:
+        """The inputs of a forward; those of the last one of a step stay until it is over."""
+        if not self._told and torch.is_grad_enabled():
+            self._inputs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+
+    def forget(self) -> None:
+        self._inputs = None
+
+    def tell(self, engine: Engine, *, skipped: bool) -> None:
+        """Say what was not finite first: every rank runs the last microbatch again, on the weights before the step.
+
+        Every rank must call it, after the reduction and before the optimizer steps.
+
+        Args:
+            skipped: the optimizer will leave this step out.
+        """
+        if self._told:
+            return
+        self._told = True
+        stepped_already = engine.optimizer is not None and bool(engine.optimizer.early)
+        module = None if stepped_already else self._first_module(engine)
+        every: list[Any] = [None] * engine.world_size
+        dist.all_gather_object(every, module)
+        found = {rank: name for rank, name in enumerate(every) if name is not None}
+        if found:
+            rank, name = next(iter(found.items()))
+            where = f"The first output that was not, on rank {rank}, is that of {name}."
+        elif stepped_already:
+            where = "The weights have changed since; with gradient_clipping above 0 the module is named."
+        else:
+            which = in_words(find_overflows(engine.zero))
+            again = "" if self._inputs is None else "Run again, the last microbatch gave finite outputs. "
+            where = f"{again}Gradients that are not, the first of the backward first: {which or 'of another stage'}."
+        if engine.mesh.rank == 0:
+            so = "the step is left out" if skipped else "so the weights will not be"
+            what = f"step {engine.global_steps + 1}: the gradient is not finite, and {so}."
+            engine.watch.say(f"warning: {what} {where} This is said once.")
+        self.forget()
+
+    def _first_module(self, engine: Engine) -> str | None:
+        if self._inputs is None:
+            return None
+        args, kwargs = self._inputs
+        first: list[str] = []
+        with torch.no_grad(), _as_before(engine), _watched(engine.module, first.append):
+            engine.module(*args, **kwargs)
+        return first[0] if first else None
+
+
+@contextmanager
+def _watched(module: nn.Module, found: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the names of modules are told whose output is not finite, inner ones before those around them."""
+
+    def hook(name: str) -> Callable[..., None]:
+        def look(_module: nn.Module, _args: Any, output: Any) -> None:
+            if not all(finite(leaf) for leaf in tree_leaves(output)):
+                found(name or "the model")
+
+        return look
+
+    handles = [part.register_forward_hook(hook(name)) for name, part in module.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _as_before(engine: Engine) -> Iterator[None]:
+    """Random numbers and buffers are afterwards as they were."""
+    devices = [engine.device] if engine.device.type == "cuda" else []
+    buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
+    with torch.random.fork_rng(devices), engine._autocasting():
+        yield
+    for buffer, was in buffers:
+        buffer.copy_(was)
+
+
+def finite(value: Any) -> bool:
+    """False for a tensor with an element that is not finite."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+        return True
+    return all(bool(end.isfinite()) for end in torch.aminmax(value.detach()))
+
+
+def weights_are_finite(engine: Engine) -> bool:
+    """Whether every weight that is trained is, over all ranks; one pass over the shards. Every rank must call it."""
+    good = True
+    for gradient in engine.zero.gradients:
+        flat = gradient.flat
+        good = good and finite(flat.master) and finite(flat.shard)
+        flat.rest()
+    told = torch.tensor(float(good))
+    dist.all_reduce(told, op=dist.ReduceOp.MIN)
+    return bool(told)

@@ -1,0 +1,42 @@
+"""Small files of text that users name: read whole, and never waited for."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from launcher.errors import ConfigError
+
+LARGEST = 16 << 20  # bytes; of what people write by hand
+
+
+def read_small(path: Path, what: str, *, where: str, fix: str) -> str:
+    """The text of a file, without a byte-order mark.
+
+    Args:
+        what: it is, for messages: "the config file".
+        where, fix: of the error where it cannot be read.
+
+    Raises:
+        ConfigError: it is not there, no regular file (a pipe would be waited for), too large, or no UTF-8.
+    """
+    try:
+        found = path.stat()
+        if stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{path} is a directory", where=where, fix=fix)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{what} {path} is a pipe or a device, and no file", where=where, fix=fix)
+        if found.st_size > LARGEST:
+            size = f"{found.st_size >> 20:,} MiB"
+            raise ConfigError(f"{what} {path} has {size}: it is something else", where=where, fix=fix)
+        return path.read_text(encoding="utf-8-sig")
+    except ConfigError:
+        raise
+    except FileNotFoundError:
+        raise ConfigError(f"{what} {path} does not exist", where=where, fix=fix) from None
+    except UnicodeDecodeError as error:
+        reason = f"{error.reason} at byte {error.start}"
+        raise ConfigError(f"{what} {path} is not UTF-8 text: {reason}", where=where, fix=fix) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror or "" if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{what} {path} cannot be read: {reason}", where=where, fix=fix) from None

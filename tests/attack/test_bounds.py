@@ -1,0 +1,206 @@
+"""Absurd numbers, damaged files and names that nobody expects: one line of an error, or a correct run, at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.cli.main import main
+from launcher.cli.request import Request
+from launcher.cli.submit import batch_script, submit
+from launcher.cluster.hostfile import read_hostfile
+from launcher.data.sft import load_sft
+from launcher.data.text import load_text
+from launcher.data.tokenizer import load_tokenizer
+from launcher.errors import ConfigError
+from tests.cluster.launching import environment
+
+LIMIT_S, LIMIT_MIB = 2.0, 200
+FILES: dict[str, tuple[str, str]] = {
+    "deep": ("{\"a\":" * 900 + "1" + "}" * 900, "nested more than"),
+    "lists": ("{\"a\":" + "[" * 5000 + "]" * 5000 + "}", "nested more than"),
+    "digits": ("{\"train_batch_size\": " + "9" * 5000 + "}", "a number has 5,000 digits"),
+    "fraction": ("{\"train_batch_size\": 0." + "9" * 5000 + "}", "a number has 5,002 digits"),
+    "keys": (json.dumps({f"key_number_{i}": i for i in range(200_000)}), "more than 2,000 keys"),
+    "items": (json.dumps({"a": [0] * 200_000}), "more than 2,000 keys"),
+    "strangers": (json.dumps({f"train_batch_sizx{i}": i for i in range(1999)}), "unknown key"),
+    "longest": ("{\"" + "k" * 1_000_000 + "\": 1}", "unknown key"),
+    "surrogate": ("{\"train_batch_size\\ud800\": 1}", "half of a character"),
+    "escape": ("{\"a\x1b[2Jb\\u0007\": 1, \"optimizer\": {\"type\": \"\\u001b[1m\"}}", "a\\x1b[2Jb\\x07"),
+    "newline": ("{\"a\\nb\": 1}", "a\\nb: unknown key"),
+    "huge": ("{\"train_batch_size\": 1e300}", "must be at most"),
+    "largest": ("{\"train_batch_size\": 9223372036854775807, \"gradient_accumulation_steps\": 7}", "must equal"),
+    "word": ("{\"train_batch_size\": \x1bred}", "`\\x1bred` is not a value"),
+}  # fmt: skip
+FLAGS = [
+    (["--num_gpus", "100000", "--device", "cpu"], "100,000 ranks"),
+    (["--num_gpus", "9" * 18, "--device", "cpu"], "ranks on this machine"),
+    (["--num_gpus", "9" * 5000], "needs a whole number of at least 1"),
+    (["--num_gpus", "100000", "--oversubscribe", "--device", "cpu"], "100,000 ranks"),
+    (["--bind_core_list", "0-99999999", "--device", "cpu"], "'0-99999999'"),
+    (["--bind_core_list", "4000", "--device", "cpu"], "core 4000"),
+    (["--bind_core_list", "3-1", "--device", "cpu"], "'3-1'"),
+    (["--tee", "9" * 5000], "--tee: needs a whole number"),
+    (["--tee", "\u00b2"], "--tee: needs a whole number"),
+    (["--master_port", "\u00b2"], "--master_port"),
+    (["--hostfile", "many"], "no machine has more than 4,096"),
+    (["--hostfile", "fifo"], "is a pipe or a device"),
+    (["--config", "fifo"], "is a pipe or a device"),
+    (["--config", '{"a\x1b[2J": 1}'], "a\\x1b[2J"),
+    (["--\x1b[2Jx"], "unknown flag --\\x1b[2Jx"),
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with files of every kind."""
+    monkeypatch.chdir(tmp_path)
+    for name, (text, _) in FILES.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    (tmp_path / "many").write_text("node1 slots=99999999999\n")
+    (tmp_path / "bom").write_bytes(b"\xef\xbb\xbfnode1 slots=2\nnode2 slots=2\n")
+    (tmp_path / "script.py").write_text("print(1)\n")
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path
+
+
+def unprintable(text: str) -> list[str]:
+    return [character for character in text if not character.isprintable() and character not in "\n\t"]
+
+
+def test_a_json_of_any_kind_is_answered_at_once(
+    place: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    main(["check", "deep.json"])  # imports
+    for name, (_, says) in FILES.items():
+        with subtests.test(name):
+            capsys.readouterr()
+            began = time.monotonic()
+            assert main(["check", f"{name}.json", "--num-gpus", "3"]) == 1
+            assert time.monotonic() - began < LIMIT_S
+            said = "".join(capsys.readouterr())
+            assert says in said and unprintable(said) == []
+            assert main(["--config", f"{name}.json", "--dry_run", "pretrain"]) in (0, 2)
+            assert unprintable("".join(capsys.readouterr())) == []
+
+
+def test_flags_of_any_size_are_answered_at_once(
+    place: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    for flags, says in FLAGS:
+        with subtests.test(says):
+            capsys.readouterr()
+            began = time.monotonic()
+            assert main([*flags, "script.py"]) == 2
+            assert time.monotonic() - began < LIMIT_S
+            said = "".join(capsys.readouterr())
+            assert says in said and unprintable(said) == [] and len(said) < 1000
+
+
+@pytest.mark.full
+def test_they_need_little_time_and_memory(place: Path, subtests: pytest.Subtests) -> None:
+    """The whole processes; nothing but Python's start and the imports is taken off."""
+
+    def run(arguments: list[str]) -> tuple[float, float]:
+        code = "import runpy\ntry: runpy.run_module('launcher.cli.main', run_name='__main__')\nfinally: pass"
+        began = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        _, _, used = os.wait4(process.pid, 0)
+        process.returncode = 0
+        return time.monotonic() - began, used.ru_maxrss / 1024
+
+    start, _ = run(["check", "newline.json"])
+    for arguments in [*(["check", f"{name}.json"] for name in FILES), *([*f, "script.py"] for f, _ in FLAGS)]:
+        with subtests.test(str(arguments)[:60]):
+            seconds, memory = run(arguments)
+            assert seconds - start < LIMIT_S and memory < LIMIT_MIB
+
+
+def test_ranks_that_the_cores_cannot_carry_are_asked_for(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert main(["--num_gpus", str(8 * cores + 1), "--device", "cpu", "script.py"]) == 2
+    assert f"at most {8 * cores}, or --oversubscribe" in capsys.readouterr().err
+
+
+def test_a_hostfile_of_windows_is_read(place: Path) -> None:
+    assert [(host.name, host.slots) for host in read_hostfile("bom")] == [
+        ("node1", (0, 1)),
+        ("node2", (0, 1)),
+    ]
+
+
+def flags_of(**changes: Any) -> Namespace:
+    return Namespace(**{"num_nodes": 2, "term_grace": 0.0, "submit": "", **changes})
+
+
+def test_paths_in_a_batch_script_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "a b\nc"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "my $(touch x) script.py").write_text("")
+    name = "my $(touch x) script.py"
+    request = Request(flags_of(module=False, no_python=False, config=None), [name, "--x", "y z"])
+    text = batch_script(flags_of(), request, ["--num_nodes", "2", name, "--x", "y z"], tmp_path / "o u't")
+    lines = text.splitlines()
+    assert "#SBATCH --job-name=my___touch_x__script" in lines
+    (output,) = (line for line in lines if "--output" in line)
+    assert shlex.split(output.removeprefix("#SBATCH ")) == [f"--output={tmp_path}/o u't/slurm-%j.out"]
+    body = text[text.index("cd ") :].replace("exec", "printf '%s\\n'")
+    done = subprocess.run(["sh", "-c", body + "pwd"], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith(f"{here}\n") and "my $(touch x) script.py\n--x\ny z\n" in done.stdout
+    assert list(here.iterdir()) == [here / name]
+
+
+def test_a_directory_that_sbatch_cannot_read_is_refused(tmp_path: Path) -> None:
+    request = Namespace(
+        arguments=["--output-dir", str(tmp_path / "a\n#SBATCH --x")], name="pretrain", is_ours=True
+    )
+    with pytest.raises(ConfigError, match="SBATCH cannot have"):
+        submit(flags_of(), request, [])  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def tokenizer() -> Iterator[Any]:
+    yield load_tokenizer(None, None, 260)
+
+
+def test_a_file_without_rows_says_so(tmp_path: Path, tokenizer: Any, subtests: pytest.Subtests) -> None:
+    for text in ("", "\n\n"):
+        with subtests.test(repr(text)):
+            (tmp_path / "rows.jsonl").write_text(text)
+            for load in (load_text, lambda path: load_sft(path, tokenizer, 32)):
+                with pytest.raises(ConfigError, match="no rows in it"):
+                    load(str(tmp_path / "rows.jsonl"))
+
+
+def test_text_that_is_not_utf8_is_told_and_counted(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prose.txt").write_bytes(b"good \xff line \xfe\n" * 3 + "\ufffd\n".encode() * 5)
+    monkeypatch.setattr(logging.getLogger("launcher"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        load_text(str(tmp_path / "prose.txt"))
+        load_text(str(tmp_path / "prose.txt"), split="eval")
+    (told,) = [record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage()]
+    assert "prose.txt is not UTF-8 in 6 places" in told
+
+    row = b'{"prompt": "a", "completion": "b"}\n'
+    (tmp_path / "rows.jsonl").write_bytes(row * 20 + b'{"prompt": "\xff", "completion": "b"}\n' + row * 20)
+    with pytest.raises(ConfigError, match=r"1 rows of .* not UTF-8, the first is row 20"):
+        load_sft(str(tmp_path / "rows.jsonl"), tokenizer, 32)
