@@ -14,7 +14,7 @@ from launcher.checkpoint.ranks import Ranks
 from launcher.checkpoint.reader import read_metadata
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
-from launcher.checkpoint.values import decode, encode
+from launcher.comm.values import decode, encode
 from launcher.engine.random_state import random_states, restore_random_states
 from launcher.engine.whole import of_stages
 from launcher.errors import CheckpointError
