@@ -39,7 +39,7 @@ from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import latest_tag, list_tags, prune
 from launcher.errors import CheckpointError
 
-__all__ = ["find", "latest_tag", "list_tags", "load", "load_meta", "prune", "save"]
+__all__ = ["find", "has_latest", "latest_tag", "list_tags", "load", "load_meta", "peek", "prune", "save"]
 
 Tensors = Mapping[str, torch.Tensor | FlatSlice]
 Stamps = Mapping[str, Stamp]
@@ -148,6 +148,19 @@ def load_meta(
         CheckpointError: there is none, it is incomplete, or its meta.json is corrupted.
     """
     return _look(Path(directory), tag, missing_ok, tell=True)
+
+
+def peek(directory: Path, tag: str | None) -> dict[str, Any]:
+    """The meta of a checkpoint that will be loaded, before its files are looked at. Not collective."""
+    chosen = tag if tag is not None else tags.tag_to_load(directory)[0]
+    if chosen is None:
+        raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
+    return tags.read_meta(tags.tag_path(directory, chosen)).meta
+
+
+def has_latest(directory: Path) -> bool:
+    """Whether some checkpoint is the latest there; a `latest` that cannot be read counts, and is told on loading."""
+    return (directory / tags.LATEST_FILE).exists() or tags.tag_to_load(directory)[0] is not None
 
 
 def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple[str, dict[str, Any]] | None:
