@@ -219,8 +219,9 @@ def load(
     *,
     node: dist.ProcessGroup | None = None,
     compared: bool = False,
+    local: bool = False,
 ) -> None:
-    """Read the checkpoint DIRECTORY/TAG into `tensors`, in place. Collective over `group`.
+    """Read the checkpoint DIRECTORY/TAG into `tensors`, in place. Collective over `group`, unless `local`.
 
     Flat slices get their elements whatever slicing was saved; a tensor of another dtype is converted. The
     checkpoint may hold more than is asked for. No code from the checkpoint is run.
@@ -229,12 +230,13 @@ def load(
         strict: False leaves tensors that the checkpoint does not have as they are.
         node: the ranks of this node, when `directory` is another one on each node.
         compared: `find` has just compared its bytes with their checksums.
+        local: this process alone reads, whatever groups there are.
 
     Raises:
         CheckpointError: on every rank: names are missing, shapes differ, or a file is corrupted.
     """
     path = Path(directory)
-    ranks = Ranks(group, node)
+    ranks = Ranks(group, node, alone=local)
 
     def prepare() -> tuple[Path, Metadata]:
         where = tags.tag_path(path, tag)
