@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from launcher import owner
 from launcher.comm import init_distributed, pick_device
+from launcher.comm.plain import told_by_first
 from launcher.config import Config, load
 from launcher.config.ranks import mesh_lines
 from launcher.engine import Engine, report
@@ -48,6 +51,8 @@ class Run:
     """The checkpoint that the run goes on from."""
     batch_keys: dict[str, Any] = field(default_factory=dict)
     """The JSON's, as written."""
+    give_back: Callable[[], None] = field(default=lambda: None)
+    """Ends the ownership of the output directory; the end of the process does it, too."""
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> Run:
@@ -73,10 +78,27 @@ class Run:
         output = Path(os.environ.get("LAUNCHER_OUTPUT_DIR") or args.output_dir or "runs/run")
         output.mkdir(parents=True, exist_ok=True)
         run = cls(args, config, output, device, Console(quiet=rank != 0, soft_wrap=True), rank)
+        run._own_directory()
         run._look_at_checkpoint()
         if "LAUNCHER_TERM_GRACE" in os.environ:
             signal.signal(signal.SIGTERM, lambda number, _: run.terminated.append(number))
         return run
+
+    def _own_directory(self) -> None:
+        """Rank 0 takes the output directory for all ranks.
+
+        Raises:
+            ConfigError: on all ranks: another run has it.
+        """
+        problem: tuple[str, str | None, str | None] | None = None
+        if self.rank == 0:
+            try:
+                self.give_back = owner.take(self.output_dir, os.environ.get("LAUNCHER_RUN", ""), self.say)
+            except ConfigError as error:
+                problem = error.what, error.where, error.fix
+        if (told := told_by_first(problem)) is not None:
+            what, where, fix = told
+            raise ConfigError(what, where=where, fix=fix)
 
     def _look_at_checkpoint(self) -> None:
         """Before there is an engine: what is gone on from, and the batch that it had."""

@@ -268,6 +268,7 @@ class Training:
             log_summary()
         self.engine.watch.close()
         dist.barrier()
+        self.run.give_back()
 
     def _memory(self) -> list[RankMemory]:
         held = self.engine.held_bytes()
