@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from launcher import owner
 from launcher.comm import init_distributed, pick_device
+from launcher.comm.plain import told_by_first
 from launcher.config import Config, load
 from launcher.config.complete import complete, flags_for_json, micro_batch_of
 from launcher.config.ranks import mesh_lines
 from launcher.engine import Engine, report
 from launcher.errors import ConfigError
 from launcher.monitor.summary import write_json
+from launcher.resuming import Resuming, keep_batch, written_batch
 
 
 @dataclass
@@ -44,6 +48,12 @@ class Run:
     rank: int = field(default=0)
     terminated: list[int] = field(default_factory=list)
     """SIGTERMs that came, where the launcher gives time for a last checkpoint (`--term_grace`)."""
+    resuming: Resuming | None = None
+    """The checkpoint that the run goes on from."""
+    batch_keys: dict[str, Any] = field(default_factory=dict)
+    """The JSON's, as written."""
+    give_back: Callable[[], None] = field(default=lambda: None)
+    """Ends the ownership of the output directory; the end of the process does it, too."""
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> Run:
@@ -69,9 +79,37 @@ class Run:
         output = Path(os.environ.get("LAUNCHER_OUTPUT_DIR") or args.output_dir or "runs/run")
         output.mkdir(parents=True, exist_ok=True)
         run = cls(args, config, output, device, Console(quiet=rank != 0, soft_wrap=True), rank)
+        run._own_directory()
+        run._look_at_checkpoint()
         if "LAUNCHER_TERM_GRACE" in os.environ:
             signal.signal(signal.SIGTERM, lambda number, _: run.terminated.append(number))
         return run
+
+    def _own_directory(self) -> None:
+        """Rank 0 takes the output directory for all ranks.
+
+        Raises:
+            ConfigError: on all ranks: another run has it.
+        """
+        problem: tuple[str, str | None, str | None] | None = None
+        if self.rank == 0:
+            try:
+                self.give_back = owner.take(self.output_dir, os.environ.get("LAUNCHER_RUN", ""), self.say)
+            except ConfigError as error:
+                problem = error.what, error.where, error.fix
+        if (told := told_by_first(problem)) is not None:
+            what, where, fix = told
+            raise ConfigError(what, where=where, fix=fix)
+
+    def _look_at_checkpoint(self) -> None:
+        """Before there is an engine: what is gone on from, and the batch that it had."""
+        self.batch_keys = written_batch(self.config)
+        self.resuming = Resuming.wanted(self.args, self.checkpoints)
+        if self.resuming is not None:
+            dp_degree = self.config.dp_degree(dist.get_world_size())
+            self.config, line = keep_batch(self.config, self.resuming, dp_degree, self.args.keep_batch)
+            if line:
+                self.say(line)
 
     def say(self, text: str) -> None:
         """Print a line, once for all ranks."""
@@ -158,39 +196,3 @@ class Run:
         if self.rank == 0:
             write_json(self.output_dir / "config.json", resolved)
             write_json(self.output_dir / "flags.json", vars(self.args))
-
-    def resume_from(self) -> tuple[Path, str | None] | None:
-        """(directory of checkpoints, tag or None for the latest) that `--resume` names; None: start anew.
-
-        After a restart by the launcher or by Slurm it is this run's own newest checkpoint, where there is one.
-
-        Raises:
-            ConfigError: nothing is there.
-        """
-        again = any(
-            int(os.environ.get(name) or 0) > 0 for name in ("LAUNCHER_ATTEMPT", "SLURM_RESTART_COUNT")
-        )
-        if again and (self.checkpoints / "latest").is_file():
-            return self.checkpoints, None
-        wanted = self.args.resume
-        if wanted is None:
-            return None
-        if wanted == "latest":
-            if not (self.checkpoints / "latest").is_file():
-                raise ConfigError(
-                    f"--resume: {self.checkpoints} has no checkpoint yet",
-                    where="--resume latest",
-                    fix="name the run's --output-dir, or a checkpoint directory: --resume DIR",
-                )
-            return self.checkpoints, None
-        path = Path(wanted).expanduser()
-        for directory in (path, path / "checkpoints"):
-            if (directory / "latest").is_file():
-                return directory, None
-        if (path / "meta.json").is_file():
-            return path.parent, path.name
-        raise ConfigError(
-            f"--resume: {path} is no checkpoint",
-            where=f"--resume {wanted}",
-            fix="name a run's output directory, its checkpoints directory, or one checkpoint in it",
-        )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from launcher.comm import all_reduce, log_summary
 from launcher.data.loader import GlobalBatchLoader
+from launcher.data.pack import tokenizer_fingerprint
 from launcher.engine import Engine, report
 from launcher.engine.blame import weights_are_finite
 from launcher.errors import ConfigError, NotFiniteError
@@ -24,6 +25,7 @@ from launcher.monitor.progress import ProgressLine
 from launcher.monitor.summary import RankMemory, print_summary, write_summary
 from launcher.monitor.trace import Trace
 from launcher.optim.loss_scale import LossScaleExhausted
+from launcher.resuming import Resuming
 from launcher.run import Run
 
 EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
@@ -226,7 +228,13 @@ class Training:
         if not self._is_sound():
             self.engine.watch.say(f"step {self.engine.global_steps} is not saved: it is not finite")
             return False
-        client = {"data": self.loader.state_dict(), "tokens": self.tokens, "total_steps": self.total_steps}
+        client = {
+            "data": self.loader.state_dict(),
+            "tokens": self.tokens,
+            "total_steps": self.total_steps,
+            "tokenizer": self._tokenizer(),
+            "batch_keys": self.run.batch_keys,
+        }
         self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=client)
         return True
 
@@ -242,13 +250,29 @@ class Training:
             error.fix = f"{error.fix}; go on from the state before this step: --resume {before}"
 
     def _resume(self) -> None:
-        found = self.run.resume_from()
-        if found is None:
+        resuming = self.run.resuming
+        if resuming is None:
             return
-        path, client = self.engine.load_checkpoint(*found)
+        self._check_tokenizer(resuming)
+        path, client = self.engine.load_checkpoint(
+            resuming.directory, resuming.tag, allow_model_changes=self.run.args.allow_model_changes
+        )
         self.loader.load_state_dict(client["data"])
         self.tokens = client["tokens"]
         self.run.say(f"resumed from {path} at step {self.engine.global_steps}")
+
+    def _check_tokenizer(self, resuming: Resuming) -> None:
+        was, now = resuming.client_state.get("tokenizer"), self._tokenizer()
+        if None in (was, now) or was == now or self.run.args.allow_model_changes:
+            return
+        raise ConfigError(
+            "the checkpoint was trained with another tokenizer: its tokens mean something else to the model",
+            where="--tokenizer",
+            fix="name the one that it was trained with, or say --allow-model-changes",
+        )
+
+    def _tokenizer(self) -> str | None:
+        return None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
 
     def _finish(self) -> None:
         output, failure = self.run.output_dir, None if self._is_sound() else self._failure()
@@ -268,6 +292,7 @@ class Training:
             log_summary()
         self.engine.watch.close()
         dist.barrier()
+        self.run.give_back()
         if failure is not None:
             raise failure
 

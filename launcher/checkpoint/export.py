@@ -12,11 +12,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import psutil
 import torch
 
 from launcher.errors import CheckpointError
@@ -84,6 +86,28 @@ def write_safetensors(
     return export.finish() if writer else []
 
 
+def temporary_path(path: Path) -> Path:
+    """A place beside `path` for this process alone: several may write one file. What ended ones left is removed."""
+    mine = f".{path.name}.{socket.gethostname()}."
+    with contextlib.suppress(OSError):
+        for other in path.parent.glob(f"{mine}*.tmp"):
+            pid = other.name.removeprefix(mine).removesuffix(".tmp")
+            if pid.isdigit() and not psutil.pid_exists(int(pid)):
+                other.unlink(missing_ok=True)
+    return path.with_name(f"{mine}{os.getpid()}.tmp")
+
+
+@contextlib.contextmanager
+def temporary_file(path: Path) -> Iterator[Path]:
+    """A place to write, which becomes `path` when all went well."""
+    place = temporary_path(path)
+    try:
+        yield place
+        os.replace(place, path)
+    finally:
+        place.unlink(missing_ok=True)
+
+
 class _Export:
     """The writer's files. After a failure it does nothing more, and tells at the end."""
 
@@ -91,6 +115,7 @@ class _Export:
         self.directory = directory
         self.shards = shards
         self.names = _file_names(len(shards))
+        self._own = {name: temporary_path(directory / name) for name in (*self.names, INDEX_FILE)}
         self.failure: BaseException | None = None
         self._file: IO[bytes] | None = None
 
@@ -143,7 +168,7 @@ class _Export:
         (self.directory / INDEX_FILE).unlink(missing_ok=True)
         for path in self.directory.iterdir():
             if path.name not in self.names and re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", path.name):
-                path.unlink()
+                path.unlink(missing_ok=True)
         for name in self.names:
             os.replace(self._temporary(name), self.directory / name)
         written = [self.directory / name for name in self.names]
@@ -155,7 +180,7 @@ class _Export:
         return written
 
     def _temporary(self, name: str) -> Path:
-        return self.directory / f".{name}.tmp"
+        return self._own[name]
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.checkpoint import store, tags
-from launcher.checkpoint.export import write_safetensors
+from launcher.checkpoint.export import temporary_file, write_safetensors
 from launcher.checkpoint.reader import read_metadata
 from launcher.errors import LauncherError
 from launcher.sizes import bytes_of
@@ -49,6 +49,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """The parameters (fp32) and persistent buffers of a checkpoint, whole; tied ones under their first name.
 
+    Not collective, as all of this file: one rank may call it alone, and so may all of them.
+
     Args:
         checkpoint_dir, tag: which; default: the latest.
         others: of DeepSpeed's; what was excluded when it was saved is not there.
@@ -64,7 +66,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         for name, entry in entries
         if isinstance(entry, TensorStorageMetadata) and name.startswith(KINDS)
     }
-    store.load(directory, tag, found, strict=False)
+    store.load(directory, tag, found, strict=False, local=True)
     return {name.partition("/")[2]: value for name, value in found.items()}
 
 
@@ -93,7 +95,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         write_safetensors(directory, entries, bytes_of(max_shard_size))
         return
     directory.mkdir(parents=True, exist_ok=True)
-    torch.save(state, directory / "pytorch_model.bin")
+    with temporary_file(directory / "pytorch_model.bin") as path:
+        torch.save(state, path)
 
 
 def _same(value: Tensor) -> Tensor:

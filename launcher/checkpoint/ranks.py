@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from launcher.comm.plain import gather_plain
 from launcher.errors import CheckpointError
 
 Disagreement: TypeAlias = Literal["Ignore", "Warn", "Fail"]
@@ -23,19 +24,26 @@ class Ranks:
     Args:
         group: None is all ranks, or this process alone.
         node: the ranks of this node, when each node has a directory of its own; None: all share one.
+        alone: this process, whatever groups there are.
 
     Attributes:
         rank: of this process in the group.
         first: this rank makes the directory, and writes what is not a rank's own.
         sharing: the ranks that share this rank's directory.
+        share: (this rank's number among those, how many they are).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, node: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, node: dist.ProcessGroup | None = None, *, alone: bool = False
+    ) -> None:
         self.group, self.node = group, node
-        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.alone = alone or not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if self.alone else dist.get_rank(group)
         self.sharing = group if node is None else node
-        self.first = (self.rank if node is None else dist.get_rank(node)) == 0
+        self.share = (
+            (0, 1) if self.alone else (dist.get_rank(self.sharing), dist.get_world_size(self.sharing))
+        )
+        self.first = self.share[0] == 0
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it fails on one, raise on all."""
@@ -71,12 +79,12 @@ class Ranks:
                 warnings.warn(f"{said} That of rank 0 counts for all: {values[0]}.", stacklevel=4)
         return str(values[0])
 
+    def of_sharing(self, value: T) -> list[T]:
+        """What the ranks say that share a directory; plain values."""
+        return [value] if self.alone else gather_plain(value, self.sharing)
+
     def _gather(self, value: str | None) -> list[str | None]:
-        if self.alone:
-            return [value]
-        values: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.alone else gather_plain(value, self.group)
 
 
 def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -88,10 +96,8 @@ def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     if not (dist.is_available() and dist.is_initialized()):
         return None, None
     mine = os.environ.get("GROUP_RANK") or socket.gethostname()
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, mine)
     members: dict[str, list[int]] = {}
-    for rank, name in enumerate(names):
+    for rank, name in enumerate(gather_plain(mine)):
         members.setdefault(name, []).append(rank)
     everyone = dist.new_group(backend="gloo")
     groups = {name: dist.new_group(ranks, backend="gloo") for name, ranks in members.items()}

@@ -57,15 +57,16 @@ class Saver:
         self._pending.append(self._thread.submit(self._save, directory, tag, copies, frozen, latest))
 
     def load(self, directory: Path, tag: str, tensors: Tensors, strict: bool) -> None:
-        """`store.load`, after what is being written."""
+        """`store.load` of what `find` found, after what is being written."""
         self.wait()
         group, node = self._groups_of_ranks()
-        store.load(directory, tag, tensors, group, strict, node=node)
+        store.load(directory, tag, tensors, group, strict, node=node, compared=True)
 
     def find(self, directory: Path, tag: str | None, missing_ok: bool) -> tuple[str, dict[str, Any]] | None:
         """`store.find`, after what is being written."""
         self.wait()
-        return store.find(directory, tag, missing_ok=missing_ok)
+        group, node = self._groups_of_ranks()
+        return store.find(directory, tag, missing_ok=missing_ok, group=group, node=node)
 
     def wait(self) -> None:
         """Until the save in the background has ended. Raises its CheckpointError, on all ranks alike."""

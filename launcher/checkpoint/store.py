@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from launcher.checkpoint import tags
+from launcher.checkpoint.checksums import HashingFileSystem, Stamp, check_blocks, check_sizes
 from launcher.checkpoint.ranks import Disagreement, Ranks, root_cause
 from launcher.checkpoint.reader import (
     SafeReader,
@@ -37,9 +39,10 @@ from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import latest_tag, list_tags, prune
 from launcher.errors import CheckpointError
 
-__all__ = ["find", "latest_tag", "list_tags", "load", "load_meta", "prune", "save"]
+__all__ = ["find", "has_latest", "latest_tag", "list_tags", "load", "load_meta", "peek", "prune", "save"]
 
 Tensors = Mapping[str, torch.Tensor | FlatSlice]
+Stamps = Mapping[str, Stamp]
 T = TypeVar("T")
 
 
@@ -89,10 +92,11 @@ def save(
         ranks.together(lambda: _check_visible(temporary))
         if node is not None:
             _check_separate(temporary, ranks)
-        metadata = ranks.together(lambda: _write(temporary, tensors, ranks))
+        metadata, stamps = ranks.together(lambda: _write(temporary, tensors, ranks))
         if node is None:
             ranks.together(lambda: _check_complete(metadata))
-        written = ranks.on_first(lambda: _write_meta(temporary, text))
+        files = _stamps_of_all(stamps, ranks)
+        written = ranks.on_first(lambda: _write_meta(temporary, files, json.loads(text), latest))
         ranks.on_first(lambda: tags.finish(path, tag, latest))
     except CheckpointError:
         if ranks.first:
@@ -107,11 +111,18 @@ def find(
     *,
     missing_ok: bool = False,
     group: dist.ProcessGroup | None = None,
+    node: dist.ProcessGroup | None = None,
 ) -> tuple[str, dict[str, Any]] | None:
-    """`load_meta` on all ranks together: they find the same, or all raise. Collective over `group`."""
-    ranks = Ranks(group)
-    found = ranks.together(lambda: load_meta(directory, tag, missing_ok=missing_ok))
+    """`load_meta` on all ranks together, and every byte of the checkpoint compared with its checksum.
+
+    Collective over `group`: all ranks find the same, or all raise. Ranks that share a directory share the work.
+    """
+    ranks = Ranks(group, node)
+    found = ranks.together(lambda: _look(Path(directory), tag, missing_ok, tell=ranks.rank == 0))
     ranks.agreed("checkpoint to load", "none" if found is None else found[0])
+    if found is None:
+        return None
+    _check_bytes(Path(directory), found[0], ranks)
     return found
 
 
@@ -136,8 +147,24 @@ def load_meta(
     Raises:
         CheckpointError: there is none, it is incomplete, or its meta.json is corrupted.
     """
-    path = Path(directory)
-    chosen = tag if tag is not None else latest_tag(path)
+    return _look(Path(directory), tag, missing_ok, tell=True)
+
+
+def peek(directory: Path, tag: str | None) -> dict[str, Any]:
+    """The meta of a checkpoint that will be loaded, before its files are looked at. Not collective."""
+    chosen = tag if tag is not None else tags.tag_to_load(directory)[0]
+    if chosen is None:
+        raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
+    return tags.read_meta(tags.tag_path(directory, chosen)).meta
+
+
+def has_latest(directory: Path) -> bool:
+    """Whether some checkpoint is the latest there; a `latest` that cannot be read counts, and is told on loading."""
+    return (directory / tags.LATEST_FILE).exists() or tags.tag_to_load(directory)[0] is not None
+
+
+def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple[str, dict[str, Any]] | None:
+    chosen, note = (tag, None) if tag is not None else tags.tag_to_load(path)
     if chosen is None:
         tags.refuse_foreign(path)
         if missing_ok:
@@ -150,8 +177,37 @@ def load_meta(
         )
     where = tags.tag_path(path, chosen)
     content = tags.read_meta(where)
-    _check_sizes(where, content["files"])
-    return chosen, content["meta"]
+    with _belonging(where, content):
+        check_sizes(where, content.files)
+    if not content.checksums:
+        old = f"{where} has no checksums: it was written before there were any. Damage to it may not be noticed."
+        note = old if note is None else f"{note} {old}"
+    if tell and note:
+        warnings.warn(note, stacklevel=3)
+    return chosen, content.meta
+
+
+def _check_bytes(path: Path, tag: str, ranks: Ranks) -> None:
+    """Each of the ranks that share the directory compares its share of the bytes."""
+
+    def compare() -> None:
+        where = tags.tag_path(path, tag)
+        content = tags.read_meta(where)
+        with _belonging(where, content):
+            check_blocks(where, content.files, *ranks.share)
+
+    ranks.together(compare)
+
+
+@contextmanager
+def _belonging(where: Path, content: tags.Meta) -> Iterator[None]:
+    """Files that do not match may be right, and their meta.json that of another checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        if content.tag not in (None, tags.tag_of(where)):
+            error.what += f" {where / tags.META_FILE} was written for the checkpoint {content.tag!r}."
+        raise
 
 
 def load(
@@ -162,8 +218,10 @@ def load(
     strict: bool = True,
     *,
     node: dist.ProcessGroup | None = None,
+    compared: bool = False,
+    local: bool = False,
 ) -> None:
-    """Read the checkpoint DIRECTORY/TAG into `tensors`, in place. Collective over `group`.
+    """Read the checkpoint DIRECTORY/TAG into `tensors`, in place. Collective over `group`, unless `local`.
 
     Flat slices get their elements whatever slicing was saved; a tensor of another dtype is converted. The
     checkpoint may hold more than is asked for. No code from the checkpoint is run.
@@ -171,20 +229,24 @@ def load(
     Args:
         strict: False leaves tensors that the checkpoint does not have as they are.
         node: the ranks of this node, when `directory` is another one on each node.
+        compared: `find` has just compared its bytes with their checksums.
+        local: this process alone reads, whatever groups there are.
 
     Raises:
         CheckpointError: on every rank: names are missing, shapes differ, or a file is corrupted.
     """
     path = Path(directory)
-    ranks = Ranks(group, node)
+    ranks = Ranks(group, node, alone=local)
 
     def prepare() -> tuple[Path, Metadata]:
         where = tags.tag_path(path, tag)
-        _check_sizes(where, tags.read_meta(where)["files"])
         metadata = read_metadata(where)
         _check_fit(where, metadata, tensors, strict)
         return where, metadata
 
+    if not compared:
+        ranks.together(lambda: _look(path, tag, False, tell=ranks.rank == 0))
+        _check_bytes(path, tag, ranks)
     where, metadata = ranks.together(prepare)
     ranks.together(
         lambda: _quietly(
@@ -214,6 +276,7 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, directory: Path, who: str) -> None:
         super().__init__(directory, sync_files=True, thread_count=1)
         self._who = who
+        self.fs: HashingFileSystem = HashingFileSystem()
 
     def storage_meta(self) -> StorageMeta | None:
         return None
@@ -270,11 +333,12 @@ def _check_separate(temporary: Path, ranks: Ranks) -> None:
     ranks.on_first(mark.unlink)
 
 
-def _write(temporary: Path, tensors: Tensors, ranks: Ranks) -> Metadata:
+def _write(temporary: Path, tensors: Tensors, ranks: Ranks) -> tuple[Metadata, Stamps]:
+    """Write what this rank has; also: the checksums of the files that it wrote."""
     writer = _Writer(temporary, "" if ranks.alone else f" on rank {ranks.rank}")
     kind = dcp.DefaultSavePlanner if ranks.node is None else _PartialPlanner
     planner = kind(flatten_state_dict=False)
-    return _quietly(
+    metadata = _quietly(
         lambda: dcp.save(
             dict(tensors),
             storage_writer=writer,
@@ -283,6 +347,7 @@ def _write(temporary: Path, tensors: Tensors, ranks: Ranks) -> Metadata:
             no_dist=ranks.alone,
         )
     )
+    return metadata, writer.fs.stamps
 
 
 def _check_complete(metadata: Metadata) -> None:
@@ -293,29 +358,25 @@ def _check_complete(metadata: Metadata) -> None:
         )
 
 
-def _write_meta(temporary: Path, meta: str) -> int:
+def _stamps_of_all(stamps: Stamps, ranks: Ranks) -> Stamps:
+    """Of all files in this rank's directory, in the order of the ranks that wrote them."""
+    every = ranks.of_sharing({name: stamp.write() for name, stamp in stamps.items()})
+    return {name: Stamp.read(content) for files in every for name, content in files.items()}
+
+
+def _write_meta(temporary: Path, files: Stamps, meta: dict[str, Any], latest: bool) -> int:
     """Write meta.json; returns the bytes of the other files."""
-    files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-    content = {
-        "format": tags.FORMAT,
-        "saved_at_ns": time.time_ns(),
-        "torch": torch.__version__,
-        "files": files,
-        "meta": json.loads(meta),
-    }
-    tags.write_durably(temporary / tags.META_FILE, json.dumps(content, indent=1))
-    return sum(files.values())
-
-
-def _check_sizes(where: Path, files: Mapping[str, int]) -> None:
-    for name, size in files.items():
-        path = where / name
-        actual = path.stat().st_size if path.is_file() else None
-        if actual != size:
-            state = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
-            raise CheckpointError(
-                f"{path} {state}.", where=str(path), fix="the checkpoint is incomplete; load another tag"
-            )
+    there = {file.name: file.stat().st_size for file in temporary.iterdir()}
+    if there != {name: stamp.size for name, stamp in files.items()}:
+        raise CheckpointError(
+            f"The files of {temporary} are not those that were written: {sorted(there.items())}.",
+            where=str(temporary),
+            fix="let nothing else write there, and save again",
+        )
+    tag = tags.tag_of(temporary)
+    more = {"tag": tag, "saved_at_ns": time.time_ns(), "torch": torch.__version__, "latest": latest}
+    tags.write_meta(temporary, files, meta, more)
+    return sum(there.values())
 
 
 def _check_fit(where: Path, metadata: Metadata, tensors: Tensors, strict: bool) -> None:

@@ -1,7 +1,7 @@
 """The directory of checkpoints: tags, `latest`, what killed saves leave behind.
 
 - DIR/latest: the name of the newest complete checkpoint, one line
-- DIR/TAG/: meta.json, .metadata, *.distcp
+- DIR/TAG/: meta.json, .metadata, *.distcp; meta.json has the checksums of the others, and begins with its own
 - DIR/.tmp-TAG/: a save that is under way, or was killed
 - DIR/.old-TAG/: what TAG was, while a second save of it takes its place
 """
@@ -12,18 +12,42 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.checkpoint.checksums import Stamp, damaged, digest
 from launcher.errors import CheckpointError
 
 LATEST_FILE = "latest"
 META_FILE = "meta.json"
-FORMAT = 1
-"""Version of the layout; written into meta.json."""
+FORMAT = 2
+"""Version of the layout; written into meta.json. The first one had no checksums."""
 
 _TMP, _OLD = ".tmp-", ".old-"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json says.
+
+    Attributes:
+        meta: of the caller of `save`.
+        files: the other files, as they have to be.
+        saved_at_ns: when.
+        latest: whether that save moved `latest`; None in the first format.
+        checksums: false in the first format.
+        tag: that it was saved as; None in the first format.
+    """
+
+    meta: dict[str, Any]
+    files: dict[str, Stamp]
+    saved_at_ns: int
+    latest: bool | None
+    checksums: bool
+    tag: str | None
 
 
 def check_tag(tag: str) -> str:
@@ -51,9 +75,10 @@ def tag_path(directory: Path, tag: str) -> Path:
         if (path / META_FILE).is_file():
             return path
     refuse_foreign(directory / tag)
-    tags = list_tags(directory)
+    tags, absent = list_tags(directory), directory / tag / META_FILE
+    why = f" {absent} is missing." if (directory / tag).is_dir() else ""
     raise CheckpointError(
-        f"{directory} has no checkpoint with the tag {tag!r}.",
+        f"{directory} has no checkpoint with the tag {tag!r}.{why}",
         where=str(directory),
         fix=f"load one of: {', '.join(tags[-5:])}" if tags else "it has none at all; check the directory",
     )
@@ -108,6 +133,47 @@ def latest_tag(directory: str | Path) -> str | None:
         ) from error
 
 
+def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
+    """The tag that `latest` names, and what is to be told of it.
+
+    A save that is killed just before it moves `latest` leaves it behind the newest checkpoint; a damaged `latest` may
+    name another one, too. Which of them it was cannot be known here, so it is told.
+
+    Raises:
+        CheckpointError: the file cannot be read, or names a checkpoint that is not there.
+    """
+    file, named, newest = directory / LATEST_FILE, latest_tag(directory), _newest_that_was_latest(directory)
+    if named is None:
+        if newest is None:
+            return None, None
+        return newest, f"{file} is missing. The newest checkpoint of those that it named is loaded: {newest}."
+    known = list_tags(directory)
+    if known and named not in known and not (directory / named).is_dir():
+        raise CheckpointError(
+            f"{file} names {named!r}, and there is no such checkpoint.",
+            where=str(file),
+            fix=f"write one of these into it: {', '.join(known[-5:])}",
+        )
+    if newest is None or named == newest or named not in known:
+        return named, None
+    if _saved_at(tag_path(directory, named)) == _saved_at(tag_path(directory, newest)):
+        return named, None
+    return named, (
+        f"{file} names {named}, and the newest checkpoint that a save made the latest is {newest}. {named} is loaded; "
+        f"if you have not written that name yourself, load {newest} by its name."
+    )
+
+
+def _newest_that_was_latest(directory: Path) -> str | None:
+    for tag in reversed(list_tags(directory)):
+        try:
+            if read_meta(tag_path(directory, tag)).latest:
+                return tag
+        except CheckpointError:
+            continue  # it is told when it is loaded
+    return None
+
+
 def prune(directory: str | Path, keep: int) -> list[str]:
     """Delete all but the newest `keep` checkpoints, never the one that `latest` names; return the deleted
     tags.
@@ -145,6 +211,11 @@ def start(directory: Path, tag: str) -> Path:
 
 def temporary_path(directory: Path, tag: str) -> Path:
     return directory / f"{_TMP}{tag}"
+
+
+def tag_of(path: Path) -> str:
+    """The tag of a directory, also while it is written or about to be replaced."""
+    return path.name.removeprefix(_TMP).removeprefix(_OLD)
 
 
 def discard(directory: Path, tag: str) -> None:
@@ -185,36 +256,58 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def read_meta(path: Path) -> dict[str, Any]:
+def write_meta(path: Path, files: Mapping[str, Stamp], meta: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Write a checkpoint's meta.json. Its first line has the checksum of all others."""
+    content = {**more, "files": {name: stamp.write() for name, stamp in files.items()}, "meta": meta}
+    body = json.dumps(content, indent=1).removeprefix("{\n")
+    write_durably(path / META_FILE, _first_line(body.encode()) + body)
+
+
+def _first_line(body: bytes) -> str:
+    return f'{{"format": {FORMAT}, "xxh3": "{digest(body)}",\n'
+
+
+def read_meta(path: Path) -> Meta:
     """The content of a checkpoint's meta.json.
 
     Raises:
-        CheckpointError: it is corrupted, or of a newer format.
+        CheckpointError: it is damaged, or of a newer format.
     """
     file = path / META_FILE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        raw = file.read_bytes()
+        content = json.loads(raw)
         version = content["format"]
-        if not isinstance(content["meta"], dict) or not isinstance(content["files"], dict):
-            raise TypeError("meta and files must be objects")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if version == FORMAT:
+            first, _, body = raw.partition(b"\n")
+            if first.decode() + "\n" != _first_line(body):
+                raise damaged(file)
+        files = {str(name): Stamp.read(stamp) for name, stamp in content["files"].items()}
+        if any((stamp.blocks is None) == (version == FORMAT) for stamp in files.values()):
+            raise ValueError(f"its files are not described as format {version} does")
+        if not isinstance(content["meta"], dict):
+            raise TypeError("meta must be an object")
+        saved_at, latest = int(content.get("saved_at_ns", 0)), content.get("latest")
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} cannot be read: {error}",
             where=str(file),
             fix="the checkpoint is corrupted; load another tag",
         ) from error
-    if version != FORMAT:
+    if version not in (1, FORMAT):
         raise CheckpointError(
-            f"{file} is of format {version}; this version reads format {FORMAT}.",
+            f"{file} is of format {version}; this version reads formats up to {FORMAT}.",
             where=str(file),
-            fix="load it with the version of launcher that wrote it",
+            fix="load it with the version of launcher that wrote it, or another tag if the file is damaged",
         )
-    return dict(content)
+    return Meta(content["meta"], files, saved_at, latest, version == FORMAT, content.get("tag"))
 
 
 def _saved_at(path: Path) -> int:
     """When a checkpoint was saved, in ns. A corrupted one counts as old."""
     try:
-        return int(read_meta(path).get("saved_at_ns", 0))
-    except (CheckpointError, TypeError, ValueError):
+        return read_meta(path).saved_at_ns
+    except CheckpointError:
         return 0

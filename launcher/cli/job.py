@@ -8,6 +8,7 @@ import os
 import shlex
 import socket
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,6 +73,9 @@ class Job:
 
     output_dir: Path | None = None
     """The run's directory, once it is made."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """The same for all ranks, in all attempts."""
 
     def __post_init__(self) -> None:
         flags = self.flags

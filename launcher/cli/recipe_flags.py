@@ -12,8 +12,8 @@ def training_parser(recipe: str, description: str) -> FlagParser:
     """The parser a recipe starts from; it may add flags of its own.
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
-    epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, save_every, eval_every, resume, profile,
-    profile_steps, seed, max_nonfinite_steps, device. None means "not said".
+    epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, save_every, eval_every, resume, keep_batch,
+    allow_model_changes, profile, profile_steps, seed, max_nonfinite_steps, device. None means "not said".
 
     Args:
         recipe: its name, shown by `--help`.
@@ -66,6 +66,17 @@ def training_parser(recipe: str, description: str) -> FlagParser:
     output.add_argument("--eval-every", type=whole, metavar="N", help="evaluate every N steps")
     output.add_argument(
         "--resume", nargs="?", const="latest", metavar="latest|DIR", help="go on from a checkpoint"
+    )
+    output.add_argument(
+        "--keep-batch",
+        action=argparse.BooleanOptionalAction,
+        help="on another number of ranks than the checkpoint's, keep its global batch by another accumulation "
+        "(default: where it divides, and the JSON's batch keys are the same)",
+    )
+    output.add_argument(
+        "--allow-model-changes",
+        action="store_true",
+        help="go on from the checkpoint of a model with other settings (heads, rope, norms), or with another tokenizer",
     )
     looking = parser.add_argument_group("profiling")
     looking.add_argument(

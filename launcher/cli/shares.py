@@ -19,6 +19,7 @@ from launcher.cluster.node import Node
 from launcher.cluster.selection import first_ranks
 from launcher.cluster.share import Share
 from launcher.errors import ConfigError
+from launcher.owner import check_free
 
 if TYPE_CHECKING:
     from launcher.cli.job import Job
@@ -46,6 +47,8 @@ def deal(job: Job, front_end: FrontEnd) -> list[Share]:
     _check_binding(job, counts)
     if job.output_dir is None:
         job.output_dir = run_directory(value_of(job.run.arguments, "--output-dir"), job.run.name)
+        if job.run.is_ours:  # before its logs are written over; rank 0 takes it
+            check_free(job.output_dir)
     common = _common(job, job.output_dir, device)
     shown = [] if job.flags.enable_each_rank_log else _shown(job, total)
     firsts = accumulate(counts[:-1], initial=0)
@@ -94,6 +97,7 @@ def _common(job: Job, output_dir: Path, device: str) -> Share:
     variables = {
         "LAUNCHER_DEVICE": device,
         "LAUNCHER_OUTPUT_DIR": str(output_dir),
+        "LAUNCHER_RUN": job.id,
         "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
     }
     if flags.term_grace:

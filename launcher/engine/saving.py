@@ -64,6 +64,8 @@ class Saving:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        *,
+        allow_model_changes: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load what `save_checkpoint` wrote, on any topology. Every rank must call it.
 
@@ -73,6 +75,8 @@ class Saving:
                 False: those of the same name are loaded.
             load_optimizer_states, load_lr_scheduler_states: false leaves those as they are.
             load_module_only: weights, and nothing else.
+            allow_model_changes: load it though the model's config computes otherwise: head counts, rope, norms. Else
+                that is refused, for a Hugging Face model and with load_module_strict.
 
         Returns:
             (path of the checkpoint, client state); (None, {}) when the directory has no `latest`.
@@ -90,6 +94,7 @@ class Saving:
             optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
+            allow_model_changes=allow_model_changes,
         )
 
     def save_16bit_model(

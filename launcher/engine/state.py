@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from launcher.checkpoint.ranks import Ranks
-from launcher.checkpoint.reader import read_metadata
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
-from launcher.checkpoint.values import decode, encode
+from launcher.comm.values import decode, encode
+from launcher.engine.fitting import Stored, look, parts_of
 from launcher.engine.random_state import random_states, restore_random_states
-from launcher.engine.whole import of_stages
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
+from launcher.models.settings import settings_of
 from launcher.offload.resting import Part, Window, in_turn
 from launcher.zero import ParamSlice
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 # Names in a checkpoint: model/<parameter>, buffer/<buffer>, optimizer/<state>/<parameter> (shaped like the parameter),
 # scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<place>
 Tensors = dict[str, Tensor | FlatSlice]
-Stored = dict[str, torch.dtype]  # name -> dtype
 
 
 def save_state(
@@ -61,6 +58,7 @@ def load_state(
     optimizer: bool,
     scheduler: bool,
     counters: bool,
+    allow_model_changes: bool = False,
 ) -> tuple[str | None, dict[str, Any]]:
     """Load the checkpoint DIRECTORY/TAG (default: the latest). Collective. See Engine.load_checkpoint."""
     found = engine.saver.find(directory, tag, missing_ok=tag is None)
@@ -69,7 +67,8 @@ def load_state(
     tag, meta = found[0], decode(found[1])
     path = tag_path(directory, tag)
     stepper = engine.optimizer if optimizer else None
-    stored = _fitting(engine, path, meta, strict=strict, optimizer=stepper is not None)
+    fits = {"strict": strict, "optimizer": stepper is not None, "allow_model_changes": allow_model_changes}
+    stored = look(engine, path, meta, **fits)  # before anything is changed
     engine.zero.free_gathered()
     engine.abandon_step()
     with in_turn(changed=True) as window:
@@ -91,50 +90,6 @@ def load_state(
     if counters:
         _restore(engine, meta, rng)
     return str(path), meta["client_state"]
-
-
-def _fitting(engine: Engine, path: Path, meta: dict[str, Any], *, strict: bool, optimizer: bool) -> Stored:
-    """What is stored. Before anything is changed: what loading tensor by tensor would not notice."""
-    mine = {f"model/{name}" for name in engine.zero.slots} | _buffers(engine).keys()
-    known = set().union(*of_stages(engine, mine))
-
-    def look() -> Stored:
-        stored = _stored(path)
-        _check_fit(engine, path, stored, known, meta, strict=strict, optimizer=optimizer)
-        return stored
-
-    return Ranks(None).together(look)  # each node may have a directory of its own
-
-
-def _check_fit(
-    engine: Engine,
-    path: Path,
-    stored: Stored,
-    known: set[str],
-    meta: dict[str, Any],
-    *,
-    strict: bool,
-    optimizer: bool,
-) -> None:
-    """Args:
-    known: names of the model and its buffers, on all stages.
-    """
-    others = [n for n in stored if n.startswith(("model/", "buffer/")) and n not in known]
-    if strict and others:
-        raise CheckpointError(
-            f"The checkpoint has {len(others)} tensors that the model does not have: {', '.join(others[:5])}.",
-            where=str(path),
-            fix="load it with the model that it was saved from, or pass load_module_strict=False",
-        )
-    if not optimizer:
-        return
-    mine, theirs = engine.get_type()[:1], (meta["optimizer"] or {}).get("type")
-    if theirs not in mine:
-        raise CheckpointError(
-            f"The checkpoint has the state of {theirs or 'no optimizer'}, and this run steps with {mine[0]}.",
-            where=str(path),
-            fix="use the optimizer that it was saved with, or pass load_optimizer_states=False",
-        )
 
 
 def _written(engine: Engine) -> list[ParamSlice]:
@@ -164,6 +119,7 @@ def _meta(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
         else None,
         "world_size": engine.world_size,
         "config": engine.config,
+        "model": settings_of(engine.module),
         "client_state": client_state,
     }
     return {key: encode(value) for key, value in meta.items()}
@@ -186,13 +142,6 @@ def _random_states(engine: Engine) -> dict[str, Tensor]:
     stage = engine.mesh.axes["pp"].rank
     place = f"{engine.mesh.dp.rank}/stage{stage}" if stage else str(engine.mesh.dp.rank)
     return random_states(place, engine.device)
-
-
-def _stored(path: Path) -> Stored:
-    entries = read_metadata(path).state_dict_metadata.items()
-    return {
-        name: entry.properties.dtype for name, entry in entries if isinstance(entry, TensorStorageMetadata)
-    }
 
 
 def _buffers(engine: Engine) -> Tensors:
@@ -244,11 +193,11 @@ def _empty_optimizer_state(engine: Engine, stored: Stored, window: Window) -> Te
         if group.get("fused") or group.get("capturable")
     }
     tensors: Tensors = {}
-    for full_name, dtype in stored.items():
-        kind, key, name = _parts(full_name)
+    for full_name, entry in stored.items():
+        kind, key, name = parts_of(full_name)
         if kind not in ("optimizer", "scalar", "number") or name not in slices:
             continue
-        piece, tensor = slices[name], engine.optimizer.tensors[name]
+        piece, tensor, dtype = slices[name], engine.optimizer.tensors[name], entry.properties.dtype
         if kind == "optimizer":
             if dtype.is_floating_point:  # saved with another precision of the optimizer's state
                 dtype = engine.optimizer.dtype_of(name)
@@ -261,17 +210,10 @@ def _empty_optimizer_state(engine: Engine, stored: Stored, window: Window) -> Te
     return tensors
 
 
-def _parts(full_name: str) -> tuple[str, str, str]:
-    """KIND/STATE/PARAMETER; a kind without states gives no parameter."""
-    kind, _, rest = full_name.partition("/")
-    key, _, name = rest.partition("/")
-    return kind, key, name
-
-
 def _take_numbers(engine: Engine, tensors: Tensors) -> None:
     """Python numbers travelled as tensors."""
     assert engine.optimizer is not None
     for full_name, value in tensors.items():
-        kind, key, name = _parts(full_name)
+        kind, key, name = parts_of(full_name)
         if kind == "number" and isinstance(value, Tensor):
             engine.optimizer.inner.state[engine.optimizer.tensors[name]][key] = value.item()

@@ -1,4 +1,4 @@
-"""`launch check --migrate` loses nothing: what it cannot read, or would make right by leaving it out, it does not write."""
+"""`launch check --migrate` loses nothing: what it cannot read, or would only leave out, it does not write."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import warnings
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from launcher.checkpoint.store import load, load_meta, save
 from launcher.errors import CheckpointError
+from tests.checkpoint.forging import agree, of_first_format
 
 
 @pytest.fixture
@@ -39,18 +39,10 @@ class _Malice:
         return os.mkdir, (str(self.target),)
 
 
-def _forge_size(checkpoint: Path, name: str) -> None:
-    """Let meta.json agree with a changed file, so that what is tested is the file's reader."""
-    meta = checkpoint / "meta.json"
-    content = json.loads(meta.read_text())
-    content["files"][name] = (checkpoint / name).stat().st_size
-    meta.write_text(json.dumps(content))
-
-
 def test_a_pickle_with_code_is_refused_and_not_run(checkpoint: Path, tmp_path: Path) -> None:
     proof = tmp_path / "code-was-run"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(_Malice(proof)))
-    _forge_size(checkpoint, ".metadata")
+    agree(checkpoint, ".metadata")
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it refers to posix\.mkdir"):
         _load(checkpoint)
     assert not proof.exists()
@@ -70,7 +62,7 @@ def test_what_early_pythons_wrote_is_read(checkpoint: Path) -> None:
         file.truncate()
         _EarlyPickler(file).dump(metadata)
     assert b"getattr" in (checkpoint / ".metadata").read_bytes()
-    _forge_size(checkpoint, ".metadata")
+    agree(checkpoint, ".metadata")
     assert torch.equal(_load(checkpoint), torch.arange(1000.0))
 
 
@@ -81,7 +73,7 @@ def test_attributes_of_other_things_are_refused(checkpoint: Path, name: str) -> 
             return getattr, (Metadata, name)
 
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Reaching()))
-    _forge_size(checkpoint, ".metadata")
+    agree(checkpoint, ".metadata")
     with pytest.raises(CheckpointError, match=f"it asks for {name}"):
         _load(checkpoint)
 
@@ -91,7 +83,7 @@ def test_code_in_the_metadata_of_one_rank_is_not_run_either(checkpoint: Path, tm
     proof = tmp_path / "code-was-run"
     (checkpoint / "__0.metadata").write_bytes(pickle.dumps(_Malice(proof)))
     (checkpoint / ".metadata").write_bytes(b"")
-    _forge_size(checkpoint, ".metadata")
+    agree(checkpoint, ".metadata")
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         _load(checkpoint)
     assert not proof.exists()
@@ -105,7 +97,7 @@ def test_a_stored_object_is_not_unpickled(checkpoint: Path, tmp_path: Path) -> N
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     assert isinstance(metadata.state_dict_metadata["w"], BytesStorageMetadata)
     for name in (".metadata", "__0_0.distcp"):
-        _forge_size(checkpoint, name)
+        agree(checkpoint, name)
     with pytest.raises(CheckpointError, match="BytesStorageMetadata"):
         _load(checkpoint)
     assert not proof.exists()
@@ -116,7 +108,7 @@ def test_a_path_that_leaves_the_checkpoint_is_refused(checkpoint: Path) -> None:
     for info in metadata.storage_data.values():
         info.relative_path = "../elsewhere.distcp"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    _forge_size(checkpoint, ".metadata")
+    agree(checkpoint, ".metadata")
     with pytest.raises(CheckpointError, match="outside its directory"):
         _load(checkpoint)
 
@@ -141,8 +133,21 @@ def test_one_wrong_bit_in_the_data_is_noticed(checkpoint: Path) -> None:
     at = content.find(torch.arange(1000.0).numpy().tobytes())
     content[at + 2000] ^= 1
     path.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp is damaged: its checksum is wrong between bytes 0 and"
+    ):
+        _load(checkpoint)
+    agree(checkpoint, "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp cannot be read: the checksum"):
         _load(checkpoint)
+
+
+def test_what_was_written_before_there_were_checksums_is_read_and_told(checkpoint: Path) -> None:
+    of_first_format(checkpoint)
+    with pytest.warns(UserWarning, match="a has no checksums"):
+        assert load_meta(checkpoint.parent) == ("a", {"step": 1})
+    with pytest.warns(UserWarning, match="a has no checksums"):
+        assert torch.equal(_load(checkpoint), torch.arange(1000.0))
 
 
 def test_meta_says_at_once_that_a_file_is_cut(checkpoint: Path) -> None:

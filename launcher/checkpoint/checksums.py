@@ -1,0 +1,171 @@
+"""Checksums of a checkpoint's files: made while they are written, compared before anything of them is used.
+
+Files are hashed by blocks (XXH3, 64 bits), so that ranks can share a large one, and an error can say where.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from launcher.errors import CheckpointError
+
+BLOCK = 1 << 26
+_PIECE = 1 << 20  # read at a time: what was read is still in the cache when it is hashed
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What a file has to be.
+
+    Attributes:
+        blocks: the digest of each block of `BLOCK` bytes; None in checkpoints of the first format.
+    """
+
+    size: int
+    blocks: tuple[str, ...] | None = None
+
+    @classmethod
+    def read(cls, content: Any) -> Stamp:
+        """From what `write` gave."""
+        if isinstance(content, int):
+            return cls(content)
+        size, blocks = content["bytes"], content["xxh3"]
+        if not (isinstance(size, int) and isinstance(blocks, list) and len(blocks) == -(-size // BLOCK)):
+            raise ValueError(f"{content} are no checksums of a file")
+        return cls(size, tuple(blocks))
+
+    def write(self) -> dict[str, Any]:
+        """In JSON."""
+        return {"bytes": self.size, "xxh3": list(self.blocks or ())}
+
+
+class _Hasher:
+    """The digests of the blocks of a stream."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._blocks: list[str] = []
+        self._open = xxhash.xxh3_64()
+
+    def update(self, content: memoryview) -> None:
+        while content:
+            room = BLOCK - self.size % BLOCK
+            part, content = content[:room], content[room:]
+            self._open.update(part)
+            self.size += len(part)
+            if len(part) == room:
+                self._blocks.append(self._open.hexdigest())
+                self._open.reset()
+
+    def stamp(self) -> Stamp:
+        rest = [self._open.hexdigest()] if self.size % BLOCK else []
+        return Stamp(self.size, (*self._blocks, *rest))
+
+
+class _HashedFile(io.BufferedWriter):
+    """A file, written from its beginning to its end, that hashes what is written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.hasher = _Hasher()
+
+    def write(self, content: Any) -> int:
+        with memoryview(content) as view, view.cast("B") as flat:
+            self.hasher.update(flat)
+        return super().write(content)
+
+
+class HashingFileSystem(FileSystem):
+    """torch's file system; `stamps` has the files that were written through it, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stamps: dict[str, Stamp] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _HashedFile(Path(path)) as file:
+            yield file
+        self.stamps[Path(path).name] = file.hasher.stamp()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        if (stamp := self.stamps.pop(Path(path).name, None)) is not None:
+            self.stamps[Path(new_path).name] = stamp
+
+
+def digest(content: bytes) -> str:
+    """The checksum of a short text."""
+    return cast(str, xxhash.xxh3_64_hexdigest(content))
+
+
+def check_sizes(directory: Path, stamps: Mapping[str, Stamp]) -> None:
+    """Whether all files are there and as long as they were.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for name, stamp in stamps.items():
+        path = directory / name
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != stamp.size:
+            state = "is missing" if actual is None else f"has {actual} bytes instead of {stamp.size}"
+            raise CheckpointError(
+                f"{path} {state}.",
+                where=str(path),
+                fix="the checkpoint is incomplete or damaged; load another tag",
+            )
+
+
+def check_blocks(directory: Path, stamps: Mapping[str, Stamp], share: int = 0, shares: int = 1) -> None:
+    """Whether the bytes are what they were: of all blocks, or of one of `shares` shares of them.
+
+    Blocks are shared in the order of the files, so that ranks hash about what they read afterwards.
+
+    Raises:
+        CheckpointError: some are not.
+    """
+    blocks = [(name, at) for name, stamp in stamps.items() for at in range(len(stamp.blocks or ()))]
+    mine = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
+    wanted: dict[str, list[int]] = {}
+    for name, at in mine:
+        wanted.setdefault(name, []).append(at)
+    for name, places in wanted.items():
+        for at, found in zip(places, _digests(directory / name, places), strict=True):
+            if found != (stamps[name].blocks or ())[at]:
+                raise damaged(directory / name, f"between bytes {at * BLOCK:,} and {(at + 1) * BLOCK:,}")
+
+
+def damaged(path: Path, place: str = "") -> CheckpointError:
+    """The error for a file whose bytes are not those that were written."""
+    return CheckpointError(
+        f"{path} is damaged: its checksum is wrong{place and f' {place}'}.",
+        where=str(path),
+        fix="load another tag; if you have changed the file yourself, restore it",
+    )
+
+
+def _digests(path: Path, places: list[int]) -> Iterator[str]:
+    """The digests of consecutive blocks."""
+    piece = memoryview(bytearray(_PIECE))
+    with path.open("rb", buffering=0) as file:
+        file.seek(places[0] * BLOCK)
+        for _ in places:
+            hashed, left = xxhash.xxh3_64(), BLOCK
+            while left and (count := file.readinto(piece[: min(left, _PIECE)])):
+                hashed.update(piece[:count])
+                left -= count
+            yield hashed.hexdigest()

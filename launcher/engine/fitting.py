@@ -1,0 +1,181 @@
+"""Whether a checkpoint is of this engine's model and optimizer: found out before anything is changed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Size
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from launcher.checkpoint.ranks import Ranks
+from launcher.checkpoint.reader import read_metadata
+from launcher.engine.whole import of_stages
+from launcher.errors import CheckpointError
+from launcher.models.names import persistent_buffers
+from launcher.models.settings import differences, settings_of
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+Stored = dict[str, TensorStorageMetadata]
+STATES = ("optimizer", "scalar", "number")
+"""Kinds of names that hold the states of a parameter."""
+KINDS = ("model", "buffer", *STATES, "rng", "rng_python", "rng_numpy", "rng_cuda")
+
+
+def parts_of(full_name: str) -> tuple[str, str, str]:
+    """KIND/STATE/PARAMETER; a kind without states gives no parameter."""
+    kind, _, rest = full_name.partition("/")
+    key, _, name = rest.partition("/")
+    return kind, key, name
+
+
+def look(
+    engine: Engine,
+    path: Path,
+    meta: dict[str, Any],
+    *,
+    strict: bool,
+    optimizer: bool,
+    allow_model_changes: bool,
+) -> Stored:
+    """What is stored. Collective.
+
+    Raises:
+        CheckpointError: on every rank: it does not fit.
+    """
+    mine = _shapes(engine)
+    read = {f"model/{piece.name}" for piece in engine.zero.slices()} | {
+        n for n in mine if n.startswith("buffer/")
+    }
+    known = set().union(*of_stages(engine, sorted(mine)))
+
+    def check() -> Stored:
+        entries = read_metadata(path).state_dict_metadata.items()
+        stored = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        if strict:
+            _check_names(path, stored, known)
+        _check_shapes(path, stored, mine, read if strict else set())
+        if optimizer:
+            _check_optimizer(engine, path, meta)
+            _check_states(engine, path, stored, strict=strict)
+        return stored
+
+    ranks = Ranks(None)
+    stored = ranks.together(check)  # each node may have a directory of its own
+    if strict and not allow_model_changes:  # last, and on all ranks: names and shapes say more
+        ranks.together(lambda: _check_settings(engine, path, meta))
+    return stored
+
+
+def _shapes(engine: Engine) -> dict[str, Size]:
+    """Name in a checkpoint -> shape, of this stage's parameters and buffers."""
+    shapes = {f"model/{name}": slot.split.shape for name, slot in engine.zero.slots.items()}
+    return shapes | {f"buffer/{name}": value.shape for name, value in persistent_buffers(engine.module)}
+
+
+def _check_settings(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
+    was, now = meta.get("model"), settings_of(engine.module)
+    if was and now and (found := differences(was, now)):
+        raise CheckpointError(
+            f"The checkpoint is of a model with other settings: {'; '.join(found[:8])}.",
+            where=str(path),
+            fix="build the model as it was. To go on with these all the same: --allow-model-changes (recipes), "
+            "load_checkpoint(allow_model_changes=True)",
+        )
+
+
+def _check_names(path: Path, stored: Stored, known: set[str]) -> None:
+    others = [name for name in stored if name.startswith(("model/", "buffer/")) and name not in known]
+    if others:
+        raise CheckpointError(
+            f"The checkpoint has {len(others)} tensors that the model does not have: {_some(others)}.",
+            where=str(path),
+            fix="load it with the model that it was saved from, or pass load_module_strict=False",
+        )
+
+
+def _check_shapes(path: Path, stored: Stored, mine: dict[str, Size], read: set[str]) -> None:
+    """Args:
+    read: what this rank needs; a node with storage of its own has no more than its ranks need.
+    """
+    missing = [name for name in mine if name in read and name not in stored]
+    wrong = [
+        f"{name} is {tuple(shape)} here and {tuple(stored[name].size)} in the checkpoint"
+        for name, shape in mine.items()
+        if name in stored and stored[name].size != shape
+    ]
+    found = (("missing", missing), ("of another shape", wrong))
+    if said := [f"{len(names)} {what}: {_some(names)}" for what, names in found if names]:
+        raise CheckpointError(
+            f"The checkpoint does not fit the model: {'; '.join(said)}.",
+            where=str(path),
+            fix="load it with the model that it was saved from, and one that was saved to node-local storage on the "
+            "same ranks of the same nodes",
+        )
+
+
+def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
+    mine, theirs = engine.get_type()[:1], (meta["optimizer"] or {}).get("type")
+    if theirs not in mine:
+        raise CheckpointError(
+            f"The checkpoint has the state of {theirs or 'no optimizer'}, and this run steps with {mine[0]}.",
+            where=str(path),
+            fix="use the optimizer that it was saved with, or pass load_optimizer_states=False",
+        )
+
+
+def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -> None:
+    """Every parameter has all its states: those that its like in the same param group have. One that was never
+    stepped has none at all."""
+    assert engine.optimizer is not None
+    strange = [name for name in stored if parts_of(name)[0] not in KINDS]
+    states: dict[str, set[str]] = defaultdict(set)
+    for full_name, entry in stored.items():
+        kind, key, name = parts_of(full_name)
+        if kind not in STATES:
+            continue
+        parameter = stored.get(f"model/{name}")
+        if (strict and parameter is None) or (
+            kind == "optimizer" and parameter is not None and entry.size != parameter.size
+        ):
+            strange.append(full_name)
+        states[name].add(f"{kind}/{key}")
+    if strange:
+        raise CheckpointError(
+            f"The checkpoint has {len(strange)} tensors that belong to none of its parameters: {_some(strange)}.",
+            where=str(path),
+            fix="it is damaged; load another tag",
+        )
+    for names in _alike(engine, stored):
+        every = set().union(*(states[name] for name in names))
+        lacking = [
+            f"{name} lacks {', '.join(sorted(every - states[name]))}"
+            for name in names
+            if states[name] and states[name] != every
+        ]
+        if lacking:
+            raise CheckpointError(
+                f"The checkpoint is incomplete: {_some(lacking)}.",
+                where=str(path),
+                fix="it is damaged; load another tag, or pass load_optimizer_states=False",
+            )
+
+
+def _alike(engine: Engine, stored: Stored) -> Iterator[list[str]]:
+    """Parameters that this rank steps, by param group and number of dims: optimizers treat these alike."""
+    assert engine.optimizer is not None
+    groups = enumerate(engine.optimizer.inner.param_groups)
+    group_of = {id(tensor): number for number, group in groups for tensor in group["params"]}
+    alike: dict[tuple[int | None, int], list[str]] = defaultdict(list)
+    for name, tensor in engine.optimizer.tensors.items():
+        if f"model/{name}" in stored:
+            alike[group_of.get(id(tensor)), len(stored[f"model/{name}"].size)].append(name)
+    yield from alike.values()
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"

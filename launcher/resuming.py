@@ -1,0 +1,138 @@
+"""What a recipe knows of the checkpoint that it goes on from, before there is an engine; the global batch is kept."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.checkpoint import store
+from launcher.comm.values import decode
+from launcher.config import Config
+from launcher.config.batch import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
+from launcher.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Resuming:
+    """A checkpoint to go on from.
+
+    Attributes:
+        directory, tag: where; no tag: the latest.
+        meta: what was noted of the run, `client_state` in it.
+    """
+
+    directory: Path
+    tag: str | None
+    meta: Mapping[str, Any]
+
+    @classmethod
+    def wanted(cls, args: argparse.Namespace, checkpoints: Path) -> Resuming | None:
+        """What `--resume` names; None: start anew.
+
+        After a restart by the launcher or by Slurm it is this run's own newest checkpoint, where there is one.
+
+        Raises:
+            ConfigError: nothing is there.
+            CheckpointError: it is damaged.
+        """
+        place = _place(args.resume, checkpoints)
+        if place is None:
+            return None
+        return cls(*place, decode(store.peek(*place)))
+
+    @property
+    def client_state(self) -> Mapping[str, Any]:
+        """Of the recipe."""
+        found: Mapping[str, Any] = self.meta["client_state"]
+        return found
+
+
+def written_batch(config: Config) -> dict[str, Any]:
+    """The batch keys as the JSON has them."""
+    return {key: getattr(config, key) for key in BATCH_KEYS}
+
+
+def keep_batch(
+    config: Config, resuming: Resuming, dp_degree: int, wanted: bool | None
+) -> tuple[Config, str | None]:
+    """The JSON with the accumulation that keeps the checkpoint's global batch on another number of ranks.
+
+    Args:
+        wanted: `--keep-batch`; None keeps it where it divides and the JSON's batch keys are what they were.
+
+    Returns:
+        (the JSON, a line for people where something changes).
+
+    Raises:
+        ConfigError: it is wanted and cannot be done.
+    """
+    was = {key: int(resuming.meta["config"][key]) for key in BATCH_KEYS}
+    written = written_batch(config)
+    micro = written[MICRO] if isinstance(written[MICRO], int) else was[MICRO]
+    accumulation = written[ACCUMULATION] if isinstance(written[ACCUMULATION], int) else 1
+    fixed = isinstance(written[TRAIN], int) or config.elasticity.on
+    train = written[TRAIN] if isinstance(written[TRAIN], int) else micro * accumulation * dp_degree
+    if config.elasticity.on or train == was[TRAIN]:
+        return config, None
+    ranks_were = was[TRAIN] // (was[MICRO] * was[ACCUMULATION])
+    ranks = f"{_count(dp_degree)} now and {_count(ranks_were)} then"
+    divides = not fixed and was[TRAIN] % (micro * dp_degree) == 0
+    untouched = resuming.client_state.get("batch_keys", written) == written
+    if divides and wanted is not False and (wanted or untouched):
+        kept = was[TRAIN] // (micro * dp_degree)
+        line = (
+            f"batch   {was[TRAIN]} sequences a step, as in the checkpoint: {ACCUMULATION} is {kept} in place of "
+            f"{accumulation} ({ranks}); --no-keep-batch leaves it as written"
+        )
+        return config.model_copy(update={ACCUMULATION: kept}), line
+    if wanted:
+        reason = (
+            f"{TRAIN} {train} is written"
+            if fixed
+            else f"{was[TRAIN]} is no multiple of {micro} x {dp_degree} ranks"
+        )
+        raise ConfigError(
+            f"the checkpoint's global batch, {was[TRAIN]} sequences, cannot be kept: {reason}",
+            where="--keep-batch",
+            fix=f"write another {MICRO}, start another number of ranks, or say --no-keep-batch",
+        )
+    way = "; --keep-batch keeps it" if divides else ""
+    return config, (
+        f"WARNING a step has {train} sequences, and had {was[TRAIN]} in the checkpoint ({ranks}): the learning "
+        f"rate and the number of steps mean something else now{way}"
+    )
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} data-parallel rank{'s' * (ranks > 1)}"
+
+
+def _place(wanted: str | None, checkpoints: Path) -> tuple[Path, str | None] | None:
+    again = any(int(os.environ.get(name) or 0) > 0 for name in ("LAUNCHER_ATTEMPT", "SLURM_RESTART_COUNT"))
+    if again and store.has_latest(checkpoints):
+        return checkpoints, None
+    if wanted is None:
+        return None
+    if wanted == "latest":
+        if not store.has_latest(checkpoints):
+            raise ConfigError(
+                f"--resume: {checkpoints} has no checkpoint yet",
+                where="--resume latest",
+                fix="name the run's --output-dir, or a checkpoint directory: --resume DIR",
+            )
+        return checkpoints, None
+    path = Path(wanted).expanduser()
+    for directory in (path, path / "checkpoints"):
+        if store.has_latest(directory):
+            return directory, None
+    if (path / "meta.json").is_file():
+        return path.parent, path.name
+    raise ConfigError(
+        f"--resume: {path} is no checkpoint",
+        where=f"--resume {wanted}",
+        fix="name a run's output directory, its checkpoints directory, or one checkpoint in it",
+    )

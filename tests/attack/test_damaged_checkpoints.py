@@ -1,0 +1,140 @@
+"""Whatever happens to the bytes of a checkpoint is told, by file, before anything of the run is changed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.errors import CheckpointError
+from tests.engine.driving import advance, config_of, engine_of, whole_state
+from tests.pool import RankContext, WorkerPool
+from tests.zero.models import stack
+
+Damage = Callable[[random.Random, Path, list[Path]], None]
+
+
+def flip_a_bit(dice: random.Random, file: Path, _: list[Path]) -> None:
+    content = bytearray(file.read_bytes())
+    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    file.write_bytes(content)
+
+
+def cut(dice: random.Random, file: Path, _: list[Path]) -> None:
+    file.write_bytes(file.read_bytes()[: -dice.randint(1, file.stat().st_size)])
+
+
+def zero_a_block(dice: random.Random, file: Path, _: list[Path]) -> None:
+    content = bytearray(file.read_bytes())
+    while True:
+        start = dice.randrange(len(content))
+        stop = min(len(content), start + dice.choice([1, 16, 512, 4096]))
+        if any(content[start:stop]):
+            break
+    content[start:stop] = bytes(stop - start)
+    file.write_bytes(content)
+
+
+def delete(_: random.Random, file: Path, __: list[Path]) -> None:
+    file.unlink()
+
+
+def swap(dice: random.Random, file: Path, files: list[Path]) -> None:
+    other = dice.choice([each for each in files if each.read_bytes() != file.read_bytes()])
+    mine, theirs = file.read_bytes(), other.read_bytes()
+    file.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def append(dice: random.Random, file: Path, _: list[Path]) -> None:
+    with file.open("ab") as stream:
+        stream.write(dice.randbytes(dice.choice([1, 7, 512])))
+
+
+DAMAGES: list[Damage] = [flip_a_bit, flip_a_bit, flip_a_bit, cut, zero_a_block, delete, swap, append]
+
+
+def save(ctx: RankContext, directory: Path) -> None:
+    engine = engine_of(config_of(3, bf16={"enabled": True}))
+    for tag in ("global_step1", "global_step10", "global_step11"):
+        advance(engine, ctx, range(2))
+        engine.save_checkpoint(directory, tag, client_state={"note": tag})
+    advance(engine, ctx, range(1))
+    engine.save_checkpoint(directory, "aside", save_latest=False)
+
+
+def damage(directory: Path, seed: int) -> tuple[str, set[str]]:
+    """Do one thing to one file of the latest checkpoint; say what, and the names of which one may be told."""
+    dice = random.Random(seed)
+    tag = directory / "global_step11"
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    of_latest = [path for path in files if path.parent == tag] + [directory / "latest"]
+    act, file = dice.choice(DAMAGES), dice.choice(of_latest)
+    before = {path: path.read_bytes() for path in files}
+    act(dice, file, files)
+    changed = {path for path in files if not path.is_file() or path.read_bytes() != before[path]}
+    return f"{act.__name__}({file.relative_to(directory)}), seed {seed}", {str(path) for path in changed}
+
+
+def still_the_latest(directory: Path) -> bool:
+    """A line that lost its end of line names the same tag."""
+    file = directory / "latest"
+    return file.is_file() and file.read_bytes().strip() == b"global_step11"
+
+
+def attack(ctx: RankContext, directory: Path, work: Path, seeds: range) -> list[str]:
+    """What was not told, or not by file, or changed the engine."""
+    engine = engine_of(config_of(0, bf16={"enabled": True}), stack(seed=1))
+    advance(engine, ctx, range(1))
+    fresh, wrong = whole_state(engine), []
+    for seed in seeds:
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(directory, work)
+        what, changed = damage(work, seed)
+        told, refused = "", True
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                engine.load_checkpoint(work)
+                refused = False
+            except CheckpointError as error:
+                told = str(error)
+        told += "".join(str(each.message) for each in caught)
+        if not any(file in told for file in changed):
+            only_latest = changed == {str(work / "latest")}
+            if not (only_latest and still_the_latest(work)):
+                wrong.append(f"{what}: {told or 'silence'}")
+        if refused and not same(fresh, whole_state(engine)):
+            wrong.append(f"{what}: the engine was changed")
+        if not refused:  # told, and loaded all the same: begin anew
+            engine = engine_of(config_of(0, bf16={"enabled": True}), stack(seed=1))
+            advance(engine, ctx, range(1))
+            fresh = whole_state(engine)
+    return wrong
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("saved") / "checkpoints"
+    pool.run(save, 2, directory)
+    return directory
+
+
+def test_no_damage_is_silent(pool: WorkerPool, saved: Path, tmp_path: Path) -> None:
+    assert pool.run(attack, 1, saved, tmp_path / "work", range(40))[0] == []
+
+
+@pytest.mark.full
+def test_no_damage_of_a_thousand_is_silent(pool: WorkerPool, saved: Path, tmp_path: Path) -> None:
+    for start in range(0, 1000, 100):
+        assert pool.run(attack, 1, saved, tmp_path / "work", range(start, start + 100))[0] == []
