@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from launcher.data.cache import build_once, cache_key, default_cache_dir
+from launcher.data.vocabulary import largest_id
 from launcher.errors import ConfigError
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -45,11 +46,13 @@ def load_tokenizer(name: str | None, model_dir: str | None, vocab_size: int) -> 
             where="--tokenizer" if name else "--model",
             fix="Name a Hugging Face id or a directory with tokenizer.json by --tokenizer.",
         ) from error
-    if len(tokenizer) > vocab_size:
+    largest = largest_id(tokenizer)
+    if largest >= vocab_size:
         raise ConfigError(
-            f"Tokenizer {source!r} has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}.",
+            f"Tokenizer {source!r} has {len(tokenizer)} tokens, the largest id is {largest}, but the model's "
+            f"vocab_size is {vocab_size}.",
             where="--tokenizer" if name else "--model",
-            fix=f"Set vocab_size >= {len(tokenizer)} in the model's config, or use another tokenizer.",
+            fix=f"Set vocab_size >= {largest + 1} in the model's config, or use another tokenizer.",
         )
     return tokenizer
 
