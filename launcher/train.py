@@ -14,6 +14,7 @@ from torch import Tensor
 from launcher.comm import all_reduce, log_summary
 from launcher.data.documents import IGNORED
 from launcher.data.loader import GlobalBatchLoader
+from launcher.data.tokenizer import save_tokenizer
 from launcher.data.vocabulary import check_vocabulary
 from launcher.engine import Engine, report
 from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
@@ -247,7 +248,7 @@ class Training:
         pipeline = report.last_step(self.engine, output / "schedule.json" if self.run.rank == 0 else None)
         if self.run.rank == 0:
             if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(output / "model")
+                save_tokenizer(self.tokenizer, output / "model")
             self._write_summary(ranks, parameters, {"pipeline": pipeline} if pipeline else {})
         if self.engine.resolved.comms_logger.enabled:
             log_summary()

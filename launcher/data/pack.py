@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from launcher.data.cache import build_once, cache_key, default_cache_dir
 from launcher.data.documents import IGNORED, positions, starts_after
+from launcher.data.tokenizer import fingerprint
 from launcher.data.vocabulary import dtype_of, largest_id
 from launcher.errors import ConfigError
 
@@ -101,20 +102,10 @@ def pack(
             where="--tokenizer",
             fix="Set eos_token in its tokenizer_config.json.",
         )
-    key = cache_key(FORMAT, dataset._fingerprint, tokenizer_fingerprint(tokenizer), seq_length)
+    key = cache_key(FORMAT, dataset._fingerprint, fingerprint(tokenizer), seq_length)
     final = Path(cache_dir or default_cache_dir()) / "packed" / key
     made = build_once(final, lambda path: _write(path, dataset, tokenizer, seq_length))
     return PackedDataset(made, tokenizer.eos_token_id if document_mask else None)
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of what decides the ids: not of padding and truncation, which calls set and leave behind."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
-    else:
-        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
-    return cache_key(json.dumps(rules, sort_keys=True), tokenizer.eos_token_id)
 
 
 def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, seq_length: int) -> None:
