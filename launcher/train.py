@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.comm import all_reduce, log_summary
+from launcher.data.documents import IGNORED
 from launcher.data.loader import GlobalBatchLoader
-from launcher.data.pack import tokenizer_fingerprint
+from launcher.data.tokenizer import fingerprint, save_tokenizer
+from launcher.data.vocabulary import check_vocabulary
 from launcher.engine import Engine, report
 from launcher.engine.blame import weights_are_finite
+from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
 from launcher.errors import ConfigError, NotFiniteError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
@@ -29,7 +32,6 @@ from launcher.resuming import Resuming
 from launcher.run import Run
 
 EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
-IGNORED = -100  # label of a token that is not learned
 
 
 @dataclass
@@ -69,8 +71,14 @@ class Training:
             seed=self.run.args.seed,
             reads=engine.is_first_stage(),
         )
-        self.width = collate([self.train_set[0]])["input_ids"].shape[1]
+        config: Any = engine.module.config
+        for data in (self.train_set, self.eval_set):
+            check_vocabulary(data, config.get_text_config().vocab_size)
+        row = collate([self.train_set[0]])
+        self.width = row["input_ids"].shape[1]
         self._check_length()
+        if POSITIONS in row:
+            check_kept_apart(engine, engine.train_micro_batch_size_per_gpu(), self.width)
 
     def _check_length(self) -> None:
         """Before anything is trained: what would end the run early."""
@@ -144,7 +152,8 @@ class Training:
         engine, began = self.engine, time.perf_counter()
         lr, seqlen = engine.lr, engine.curriculum_seqlen()
         # Before tokens are counted: the loss is a mean over those that are left.
-        microbatches = [engine.curriculum.cut(batch, engine.global_steps) for batch in microbatches]
+        cut = [engine.curriculum.cut(batch, engine.global_steps) for batch in microbatches]
+        microbatches = [for_attention(engine, batch) for batch in cut]
         counts = [learned_tokens(batch) for batch in microbatches]
         total = max(1.0, self._sum(sum(counts)))
         # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
@@ -210,7 +219,7 @@ class Training:
             # Every rank runs as many forwards as the others: under ZeRO-3 each one is a collective.
             first = (start * axis.degree + axis.rank) * micro
             chosen = [i for i in range(first, first + micro) if i < rows]
-            batches.append(collate([self.eval_set[i] for i in chosen or [0]]))
+            batches.append(for_attention(engine, collate([self.eval_set[i] for i in chosen or [0]])))
             counts.append(learned_tokens(batches[-1]) if chosen else 0)
         total = max(1.0, self._sum(sum(counts)))
         loss = engine.eval_microbatches(batches, [count / total for count in counts])
@@ -272,7 +281,7 @@ class Training:
         )
 
     def _tokenizer(self) -> str | None:
-        return None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
+        return None if self.tokenizer is None else fingerprint(self.tokenizer)
 
     def _finish(self) -> None:
         output, failure = self.run.output_dir, None if self._is_sound() else self._failure()
@@ -285,7 +294,7 @@ class Training:
         pipeline = report.last_step(self.engine, output / "schedule.json" if self.run.rank == 0 else None)
         if self.run.rank == 0:
             if failure is None and self.tokenizer is not None:
-                self.tokenizer.save_pretrained(output / "model")
+                save_tokenizer(self.tokenizer, output / "model")
             more = {"pipeline": pipeline} if pipeline else {}
             self._write_summary(ranks, parameters, {**more, **({"stopped": failure.what} if failure else {})})
         if self.engine.resolved.comms_logger.enabled:

@@ -27,7 +27,11 @@ def flags() -> FlagParser:
     parser = training_parser(
         "finetune", "Fine-tune a pretrained causal language model on instructions or text."
     )
-    parser.add_argument("--packed", action="store_true", help="lay rows end to end instead of padding them")
+    parser.add_argument(
+        "--packed",
+        action="store_true",
+        help="lay rows end to end instead of padding them; none attends to those before it",
+    )
     parser.add_argument(
         "--sample", metavar="PROMPT", help="print what the model answers to it, before and after the training"
     )

@@ -22,6 +22,11 @@ def flags() -> FlagParser:
     """The recipe's flags; read without importing torch."""
     parser = training_parser("pretrain", "Pretrain a causal language model on text.")
     parser.add_argument("--from-scratch", action="store_true", help="ignore weights that --model may have")
+    parser.add_argument(
+        "--document-mask",
+        action="store_true",
+        help="keep the documents of a row apart: none attends to those before it (they end at the eos token)",
+    )
     return parser
 
 
@@ -44,8 +49,9 @@ def main() -> None:
         tokenizer = load_tokenizer(
             args.tokenizer, name if name != "default" else None, model_config.vocab_size
         )
-    train_set = pack(text, tokenizer, seq_length)
-    eval_set = pack(load_text(dataset, split="eval"), tokenizer, seq_length)
+    train_set = pack(text, tokenizer, seq_length, document_mask=args.document_mask)
+    held_out = load_text(dataset, split="eval")
+    eval_set = pack(held_out, tokenizer, seq_length, document_mask=args.document_mask)
 
     # Model and engine.
     total_steps = run.total_steps(len(train_set), default=MAX_STEPS, micro_batch=MICRO_BATCH)

@@ -12,8 +12,8 @@ def training_parser(recipe: str, description: str) -> FlagParser:
     """The parser a recipe starts from; it may add flags of its own.
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
-    epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, save_every, eval_every, resume, keep_batch,
-    allow_model_changes, profile, profile_steps, seed, max_nonfinite_steps, device. None means "not said".
+    epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, save_every, eval_every, resume,
+    keep_batch, allow_model_changes, profile, profile_steps, seed, max_nonfinite_steps, device. None means "not said".
 
     Args:
         recipe: its name, shown by `--help`.

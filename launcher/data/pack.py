@@ -14,29 +14,37 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from launcher.data.cache import build_once, cache_key, default_cache_dir
+from launcher.data.documents import IGNORED, positions, starts_after
 from launcher.data.text import valid_text
+from launcher.data.tokenizer import fingerprint
+from launcher.data.vocabulary import dtype_of, largest_id
 from launcher.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "packed-1"
+FORMAT = "packed-2"
 PIECE_CHARS = 1 << 17
 """Text is tokenised about so many characters at a time: a token costs some hundred bytes while it is made."""
 
 
-class PackedDataset(torch.utils.data.Dataset[torch.Tensor]):
+class PackedDataset(torch.utils.data.Dataset[torch.Tensor | dict[str, torch.Tensor]]):
     """Rows of tokens in a memory map: `ds[i]` is a LongTensor [seq_length]. Cheap to pickle.
 
     Args:
         path: a directory that `pack` made.
+        separator: the token that ends documents, where they are kept apart: `ds[i]` is then {"input_ids", "labels",
+            "position_ids"}. Positions start anew with each document, and its first token is not learned.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, separator: int | None = None) -> None:
         self.path = Path(path)
+        self.separator = separator
         meta = json.loads((self.path / "meta.json").read_text())
         self.seq_length: int = meta["seq_length"]
         self.n_tokens: int = meta["tokens"]
         """Tokens of the whole text, the dropped remainder included."""
+        self.largest_id: int = meta["largest_id"]
+        self.origin = str(self.path / "tokens.bin")
         self._dtype = np.dtype(meta["dtype"])
         self._length = self.n_tokens // self.seq_length
         self._rows = self._open()
@@ -44,8 +52,17 @@ class PackedDataset(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(self._rows[index].astype(np.int64))
+    def __getitem__(self, index: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        ids = self._rows[index].astype(np.int64)
+        if self.separator is None:
+            return torch.from_numpy(ids)
+        starts = starts_after(ids, self.separator)
+        row = {
+            "input_ids": ids,
+            "labels": np.where(starts, IGNORED, ids),
+            "position_ids": positions(starts),
+        }
+        return {name: torch.from_numpy(values) for name, values in row.items()}
 
     def _open(self) -> np.ndarray:
         shape = (self._length, self.seq_length)
@@ -64,11 +81,16 @@ def pack(
     tokenizer: PreTrainedTokenizerBase,
     seq_length: int,
     cache_dir: str | Path | None = None,
+    *,
+    document_mask: bool = False,
 ) -> PackedDataset:
     """Tokenise column `text`, end every document with <eos>, and cut the stream in rows of `seq_length`.
 
     The remainder that fills no row is dropped. The result lies in `cache_dir` (default `$LAUNCHER_CACHE` or
     `~/.cache/launcher`), named for the text, the tokenizer and the length. All ranks may call at once.
+
+    Args:
+        document_mask: documents of a row are kept apart: see `PackedDataset`.
 
     Raises:
         ConfigError: the text is shorter than one row, or the tokenizer has no end-of-sequence token.
@@ -81,29 +103,28 @@ def pack(
             where="--tokenizer",
             fix="Set eos_token in its tokenizer_config.json.",
         )
-    key = cache_key(FORMAT, dataset._fingerprint, tokenizer_fingerprint(tokenizer), seq_length)
+    key = cache_key(FORMAT, dataset._fingerprint, fingerprint(tokenizer), seq_length)
     final = Path(cache_dir or default_cache_dir()) / "packed" / key
-    return PackedDataset(build_once(final, lambda path: _write(path, dataset, tokenizer, seq_length)))
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of what decides the ids: not of padding and truncation, which calls set and leave behind."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
-    else:
-        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
-    return cache_key(json.dumps(rules, sort_keys=True), tokenizer.eos_token_id)
+    made = build_once(final, lambda path: _write(path, dataset, tokenizer, seq_length))
+    return PackedDataset(made, tokenizer.eos_token_id if document_mask else None)
 
 
 def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, seq_length: int) -> None:
     logger.info("packing %d documents in rows of %d tokens", len(dataset), seq_length)
-    dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
-    n_tokens = 0
+    dtype = dtype_of(largest_id(tokenizer))
+    n_tokens, largest = 0, 0
     with open(directory / "tokens.bin", "wb") as file:
         for ids in _token_chunks(dataset, tokenizer):
-            array = np.asarray(ids, dtype=np.int64).astype(dtype)
-            file.write(array.tobytes())
+            array = np.asarray(ids, dtype=np.int64)
+            largest = max(largest, int(array.max()))
+            if array.min() < 0 or largest > np.iinfo(dtype).max:
+                raise ConfigError(
+                    f"The tokenizer {tokenizer.name_or_path!r} gives ids from {array.min()} to {largest}, but its "
+                    f"vocabulary ends with {largest_id(tokenizer)}.",
+                    where="--tokenizer",
+                    fix="Repair its tokenizer.json, or name another tokenizer.",
+                )
+            file.write(array.astype(dtype).tobytes())
             n_tokens += len(array)
     if n_tokens < seq_length:
         raise ConfigError(
@@ -111,7 +132,13 @@ def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
             where="--seq-length",
             fix=f"Give more text, or a --seq-length of at most {n_tokens}.",
         )
-    meta = {"format": FORMAT, "seq_length": seq_length, "tokens": n_tokens, "dtype": dtype.str}
+    meta = {
+        "format": FORMAT,
+        "seq_length": seq_length,
+        "tokens": n_tokens,
+        "largest_id": largest,
+        "dtype": dtype.str,
+    }
     (directory / "meta.json").write_text(json.dumps(meta))
 
 

@@ -17,13 +17,11 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from launcher.data.documents import IGNORED, positions
 from launcher.data.text import EVAL_FRACTION, load_rows, valid_text
 from launcher.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-IGNORED = -100
-"""The label that torch's and Hugging Face's cross entropy leave out."""
 
 ROW_KINDS = '{"messages": [{"role", "content"}, ...]}, {"prompt", "completion"} or {"text"}'
 
@@ -36,39 +34,58 @@ class Segment(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Tokens [n] of one conversation and their labels [n]."""
+    """Tokens [n] of one conversation and their labels [n]; of a packed row also the place of each in its own one."""
 
     input_ids: np.ndarray
     labels: np.ndarray
+    positions: np.ndarray | None = None
 
 
 class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Items are {"input_ids", "labels"[, "attention_mask"]}, LongTensors [seq_length].
+    """Items are {"input_ids", "labels"} and "attention_mask" (padded) or "position_ids" (packed): LongTensors
+    [seq_length].
 
     Args:
         rows: tokens and labels, at most `seq_length` each.
         seq_length: length of the items.
-        pad_id: fills padded rows up; None where `rows` are full and need no attention mask.
+        pad_id: fills up rows that are not packed.
         n_truncated: conversations that were cut because they were too long.
         n_dropped: conversations that were left out because nothing in them is learned.
+        origin: where the rows come from, for people.
+
+    Attributes:
+        largest_id: of all tokens, `pad_id` included.
     """
 
     def __init__(
-        self, rows: Sequence[Row], seq_length: int, pad_id: int | None, *, n_truncated: int, n_dropped: int
+        self,
+        rows: Sequence[Row],
+        seq_length: int,
+        pad_id: int,
+        *,
+        n_truncated: int,
+        n_dropped: int,
+        origin: str,
     ) -> None:
         self._rows = rows
         self.seq_length = seq_length
         self.pad_id = pad_id
         self.n_truncated = n_truncated
         self.n_dropped = n_dropped
+        self.origin = origin
+        self.largest_id = max(pad_id, *(int(row.input_ids.max()) for row in rows))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = self._rows[index]
-        if self.pad_id is None:
-            return {"input_ids": _long(row.input_ids), "labels": _long(row.labels)}
+        if row.positions is not None:
+            return {
+                "input_ids": _long(row.input_ids),
+                "labels": _long(row.labels),
+                "position_ids": _long(row.positions),
+            }
         missing = self.seq_length - len(row.input_ids)
         mask = np.arange(self.seq_length) < len(row.input_ids)
         return {
@@ -99,7 +116,8 @@ def load_sft(
         seq_length: tokens of an item.
         split: `train`, `eval` or `all`; the eval split is the last 1 % of the rows, at least one.
         packed: False pads each conversation to `seq_length` and gives an `attention_mask`; True lays them end
-            to end in full rows (the remainder is dropped; a conversation sees those before it in its row).
+            to end in full rows (the remainder is dropped) and gives `position_ids`, which start anew with each
+            conversation: none sees those before it in its row.
 
     Raises:
         ConfigError: rows of another kind, or nothing to learn.
@@ -136,9 +154,7 @@ def load_sft(
             fix="Give more rows, or another --seq-length (a prompt alone may fill it).",
         )
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return SftDataset(
-        items, seq_length, None if packed else pad_id, n_truncated=n_truncated, n_dropped=n_dropped
-    )
+    return SftDataset(items, seq_length, pad_id, n_truncated=n_truncated, n_dropped=n_dropped, origin=dataset)
 
 
 def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Segment]:
@@ -238,10 +254,11 @@ def _packed(rows: Sequence[Row], seq_length: int) -> list[Row]:
         return []
     ids = np.concatenate([row.input_ids for row in rows])
     labels = np.concatenate([row.labels for row in rows])
-    starts = np.cumsum([0, *(len(row.labels) for row in rows[:-1])])
+    starts = np.zeros(len(ids), dtype=bool)
+    starts[np.cumsum([0, *(len(row.labels) for row in rows[:-1])])] = True
     labels[starts] = IGNORED
-    cuts = range(0, len(ids) - seq_length + 1, seq_length)
-    items = [Row(ids[i : i + seq_length], labels[i : i + seq_length]) for i in cuts]
+    cuts = [slice(i, i + seq_length) for i in range(0, len(ids) - seq_length + 1, seq_length)]
+    items = [Row(ids[cut], labels[cut], positions(starts[cut])) for cut in cuts]
     return [item for item in items if (item.labels[1:] != IGNORED).any()]
 
 

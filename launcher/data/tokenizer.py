@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from launcher.data.cache import build_once, cache_key, default_cache_dir
 from launcher.data.text import valid_text
+from launcher.data.vocabulary import largest_id
 from launcher.errors import ConfigError
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 BYTE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
+)  # fmt: skip
+_SAVED = (
+    *_TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt", "sentencepiece.bpe.model",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates",
 )  # fmt: skip
 
 
@@ -46,11 +52,13 @@ def load_tokenizer(name: str | None, model_dir: str | None, vocab_size: int) -> 
             where="--tokenizer" if name else "--model",
             fix="Name a Hugging Face id or a directory with tokenizer.json by --tokenizer.",
         ) from error
-    if len(tokenizer) > vocab_size:
+    largest = largest_id(tokenizer)
+    if largest >= vocab_size:
         raise ConfigError(
-            f"Tokenizer {source!r} has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}.",
+            f"Tokenizer {source!r} has {len(tokenizer)} tokens, the largest id is {largest}, but the model's "
+            f"vocab_size is {vocab_size}.",
             where="--tokenizer" if name else "--model",
-            fix=f"Set vocab_size >= {len(tokenizer)} in the model's config, or use another tokenizer.",
+            fix=f"Set vocab_size >= {largest + 1} in the model's config, or use another tokenizer.",
         )
     return tokenizer
 
@@ -94,6 +102,37 @@ def train_tokenizer(
         _train(dataset, n_tokens).save_pretrained(str(directory))
 
     return PreTrainedTokenizerFast.from_pretrained(str(build_once(final, build)))
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write a tokenizer beside weights: the very files that it came from, chat template and all, unless it changed."""
+    source = Path(tokenizer.name_or_path).expanduser()
+    files = [source / name for name in _SAVED if (source / name).exists()] if tokenizer.name_or_path else []
+    if not files or not _alike(tokenizer, AutoTokenizer.from_pretrained(source)):
+        tokenizer.save_pretrained(str(directory))
+    elif source.resolve() != directory.resolve():
+        for file in files:
+            if file.is_dir():
+                shutil.copytree(file, directory / file.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(file, directory / file.name)
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of what decides the ids: not of padding and truncation, which calls set and leave behind."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    else:
+        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+    return cache_key(json.dumps(rules, sort_keys=True), tokenizer.eos_token_id)
+
+
+def _alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    names = ("chat_template", "special_tokens_map", "model_max_length", "padding_side", "truncation_side")
+    return fingerprint(one) == fingerprint(other) and all(
+        getattr(one, name) == getattr(other, name) for name in names
+    )
 
 
 def _train(dataset: Dataset, n_tokens: int) -> PreTrainedTokenizerFast:

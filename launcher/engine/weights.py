@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from launcher.errors import CheckpointError
-from launcher.models.build import DEFAULT_MODEL, build_on_meta
+from launcher.models.build import DEFAULT_MODEL, build_on_meta, switch_off_cache
+from launcher.models.companions import adopt_generation
 from launcher.models.initialize import initializer
 from launcher.models.load import SafetensorsSource
 from launcher.zero import ModelValues, ParamSource, StoredValues
@@ -44,6 +45,7 @@ def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool
         CheckpointError: weights are there, but corrupted, or do not fit the config.
     """
     model = build_on_meta(config)
+    adopt_generation(model)
     directory = None if from_scratch else weights_directory(name)
     if directory is None:
         return SourcedModel(model, None, f"initialised from seed {seed}")
@@ -51,7 +53,7 @@ def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool
     names = stored.match_names(model)
     if names is None:  # transformers renames or fuses the weights of this model type on load
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        model.config.use_cache = False
+        switch_off_cache(model)
         how = f"weights of {directory}, loaded whole on every rank: transformers converts this model type's names"
         return SourcedModel(model.train(), ModelValues(), how)
     source = StoredValues(model, initializer(model, seed), lambda name: partial(stored.read_box, names[name]))

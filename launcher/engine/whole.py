@@ -6,13 +6,12 @@ line of pp, one at a time.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import Tensor
 from launcher.checkpoint import export
 from launcher.comm.letters import Letters
 from launcher.errors import CheckpointError
+from launcher.models.companions import write_companions
 from launcher.models.names import persistent_buffers, places_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) -> None:
-    """Write HF safetensors and config.json, one unit in memory at a time. Collective.
+    """Write HF safetensors, config.json and generation_config.json, one unit in memory at a time. Collective.
 
     Raises:
         CheckpointError: on every rank: they could not be written.
@@ -46,8 +46,8 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
         try:
             export.write_safetensors(directory, entries, writer=writer)
             if writer:
-                _write_config(engine, directory)
-        except (CheckpointError, OSError) as error:
+                write_companions(engine.module, directory, engine.zero.policy.param_dtype)
+        except Exception as error:  # told to all ranks below, whatever it is: the others wait there
             failure = CheckpointError(f"The weights could not be written: {error}", where=str(directory))
     failures: list[CheckpointError | None] = [None] * engine.world_size
     dist.all_gather_object(failures, failure)  # also: no rank goes on before the files are there
@@ -157,12 +157,3 @@ class _Whole:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _write_config(engine: Engine, directory: Path) -> None:
-    config: Any = getattr(engine.module, "config", None)
-    if hasattr(config, "save_pretrained"):
-        config = copy.deepcopy(config)
-        config.architectures = [type(engine.module).__name__]
-        config.dtype = str(engine.zero.policy.param_dtype).removeprefix("torch.")
-        config.save_pretrained(directory)

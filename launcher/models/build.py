@@ -14,6 +14,7 @@ from launcher.errors import ConfigError
 
 DEFAULT_MODEL = "default"
 _DEFAULT_CONFIG = Path(__file__).with_name("default_config.json")
+_SWITCHED = "_cache_of_source"  # on a model: what its configs said of use_cache
 
 
 def load_config(model: str) -> PretrainedConfig:
@@ -63,9 +64,33 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) 
             where=config.name_or_path or "the model's config.json",
             fix="use the config of a causal language model that the installed transformers knows",
         ) from error
-    for part in (model.config, model.config.get_text_config()):
-        part.use_cache = False
+    switch_off_cache(model)
     return model.train()
+
+
+def switch_off_cache(model: PreTrainedModel) -> None:
+    """Training keeps no keys and values. `with_cache_of_source` undoes it in what is exported."""
+    parts = _parts(model.config)
+    setattr(model, _SWITCHED, [part.__dict__.get("use_cache") for part in parts])
+    for part in parts:
+        part.use_cache = False
+
+
+def with_cache_of_source(model: PreTrainedModel) -> PretrainedConfig:
+    """A copy of the model's config that says of the cache what it said before it was switched off."""
+    config = copy.deepcopy(model.config)
+    for part, value in zip(_parts(config), getattr(model, _SWITCHED, ()), strict=False):
+        if value is None:
+            part.__dict__.pop("use_cache", None)
+        else:
+            part.use_cache = value
+    return config
+
+
+def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """The config, and that of its text model where it is another one."""
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
 
 
 def _config_from_file(path: Path) -> PretrainedConfig:

@@ -104,7 +104,7 @@ def test_packed_rows_are_full_and_hide_the_first_token_of_each_conversation(
     data = load_sft(path, tokenizer, 5, split="all", packed=True)
     ids = torch.cat([item["input_ids"] for item in data])
     labels = torch.cat([item["labels"] for item in data])
-    assert [set(item) for item in data] == [{"input_ids", "labels"}] * 2
+    assert [item["position_ids"].tolist() for item in data] == [[0, 1, 2, 3, 0], [0, 1, 2, 3, 0]]
     assert ids.tolist() == tokens("abc<eos>defg<eos>h")
     assert labels.tolist() == [IGNORED, *tokens("bc<eos>"), IGNORED, IGNORED, *tokens("fg<eos>"), IGNORED]
 

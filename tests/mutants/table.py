@@ -370,7 +370,7 @@ MUTANTS = {
     # data: caches, places, labels
     "tokens-of-another-tokenizer": Mutant(
         "data/pack.py",
-        "key = cache_key(FORMAT, dataset._fingerprint, tokenizer_fingerprint(tokenizer), seq_length)",
+        "key = cache_key(FORMAT, dataset._fingerprint, fingerprint(tokenizer), seq_length)",
         "key = cache_key(FORMAT, dataset._fingerprint, tokenizer.name_or_path, seq_length)",
         "packed tokens are found again for another tokenizer of the same name",
     ),

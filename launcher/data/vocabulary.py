@@ -1,0 +1,53 @@
+"""The largest token id: of a tokenizer, and of data that a model is to read."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from launcher.errors import ConfigError
+
+
+@runtime_checkable
+class Tokens(Protocol):
+    """Data of which it is known.
+
+    Attributes:
+        largest_id: the largest token id in it.
+        origin: a file or a data set, for people.
+    """
+
+    largest_id: int
+    origin: str
+
+
+def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id that it may give. Ids may have gaps, so it is no matter of how many tokens there are."""
+    return max([*tokenizer.get_vocab().values(), *tokenizer.all_special_ids])
+
+
+def dtype_of(largest: int) -> np.dtype[np.unsignedinteger]:
+    """The smallest dtype in which ids up to `largest` are stored."""
+    return np.dtype("<u2" if largest <= np.iinfo("<u2").max else "<u4")
+
+
+def check_vocabulary(data: object, vocabulary: int) -> None:
+    """Refuse data with ids that the model has no embedding for.
+
+    Args:
+        data: looked at where it tells its largest id.
+        vocabulary: rows of the embedding.
+
+    Raises:
+        ConfigError: there are such ids.
+    """
+    if isinstance(data, Tokens) and data.largest_id >= vocabulary:
+        raise ConfigError(
+            f"The data has the token id {data.largest_id}, but the model's vocabulary of {vocabulary} tokens ends "
+            f"with {vocabulary - 1}.",
+            where=data.origin,
+            fix="name the model's own tokenizer by --tokenizer, or a model whose vocab_size is at least "
+            f"{data.largest_id + 1}",
+        )

@@ -1,0 +1,108 @@
+"""Documents that lie end to end in the rows of a batch: what attention is told of them, and whether a model obeys.
+
+Their `position_ids` start anew with each document. Without an attention mask transformers makes block-diagonal masks of
+that for its own attention (eager, sdpa, flex); FlashAttention takes the borders of documents instead. Not every model
+looks at positions, and a state that runs along the row looks at none: so the model itself is asked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from transformers.utils.generic import is_flash_attention_requested
+
+from launcher.data.documents import IGNORED
+from launcher.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+POSITIONS = "position_ids"
+_ROUNDING = 1e-6  # of a loss in fp32
+_NOISE = 10  # times what a token does that nobody may see: rows that are multiplied in other groups are rounded anew
+_MOST = {2: 1e-3, 4: 1e-5}  # of a loss, by bytes of a number: no rounding makes more
+_SEED = 20
+
+
+def for_attention(engine: Engine, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch, with the borders of its documents where FlashAttention will read them."""
+    if POSITIONS not in batch or not is_flash_attention_requested(_text_config(engine)):
+        return batch
+    starts = (batch[POSITIONS].flatten() == 0).nonzero().flatten()
+    borders = torch.cat([starts, starts.new_tensor([batch[POSITIONS].numel()])]).to(torch.int32)
+    longest = int(borders.diff().max())
+    of_both = {f"cu_seq_lens_{side}": borders for side in "qk"}
+    return {**batch, **of_both, **{f"max_length_{side}": longest for side in "qk"}}
+
+
+def check_kept_apart(engine: Engine, rows: int, length: int) -> None:
+    """See in three evaluations that no document of a row changes the loss of the one after it. Every rank calls it.
+
+    Args:
+        rows, length: of a microbatch, as it will be trained.
+
+    Raises:
+        ConfigError: the model takes no positions, or lets documents see each other.
+    """
+    _check_signature(engine)
+    third = length // 3
+    if third < 2:
+        return  # nothing fits before and after a document that is learned
+    vocabulary = _text_config(engine).vocab_size
+    generator = torch.Generator().manual_seed(_SEED)
+    ids, other = (torch.randint(vocabulary, (rows, length), generator=generator) for _ in range(2))
+    starts = torch.arange(length)
+    starts = torch.where(starts < third, 0, torch.where(starts < 2 * third, third, 2 * third))
+    learned = torch.zeros(length, dtype=torch.bool)
+    learned[third + 1 : 2 * third] = True
+    batch = {
+        "labels": ids.masked_fill(~learned, IGNORED),
+        POSITIONS: (torch.arange(length) - starts).expand(rows, -1).contiguous(),
+    }
+
+    def loss(changed: slice) -> float:
+        seen = ids.clone()
+        seen[:, changed] = other[:, changed]
+        found = for_attention(engine, {"input_ids": seen, **batch})
+        return engine.eval_microbatches([found] if engine.is_first_stage() else [], [1.0])
+
+    training = engine.training
+    engine.eval()
+    alone, before, after = loss(slice(0, 0)), loss(slice(0, third)), loss(slice(2 * third, length))
+    engine.train(training)
+    leak, noise = abs(before - alone), abs(after - alone)
+    most = _MOST[min(dtype.itemsize for dtype in (engine.zero.policy.param_dtype, engine._autocast) if dtype)]
+    allowed = min(_NOISE * noise + _ROUNDING * abs(alone), most * abs(alone))
+    leaks = torch.tensor(not leak <= allowed, dtype=torch.int32, device=engine.device)
+    dist.all_reduce(leaks, op=dist.ReduceOp.MAX)
+    if leaks:
+        raise _refusal(
+            engine, f"the loss of a document changes by {leak:.1e} with the tokens of the one before it"
+        )
+
+
+def _check_signature(engine: Engine) -> None:
+    known = inspect.signature(type(engine.module).forward).parameters
+    if POSITIONS not in known:
+        raise _refusal(engine, "it takes no position_ids")
+    takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    if is_flash_attention_requested(_text_config(engine)) and not takes_more:
+        raise _refusal(engine, "it hands no borders of documents to FlashAttention")
+
+
+def _text_config(engine: Engine) -> Any:
+    config: Any = engine.module.config
+    return config.get_text_config()
+
+
+def _refusal(engine: Engine, why: str) -> ConfigError:
+    config = _text_config(engine)
+    return ConfigError(
+        f"{type(engine.module).__name__} does not keep packed documents apart: {why}",
+        where=f"model_type {config.model_type!r}, attention {config._attn_implementation!r}",
+        fix="pad the rows (finetune without --packed), or let documents see each other (pretrain without "
+        '--document-mask); another attention may do it: "attn_implementation" in the model\'s config.json',
+    )
