@@ -114,6 +114,16 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument(
         "--no_ssh", action="store_true", help="you start this command on every node, with its own --node_rank"
     )
+    hosts.add_argument(
+        "--token_file",
+        metavar="PATH",
+        help="what all nodes of --no_ssh must know is its first line (default: LAUNCHER_TOKEN; node 0 makes one)",
+    )
+    hosts.add_argument(
+        "--insecure",
+        action="store_true",
+        help="--no_ssh without a token: whoever reaches the port runs code here",
+    )
     hosts.add_argument("--node_rank", type=_count, metavar="R", help="which node this is, from 0")
     hosts.add_argument(
         "--no_ssh_check", action="store_true", help=argparse.SUPPRESS

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
 from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, shared_directory
+from launcher.cluster.secret import secrets_of
 from launcher.errors import ConfigError, LauncherError
 
 if TYPE_CHECKING:
@@ -125,11 +126,13 @@ def _launch(argv: list[str]) -> int:
 def _join(flags: argparse.Namespace) -> NoReturn:
     """Be a node of a run whose front end is on node 0."""
     from launcher.cli.job import JOIN_S
-    from launcher.cli.request import joining_place
-    from launcher.cluster import join
+    from launcher.cli.request import joining_place, joining_token
+    from launcher.cluster import environment, handshake, join
 
     addr, port = joining_place(flags)
-    join.become_agent(join.knock(addr, port, flags.node_rank, JOIN_S))
+    token = joining_token(flags)
+    os.environ.update(secrets_of(environment.asked_for(flags.export, os.environ)))
+    handshake.serve_at(*join.knock(addr, port, flags.node_rank, token, JOIN_S))
 
 
 def _checked_config(path: str | None, *, needed: bool) -> Config | None:

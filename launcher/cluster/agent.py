@@ -68,11 +68,13 @@ class Agent:
 
     Args:
         hello: the front end's first line: `silence_s` is how long it may say nothing, `beat_s` how often either side
-            says that it lives.
+            says that it lives, `session` the seals of a TCP connection (`handshake.py`).
     """
 
     def __init__(self, hello: Message) -> None:
-        self._in, self._out = Reader(0), Writer(1)
+        session = hello.get("session")
+        self._in = Reader(0, session and session.takes)
+        self._out = Writer(1, session and session.sends)
         self._silence_s, self._beat_s = float(hello["silence_s"]), float(hello["beat_s"])
         self._heard = self._said = time.monotonic()
         self._ranks: Ranks | None = None

@@ -35,8 +35,15 @@ NAMES = (
     *("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE"),
 )
 """And these."""
-OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "DS_ENV_FILE", "LAUNCHER_PID", "LAUNCHER_CORES")
-"""Never these: a node has its own, or they are of this machine alone."""
+OF_THE_NODE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "DS_ENV_FILE",
+    "LAUNCHER_PID",
+    "LAUNCHER_CORES",
+    "LAUNCHER_TOKEN",
+)
+"""Never these: a node has its own, they are of this machine alone, or ranks need not know them."""
 FILE = ".deepspeed_env"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(

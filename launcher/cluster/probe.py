@@ -6,6 +6,7 @@ The word tells that it was the right node that answered: the same private addres
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 import threading
@@ -66,8 +67,11 @@ def _say_to_all(server: socket.socket, word: bytes) -> None:
                 if key.fileobj is server:
                     try:
                         peer, _ = server.accept()
-                    except OSError:
-                        return
+                    except OSError as error:
+                        if error.errno in (errno.EINVAL, errno.EBADF):
+                            return
+                        time.sleep(0.01)  # who came has gone again, or there are too many
+                        continue
                     sockets.enter_context(peer)
                     waiting.register(peer, selectors.EVENT_READ)
                     with contextlib.suppress(OSError):

@@ -50,9 +50,15 @@ def test_nodes_that_come_by_themselves(hosts: Hosts, tmp_path: Path) -> None:
     )
     flags = ("--no_ssh", "--num_nodes", "2", "--num_gpus", "2", "--device", "cpu", "--tee", "all")
     flags += ("--master_addr", "node1", "--node_timeout", "4")
-    token = {"LAUNCHER_TOKEN": "secret"}
+    token = {"LAUNCHER_TOKEN": "0123456789abcdef"}
     stranger = hosts.start(
-        tmp_path, *flags, "--node_rank", "1", "script.py", env={"LAUNCHER_TOKEN": "x"}, name="node2"
+        tmp_path,
+        *flags,
+        "--node_rank",
+        "1",
+        "script.py",
+        env={"LAUNCHER_TOKEN": "another-token-of-some-length"},
+        name="node2",
     )
     later = hosts.start(
         tmp_path, *flags, "--node_rank", "1", "script.py", env={**token, "WHERE": "there"}, name="node2"
