@@ -110,6 +110,14 @@ class Job:
         flags = self.flags
         meeting = Wanted(flags.master_addr, flags.master_port)
         restarts, least = restarts_of(flags)
+        open_to_view = any(node.dials for node in nodes)
+        if open_to_view and (
+            kept := secrets_of(environment.passed_on(os.environ)).keys() - self.asked.keys()
+        ):
+            logger.warning(
+                "%s: the connections of %s are not encrypted, so nodes use their own values, if any",
+                *(", ".join(sorted(kept)), self.runner),
+            )
         admit = None
         if flags.no_ssh:
             addr, port = joining_place(flags)

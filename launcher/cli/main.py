@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
 from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, shared_directory
-from launcher.cluster.secret import secrets_of
+from launcher.cluster.secret import masked, secrets_of
 from launcher.errors import ConfigError, LauncherError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def print_error(text: str) -> None:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print("[bold red]error:[/bold red] ", end="")
-    console.print(text, markup=False)
+    console.print(masked(text), markup=False)
 
 
 def _subcommand(argv: Sequence[str]) -> tuple[str, str] | None:
@@ -164,9 +164,16 @@ def _source(path: str) -> str:
     return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 
+class _Masking(logging.Formatter):
+    """Without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
+
 def _set_up_logging(level: str) -> None:
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("launch: %(message)s"))
+    handler.setFormatter(_Masking("launch: %(message)s"))
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level.upper())
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launcher.cluster.secret import hide, masked, secrets_of
 from launcher.errors import ConfigError
 
 PREFIXES = (
@@ -83,8 +84,8 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
         name, equals, value = export.partition("=")
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{name!r} is no name of a variable",
-                where=f"--export {export}",
+                f"{masked(name)!r} is no name of a variable",
+                where="--export",
                 fix="write NAME or NAME=VALUE",
             )
         if not equals and name not in environment:
@@ -92,6 +93,7 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
                 f"{name} is not set here", where=f"--export {export}", fix=f"write {name}=VALUE"
             )
         found[name] = value if equals else environment[name]
+    hide(secrets_of(found).values())
     return found
 
 
@@ -114,6 +116,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
         if match is None or (match["plain"] or "").startswith(('"', "'")):
             number = text.count("\n", 0, position) + 1
             line = text[position:].split("\n", 1)[0].strip()
+            line = masked(line.partition("=")[0]) + ("=..." if "=" in line else "")
             raise ConfigError(
                 f"{line!r} sets no variable",
                 where=f"{name}:{number}",

@@ -29,7 +29,7 @@ from launcher.cluster.failure import (
 )
 from launcher.cluster.gpus import MASKS
 from launcher.cluster.selection import masked_devices
-from launcher.cluster.share import Share
+from launcher.cluster.share import Share, open_log
 from launcher.cluster.terminal import Terminal
 from launcher.errors import ConfigError
 from launcher.monitor import beacon
@@ -195,8 +195,7 @@ class Ranks:
             self._terminal = Terminal(log, share.terminal, keep=share.attempt > 0)
             out: IO[bytes] | int = self._terminal.slave
         else:
-            # A restart goes on in the same log.
-            out = log.open("ab" if share.attempt else "wb", buffering=0)
+            out = open_log(log, keep=share.attempt > 0)
             self._files.append(out)
             if number in share.shown:
                 self._outputs[number] = log.open("rb", buffering=0)

@@ -20,6 +20,7 @@ _VALUES = re.compile(
     re.VERBOSE,
 )
 """Tokens of well-known services, keys, URLs with a password."""
+_hidden: set[str] = set()
 
 
 def is_secret(name: str, value: str = "") -> bool:
@@ -39,9 +40,13 @@ def shown(name: str, value: str) -> str:
     return MASK if is_secret(name, value) else value
 
 
-def masked(text: str, values: Iterable[str] = ()) -> str:
-    """A text without these values, and without what looks like a token in itself."""
-    for value in sorted(values, key=len, reverse=True):
-        if len(value) >= SHORTEST:
-            text = text.replace(value, MASK)
+def hide(values: Iterable[str]) -> None:
+    """From now on `masked` leaves these out."""
+    _hidden.update(value for value in values if len(value) >= SHORTEST)
+
+
+def masked(text: str) -> str:
+    """A text for people, without the values that are hidden, and without what looks like a token in itself."""
+    for value in sorted(_hidden, key=len, reverse=True):
+        text = text.replace(value, MASK)
     return _VALUES.sub(MASK, text)

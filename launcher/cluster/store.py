@@ -1,7 +1,7 @@
 """On a node: copies of what `--sync` ships. Contents are kept by their SHA-256, so that none is sent twice.
 
     contents/DIGEST     each content once
-    copies/NAME/        files as they were shipped; NAME stands for all their names and contents
+    copies/NAME/        files as they were shipped; NAME stands for all their names, permissions and contents
 
 Copies and contents that no run has used for a month are deleted.
 """
@@ -93,7 +93,6 @@ class Store:
                 temporary = Path(tempfile.mkdtemp(dir=self._copies, prefix="."))
                 try:
                     self._fill(temporary)
-                    temporary.chmod(0o755)
                     temporary.rename(self._copy)
                 except OSError:
                     shutil.rmtree(temporary, ignore_errors=True)
@@ -115,6 +114,7 @@ class Store:
                     continue
             elif not path.is_symlink() and _digest_of(path) == entry["digest"]:
                 os.utime(self._contents / entry["digest"])
+                path.chmod(entry["mode"])
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -122,8 +122,10 @@ class Store:
                 os.symlink(entry["link"], temporary)
             else:
                 os.utime(self._contents / entry["digest"])
+                temporary.unlink(missing_ok=True)
+                temporary.touch(0o600)  # nobody reads it before it has its permissions
                 shutil.copyfile(self._contents / entry["digest"], temporary)
-                temporary.chmod(0o755 if entry["executable"] else 0o644)
+                temporary.chmod(entry["mode"])
             os.replace(temporary, path)
 
     def _forget(self) -> None:

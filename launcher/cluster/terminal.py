@@ -15,6 +15,8 @@ import struct
 import termios
 from pathlib import Path
 
+from launcher.cluster.share import open_log
+
 ESCAPE_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-Z0-9])")
 SHOW_CURSOR = b"\x1b[?25h\x1b[0m"
 
@@ -27,7 +29,7 @@ class LineLog:
     """
 
     def __init__(self, path: Path, *, keep: bool = False) -> None:
-        self._file = path.open("ab" if keep else "wb", buffering=0)
+        self._file = open_log(path, keep=keep)
         self._line = b""
 
     def write(self, data: bytes) -> None:
