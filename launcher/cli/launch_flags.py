@@ -143,7 +143,9 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="send JSON and script to every node, with DIR what git does not ignore there, too, and run the copy",
     )
     hosts.add_argument(
-        "--dry_run", action="store_true", help="print what would be typed for each node, and end"
+        "--dry_run",
+        action="store_true",
+        help="print what each rank of each node would run, or submit, and end",
     )
     ending = parser.add_argument_group("failures")
     ending.add_argument(

@@ -10,7 +10,6 @@ import gc
 import importlib
 import logging
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -108,13 +107,15 @@ def _launch(argv: list[str]) -> int:
         from launcher.cli.submit import submit
 
         return submit(flags, run, argv if recipe else [*argv, DEFAULT_RECIPE])
-    if flags.no_ssh and flags.node_rank:
+    if flags.no_ssh and flags.node_rank and not flags.dry_run:
         _join(flags)
     from launcher.cli.job import Job
 
     job = Job(run, flags, config, _source(flags.config) if config is not None else None)
     if flags.dry_run:
-        print("\n".join(shlex.join(job.command(host)) for host in job.hosts))
+        from launcher.cli.rehearsal import rehearse
+
+        print(masked("\n".join(rehearse(job))))
         return 0
     outcome = job.front_end().run()
     sys.stdout.flush()

@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.cli.flags import value_of, without
 from launcher.cli.request import Request
 from launcher.cluster import environment
-from launcher.cluster.secret import secrets_of
+from launcher.cluster.secret import masked, secrets_of
 from launcher.errors import ConfigError
 
 TEMPLATE = """\
@@ -32,7 +32,7 @@ exec {command}
 
 
 def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
-    """Write `launch.sbatch` into the run's directory and submit it; sbatch's exit code.
+    """Write `launch.sbatch` into the run's directory and submit it; sbatch's exit code. `--dry_run` shows both only.
 
     Args:
         flags: the launcher's.
@@ -47,14 +47,20 @@ def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
             "--submit needs to know how many nodes", where="command line", fix="add --num_nodes N"
         )
     directory = Path(value_of(run.arguments, "--output-dir") or Path("runs") / run.name).absolute()
-    directory.mkdir(parents=True, exist_ok=True)
     script = directory / "launch.sbatch"
     secrets = secrets_of(environment.asked_for(flags.export, os.environ))
     text = batch_script(flags, run, by_name(argv, secrets), directory)
+    command = ["sbatch", *shlex.split(flags.submit), str(script)]
+    if flags.dry_run:
+        print(
+            f"Nothing is submitted. {shlex.join(command)} would be, and {script} would be:\n\n{masked(text)}",
+            end="",
+        )
+        return 0
+    directory.mkdir(parents=True, exist_ok=True)
     script.unlink(missing_ok=True)  # one that is there may be open to others
     with open(os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
-    command = ["sbatch", *shlex.split(flags.submit), str(script)]
     try:
         # Slurm passes the variables of sbatch on to the job.
         return subprocess.run(command, check=False, env={**os.environ, **secrets}).returncode

@@ -200,8 +200,8 @@ class Ranks:
             if number in share.shown:
                 self._outputs[number] = log.open("rb", buffering=0)
                 self._outputs[number].seek(0, os.SEEK_END)
-        appended = [f"--local_rank={local_rank}"] if share.append_local_rank else []
-        command = [sys.executable, "-u", rank.__file__, share.kind, share.target, *appended, *share.arguments]
+        start = [sys.executable, "-u", rank.__file__, share.kind, share.target]
+        command = [*start, *share.arguments_of(local_rank)]
         return subprocess.Popen(
             command,
             env=variables,

@@ -65,6 +65,9 @@ class Share:
         """Where a rank writes how it failed."""
         return self.log(local_rank).with_suffix(".error.json")
 
+    def arguments_of(self, local_rank: int) -> list[str]:
+        return [*([f"--local_rank={local_rank}"] if self.append_local_rank else []), *self.arguments]
+
     def identity(self, local_rank: int) -> dict[str, str]:
         """The variables that tell a rank who it is."""
         return {
