@@ -8,7 +8,6 @@ first rank starts. Its error files and variables are the ones used here.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from launcher.cluster.share import Share, open_log
 from launcher.cluster.terminal import Terminal
 from launcher.errors import ConfigError
 from launcher.monitor import beacon
+from launcher.scratch import Scratch
 
 PIECE = 1 << 16
 
@@ -54,6 +54,7 @@ class Ranks:
         self._kills = memory_killer.kills()
         self._failed: dict[int, int] | None = None
         self._watched: Path | None = None
+        self._scratch: Scratch | None = None
         try:
             self._start()
         except OSError as error:
@@ -136,8 +137,8 @@ class Ranks:
 
     def close(self) -> None:
         """Close the files; call it when `output` has no more."""
-        if self._watched is not None:
-            shutil.rmtree(self._watched, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
         if self._terminal is not None:
             self._terminal.close()
         for file in (*self._files, *self._outputs.values()):
@@ -165,7 +166,8 @@ class Ranks:
         share = self.share
         Path(share.log_dir).mkdir(parents=True, exist_ok=True)
         if share.watched and share.kind != "program":
-            self._watched = Path(tempfile.mkdtemp(prefix="launch-"))
+            self._scratch = Scratch(Path(tempfile.gettempdir()), "launch-", "ranks")
+            self._watched = self._scratch.path
         common = {**os.environ, **share.environment, **self._devices()}
         if share.nodes > 1 and "GLOO_SOCKET_IFNAME" not in common:
             # gloo would take the address that the host's own name has, which is often a loopback.
