@@ -12,8 +12,8 @@ PACKAGE = ROOT / "launcher"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 # A room imports those before it, and itself.
 ORDER = ["errors", "sizes", "scratch", "monitor", "arguments", "config", "comm", "cluster", "data", "models",
-         "checkpointing", "tensor", "pipeline", "pipe", "offload", "zero", "checkpoint", "optim", "engine", "estimate", "plan",
-         "run", "train", "integrations", "cli"]  # fmt: skip
+         "checkpointing", "tensor", "pipeline", "pipe", "offload", "zero", "checkpoint", "optim", "engine",
+         "estimate", "plan", "run", "train", "integrations", "cli"]  # fmt: skip
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
