@@ -141,7 +141,7 @@ class Agent:
         from launcher.cluster.local import Ranks
         from launcher.cluster.share import Share
 
-        self._port.close()
+        self._port.leave()
         try:
             self._ranks = Ranks(Share(**share))
         except LauncherError as error:
