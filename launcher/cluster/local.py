@@ -23,6 +23,7 @@ from launcher.cluster.failure import (
     Failure,
     append_to_logs,
     first_failure,
+    is_full,
     read_record,
     with_tail,
 )
@@ -158,7 +159,11 @@ class Ranks:
         if first.exit_code == -9:
             killer = memory_killer.evidence(first.pid, self._kills)
         first = replace(
-            first, rank=share.first_rank + local_rank, local_rank=local_rank, memory_killer=killer
+            first,
+            rank=share.first_rank + local_rank,
+            local_rank=local_rank,
+            memory_killer=killer,
+            disk_full=is_full(Path(share.log_dir)),
         )
         return with_tail(first, share.log(local_rank))
 

@@ -127,12 +127,13 @@ def record(kind: str, error: BaseException) -> None:
     text = str(error) if kind in ("mendable", "exit") else f"{type(error).__name__}: {error}"
     extra = {"py_callstack": _script_traceback(error), "timestamp": str(int(now)), "time": now, "kind": kind}
     # Renamed into place: the launcher may kill this rank at any moment and never reads a torn file.
-    # What an error says is for the user alone, as the log is.
-    with open(
-        f"{path}.tmp", "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)
-    ) as file:
-        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
-    os.replace(f"{path}.tmp", path)
+    # What an error says is for the user alone, as the log is. Where the disk is full, the launcher sees that.
+    with contextlib.suppress(OSError):
+        with open(
+            f"{path}.tmp", "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)
+        ) as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+        os.replace(f"{path}.tmp", path)
 
 
 def _script_traceback(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from tests.cluster.launching import environment
 LIMIT_S = 900
 """Of one start."""
 MODEL = {
-    **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "vocab_size": 258},
+    **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "vocab_size": 264},
     **{
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
