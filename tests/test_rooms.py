@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "launcher"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 # A room imports those before it, and itself.
-ORDER = ["errors", "files", "sizes", "owner", "monitor", "arguments", "config", "comm", "cluster", "data", "models",
-         "checkpointing", "tensor", "pipeline", "pipe", "offload", "zero", "checkpoint", "optim", "engine", "estimate",
-         "plan", "resuming", "run", "train", "integrations", "cli"]  # fmt: skip
+ORDER = ["errors", "files", "sizes", "owner", "scratch", "monitor", "arguments", "config", "comm", "cluster", "data",
+         "models", "checkpointing", "tensor", "pipeline", "pipe", "offload", "zero", "checkpoint", "optim", "engine",
+         "estimate", "plan", "resuming", "run", "train", "integrations", "cli"]  # fmt: skip
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 

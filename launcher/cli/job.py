@@ -23,6 +23,7 @@ from launcher.cli.request import (
     check_bounds,
     hosts_of,
     joining_place,
+    joining_token,
     restarts_of,
     selected,
 )
@@ -34,6 +35,7 @@ from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
 from launcher.cluster.parcel import Parcel, pack
 from launcher.cluster.rendezvous import Wanted
+from launcher.cluster.secret import secrets_of
 from launcher.cluster.selection import select
 from launcher.cluster.share import Share
 from launcher.cluster.wire import Message
@@ -112,10 +114,20 @@ class Job:
         flags = self.flags
         meeting = Wanted(flags.master_addr, flags.master_port)
         restarts, least = restarts_of(flags)
+        open_to_view = any(node.dials for node in nodes)
+        if open_to_view and (
+            kept := secrets_of(environment.passed_on(os.environ)).keys() - self.asked.keys()
+        ):
+            logger.warning(
+                "%s: the connections of %s are not encrypted, so nodes use their own values, if any",
+                *(", ".join(sorted(kept)), self.runner),
+            )
         admit = None
         if flags.no_ssh:
             addr, port = joining_place(flags)
-            admit, meeting = join.Door(addr, port).admit, Wanted(addr, None)
+            meeting = Wanted(addr, None)
+            if len(nodes) > 1:  # nobody comes to a node that is alone
+                admit = join.Door(addr, port, joining_token(flags)).admit
         return FrontEnd(
             Crew(nodes, self.limits, admit),
             self.hello,
@@ -159,12 +171,14 @@ class Job:
 
     def hello(self, node: Node) -> Message:
         """What an agent is told first."""
-        here = (
-            self.is_here(node.host) or self.flags.no_ssh
-        )  # a node that comes by itself has its own variables
+        # A node that comes by itself has its own variables.
+        own = self.is_here(node.host) or self.flags.no_ssh
+        told = self.asked if own else {**environment.passed_on(os.environ), **self.asked}
+        kept = secrets_of(told) if self._travels_open(node) else {}
         return {
-            "environment": self.asked if here else {**environment.passed_on(os.environ), **self.asked},
-            "forget": [] if here else environment.of_mpi(),
+            "environment": {name: value for name, value in told.items() if name not in kept},
+            "own": [name for name in kept if name in self.asked],
+            "forget": [] if own else environment.of_mpi(),
             "python": list(sys.version_info[:2]),
             "directory": None if self.parcel is not None and self.parcel.directory else os.getcwd(),
             "path": [str(PACKAGE.parent)],
@@ -174,6 +188,10 @@ class Job:
             "silence_s": 1e9 if node.here else self.limits.silence_s,
             "beat_s": self.limits.beat_s,
         }
+
+    def _travels_open(self, node: Node) -> bool:
+        """Whether what an agent is told can be read on its way: on a TCP connection, which is signed and no more."""
+        return not node.here and (self.flags.no_ssh or node.dials)
 
     def _ship(self, crew: Crew, look_up: Callable[[], None]) -> None:
         assert self.parcel is not None

@@ -117,6 +117,16 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument(
         "--no_ssh", action="store_true", help="you start this command on every node, with its own --node_rank"
     )
+    hosts.add_argument(
+        "--token_file",
+        metavar="PATH",
+        help="what all nodes of --no_ssh must know is its first line (default: LAUNCHER_TOKEN; node 0 makes one)",
+    )
+    hosts.add_argument(
+        "--insecure",
+        action="store_true",
+        help="--no_ssh without a token: whoever reaches the port runs code here",
+    )
     hosts.add_argument("--node_rank", type=whole, metavar="R", help="which node this is, from 0")
     hosts.add_argument(
         "--no_ssh_check", action="store_true", help=argparse.SUPPRESS
@@ -136,7 +146,9 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="send JSON and script to every node, with DIR what git does not ignore there, too, and run the copy",
     )
     hosts.add_argument(
-        "--dry_run", action="store_true", help="print what would be typed for each node, and end"
+        "--dry_run",
+        action="store_true",
+        help="print what each rank of each node would run, or submit, and end",
     )
     ending = parser.add_argument_group("failures")
     ending.add_argument(

@@ -10,7 +10,6 @@ import gc
 import importlib
 import logging
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
 from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, shared_directory
+from launcher.cluster.secret import masked, secrets_of
 from launcher.errors import ConfigError, LauncherError, printable
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def print_error(text: str) -> None:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print("[bold red]error:[/bold red] ", end="")
-    console.print(printable(text), markup=False)
+    console.print(printable(masked(text)), markup=False)
 
 
 def _subcommand(argv: Sequence[str]) -> tuple[str, str] | None:
@@ -110,13 +110,15 @@ def _launch(argv: list[str]) -> int:
         from launcher.cli.submit import submit
 
         return submit(flags, run, argv if recipe else [*argv, DEFAULT_RECIPE])
-    if flags.no_ssh and flags.node_rank:
+    if flags.no_ssh and flags.node_rank and not flags.dry_run:
         _join(flags)
     from launcher.cli.job import Job
 
     job = Job(run, flags, config, _source(flags.config) if config is not None else None)
     if flags.dry_run:
-        print("\n".join(shlex.join(job.command(host)) for host in job.hosts))
+        from launcher.cli.rehearsal import rehearse
+
+        print(masked("\n".join(rehearse(job))))
         return 0
     outcome = job.front_end().run()
     sys.stdout.flush()
@@ -128,11 +130,13 @@ def _launch(argv: list[str]) -> int:
 def _join(flags: argparse.Namespace) -> NoReturn:
     """Be a node of a run whose front end is on node 0."""
     from launcher.cli.job import JOIN_S
-    from launcher.cli.request import joining_place
-    from launcher.cluster import join
+    from launcher.cli.request import joining_place, joining_token
+    from launcher.cluster import environment, handshake, join
 
     addr, port = joining_place(flags)
-    join.become_agent(join.knock(addr, port, flags.node_rank, JOIN_S))
+    token = joining_token(flags)
+    os.environ.update(secrets_of(environment.asked_for(flags.export, os.environ)))
+    handshake.serve_at(*join.knock(addr, port, flags.node_rank, token, JOIN_S))
 
 
 def _checked_config(path: str | None, *, needed: bool) -> Config | None:
@@ -164,9 +168,16 @@ def _source(path: str) -> str:
     return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 
+class _Masking(logging.Formatter):
+    """Without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
+
 def _set_up_logging(level: str) -> None:
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("launch: %(message)s"))
+    handler.setFormatter(_Masking("launch: %(message)s"))
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level.upper())
 

@@ -15,6 +15,7 @@ from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, find_recipe
 from launcher.cli.request import check_bounds, restarts_of
 from launcher.cluster import environment
 from launcher.cluster.kubernetes import KINDS, Pods, manifest
+from launcher.cluster.secret import masked, secrets_of
 from launcher.errors import ConfigError
 
 DESCRIPTION = """\
@@ -23,6 +24,7 @@ JobSet. The image must have this package, with `launch` on its PATH."""
 EPILOG = """\
 examples:
   launch manifest --kind jobset --image me/train:1 --num_nodes 4 --num_gpus 8 --volume data:/data \\
+    --token_secret launch-token \\
     --config ds_config.json pretrain --model /data/model --output-dir /data/run | kubectl apply -f -
   launch manifest --kind pytorchjob ... --min_nodes 2 --max_restarts 10 --term_grace 60 ...
 
@@ -64,11 +66,19 @@ def manifest_parser() -> FlagParser:
         metavar="NAME",
         help="a Secret whose key `token` all nodes must know (LAUNCHER_TOKEN)",
     )
+    own.add_argument(
+        "--secret",
+        type=_secret,
+        action="append",
+        default=[],
+        metavar="NAME=SECRET[:KEY]",
+        help="a variable for the ranks whose value is in a Secret (KEY: default NAME)",
+    )
     return parser
 
 
 # What `launch` in a pod is not told, or is told otherwise.
-OWN = ("--kind", "--image", "--name", "--namespace", "--shm", "--volume", "--token_secret")
+OWN = ("--kind", "--image", "--name", "--namespace", "--shm", "--volume", "--token_secret", "--secret")
 SAID_ELSEWHERE = ("--config", "--deepspeed_config", "--num_nodes", "--export")
 
 
@@ -102,6 +112,20 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
     for name, meaning in (("num_nodes", "pods"), ("num_gpus", "ranks of a pod")):
         if getattr(flags, name) is None:
             raise ConfigError(f"--{name} is missing: the number of {meaning}", where="command line")
+    if flags.num_nodes > 1 and not (flags.token_secret or flags.token_file or flags.insecure):
+        raise ConfigError(
+            "--token_secret is missing: pods let in who knows the token that it holds",
+            where="command line",
+            fix='kubectl create secret generic launch-token --from-literal=token="$(openssl rand -hex 16)", then '
+            "--token_secret launch-token",
+        )
+    asked = environment.asked_for(flags.export, os.environ)
+    if secret := next(iter(secrets_of(asked)), None):
+        raise ConfigError(
+            f"{secret} looks like a secret, which a manifest does not hold",
+            where=f"--export {secret}",
+            fix=f"--secret {secret}=NAME_OF_A_KUBERNETES_SECRET",
+        )
     _check_recipe(flags, recipe)
     check_bounds(flags, flags.num_nodes)
     restarts, least = restarts_of(flags)
@@ -114,7 +138,8 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
         gpus=0 if flags.device == "cpu" else flags.num_gpus,
         config=_config_text(flags.config),
         namespace=flags.namespace,
-        environment=environment.asked_for(flags.export, os.environ),
+        environment=asked,
+        secrets=dict(flags.secret),
         token_secret=flags.token_secret,
         shared_memory=flags.shm,
         claims=dict(flags.volume),
@@ -168,6 +193,14 @@ def _size(text: str) -> str:
     if not _SIZE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"needs a size such as 16Gi, not {text!r}")
     return text
+
+
+def _secret(text: str) -> tuple[str, tuple[str, str]]:
+    name, _, source = text.partition("=")
+    secret, _, key = source.partition(":")
+    if not name.isidentifier() or not secret:
+        raise argparse.ArgumentTypeError(f"needs NAME=SECRET or NAME=SECRET:KEY, not {masked(text)!r}")
+    return name, (secret, key or name)
 
 
 def _volume(text: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from launcher.cli.recipes import DEFAULT_RECIPE, find_recipe
+from launcher.cluster import join
 from launcher.cluster.hostfile import Host, read_hostfile
 from launcher.cluster.selection import first_slots, select
 from launcher.errors import ConfigError
@@ -76,6 +77,17 @@ def joining_place(flags: argparse.Namespace) -> tuple[str, int]:
             fix="start the same command on every node: --no_ssh --node_rank R --master_addr ADDRESS_OF_NODE_0",
         )
     return flags.master_addr, flags.master_port or JOINING_PORT
+
+
+def joining_token(flags: argparse.Namespace) -> str:
+    """What nodes that come by themselves must know; ranks do not get it.
+
+    Raises:
+        ConfigError: there is none, or one that is easily guessed.
+    """
+    token = join.token_of(os.environ, flags.token_file, insecure=flags.insecure, makes=not flags.node_rank)
+    os.environ.pop(join.TOKEN, None)
+    return token
 
 
 def restarts_of(flags: argparse.Namespace) -> tuple[int, int | None]:

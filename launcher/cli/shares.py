@@ -43,13 +43,13 @@ def deal(job: Job, front_end: FrontEnd) -> list[Share]:
     total = sum(counts)
     for node, count in zip(nodes, counts, strict=True):
         _check_crowd(job, node, count)
-    front_end.speech.places = _places(job, total)
+    front_end.speech.places = places(job, total)
     _check_binding(job, counts)
     if job.output_dir is None:
         job.output_dir = run_directory(value_of(job.run.arguments, "--output-dir"), job.run.name)
         if job.run.is_ours:  # before its logs are written over; rank 0 takes it
             check_free(job.output_dir)
-    common = _common(job, job.output_dir, device)
+    same = common(job, job.output_dir, device)
     shown = [] if job.flags.enable_each_rank_log else _shown(job, total)
     firsts = accumulate(counts[:-1], initial=0)
     front_end.speech.shown = _names(hosts, shown) if shown != [0] else {}
@@ -59,9 +59,9 @@ def deal(job: Job, front_end: FrontEnd) -> list[Share]:
     masked = device == "cuda" and (job.flags.hostfile or job.flags.include or job.flags.exclude)
     return [
         replace(
-            common,
-            target=job.there(node, common.target),
-            environment={name: job.there(node, value) for name, value in common.environment.items()},
+            same,
+            target=job.there(node, same.target),
+            environment={name: job.there(node, value) for name, value in same.environment.items()},
             ranks=len(host.slots),
             first_rank=first,
             world_size=total,
@@ -74,7 +74,7 @@ def deal(job: Job, front_end: FrontEnd) -> list[Share]:
     ]
 
 
-def _places(job: Job, total: int) -> Sequence[str]:
+def places(job: Job, total: int) -> Sequence[str]:
     """What people call each rank by its place on the mesh; empty where a script's model may still say so.
 
     Raises:
@@ -82,15 +82,15 @@ def _places(job: Job, total: int) -> Sequence[str]:
     """
     if job.config is None:
         return ()
-    from launcher.config.ranks import places
+    from launcher.config import ranks
 
     dp = job.config.dp_degree(total)
     if not job.run.is_ours and job.config.pipeline.stages is None:
         return ()
-    return places(job.config.pipeline.degree, dp, job.config.tensor_parallel.degree)
+    return ranks.places(job.config.pipeline.degree, dp, job.config.tensor_parallel.degree)
 
 
-def _common(job: Job, output_dir: Path, device: str) -> Share:
+def common(job: Job, output_dir: Path, device: str) -> Share:
     """What the shares of all nodes have in common."""
     flags, run = job.flags, job.run
     to_files = flags.enable_each_rank_log

@@ -8,11 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.cli.flags import value_of, without
 from launcher.cli.request import Request
+from launcher.cluster import environment
+from launcher.cluster.secret import masked, secrets_of
 from launcher.errors import ConfigError, printable
 
 TEMPLATE = """\
@@ -31,7 +33,7 @@ exec {command}
 
 
 def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
-    """Write `launch.sbatch` into the run's directory and submit it; sbatch's exit code.
+    """Write `launch.sbatch` into the run's directory and submit it; sbatch's exit code. `--dry_run` shows both only.
 
     Args:
         flags: the launcher's.
@@ -52,17 +54,39 @@ def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
             where="--output-dir",
             fix="name a directory without it",
         )
-    directory.mkdir(parents=True, exist_ok=True)
     script = directory / "launch.sbatch"
-    script.write_text(batch_script(flags, run, argv, directory), encoding="utf-8")
+    secrets = secrets_of(environment.asked_for(flags.export, os.environ))
+    text = batch_script(flags, run, by_name(argv, secrets), directory)
+    command = ["sbatch", *shlex.split(flags.submit), str(script)]
+    if flags.dry_run:
+        print(
+            f"Nothing is submitted. {shlex.join(command)} would be, and {script} would be:\n\n{masked(text)}",
+            end="",
+        )
+        return 0
+    directory.mkdir(parents=True, exist_ok=True)
+    script.unlink(missing_ok=True)  # one that is there may be open to others
+    with open(os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
     try:
-        return subprocess.run(["sbatch", *shlex.split(flags.submit), str(script)], check=False).returncode
+        # Slurm passes the variables of sbatch on to the job.
+        return subprocess.run(command, check=False, env={**os.environ, **secrets}).returncode
     except OSError as error:
         raise ConfigError(
             f"sbatch cannot be run: {error.strerror}; the job is written to {script}",
             where="--submit",
             fix="submit it where Slurm is",
         ) from None
+
+
+def by_name(argv: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
+    """The command line with `--export NAME` for what has a value of these."""
+    names = {f"{name}={value}": name for name, value in secrets.items()}
+    return [
+        names.get(token)
+        or (f"--export={names[token[9:]]}" if token[:9] == "--export=" and token[9:] in names else token)
+        for token in argv
+    ]
 
 
 def batch_script(flags: argparse.Namespace, run: Request, argv: Sequence[str], directory: Path) -> str:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 DRAIN_S = 2.0
+WINDOW = 1 << 20
+"""Bytes of output that may be on their way; the rest stays in the logs, or holds up a rank on a terminal, until the
+front end has shown them."""
 STACKS_S = 0.5
 """How long ranks have to write their stacks; the kernel delivers the signal also where Python is blocked."""
 LOST = 3
@@ -68,11 +71,13 @@ class Agent:
 
     Args:
         hello: the front end's first line: `silence_s` is how long it may say nothing, `beat_s` how often either side
-            says that it lives.
+            says that it lives, `session` the seals of a TCP connection (`handshake.py`).
     """
 
     def __init__(self, hello: Message) -> None:
-        self._in, self._out = Reader(0), Writer(1)
+        session = hello.get("session")
+        self._in = Reader(0, session and session.takes)
+        self._out = Writer(1, session and session.sends)
         self._silence_s, self._beat_s = float(hello["silence_s"]), float(hello["beat_s"])
         self._heard = self._said = time.monotonic()
         self._ranks: Ranks | None = None
@@ -82,6 +87,7 @@ class Agent:
         self._tries: probe.Tries | None = None
         self._copying: Copying | None = None
         self._stacks_due: float | None = None
+        self._unshown, self._patient = 0, True
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._leave)
         self._say("here", facts=facts.collect(hello))
@@ -91,9 +97,7 @@ class Agent:
         while not self._over:
             waiting = [1] if self._out.waiting else []
             select.select([0], waiting, [], POLL_S)
-            for message in self._in.read():
-                self._heard = time.monotonic()
-                self._obey(message)
+            self._listen()
             self._out.flush()
             self._look()
             if self._deserted() and not self._over:
@@ -105,11 +109,20 @@ class Agent:
             self._out.flush()
         return 0
 
+    def _listen(self) -> list[Message]:
+        """Obey what has come."""
+        messages = self._in.read()
+        for message in messages:
+            self._heard = time.monotonic()
+            self._obey(message)
+        return messages
+
     def _obey(self, message: Message) -> None:
         match message["do"]:
             case "start":
                 self._start(message["share"])
             case "stop":
+                self._patient = message["patient"]
                 self._finish(float(message["grace_s"]))
                 self._say("stopped")
             case "signal" if self._ranks is not None:
@@ -131,6 +144,8 @@ class Agent:
                 self._copying.take(message["digest"], message["data"])
             case "build" if self._copying is not None:
                 self._copying.build()
+            case "shown":
+                self._unshown -= message["size"]
             case "bye":
                 self._over = True
 
@@ -139,7 +154,8 @@ class Agent:
         from launcher.cluster.local import Ranks
         from launcher.cluster.share import Share
 
-        self._port.close()
+        self._port.leave()
+        self._unshown, self._patient = 0, True
         try:
             self._ranks = Ranks(Share(**share))
         except LauncherError as error:
@@ -149,9 +165,8 @@ class Agent:
 
     def _look(self) -> None:
         """See how the ranks are, and say so."""
+        self._beat()
         now = time.monotonic()
-        if now - self._said >= self._beat_s:
-            self._say("alive", stalled_s=self._ranks.stalled_s() if self._ranks is not None else None)
         if self._tries is not None and (found := self._tries.found()) is not None:
             self._tries = None
             self._say("reached", found=found)
@@ -170,32 +185,49 @@ class Agent:
             self._finish(processes.GRACE_S)
 
     def _show(self) -> None:
-        while self._ranks is not None and not self._out.full:
-            pieces = self._ranks.output()
-            if not pieces:
-                return
-            for rank, data in pieces:
-                self._say("output", rank=rank, text=text_of(data))
+        if self._ranks is not None:
+            self._shows_all(self._ranks)
 
-    def _drain(self) -> None:
-        """Show what is left to show; a front end that does not take it does not hold up the end."""
-        deadline = time.monotonic() + DRAIN_S
-        self._show()
-        while self._out.full and time.monotonic() < deadline:
-            select.select([], [1], [], POLL_S)
+    def _shows_all(self, ranks: Ranks) -> bool:
+        """Show what may be sent now; whether that is all that there is."""
+        while self._unshown < WINDOW and not self._out.full:
+            pieces = ranks.output()
+            if not pieces:
+                return True
+            for rank, data in pieces:
+                self._unshown += len(data)
+                self._say("output", rank=rank, text=text_of(data))
+        return False
+
+    def _drain(self, ranks: Ranks) -> None:
+        """Show what is left to show, at whatever speed it is taken, unless the front end goes or is in a hurry."""
+        if self._shows_all(ranks):
+            return
+        self._say("over")
+        deadline = float("inf")
+        while not (self._shows_all(ranks) or self._deserted() or time.monotonic() > deadline):
+            select.select([0], [1] if self._out.waiting else [], [], POLL_S)
+            if self._is_hurried() or self._over:
+                return
+            if not self._patient:
+                deadline = min(deadline, time.monotonic() + DRAIN_S)
             self._out.flush()
-            self._show()
+            self._beat()
+
+    def _beat(self) -> None:
+        if time.monotonic() - self._said >= self._beat_s:
+            self._say("alive", stalled_s=self._ranks.stalled_s() if self._ranks is not None else None)
 
     def _finish(self, grace_s: float) -> None:
         """End the ranks and tell how they ended."""
         if self._ranks is None:
             return
         ranks, complete = self._ranks, self._ranks.poll() is True
+        self._ranks = None  # what comes meanwhile is not for them
         ranks.finish(grace_s, self._is_hurried)
-        self._drain()
+        self._drain(ranks)
         ranks.close()
         failure = ranks.failure()
-        self._ranks = None
         self._say(
             "ended",
             complete=complete and failure is None,
@@ -205,11 +237,7 @@ class Agent:
 
     def _is_hurried(self) -> bool:
         """Whether the front end, while the ranks have their grace, wants them killed."""
-        messages = self._in.read()
-        if messages:
-            self._heard = time.monotonic()
-        self._over = self._over or any(message["do"] == "bye" for message in messages)
-        return any(message["do"] == "stop" and not message["grace_s"] for message in messages)
+        return any(message["do"] == "stop" and not message["grace_s"] for message in self._listen())
 
     def _deserted(self) -> bool:
         return (

@@ -19,26 +19,36 @@ def arrive(hello):  # type: ignore[no-untyped-def]
         if name.startswith(tuple(hello["forget"])):
             del os.environ[name]
     os.environ.update(hello["environment"])
+    missing = [name for name in hello["own"] if name not in os.environ]
+    if missing:
+        names = ", ".join(missing)
+        problem(
+            hello,
+            f"{names} is not set there, and secrets do not travel over a stream that is not encrypted",
+            f"set {names} on that node, or let ssh reach it",
+        )
     if list(sys.version_info[:2]) != hello["python"]:
         version, wanted = [".".join(map(str, v)) for v in (sys.version_info[:3], hello["python"])]
-        problem(f"{sys.executable} is Python {version}, here it is {wanted}", "install the same one there")
+        problem(
+            hello, f"{sys.executable} is Python {version}, here it is {wanted}", "install the same one there"
+        )
     try:
         os.chdir(hello["directory"] or ".")
     except OSError as error:
-        problem(
-            f"no directory {hello['directory']}: {error.strerror}", "start in a directory that all hosts have"
-        )
+        what = f"no directory {hello['directory']}: {error.strerror}"
+        problem(hello, what, "start in a directory that all hosts have")
     sys.path[:0] = [path for path in hello["path"] if os.path.isdir(path)]
     try:
         from launcher.cluster.agent import serve
     except ImportError as error:
-        problem(f"its Python cannot import {error.name or error}", "install the same packages there")
+        problem(hello, f"its Python cannot import {error.name or error}", "install the same packages there")
     serve(hello)
 
 
-def problem(what, fix):  # type: ignore[no-untyped-def]
-    text = json.dumps({"is": "problem", "what": what, "fix": fix})
-    os.write(1, b"\x1e" + text.encode() + b"\n")
+def problem(hello, what, fix):  # type: ignore[no-untyped-def]
+    text = json.dumps({"is": "problem", "what": what, "fix": fix}).encode()
+    session = hello.get("session")
+    os.write(1, b"\x1e" + (session.sends.closed(text) if session else text) + b"\n")
     sys.exit(3)
 
 

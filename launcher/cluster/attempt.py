@@ -24,6 +24,8 @@ AFTER_GRACE_S = 4.0
 """How much longer than the grace of its ranks an agent may take to say that all have ended."""
 HURRY_S = 2.0
 """The same, where a second signal has asked to kill them."""
+LAST_OUTPUT_S = 2.0
+"""How long output is waited for in a run that the user has ended."""
 DOUBTFUL_S = 1.5
 """How long a node is waited for that had missed heartbeats before the end."""
 LOSS_COMES_FIRST_S = 1.0
@@ -96,6 +98,8 @@ class Attempt:
         self.causes: list[Cause] = []
         self._stalled: dict[Node, float] = {}
         self._hurried = False
+        self._over: set[Node] = set()
+        """Nodes whose ranks have ended, and which have output to show."""
 
     def run(self) -> tuple[Outcome, Cause | None]:
         """Start all ranks and wait for their end; the cause is None unless something failed."""
@@ -111,8 +115,8 @@ class Attempt:
             number = error.number
             if number == signal.SIGTERM and self.patience.term_grace_s:
                 self._let_finish()
-        unclean = self._end()
-        self.screen.close()
+        unclean = self._end(patient=number is None)
+        self._show_the_rest(patient=number is None)
         left = self._told(unclean)
         if number is not None:
             how = " and killed by the second signal" if self._hurried else ""
@@ -132,6 +136,7 @@ class Attempt:
         """Until every node has ended well, or one has not."""
         failing = False
         while any(node.running for node in self.crew.nodes) and not (failing or self.causes):
+            self.screen.settle()
             for node, message in self.crew.events():
                 failing = failing or message["is"] == "failing"
                 self._take(node, message)
@@ -153,7 +158,11 @@ class Attempt:
             case "started":
                 node.pids = message["pids"]
             case "output":
-                self.screen.show(message["rank"], bytes_of(message["text"]))
+                data = bytes_of(message["text"])
+                # A node sends so much and no more before it hears that this is on the screen.
+                self.screen.show(message["rank"], data, lambda: node.send("shown", size=len(data)))
+            case "over":
+                self._over.add(node)
             case "refused":
                 node.running = False
                 error = ConfigError(message["what"], where=message["where"], fix=message["fix"])
@@ -186,6 +195,7 @@ class Attempt:
             and time.monotonic() < until
             and len(self.signals.numbers) < 2
         ):
+            self.screen.settle()
             for node, message in self.crew.events():
                 self._take(node, message)
 
@@ -217,32 +227,57 @@ class Attempt:
         mistake = failure.record is not None and failure.record.kind in SAID
         return Cause(when, message, exit_code(failure), node, can_retry=not mistake)
 
-    def _end(self) -> list[Node]:
-        """End what runs still; the nodes of which that is not known."""
+    def _end(self, *, patient: bool) -> list[Node]:
+        """End what runs still; the nodes of which that is not known.
+
+        Args:
+            patient: what ranks have printed last is waited for, at whatever speed it is read.
+        """
         self.signals.held = self.crew.ending = True
         grace = self.crew.limits.grace_s
         running = [node for node in self.crew.nodes if node.running]
-        self.crew.tell(running, "stop", grace_s=grace)
+        self.crew.tell(running, "stop", grace_s=grace, patient=patient)
         began = time.monotonic()
         deadline = began + grace + AFTER_GRACE_S
         # Nodes that have missed heartbeats already are probably gone, too: where this machine is cut off, all are.
         doubtful = [node for node in running if began - node.heard > 2.5 * self.crew.limits.beat_s]
-        while any(node.running for node in running) and time.monotonic() < deadline:
+        while self._waits_for(running, patient=patient and not self._hurried, deadline=deadline):
+            self.screen.settle()
             for node, message in self.crew.events():
                 self._take(node, message)
             if time.monotonic() - began > DOUBTFUL_S:
                 for node in doubtful:
                     if node.running and node.heard < began and not node.here:
                         node.give_up("it has not answered for a while")
-            if len(self.signals.numbers) > 1 and not self._hurried:
+            if len(self.signals.numbers) > (0 if patient else 1) and not self._hurried:
                 self._hurried = True
-                self.crew.tell(running, "stop", grace_s=0.0)
+                self.crew.tell(running, "stop", grace_s=0.0, patient=False)
                 deadline = min(deadline, time.monotonic() + HURRY_S)
         for node in running:
             if node.running:
                 waited = time.monotonic() - began
                 node.give_up(f"it did not say within {waited:.0f} s that its ranks had ended")
         return [node for node in self.crew.nodes if node.lost is not None]
+
+    def _waits_for(self, running: Sequence[Node], *, patient: bool, deadline: float) -> bool:
+        """Whether some node may still say how its ranks ended: until the deadline, and as long as it has output."""
+        still = [node for node in running if node.running]
+        silence_s = self.crew.limits.silence_s
+        for node in still:
+            if node in self._over and not node.here and time.monotonic() - node.heard > silence_s:
+                node.give_up(f"nothing was heard of it for {silence_s:g} s while it sent its last output")
+        now = time.monotonic()
+        return any(now < deadline or (patient and node in self._over) for node in still if node.running)
+
+    def _show_the_rest(self, *, patient: bool) -> None:
+        """Wait until all is printed, for a moment only where the user wants to leave."""
+        self.screen.finish()
+        until = time.monotonic() + (float("inf") if patient else LAST_OUTPUT_S)
+        asked = len(self.signals.numbers)
+        while not self.screen.finished and time.monotonic() < until and len(self.signals.numbers) == asked:
+            for _ in self.crew.events():
+                pass
+        self.screen.settle()
 
     def _told(self, unclean: list[Node]) -> str:
         if not unclean:

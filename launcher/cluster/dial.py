@@ -1,46 +1,47 @@
 """For runners whose command forwards no input (pdsh): the agent waits for a TCP connection, and that is its stream.
 
-What runs first on the node makes a key, and tells it together with its port through the runner's output, which only the
-front end reads; who connects must know the key. The stream itself is not encrypted.
+What runs first on the node makes a token, and tells it together with its port through the runner's output, which only
+the front end reads; the connection then begins with a handshake (`handshake.py`).
 """
 
 from __future__ import annotations
 
 import base64
 import socket
+import zlib
+from pathlib import Path
 
+from launcher.cluster import handshake
 from launcher.cluster.wire import Message
 
-_LISTENER = """
-import json, os, secrets, socket
-key = secrets.token_hex(16)
-server = socket.create_server(("", 0))
-server.settimeout(30)
-known = os.environ.get("SSH_CONNECTION", "").split()[2:3]
-told = {"is": "dial", "port": server.getsockname()[1], "key": key, "addresses": known}
-os.write(1, b"\\x1e" + json.dumps(told).encode() + b"\\n")
-while True:
-    peer, _ = server.accept()
-    peer.settimeout(5)
-    if secrets.compare_digest(peer.recv(len(key), socket.MSG_WAITALL), key.encode()):
-        break
-    peer.close()
-peer.settimeout(None)
-os.dup2(peer.fileno(), 0)
-os.dup2(peer.fileno(), 1)
-peer.close()
-server.close()
-"""
+FRONT_END = "0"
+"""What the front end says it is."""
 DIAL_S = 3.0
+LISTEN_S = 30.0
+"""How long an agent waits for the front end."""
+_LISTENER = f"""
+import json, os
+token = secrets.token_hex(16)
+server = socket.create_server(("", 0), backlog=128)
+known = os.environ.get("SSH_CONNECTION", "").split()[2:3]
+told = {{"is": "dial", "port": server.getsockname()[1], "key": token, "addresses": known}}
+os.write(1, b"\\x1e" + json.dumps(told).encode() + b"\\n")
+found = next(callers(server, token, time.monotonic() + {LISTEN_S}), None)
+if found is None:
+    raise SystemExit("the front end has not come within {LISTEN_S:g} s")
+server.close()
+serve_at(*found)
+"""
 
 
-def one_line(then: str) -> str:
-    """The listener, then `then`, as a line that no shell and no pattern of pdsh changes."""
-    text = base64.b64encode((_LISTENER + then).encode()).decode()
-    return f'import base64; exec(base64.b64decode("{text}"))'
+def one_line() -> str:
+    """The listener, as a line that no shell and no pattern of pdsh changes."""
+    source = Path(handshake.__file__).read_text(encoding="utf-8") + _LISTENER
+    text = base64.b64encode(zlib.compress(source.encode(), 9)).decode()
+    return f'import base64, zlib; exec(zlib.decompress(base64.b64decode("{text}")))'
 
 
-def dial(told: Message, host: str) -> socket.socket:
+def dial(told: Message, host: str) -> tuple[socket.socket, handshake.Session]:
     """Connect to the listener.
 
     Raises:
@@ -53,7 +54,9 @@ def dial(told: Message, host: str) -> socket.socket:
         except OSError as failed:
             error = failed
             continue
-        connection.sendall(told["key"].encode())
-        connection.setblocking(False)
-        return connection
+        try:
+            return connection, handshake.call(connection, told["key"], FRONT_END, DIAL_S)
+        except (OSError, ValueError) as failed:
+            connection.close()
+            error = OSError(f"something else answers there: {failed}")
     raise error

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launcher.cluster.secret import hide, masked, secrets_of
 from launcher.errors import ConfigError
 
 PREFIXES = (
@@ -35,8 +36,15 @@ NAMES = (
     *("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE"),
 )
 """And these."""
-OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "DS_ENV_FILE", "LAUNCHER_PID", "LAUNCHER_CORES")
-"""Never these: a node has its own, or they are of this machine alone."""
+OF_THE_NODE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "DS_ENV_FILE",
+    "LAUNCHER_PID",
+    "LAUNCHER_CORES",
+    "LAUNCHER_TOKEN",
+)
+"""Never these: a node has its own, they are of this machine alone, or ranks need not know them."""
 FILE = ".deepspeed_env"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(
@@ -76,8 +84,8 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
         name, equals, value = export.partition("=")
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{name!r} is no name of a variable",
-                where=f"--export {export}",
+                f"{masked(name)!r} is no name of a variable",
+                where="--export",
                 fix="write NAME or NAME=VALUE",
             )
         if not equals and name not in environment:
@@ -85,6 +93,7 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
                 f"{name} is not set here", where=f"--export {export}", fix=f"write {name}=VALUE"
             )
         found[name] = value if equals else environment[name]
+    hide(secrets_of(found).values())
     return found
 
 
@@ -107,6 +116,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
         if match is None or (match["plain"] or "").startswith(('"', "'")):
             number = text.count("\n", 0, position) + 1
             line = text[position:].split("\n", 1)[0].strip()
+            line = masked(line.partition("=")[0]) + ("=..." if "=" in line else "")
             raise ConfigError(
                 f"{line!r} sets no variable",
                 where=f"{name}:{number}",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import signal
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,6 +50,8 @@ class Failure:
     """The last lines of its log."""
     memory_killer: str | None = None
     """What says that the kernel killed it for memory."""
+    disk_full: bool = False
+    """Its log cannot be written any more, for want of room."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -101,7 +106,11 @@ def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: st
     if record is not None and record.kind in SAID:
         return f"{record.message}\n  said by: {who}; log: {log}"
     if record is not None and record.kind == "exception":
-        lines = [f"{who} failed: {record.message}", *_indented(record.traceback.splitlines())]
+        lines = [
+            f"{who} failed: {record.message}",
+            *_indented(record.traceback.splitlines()),
+            *_advice(failure),
+        ]
     else:
         lines = [f"{who} {_manner(failure)}", *_advice(failure)]
         lines += [] if log_was_shown else _ended(failure, log)
@@ -126,8 +135,19 @@ def append_to_logs(records: Mapping[int, ErrorRecord], logs: Mapping[int, Path])
         texts = {"exception": record.traceback, "exit": ""}
         text = texts.get(record.kind, f"error: {record.message}\n")
         if text:
-            with logs[rank].open("a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), logs[rank].open("a", encoding="utf-8") as file:
                 file.write(text)
+
+
+def is_full(directory: Path) -> bool:
+    """Whether a log cannot grow there."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return False
 
 
 def with_tail(failure: Failure, log: Path) -> Failure:
@@ -160,6 +180,9 @@ def _manner(failure: Failure) -> str:
 
 
 def _advice(failure: Failure) -> list[str]:
+    if failure.disk_full:
+        full = f"  the disk of {Path(failure.log).parent} is full: what ranks print cannot be kept"
+        return [full, "  to mend it: make room there, or name another --output-dir"]
     if failure.exit_code != -signal.SIGKILL:
         return []
     if failure.memory_killer:

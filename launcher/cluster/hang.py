@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -56,8 +57,9 @@ def write(states: Sequence[RankState], log_dir: str) -> None:
     for state in states:
         last = f"{state.operation}, {state.since_s:.1f} s ago" if state.number else "nothing shown"
         parts.append(f"==== rank {state.rank} on {state.host}: {last}\n{state.stack or 'no stack'}\n")
-    Path(log_dir).mkdir(parents=True, exist_ok=True)  # the logs themselves may lie on the nodes only
-    (Path(log_dir) / FILE).write_text("\n".join(parts), encoding="utf-8")
+    with contextlib.suppress(OSError):  # a full disk must not hide what hangs
+        Path(log_dir).mkdir(parents=True, exist_ok=True)  # the logs themselves may lie on the nodes only
+        (Path(log_dir) / FILE).write_text("\n".join(parts), encoding="utf-8")
 
 
 def place(stack: str) -> str | None:

@@ -1,33 +1,108 @@
 """Nodes that the user starts one by one (`--no_ssh`): each comes to the front end, instead of being called.
 
-The front end of node 0 opens a door at the address that all know; every other node knocks. With LAUNCHER_TOKEN set on
-all of them both sides prove that they know it (HMAC of the other's random number); the stream itself is not encrypted.
+The front end of node 0 opens a door at the address that all know; every other node knocks. Both sides prove that they
+know the run's token before either says anything (`handshake.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import logging
 import os
 import queue
 import secrets
 import socket
+import stat
+import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from launcher.cluster import handshake
+from launcher.cluster.handshake import Session
 from launcher.cluster.node import Node
 from launcher.errors import ConfigError
 
 TOKEN = "LAUNCHER_TOKEN"
+SHORTEST_TOKEN = 16
+"""Characters. Who hears a handshake may try words as long as it likes."""
 ANSWER_S = 5.0
 DECISION_S = 60.0
 """How long a node that has proved itself waits to hear whether it is wanted."""
 RETRY_S = 0.5
 logger = logging.getLogger("launcher")
+
+
+def token_of(environment: Mapping[str, str], file: str | None, *, insecure: bool, makes: bool) -> str:
+    """What all nodes of a run must know.
+
+    Args:
+        environment: may have it as LAUNCHER_TOKEN.
+        file: may have it as its first line; has the last word.
+        insecure: there is none, and whoever reaches the port is believed.
+        makes: where none is named, one is made and printed.
+
+    Raises:
+        ConfigError: there is none, or one that is easily guessed.
+    """
+    if insecure:
+        if file is not None:
+            raise ConfigError("--insecure and --token_file exclude each other", where="command line")
+        logger.warning("--insecure: whoever reaches the port of node 0 can run code on every node")
+        return ""
+    token, where = environment.get(TOKEN, ""), TOKEN
+    if file is not None:
+        token, where = _first_line(file), f"--token_file {file}"
+    elif not token and makes:
+        return _printed(secrets.token_hex(16))
+    if not token:
+        raise ConfigError(
+            "nodes that come by themselves must know the token of the run, and none is named",
+            where=where,
+            fix=f"set {TOKEN} to what node 0 prints as it starts, or name a file with one on all: --token_file PATH",
+        )
+    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            f"the token is easily guessed or mistyped: {SHORTEST_TOKEN} ASCII characters or more are needed",
+            where=where,
+            fix="make one with: openssl rand -hex 16",
+        )
+    return token
+
+
+def _first_line(file: str) -> str:
+    try:
+        lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+        mode = os.stat(file).st_mode
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error.strerror}", where="--token_file", fix="name a file with one line"
+        ) from None
+    if mode & stat.S_IROTH:
+        raise ConfigError(
+            f"everybody on this machine can read {file}",
+            where="--token_file",
+            fix=f"chmod 600 {file}, after a new token is in it",
+        )
+    return lines[0].strip() if lines else ""
+
+
+def _printed(token: str) -> str:
+    """Show a new token to the user, and to nobody else."""
+    facts = os.fstat(sys.stderr.fileno())
+    if stat.S_ISREG(facts.st_mode) and facts.st_mode & 0o077:
+        raise ConfigError(
+            "there is no token, and a new one would be written to a file that others can read",
+            where="stderr",
+            fix=f"set {TOKEN} on all nodes, or --token_file PATH",
+        )
+    print(
+        f"launch: the other nodes need the token of this run: export {TOKEN}={token}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return token
 
 
 class Door:
@@ -36,14 +111,15 @@ class Door:
     Args:
         addr: of this machine, as the others know it.
         port: likewise.
+        token: what they must know.
 
     Raises:
         ConfigError: the port is taken.
     """
 
-    def __init__(self, addr: str, port: int) -> None:
+    def __init__(self, addr: str, port: int, token: str) -> None:
         family = socket.AF_INET6 if ":" in addr else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket, self._token = socket.socket(family, socket.SOCK_STREAM), token
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind(("", port))
@@ -54,7 +130,7 @@ class Door:
                 fix="name another one on all nodes",
             ) from None
         self._socket.listen(128)
-        self._greeted: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self._greeted: queue.SimpleQueue[tuple[socket.socket, Session]] = queue.SimpleQueue()
         # Who only connects, or is slow, must not hold up the run.
         threading.Thread(target=self._open, daemon=True).start()
 
@@ -62,53 +138,30 @@ class Door:
         """Give every connection that has come to its node; one that is there already, or is not yet seen to be lost,
         is told to come again."""
         while not self._greeted.empty():
-            rank, visitor = self._greeted.get()
+            visitor, session = self._greeted.get()
             try:
-                wanted = nodes[rank].lost is None and not nodes[rank].connected
-                _send(visitor, {"wanted": wanted})
+                rank = int(session.claim)
+                known = 1 <= rank < len(nodes)
+                wanted = known and nodes[rank].lost is None and not nodes[rank].connected
+                visitor.settimeout(ANSWER_S)
+                visitor.sendall(
+                    session.sends.closed(json.dumps({"known": known, "wanted": wanted}).encode()) + b"\n"
+                )
                 if wanted:
-                    nodes[rank].adopt(visitor)
+                    nodes[rank].adopt(visitor, session)
                 else:
                     visitor.close()
-            except (OSError, IndexError):
+            except (OSError, ValueError):
                 visitor.close()
 
     def _open(self) -> None:
-        while True:
-            try:
-                visitor, _ = self._socket.accept()
-            except OSError:  # it has gone again, or there are too many
-                time.sleep(RETRY_S)
-                continue
-            threading.Thread(target=self._welcome, args=(visitor,), daemon=True).start()
-
-    def _welcome(self, visitor: socket.socket) -> None:
-        visitor.settimeout(ANSWER_S)
-        try:
-            self._greeted.put((_greet(visitor), visitor))
-        except (OSError, ValueError, KeyError, TypeError):
-            visitor.close()
+        for found in handshake.callers(self._socket, self._token):
+            self._greeted.put(found)
 
 
-def _greet(visitor: socket.socket) -> int:
-    """The node rank of who knocks.
-
-    Raises:
-        ValueError: it does not know the token.
-    """
-    question = secrets.token_hex(16)
-    _send(visitor, {"question": question})
-    answer = _receive(visitor)
-    if not hmac.compare_digest(answer["proof"], _proof(question)):
-        raise ValueError("another token")
-    _send(visitor, {"proof": _proof(answer["question"])})
-    rank = int(answer["node_rank"])
-    if rank < 1:
-        raise ValueError("no such node")
-    return rank
-
-
-def knock(addr: str, port: int, node_rank: int, patience_s: float) -> socket.socket:
+def knock(
+    addr: str, port: int, node_rank: int, token: str, patience_s: float
+) -> tuple[socket.socket, Session]:
     """A connection to the front end, which may start later than this node, or want it later.
 
     Args:
@@ -130,8 +183,8 @@ def knock(addr: str, port: int, node_rank: int, patience_s: float) -> socket.soc
                 ) from None
             time.sleep(RETRY_S)
             continue
-        if _is_wanted(connection, f"{addr}:{port}", node_rank):
-            return connection
+        if session := _wanted(connection, f"{addr}:{port}", node_rank, token):
+            return connection, session
         connection.close()
         if not told:
             logger.warning("node 0 has a node %d already; waiting until it needs another", node_rank)
@@ -139,54 +192,26 @@ def knock(addr: str, port: int, node_rank: int, patience_s: float) -> socket.soc
         time.sleep(RETRY_S)
 
 
-def _is_wanted(connection: socket.socket, place: str, node_rank: int) -> bool:
-    """Whether the front end takes this node now.
+def _wanted(connection: socket.socket, place: str, node_rank: int, token: str) -> Session | None:
+    """The session with the front end where it takes this node now.
 
     Raises:
         ConfigError: it does not know the token, or of such a node.
     """
     try:
-        asked = _receive(connection)["question"]
-        question = secrets.token_hex(16)
-        _send(connection, {"node_rank": node_rank, "proof": _proof(asked), "question": question})
-        if not hmac.compare_digest(_receive(connection)["proof"], _proof(question)):
-            raise ValueError
-        connection.settimeout(DECISION_S)
-        return bool(_receive(connection)["wanted"])
-    except (OSError, ValueError, KeyError):
+        session = handshake.call(connection, token, str(node_rank), ANSWER_S)
+        line = handshake.read_line(connection, time.monotonic() + DECISION_S)
+        said = json.loads(session.takes.opened(line.encode()))
+    except (OSError, ValueError):
         raise ConfigError(
-            f"{place} did not take this node",
-            where="--master_addr, --master_port, LAUNCHER_TOKEN",
-            fix=f"start the same command, with the same {TOKEN} or none, on every node",
+            f"{place} did not take this node: it does not know the same token",
+            where=f"--master_addr, --master_port, {TOKEN}",
+            fix=f"start the same command on every node, with the same {TOKEN} (or --insecure)",
         ) from None
-
-
-def become_agent(connection: socket.socket) -> NoReturn:
-    """Serve the front end that has opened."""
-    connection.settimeout(None)
-    os.dup2(connection.fileno(), 0)
-    os.dup2(connection.fileno(), 1)
-    connection.close()
-    with open(0, "rb", 0, closefd=False) as stream:
-        hello = json.loads(stream.readline())
-    exec(compile(hello["code"], "arrive.py", "exec"), {"hello": hello, "__name__": "arrive"})
-    raise SystemExit(1)
-
-
-def _proof(question: str) -> str:
-    return hmac.new(os.environ.get(TOKEN, "").encode(), question.encode(), hashlib.sha256).hexdigest()
-
-
-def _send(connection: socket.socket, message: dict[str, object]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _receive(connection: socket.socket) -> dict[str, str]:
-    """A line; not a byte more is taken."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte or len(line) > 4096:
-            raise ValueError("no line")
-        line += byte
-    return dict(json.loads(line))
+    if not said["known"]:
+        raise ConfigError(
+            f"{place} did not take this node: it knows of no node {node_rank}",
+            where="--node_rank, --num_nodes",
+            fix="start the same command on every node, with node ranks from 0",
+        )
+    return session if said["wanted"] else None

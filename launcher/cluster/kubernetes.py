@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.cluster.join import TOKEN
+
 Object = dict[str, Any]
 CONFIG_DIRECTORY, CONFIG_FILE = "/etc/launch", "ds_config.json"
 PORT = 29500
@@ -34,6 +36,8 @@ class Pods:
     """Text of the JSON."""
     namespace: str | None = None
     environment: Mapping[str, str] | None = None
+    secrets: Mapping[str, tuple[str, str]] | None = None
+    """Variables whose values are in a Secret: its name and the key."""
     token_secret: str | None = None
     """A Secret whose key `token` becomes LAUNCHER_TOKEN."""
     shared_memory: str | None = None
@@ -175,9 +179,9 @@ def _arguments(kind: Kind, pods: Pods) -> list[str]:
 def _variables(kind: Kind, pods: Pods) -> list[Object]:
     found = [*kind.variables]
     found += [{"name": name, "value": _plain(value)} for name, value in (pods.environment or {}).items()]
-    if pods.token_secret:
-        source = {"secretKeyRef": {"name": pods.token_secret, "key": "token"}}
-        found.append({"name": "LAUNCHER_TOKEN", "valueFrom": source})
+    token = {TOKEN: (pods.token_secret, "token")} if pods.token_secret else {}
+    for name, (secret, key) in {**(pods.secrets or {}), **token}.items():
+        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     return found
 
 

@@ -8,7 +8,6 @@ first rank starts. Its error files and variables are the ones used here.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,15 +23,17 @@ from launcher.cluster.failure import (
     Failure,
     append_to_logs,
     first_failure,
+    is_full,
     read_record,
     with_tail,
 )
 from launcher.cluster.gpus import MASKS
 from launcher.cluster.selection import masked_devices
-from launcher.cluster.share import Share
+from launcher.cluster.share import Share, open_log
 from launcher.cluster.terminal import Terminal
 from launcher.errors import ConfigError
 from launcher.monitor import beacon
+from launcher.scratch import Scratch
 
 PIECE = 1 << 16
 
@@ -54,6 +55,7 @@ class Ranks:
         self._kills = memory_killer.kills()
         self._failed: dict[int, int] | None = None
         self._watched: Path | None = None
+        self._scratch: Scratch | None = None
         try:
             self._start()
         except OSError as error:
@@ -136,8 +138,8 @@ class Ranks:
 
     def close(self) -> None:
         """Close the files; call it when `output` has no more."""
-        if self._watched is not None:
-            shutil.rmtree(self._watched, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
         if self._terminal is not None:
             self._terminal.close()
         for file in (*self._files, *self._outputs.values()):
@@ -157,7 +159,11 @@ class Ranks:
         if first.exit_code == -9:
             killer = memory_killer.evidence(first.pid, self._kills)
         first = replace(
-            first, rank=share.first_rank + local_rank, local_rank=local_rank, memory_killer=killer
+            first,
+            rank=share.first_rank + local_rank,
+            local_rank=local_rank,
+            memory_killer=killer,
+            disk_full=is_full(Path(share.log_dir)),
         )
         return with_tail(first, share.log(local_rank))
 
@@ -165,7 +171,8 @@ class Ranks:
         share = self.share
         Path(share.log_dir).mkdir(parents=True, exist_ok=True)
         if share.watched and share.kind != "program":
-            self._watched = Path(tempfile.mkdtemp(prefix="launch-"))
+            self._scratch = Scratch(Path(tempfile.gettempdir()), "launch-", "ranks")
+            self._watched = self._scratch.path
         common = {**os.environ, **share.environment, **self._devices()}
         if share.nodes > 1 and "GLOO_SOCKET_IFNAME" not in common:
             # gloo would take the address that the host's own name has, which is often a loopback.
@@ -195,14 +202,13 @@ class Ranks:
             self._terminal = Terminal(log, share.terminal, keep=share.attempt > 0)
             out: IO[bytes] | int = self._terminal.slave
         else:
-            # A restart goes on in the same log.
-            out = log.open("ab" if share.attempt else "wb", buffering=0)
+            out = open_log(log, keep=share.attempt > 0)
             self._files.append(out)
             if number in share.shown:
                 self._outputs[number] = log.open("rb", buffering=0)
                 self._outputs[number].seek(0, os.SEEK_END)
-        appended = [f"--local_rank={local_rank}"] if share.append_local_rank else []
-        command = [sys.executable, "-u", rank.__file__, share.kind, share.target, *appended, *share.arguments]
+        start = [sys.executable, "-u", rank.__file__, share.kind, share.target]
+        command = [*start, *share.arguments_of(local_rank)]
         return subprocess.Popen(
             command,
             env=variables,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster import arrive, dial
+from launcher.cluster.handshake import Session
 from launcher.cluster.hostfile import Host
 from launcher.cluster.wire import Message, Reader, Writer
 
@@ -168,10 +169,11 @@ class Node:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
-    def adopt(self, connection: socket.socket) -> None:
+    def adopt(self, connection: socket.socket, session: Session) -> None:
         """Take a connection to the agent as the control stream, and tell it who it is."""
         self._connection, self.heard, self.copy = connection, time.monotonic(), None
-        self.reader, self.writer = Reader(connection.fileno()), Writer(connection.fileno())
+        self.reader = Reader(connection.fileno(), session.takes)
+        self.writer = Writer(connection.fileno(), session.sends)
         self.writer.send_plain(self._first)
 
     def complaint(self) -> str:
@@ -183,13 +185,15 @@ class Node:
 
     def _dial(self, told: Message) -> None:
         try:
-            self._connection = dial.dial(told, self.name)
+            connection, session = dial.dial(told, self.name)
         except OSError as error:
             self.give_up(f"its agent listens on port {told['port']} and cannot be reached: {error}")
             return
-        self.adopt(self._connection)
+        self.adopt(connection, session)
 
     def _why_ended(self) -> str:
+        if self.reader.forged:
+            return "its connection carried a line that its agent has not signed: somebody stands in between"
         if self._process is None:
             return "the connection ended"
         try:

@@ -31,11 +31,12 @@ class Entry:
     digest: str = ""
     size: int = 0
     """Bytes."""
-    executable: bool = False
+    mode: int = 0o644
+    """Permissions."""
     link: str = ""
 
     def to_json(self) -> Message:
-        return {"link": self.link} if self.link else {"digest": self.digest, "executable": self.executable}
+        return {"link": self.link} if self.link else {"digest": self.digest, "mode": self.mode}
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _entry(path: Path) -> Entry:
             facts = os.fstat(file.fileno())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", where="--sync") from None
-    return Entry(digest, facts.st_size, bool(facts.st_mode & 0o100))
+    return Entry(digest, facts.st_size, facts.st_mode & 0o777)
 
 
 def _listed(root: Path) -> list[str]:

@@ -6,6 +6,7 @@ The word tells that it was the right node that answered: the same private addres
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 import threading
@@ -29,31 +30,52 @@ class OpenPort:
 
     def __init__(self) -> None:
         self._server: socket.socket | None = None
+        self._held: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
     def open(self, addr: str, port: int, word: str) -> Message:
         """Take a port: a free one for 0. `addr` empty means all addresses. Returns `port`, or `problem`."""
         self.close()
-        family = socket.AF_INET6 if ":" in addr else socket.AF_INET
-        server = socket.socket(family, socket.SOCK_STREAM)
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            server.bind((addr, port))
+            if not port:
+                self._held = _bound(addr, 0)
+                port = self._held.getsockname()[1]
+            server = _bound(addr, port)
             server.listen(1024)
         except OSError as error:
-            server.close()
+            self.close()
             return {"problem": error.strerror or str(error)}
         self._server = server
         self._thread = threading.Thread(target=_say_to_all, args=(server, word.encode()), daemon=True)
         self._thread.start()
         return {"port": server.getsockname()[1]}
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Answer no more. A port that was picked stays ours: bound, but not listened to, it is given to nobody who asks
+        for a free one or connects somewhere, and rank 0 can take it as servers do (SO_REUSEADDR)."""
         if self._server is None or self._thread is None:
             return
         self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
         self._thread.join()
         self._server = self._thread = None
+
+    def close(self) -> None:
+        """Give the port back."""
+        self.leave()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+def _bound(addr: str, port: int) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((addr, port))
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def _say_to_all(server: socket.socket, word: bytes) -> None:
@@ -66,8 +88,11 @@ def _say_to_all(server: socket.socket, word: bytes) -> None:
                 if key.fileobj is server:
                     try:
                         peer, _ = server.accept()
-                    except OSError:
-                        return
+                    except OSError as error:
+                        if error.errno in (errno.EINVAL, errno.EBADF):
+                            return
+                        time.sleep(0.01)  # who came has gone again, or there are too many
+                        continue
                     sockets.enter_context(peer)
                     waiting.register(peer, selectors.EVENT_READ)
                     with contextlib.suppress(OSError):

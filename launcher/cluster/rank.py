@@ -11,6 +11,8 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
+import io
 import json
 import os
 import runpy
@@ -18,6 +20,8 @@ import signal
 import sys
 import time
 import traceback
+import types
+from typing import TextIO
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SHOW_STACKS = signal.SIGRTMIN + 7  # SIGUSR1 and SIGUSR2 are the script's
@@ -62,16 +66,42 @@ def main() -> None:
 
 
 def leave(failed_with: list[int]) -> None:
-    """End a failed rank at once: taking torch apart takes seconds on a busy machine, and gloo may wait for the others.
+    """End this rank when all exit handlers have been called, without taking torch apart.
+
+    That takes seconds on a busy machine, and in a rank that has failed gloo may wait for the others. And it is a
+    race: a thread that comes out of C++ (gloo's, or a daemon's in an operation) while the interpreter is taken apart
+    is ended by Python in the middle of C++, which then calls std::terminate: exit code 134 after a good run.
 
     Args:
         failed_with: its exit code; empty where it did not fail.
     """
-    if failed_with:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(failed_with[0] & 0xFF)
+    if not failed_with:
+        if "torch" not in sys.modules:
+            return
+        say_last()
+    for stream in (sys.stdout, sys.stderr):
+        flush(stream)
+    os._exit(failed_with[0] & 0xFF if failed_with else 0)
+
+
+def say_last() -> None:
+    """What the script has left is deleted, and files are flushed, as at the end of any Python."""
+    if "threading" in sys.modules:  # daemons that miss something now have nothing to say
+        sys.modules["threading"].excepthook = lambda *_: None  # type: ignore[attr-defined]
+    for module in [found for found in gc.get_objects() if type(found) is types.ModuleType]:
+        names = vars(module)
+        if names.get("__name__") == "__main__" and module is not sys.modules["__main__"]:
+            for name in [name for name in names if name != "__builtins__"]:
+                names[name] = None
+    gc.collect()
+    for found in gc.get_objects():
+        if issubclass(type(found), io.IOBase):
+            flush(found)
+
+
+def flush(file: io.IOBase | TextIO) -> None:
+    with contextlib.suppress(Exception):
+        file.flush()
 
 
 def die_with_the_launcher() -> None:
@@ -98,9 +128,13 @@ def record(kind: str, error: BaseException) -> None:
     text = str(error) if kind != "exception" else f"{type(error).__name__}: {error}"
     extra = {"py_callstack": _script_traceback(error), "timestamp": str(int(now)), "time": now, "kind": kind}
     # Renamed into place: the launcher may kill this rank at any moment and never reads a torn file.
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
-    os.replace(f"{path}.tmp", path)
+    # What an error says is for the user alone, as the log is. Where the disk is full, the launcher sees that.
+    with contextlib.suppress(OSError):
+        with open(
+            f"{path}.tmp", "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)
+        ) as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+        os.replace(f"{path}.tmp", path)
 
 
 def _script_traceback(error: BaseException) -> str:

@@ -65,7 +65,7 @@ def check_runner(name: str) -> None:
 
 def _pdsh(host: Host, settings: Settings) -> list[str]:
     port = ["env", f"PDSH_SSH_ARGS_APPEND=-p {settings.ssh_port}"] if settings.ssh_port else []
-    line = _shell_line(settings, dial.one_line(ONE_LINE))
+    line = _shell_line(settings, dial.one_line())
     user, _, name = host.name.rpartition("@")
     login = ["-l", user] if user else []
     return [*port, "pdsh", "-R", "ssh", "-S", "-N", *login, "-w", name, *settings.extra, line]

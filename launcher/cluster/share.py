@@ -6,6 +6,20 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
+
+
+def open_log(path: Path, *, keep: bool) -> IO[bytes]:
+    """A log for writing, unbuffered. What ranks print may be nobody else's business.
+
+    Args:
+        keep: go on after what it holds already, as a restart does.
+    """
+
+    def private(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600)
+
+    return open(path, "ab" if keep else "wb", buffering=0, opener=private)
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,9 @@ class Share:
     def record(self, local_rank: int) -> Path:
         """Where a rank writes how it failed."""
         return self.log(local_rank).with_suffix(".error.json")
+
+    def arguments_of(self, local_rank: int) -> list[str]:
+        return [*([f"--local_rank={local_rank}"] if self.append_local_rank else []), *self.arguments]
 
     def identity(self, local_rank: int) -> dict[str, str]:
         """The variables that tell a rank who it is."""

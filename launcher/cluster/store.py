@@ -1,7 +1,8 @@
 """On a node: copies of what `--sync` ships. Contents are kept by their SHA-256, so that none is sent twice.
 
     contents/DIGEST     each content once
-    copies/NAME/        files as they were shipped; NAME stands for all their names and contents
+    copies/NAME/        files as they were shipped; NAME stands for all their names, permissions and contents
+    arriving-*/         what is not complete; of agents that were killed the next one removes it
 
 Copies and contents that no run has used for a month are deleted.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cluster.wire import Message
+from launcher.scratch import Scratch
 
 KEEP_S = 30 * 86400
 
@@ -44,6 +46,7 @@ class Store:
         self._directory: str | None = manifest["directory"]
         self._arriving: tuple[Any, Any] | None = None
         self._in_use: int | None = None
+        self._scratch: Scratch | None = None
 
     def missing(self) -> list[str]:
         """Digests of contents that are not there, or not as they were.
@@ -53,6 +56,7 @@ class Store:
         """
         for place in (self._contents, self._copies):
             place.mkdir(parents=True, exist_ok=True)
+        self._scratch = Scratch(self.root, "arriving-", "agent")
         wanted = dict.fromkeys(entry["digest"] for entry in self._entries.values() if "digest" in entry)
         return [digest for digest in wanted if _digest_of(self._contents / digest) != digest]
 
@@ -64,7 +68,8 @@ class Store:
             ValueError: the content is another than was announced.
         """
         if self._arriving is None:
-            file = tempfile.NamedTemporaryFile(dir=self._contents, prefix=".", delete=False)  # noqa: SIM115
+            assert self._scratch is not None
+            file = tempfile.NamedTemporaryFile(dir=self._scratch.path, delete=False)  # noqa: SIM115
             self._arriving = file, hashlib.sha256()
         file, seen = self._arriving
         if data is not None:
@@ -90,14 +95,10 @@ class Store:
             if self._copy.is_dir():
                 self._fill(self._copy)
             else:
-                temporary = Path(tempfile.mkdtemp(dir=self._copies, prefix="."))
-                try:
-                    self._fill(temporary)
-                    temporary.chmod(0o755)
-                    temporary.rename(self._copy)
-                except OSError:
-                    shutil.rmtree(temporary, ignore_errors=True)
-                    raise
+                assert self._scratch is not None
+                temporary = Path(tempfile.mkdtemp(dir=self._scratch.path))
+                self._fill(temporary)
+                temporary.rename(self._copy)
         os.utime(self._copy)
         self._in_use = os.open(self._copy, os.O_RDONLY)  # open, and locked, as long as the agent lives
         fcntl.flock(self._in_use, fcntl.LOCK_SH)
@@ -105,6 +106,8 @@ class Store:
             os.makedirs(self._copy / self._directory, exist_ok=True)  # git knows no empty directories
             os.chdir(self._copy / self._directory)
         self._forget()
+        if self._scratch is not None:
+            self._scratch.close()
         return self._copy
 
     def _fill(self, base: Path) -> None:
@@ -115,6 +118,7 @@ class Store:
                     continue
             elif not path.is_symlink() and _digest_of(path) == entry["digest"]:
                 os.utime(self._contents / entry["digest"])
+                path.chmod(entry["mode"])
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -122,8 +126,10 @@ class Store:
                 os.symlink(entry["link"], temporary)
             else:
                 os.utime(self._contents / entry["digest"])
+                temporary.unlink(missing_ok=True)
+                temporary.touch(0o600)  # nobody reads it before it has its permissions
                 shutil.copyfile(self._contents / entry["digest"], temporary)
-                temporary.chmod(0o755 if entry["executable"] else 0o644)
+                temporary.chmod(entry["mode"])
             os.replace(temporary, path)
 
     def _forget(self) -> None:

@@ -15,7 +15,11 @@ import struct
 import termios
 from pathlib import Path
 
+from launcher.cluster.share import open_log
+
 ESCAPE_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-Z0-9])")
+LONGEST = 1 << 20
+"""Bytes that are kept of a line whose end has not come."""
 SHOW_CURSOR = b"\x1b[?25h\x1b[0m"
 
 
@@ -27,20 +31,32 @@ class LineLog:
     """
 
     def __init__(self, path: Path, *, keep: bool = False) -> None:
-        self._file = path.open("ab" if keep else "wb", buffering=0)
+        self._file = open_log(path, keep=keep)
         self._line = b""
+        self.problem: OSError | None = None
+        """Why the log has ended before the output; the run need not end for it."""
 
     def write(self, data: bytes) -> None:
         *finished, self._line = (self._line + data).split(b"\n")
         for line in finished:
-            self._file.write(_last_state(line) + b"\n")
+            self._keep(_last_state(line) + b"\n")
         # A live line is redrawn for hours without an end: keep only what may still be visible.
         self._line = self._line[self._line.rfind(b"\r", 0, -1) + 1 :] if b"\r" in self._line else self._line
+        if len(self._line) > LONGEST:
+            self._keep(self._line)
+            self._line = b""
 
     def close(self) -> None:
         if _last_state(self._line):
-            self._file.write(_last_state(self._line) + b"\n")
+            self._keep(_last_state(self._line) + b"\n")
         self._file.close()
+
+    def _keep(self, data: bytes) -> None:
+        if self.problem is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.problem = error
 
 
 class Terminal:
@@ -56,7 +72,7 @@ class Terminal:
     """
 
     def __init__(self, log: Path, size: tuple[int, int], *, keep: bool = False) -> None:
-        self._log = LineLog(log, keep=keep)
+        self._log, self._told = LineLog(log, keep=keep), False
         self._master, self.slave = pty.openpty()
         attributes = termios.tcgetattr(self.slave)
         attributes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once is enough
@@ -72,6 +88,9 @@ class Terminal:
             with contextlib.suppress(OSError):
                 data = os.read(self._master, 65536)
         self._log.write(data)
+        if self._log.problem is not None and not self._told:
+            self._told = True
+            data += f"launch: the log ends here: {self._log.problem.strerror}\n".encode()
         return data
 
     def resize(self, rows: int, columns: int) -> None:

@@ -1,7 +1,7 @@
 """The language of front end and agents: one JSON object a line, over the pipes of the command that starts the agent.
 
 A line of ours begins with a mark, so that what a login shell prints is not taken for one. Bytes that a rank prints
-travel as text with surrogate escapes and arrive as they were.
+travel as text with surrogate escapes and arrive as they were. On a TCP connection each line is signed (`handshake.py`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import json
 import os
 from typing import Any
 
+from launcher.cluster.handshake import Seal
+
 MARK = b"\x1e"  # RS, as in JSON text sequences (RFC 7464)
 ENOUGH = 1 << 20
 NOISE_KEPT = 20
+LONGEST = 1 << 26
+"""Bytes of a line; no message comes near it."""
 Message = dict[str, Any]
 
 
-def encoded(message: Message) -> bytes:
+def encoded(message: Message, seal: Seal | None = None, mark: bytes = MARK) -> bytes:
     """A line with its mark and its end."""
-    return MARK + json.dumps(message).encode() + b"\n"
+    text = json.dumps(message).encode()
+    return mark + (text if seal is None else seal.closed(text)) + b"\n"
 
 
 def text_of(data: bytes) -> str:
@@ -35,11 +40,12 @@ class Reader:
 
     Attributes:
         noise: the last lines that were no messages: a shell's greeting, or its complaint.
-        ended: nobody writes any more.
+        ended: nobody writes any more, or what cannot be believed: `forged`.
     """
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, fd: int, seal: Seal | None = None) -> None:
+        self.fd, self._seal = fd, seal
+        self.forged = False
         self.noise: list[str] = []
         self.ended = False
         self._rest = b""
@@ -61,13 +67,20 @@ class Reader:
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._take(line, messages)
+            if self.forged or len(self._rest) > LONGEST:
+                self.ended, self._rest = True, b""
         return messages
 
     def _take(self, line: bytes, messages: list[Message]) -> None:
         before, mark, text = line.partition(MARK)
         if before.strip():
             self.noise = [*self.noise, before.decode(errors="replace").rstrip()][-NOISE_KEPT:]
-        if mark:
+        if mark and self._seal is not None and not self.forged:
+            try:
+                text = self._seal.opened(text)
+            except ValueError:
+                self.forged = True
+        if mark and not self.forged:
             with contextlib.suppress(ValueError):
                 messages.append(json.loads(text))
 
@@ -79,8 +92,8 @@ class Writer:
     front end.
     """
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, fd: int, seal: Seal | None = None) -> None:
+        self.fd, self._seal = fd, seal
         self.broken = False
         self._waiting = bytearray()
         os.set_blocking(fd, False)
@@ -96,12 +109,12 @@ class Writer:
 
     def send(self, message: Message) -> None:
         if not self.broken:
-            self._waiting += encoded(message)
+            self._waiting += encoded(message, self._seal)
             self.flush()
 
     def send_plain(self, message: Message) -> None:
         """A line without a mark, for who does not know of marks yet."""
-        self._waiting += encoded(message)[len(MARK) :]
+        self._waiting += encoded(message, self._seal, mark=b"")
         self.flush()
 
     def flush(self) -> None:

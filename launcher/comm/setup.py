@@ -40,6 +40,9 @@ def init_distributed(device: torch.device | None = None, timeout: timedelta = ti
     """Start torch.distributed from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them, a world of one.
 
     Safe to call again. NCCL for CUDA tensors, gloo for CPU tensors.
+
+    Raises:
+        ConfigError: the port is taken.
     """
     if dist.is_initialized():
         return
@@ -47,6 +50,16 @@ def init_distributed(device: torch.device | None = None, timeout: timedelta = ti
     backend = BACKENDS[device.type]
     device_id = device if device.type == "cuda" else None
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        try:
+            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise ConfigError(
+                f"another program listens at {place}, where the ranks wanted to meet",
+                where="--master_port",
+                fix="leave it out, and a free port is picked and held; or name another",
+            ) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

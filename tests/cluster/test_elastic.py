@@ -54,7 +54,18 @@ def free_port() -> int:
 @contextmanager
 def node(rank: int, port: int, cwd: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     place = ("--master_addr", "127.0.0.1", "--master_port", str(port), "--node_rank", str(rank))
-    more = ("--no_ssh", "--num_nodes", "3", "--device", "cpu", "--node_timeout", "3", "--config", "ds.json")
+    more = (
+        "--no_ssh",
+        "--insecure",
+        "--num_nodes",
+        "3",
+        "--device",
+        "cpu",
+        "--node_timeout",
+        "3",
+        "--config",
+        "ds.json",
+    )
     with launching(*more, *place, *flags, "script.py", "--output-dir", "out", cwd=cwd) as process:
         yield process
 
@@ -160,6 +171,6 @@ def test_bounds_beyond_the_hosts(tmp_path: Path, argv: list[str], said: str) -> 
 )
 def test_how_many_nodes_and_restarts(tmp_path: Path, argv: list[str], found: tuple[int, ...]) -> None:
     write(tmp_path)
-    place = ("--no_ssh", "--num_nodes", "2", "--node_rank", "0", "--master_addr", "127.0.0.1")
+    place = ("--no_ssh", "--insecure", "--num_nodes", "2", "--node_rank", "0", "--master_addr", "127.0.0.1")
     front_end = job_of(tmp_path, *place, "--master_port", str(free_port()), *argv).front_end()
     assert (front_end.min_nodes, front_end.max_nodes, front_end.max_restarts) == found

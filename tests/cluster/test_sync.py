@@ -78,7 +78,7 @@ def test_all_is_shipped_where_there_is_no_git(tmp_path: Path) -> None:
     assert list(found.entries) == ["0/a.py"] and found.directory is None
     found = pack([str(tmp_path / "a.py")], str(tmp_path), str(tmp_path / "sub"))
     assert names(found) == ["a.py", "link", "sub/b.py"] and found.directory == "tree/sub"
-    assert found.places == {str(tmp_path / "a.py"): "tree/a.py"} and found.entries["tree/a.py"].executable
+    assert found.places == {str(tmp_path / "a.py"): "tree/a.py"} and found.entries["tree/a.py"].mode == 0o755
     assert found.entries["tree/link"].link == "sub"
 
 

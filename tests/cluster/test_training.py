@@ -76,7 +76,18 @@ def test_a_run_that_loses_a_node_goes_on_with_the_same_batches(tmp_path: Path) -
     flags = ("--config", "elastic.json", "--device", "cpu", "--export", "OMP_NUM_THREADS=1")
     done = launch(*flags, *long, "--output-dir", "one", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    flags += ("--no_ssh", "--num_nodes", "2", "--num_gpus", "1", "--min_nodes", "1", "--max_restarts", "1")
+    flags += (
+        "--no_ssh",
+        "--insecure",
+        "--num_nodes",
+        "2",
+        "--num_gpus",
+        "1",
+        "--min_nodes",
+        "1",
+        "--max_restarts",
+        "1",
+    )
     flags += ("--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--node_timeout", "3")
     nodes = [(*flags, "--node_rank", str(rank), *long, "--output-dir", "two") for rank in (0, 1)]
     with launching(*nodes[0], cwd=tmp_path) as first, launching(*nodes[1], cwd=tmp_path) as second:

@@ -280,8 +280,8 @@ MUTANTS = {
         "with shards on NVMe what is loaded from a checkpoint is dropped, and the disk has the old values",
     ),
     "directory-is-not-locked": Mutant(
-        "offload/directory.py",
-        "                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "scratch.py",
+        "        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "",
         "the next rank or job takes the directory of a running one for a crashed one's, and removes it",
     ),

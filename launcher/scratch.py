@@ -1,0 +1,102 @@
+"""A directory of one process, for its user alone; the user's next run removes what a killed process has left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+LOCK = "lock"
+UNFINISHED_S = 3600.0
+"""A directory that has not got its name for so long is nobody's: its maker was killed within an instant."""
+
+
+class Scratch:
+    """A new directory under `parent`, which other users and other jobs may use as well.
+
+    It holds a lock for its life, which the kernel drops when the process dies, however it dies. A directory of this
+    user and this machine whose lock is free was left by a process that was killed, and is removed first. Nothing of
+    other users is opened.
+
+    Args:
+        prefix: how all directories of this kind begin.
+        name: of this one, without a dash.
+
+    Attributes:
+        path: the directory.
+        removed: bytes that were found of killed processes, and given back.
+        foreign: directories that another machine has made here: its locks may not be seen from this one.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, parent: Path, prefix: str, name: str) -> None:
+        self._lock: int | None = None
+        self.foreign: list[Path] = []
+        self.removed = sum(self._remove_stale(parent, prefix))
+        new = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
+        self.path = parent / f"{prefix}{socket.gethostname()}-{name}-{new.name.removeprefix(f'.{prefix}')}"
+        self._lock = os.open(new / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(self.path)  # it is locked before anybody looks at it
+
+    def close(self) -> None:
+        """Remove the directory. A second call does nothing."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def _remove_stale(self, parent: Path, prefix: str) -> Iterator[int]:
+        """Remove what killed processes have left; yields the bytes of each."""
+        for path in parent.glob(f"{prefix}*-*-*"):
+            with contextlib.suppress(FileNotFoundError):  # its owner, or another job, is removing it
+                if not _is_ours(path):
+                    continue
+                if path.name.rsplit("-", 2)[0] != prefix + socket.gethostname():
+                    self.foreign.append(path)
+                    continue
+                with _free_lock(path) as is_free:
+                    if is_free:
+                        size = size_of(path)
+                        shutil.rmtree(path, ignore_errors=True)
+                        yield size
+        for path in parent.glob(f".{prefix}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if _is_ours(path) and time.time() - path.stat().st_mtime > UNFINISHED_S:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of its files."""
+    return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def _is_ours(path: Path) -> bool:
+    facts = path.lstat()
+    return path.is_dir() and not path.is_symlink() and facts.st_uid == os.geteuid()
+
+
+@contextlib.contextmanager
+def _free_lock(path: Path) -> Iterator[bool]:
+    """Whether nobody holds the lock of a directory; it is held meanwhile."""
+    try:
+        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:  # killed while all was removed
+        yield path.exists()
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(descriptor)
