@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -40,6 +41,16 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(autouse=True)
+def no_group() -> Iterator[None]:
+    """Engines live on the pool's ranks: a process group that a test leaves in this process breaks those after it."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("this test has left a process group in the tests' own process: run it on the pool")
 
 
 @pytest.fixture(autouse=True)

@@ -66,7 +66,7 @@ class FlatGradient:
     @property
     def shows(self) -> bool:
         """What is kept is the `.grad` of the leaves, between backwards too."""
-        return not self.sharded and self._dtype == self.flat.dtype
+        return not self.sharded and not self.flat.sharded and self._dtype == self.flat.dtype
 
     @property
     def adds_in_place(self) -> bool:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import launcher
 from launcher.errors import LauncherError
-from tests.engine.driving import CPU, STAGES, config_of, engine_of, microbatches, whole_weights
+from tests.engine.driving import STAGES, config_of, engine_of, microbatches, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import Stack, points, stack
 
@@ -173,9 +172,18 @@ def test_a_second_backward_that_nobody_announced_is_refused(pool: WorkerPool) ->
     assert pool.run(around, 1, 1) == [""]
 
 
-def test_one_process_has_them_too() -> None:
-    engine = launcher.initialize(model=stack(), config=config_of(0, optimizer=SGD), device=CPU)[0]
+def alone(ctx: RankContext) -> dict[str, Tensor]:
+    engine = engine_of(config_of(0, optimizer=SGD))
     for step in (0, 1):
         engine.backward(engine(*points(step, ROWS)))
     assert engine.module.first.weight.grad is not None
-    engine.destroy()
+    engine.step()
+    return whole_weights(engine)
+
+
+def test_one_process_has_them_too(pool: WorkerPool) -> None:
+    model = stack()
+    for step in (0, 1):
+        model(*points(step, ROWS)).backward()
+    torch.optim.SGD(model.parameters(), lr=LR).step()
+    close(pool.run(alone, 1)[0], model)

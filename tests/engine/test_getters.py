@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import launcher
 from launcher.config import Config, load
 from launcher.config.section import Section
 from launcher.engine.getters import KEYS, value_at
-from tests.engine.driving import CPU, config_of
-from tests.zero.models import stack
-
-
-def engine_of(**sections: Any) -> Any:
-    return launcher.initialize(model=stack(), config=config_of(2, **sections), device=CPU)[0]
+from tests.engine.driving import config_of, engine_of
+from tests.pool import RankContext, WorkerPool
 
 
 def test_every_key_is_one_of_the_json() -> None:
@@ -34,13 +29,14 @@ def test_every_key_is_one_of_the_json() -> None:
     assert isinstance(config, Config)
 
 
-def test_what_they_answer() -> None:
-    engine = engine_of(
+def answered(ctx: RankContext) -> None:
+    sections: dict[str, Any] = dict(
         gradient_clipping=0.5,
         zero_optimization={"reduce_bucket_size": 1000},
         bf16=None,
         prescale_gradients=True,
     )
+    engine = engine_of(config_of(2, **sections))
     assert engine.gradient_clipping() == 0.5 and engine.zero_reduce_bucket_size() == 1000
     assert engine.zero_param_persistence_threshold() == 0 and engine.zero_optimization_stage() == 2
     assert engine.fp16_enabled() is False and engine.postscale_gradients() is False
@@ -55,4 +51,7 @@ def test_what_they_answer() -> None:
     assert value_at(engine.resolved, "aio")["block_size"] > 0
     engine.set_lr(0.25)
     assert engine.get_lr() == [0.25]
-    engine.destroy()
+
+
+def test_what_they_answer(pool: WorkerPool) -> None:
+    pool.run(answered, 1)
