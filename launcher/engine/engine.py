@@ -35,6 +35,7 @@ from launcher.engine.finite import (
 )
 from launcher.engine.fragments import ENGINES
 from launcher.engine.python_gc import hold
+from launcher.engine.same_inputs import SameInputs
 from launcher.engine.saving import Saving
 from launcher.engine.watch import Watch
 from launcher.errors import ConfigError, LauncherError
@@ -91,6 +92,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self.checkpointer = checkpointer
         self._autocast = autocast_dtype(config)
         self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
+        self.inputs = SameInputs(mesh.axes["tp"], mesh.device)
         self.saver = Saver(config.checkpoint, mesh.rank)
         self.watch = Watch(config, mesh, monitor or Monitor(), checkpointer)
         weakref.finalize(self, self.watch.last_words)
@@ -127,6 +129,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         self._announce_boundary()
         if self.module.training:
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
+        self.inputs.look((args, kwargs), training=self.module.training and torch.is_grad_enabled())
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
         self.blame.keep(args, kwargs)
@@ -220,7 +223,8 @@ class Engine(Answers, Feeding, Saving, nn.Module):
                 where="optimizer",
                 fix="add it to the JSON, or pass initialize(optimizer=...)",
             )
-        squares, used = self.zero.norm_and_use()
+        squares, used, same = self.zero.norm_and_use(self.inputs.share())
+        self.inputs.judge(same, self.global_steps + 1)
         if not self._config.zero_optimization.ignore_unused_parameters:
             check_unused(self.zero, used)
         scale = self._divisor()

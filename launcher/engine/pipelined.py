@@ -117,7 +117,7 @@ def train(
         the loss of each microbatch and its weight, on all ranks.
     """
     assert engine.runtime is not None
-    batches, weights = _shared(engine, batches, weights)
+    batches, weights = _shared(engine, batches, weights, training=True)
     with _gathering(engine):
         try:
             losses = engine.runtime.run(batches, Work(engine, weights), training=True)
@@ -144,7 +144,7 @@ def evaluate(
         outputs: gets what the model returns for each, its logits where it has such, on the ranks of the last stage.
     """
     assert engine.runtime is not None
-    batches, weights = _shared(engine, batches, weights)
+    batches, weights = _shared(engine, batches, weights, training=False)
     with _gathering(engine):
         losses = engine.runtime.run(
             batches, Work(engine, weights, outputs, with_loss=with_loss), training=False
@@ -158,11 +158,12 @@ def weighted(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _shared(
-    engine: Engine, batches: Sequence[Any], weights: Sequence[float]
+    engine: Engine, batches: Sequence[Any], weights: Sequence[float], *, training: bool
 ) -> tuple[list[Any], list[float]]:
-    """Those of the first stage, on all."""
+    """Those of the first stage, on all. Its tp ranks have read them, each by itself."""
     mine = [to_device(batch, engine.device) for batch in batches], list(weights)
     shared: tuple[list[Any], list[float]] = share(mine, engine.mesh.axes["pp"], engine.device)
+    engine.inputs.look(shared, training=training)
     return shared
 
 

@@ -129,11 +129,15 @@ class ZeroModel:
         slot = self._slot_of_parameter.get(id(leaf))
         return None if slot is None else self._gradient_of[slot.flat].place(slot)
 
-    def norm_and_use(self) -> tuple[Tensor, list[bool]]:
-        """Sum of squares of the reduced gradient over all ranks (fp64 scalar), and which trainable slots got one.
+    def norm_and_use(self, more: Tensor | None = None) -> tuple[Tensor, list[bool], Tensor]:
+        """Sum of squares of the reduced gradient over all ranks (fp64 scalar), which trainable slots got one, and the
+        sum of `more` over dp and tp.
 
-        Once a step: partial gradients become sums here. One collective along dp and tp for both answers. Marks slots
+        Once a step: partial gradients become sums here. One collective along dp and tp for all answers. Marks slots
         unused everywhere as unused, and the others as used.
+
+        Args:
+            more: fp64 [n], what this rank adds.
         """
         if not self._copies_checked:
             check_copies(self.gradients, self.axis, self.tp)
@@ -152,15 +156,18 @@ class ZeroModel:
                 gradient.rest()
         used = torch.tensor([float(slot.used) for slot in slots], dtype=torch.float64)
         report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
+        if more is not None:
+            report = torch.cat([report, more])
         for axis in (self.axis, self.tp):
             all_reduce(report, axis, "root/norm").wait()
         if self.policy.compute_norm:
             all_reduce(report[:1], self.pp, "root/norm").wait()
-        use_over_stages(slots, report[1:])
-        flags = [bool(count) for count in report[1:].tolist()]
+        used, more = report[1 : 1 + len(slots)], report[1 + len(slots) :]
+        use_over_stages(slots, used)
+        flags = [bool(count) for count in used.tolist()]
         for slot, flag in zip(slots, flags, strict=True):
             slot.used = flag
-        return report[0], flags
+        return report[0], flags, more
 
     @property
     def mean_divisor(self) -> float:

@@ -1,0 +1,122 @@
+"""Whether ranks that are one copy of the model get the same inputs: those along tp.
+
+Looked at in two ways, neither of which costs time:
+
+- the first forwards are compared before any layer sees the inputs, by a collective of two numbers each. That finds a
+  sampler over all ranks, also where shapes differ, which the layers' own collectives would not survive;
+- every step after that is compared by one number more in the collective of the gradients' norm, before weights change.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from launcher.comm import Axis, all_gather
+from launcher.errors import LauncherError
+
+TAG = "root/inputs"
+FIRST = 3  # forwards, of training and of evaluation, that are compared at once
+_BITS = 31  # of a digest: sums of it over all ranks are exact in fp64
+_MASK = (1 << _BITS) - 1
+_ODD = 2_654_435_761
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class SameInputs:
+    """Compares the inputs of an engine along tp.
+
+    Args:
+        axis: tp.
+        device: of this rank.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.device = axis, device
+        self.active = axis.group is not None
+        self._looked: Counter[bool] = Counter()
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+
+    def look(self, inputs: Any, *, training: bool) -> None:
+        """Every rank of the axis calls it before the forward of `inputs`, as often as the others.
+
+        Raises:
+            LauncherError: on every rank of the axis: they differ, and this is one of the first forwards.
+        """
+        if not self.active:
+            return
+        mine = digest(inputs, self.device)
+        if training:
+            self._step = (self._step * 31 + mine) & _MASK
+        if self._looked[training] < FIRST:
+            self._looked[training] += 1
+            kind = "forward" if training else "evaluation"
+            self._compare(mine, f"{kind} number {self._looked[training]}")
+
+    def share(self) -> Tensor:
+        """fp64 [1], [0] without tp: adds up to 0 over all ranks if every tp group had the same inputs in this step."""
+        if not self.active:
+            return torch.zeros(0, dtype=torch.float64, device=self.device)
+        factor = self.axis.degree - 1 if self.axis.rank == 0 else -1
+        return (self._step.double() * factor).reshape(1)
+
+    def judge(self, total: Tensor, step: int) -> None:
+        """Begin another step.
+
+        Args:
+            total: the sum of `share` over all ranks.
+            step: the number of this one, for people.
+
+        Raises:
+            LauncherError: on every rank: in some group they differed.
+        """
+        if not self.active:
+            return
+        mine, self._step = self._step, torch.zeros_like(self._step)
+        if float(total) != 0:
+            self._compare(mine, f"step {step}")
+            raise _different("other ranks of this run that are one tensor-parallel group", f"step {step}")
+
+    def _compare(self, mine: Tensor, where: str) -> None:
+        every = mine.new_zeros(self.axis.degree)
+        every[self.axis.rank] = mine
+        all_gather(every, self.axis, TAG).wait()
+        digests, ranks = every.tolist(), dist.get_process_group_ranks(self.axis.group)
+        others = [str(rank) for rank, found in zip(ranks, digests, strict=True) if found != digests[0]]
+        if others:
+            few = ", ".join(others[:8]) + (", ..." if len(others) > 8 else "")
+            raise _different(
+                f"{self.axis.members} are one tensor-parallel group: {few} and {ranks[0]}", where
+            )
+
+
+def digest(inputs: Any, device: torch.device) -> Tensor:
+    """Int64 [], of 31 bits: of the shapes and dtypes of all tensors in a nest, and of the values of those of whole
+    numbers; of all where there are none such, for what ranks compute themselves may be rounded in other ways."""
+    leaves = [leaf.detach() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    looks = zlib.crc32(repr([(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]).encode())
+    found = torch.full((), looks & _MASK, dtype=torch.int64, device=device)
+    exact = [leaf for leaf in leaves if not (leaf.is_floating_point() or leaf.is_complex())]
+    for leaf in exact or leaves:
+        real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+        values = real.to(device).contiguous().view(-1).view(_WHOLE[real.element_size()]).long()
+        places = torch.arange(1, values.numel() + 1, device=device) * _ODD
+        found = (found * 31 + ((values + 1) * (places ^ (places >> 15))).sum()) & _MASK
+    return found
+
+
+def _different(who: str, where: str) -> LauncherError:
+    return LauncherError(
+        f"{who} got different inputs, though they compute parts of one model",
+        where=where,
+        fix="all ranks of a tensor-parallel group need the same batches, and a sampler over all ranks, the default of "
+        "DistributedSampler, gives each its own: write DistributedSampler(data, num_replicas=engine.mesh.dp.degree, "
+        "rank=engine.mesh.dp.rank), or pass initialize(training_data=...). Data that is random (augmentation, noise) "
+        "needs a seed that these ranks share",
+    )
