@@ -47,7 +47,14 @@ class FlagParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         tokens = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args([self.canonical(token) for token in tokens], namespace)
+        tokens = [self.canonical(token) for token in tokens]
+        for token in tokens:
+            name, _, value = token.partition("=")
+            if (
+                value == "--" and name in self._option_string_actions
+            ):  # argparse would take it for no value at all
+                self.error(f"argument {name}: -- is no value")
+        return super().parse_known_args(tokens, namespace)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

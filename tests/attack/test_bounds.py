@@ -54,6 +54,7 @@ FLAGS = [
     (["--tee", "9" * 5000], "--tee: needs a whole number"),
     (["--tee", "\u00b2"], "--tee: needs a whole number"),
     (["--master_port", "\u00b2"], "--master_port"),
+    (["--num_nodes=--"], "argument --num_nodes: -- is no value"),
     (["--hostfile", "many"], "no machine has more than 4,096"),
     (["--hostfile", "fifo"], "is a pipe or a device"),
     (["--config", "fifo"], "is a pipe or a device"),

@@ -1,4 +1,4 @@
-"""`launch check --migrate` loses nothing: what it cannot read, or would only leave out, it does not write."""
+"""`launch check --migrate` loses nothing: where a value is not read, or would be made right, nothing is written."""
 
 from __future__ import annotations
 
