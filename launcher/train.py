@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.comm import all_reduce, log_summary
+from launcher.comm.plain import gather_plain
 from launcher.data.documents import IGNORED
 from launcher.data.loader import GlobalBatchLoader
 from launcher.data.tokenizer import fingerprint, save_tokenizer
@@ -333,9 +334,7 @@ class Training:
             gradient_bytes=held["gradients"],
             optimizer_bytes=held["optimizer"] + held["master"],
         )
-        every: list[Any] = [None] * self.engine.world_size
-        dist.all_gather_object(every, mine)
-        return every
+        return [RankMemory(**each) for each in gather_plain(asdict(mine))]
 
     def _write_summary(self, ranks: list[RankMemory], parameters: int, more: dict[str, Any]) -> None:
         output, engine = self.run.output_dir, self.engine

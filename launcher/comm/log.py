@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from launcher.comm.observe import Timing, observers
+from launcher.comm.plain import gather_plain
 from launcher.monitor.comms import CommsLog
 
 _log: CommsLog | None = None
@@ -62,8 +61,7 @@ def log_summary(show_straggler: bool = False) -> None:
         return
     least = None
     if show_straggler:
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, {key: row.seconds for key, row in log.rows.items()})
+        every = gather_plain({key: row.seconds for key, row in log.rows.items()})
         least = {key: min(rank.get(key, seconds) for rank in every) for key, seconds in every[0].items()}
     if dist.get_rank() == 0:
         print(f"collectives of rank 0 of {dist.get_world_size()}\n{log.table(least)}", flush=True)

@@ -23,7 +23,8 @@ from torch import Tensor
 from launcher.comm import board, cross_memory
 from launcher.comm.background import Worker
 from launcher.comm.board import READ, Board
-from launcher.comm.mailbox import Mailbox
+from launcher.comm.mailbox import Address, Mailbox
+from launcher.comm.plain import gather_plain
 
 BLOCK = 1 << 18  # elements summed at a time: what was read is still in the cache when it is added
 WHOLE = 1 << 16  # bytes up to which more than two ranks sum all of a buffer each, instead of a slice
@@ -73,12 +74,11 @@ class PeerMemory:
             raise Unreadable("only Linux lets a process read another's memory")
         cross_memory.allow_siblings()
         probe, mailbox = torch.tensor([os.getpid()]), _mailbox(group)
-        address = mailbox and mailbox.address
-        every: list[Any] = [None] * group.size()
-        dist.all_gather_object(every, (cross_memory.machine(), probe.data_ptr(), address), group=group)
-        problems: list[Any] = [None] * group.size()
+        address = mailbox and (mailbox.address.pid, mailbox.address.descriptor)
+        told = gather_plain((cross_memory.machine(), probe.data_ptr(), address), group)
+        every = [(machine, place, box and Address(*box)) for machine, place, box in told]
         # the probe and the mailbox must live until all have read them
-        dist.all_gather_object(problems, _connected(mailbox, every), group=group)
+        problems = gather_plain(_connected(mailbox, every), group)
         found = [text for text in problems if text]
         if found or mailbox is None:
             raise Unreadable(found[0])

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import default_collate
 
 from launcher.comm import Mesh
+from launcher.comm.plain import told_by_first
 from launcher.config import Config
 from launcher.engine.batches import cast, to_device
 from launcher.engine.dtypes import DTYPES, autocast_dtype, special_dtypes
@@ -59,7 +59,7 @@ def costs_of_blocks(
         tokens = torch.randint(vocabulary, (size, length), generator=generator).to(mesh.device)
         return measure_model(model, {"input_ids": tokens, "labels": tokens}, way)
 
-    costs = _told_by_rank_0(measured, mesh)
+    costs = Costs(*_told_by_rank_0(measured, mesh))
     each = sorted(block * 1e3 for block in costs.blocks)
     guessed = "" if seq_length else ", a length that initialize(seq_length=...) can change"
     return costs, (
@@ -120,14 +120,12 @@ def _way(model: nn.Module, mesh: Mesh, config: Config, *, recomputed: bool) -> W
 def _told_by_rank_0(measured: Callable[[], T], mesh: Mesh) -> T:
     """What rank 0 measures, alone with the ranks that its layers are split over; the others wait and do not disturb."""
     with_rank_0 = mesh.axes["pp"].rank == 0 and mesh.dp.rank == 0
-    told: list[Any] = [None]
+    told: Any = None
     if with_rank_0:
         try:
-            told = [measured()]
+            told = measured()
         except Exception as error:
             error.add_note(f'while "{WHERE}": "{METHOD}" measured; "best" and "parameters" measure nothing')
             raise
-    if mesh.world_size > 1:
-        dist.broadcast_object_list(told, src=0)
-    found: T = told[0]
+    found: T = told_by_first(told) if mesh.world_size > 1 else told
     return found

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from launcher.comm import Mesh, Timing, all_reduce, observe_collectives
 from launcher.comm.log import read_log, start_log, stop_log
+from launcher.comm.plain import told_by_first
 from launcher.config import Config
 from launcher.engine.flops import FlopsProfiler
 from launcher.errors import ConfigError
@@ -207,11 +207,8 @@ def open_monitor(config: Config, mesh: Mesh) -> Monitor:
             writers = open_writers(sections)
         except ConfigError as error:
             problem = (error.what, error.where, error.fix)
-    told = [problem]
-    if mesh.world_size > 1:
-        dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
-        what, where, fix = told[0]
+    if (told := told_by_first(problem) if mesh.world_size > 1 else problem) is not None:
+        what, where, fix = told
         raise ConfigError(what, where=where, fix=fix)
     return Monitor(writers, enabled=True)
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from launcher.checkpoint import export
 from launcher.comm.letters import Letters
+from launcher.comm.plain import gather_plain
 from launcher.errors import CheckpointError
 from launcher.models.companions import write_companions
 from launcher.models.names import persistent_buffers, places_of
@@ -49,10 +49,10 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
                 write_companions(engine.module, directory, engine.zero.policy.param_dtype)
         except Exception as error:  # told to all ranks below, whatever it is: the others wait there
             failure = CheckpointError(f"The weights could not be written: {error}", where=str(directory))
-    failures: list[CheckpointError | None] = [None] * engine.world_size
-    dist.all_gather_object(failures, failure)  # also: no rank goes on before the files are there
-    if failures[0] is not None:
-        raise failures[0]
+    said = None if failure is None else (failure.what, failure.where, failure.fix)
+    if (told := gather_plain(said)[0]) is not None:  # also: no rank goes on before the files are there
+        what, where, fix = told
+        raise CheckpointError(what, where=where, fix=fix) from failure
 
 
 def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, Tensor] | None:
@@ -69,12 +69,9 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
 
 
 def of_stages(engine: Engine, value: T) -> list[T]:
-    """What the pipeline stages say, in their order. Collective."""
+    """What the pipeline stages say, in their order; plain values. Collective."""
     pp = engine.mesh.axes["pp"]
-    values = [value] * pp.degree
-    if pp.degree > 1:
-        dist.all_gather_object(values, value, group=pp.group)
-    return values
+    return gather_plain(value, pp.group) if pp.degree > 1 else [value]
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,14 @@ class _Found:
     frozen: bool
     stage: int
 
+    def plain(self) -> tuple[Any, ...]:
+        return self.names, str(self.dtype).removeprefix("torch."), tuple(self.shape), self.frozen, self.stage
+
+    @classmethod
+    def of(cls, plain: tuple[Any, ...]) -> _Found:
+        names, dtype, shape, frozen, stage = plain
+        return cls(names, getattr(torch, dtype), torch.Size(shape), frozen, stage)
+
 
 class _Whole:
     """Whole tensors, one unit gathered at a time."""
@@ -107,8 +112,8 @@ class _Whole:
     def tensors(self, exclude_frozen: bool) -> list[_Found]:
         """All of the model, in its order. Collective."""
         found: dict[str, _Found] = {}
-        for of_stage in of_stages(self.engine, list(self._held())):
-            for one in of_stage:
+        for of_stage in of_stages(self.engine, [one.plain() for one in self._held()]):
+            for one in map(_Found.of, of_stage):
                 found.setdefault(one.names[0], one)
         kept = [one for one in found.values() if not (exclude_frozen and one.frozen)]
         return sorted(kept, key=lambda one: self.place(one.names[0]))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from launcher.comm import Axis, broadcast
 from launcher.pipeline.crossing import Shape
+from launcher.pipeline.plain import packed, unpacked
 
 TAG = "pipeline/batch"
 
@@ -25,26 +25,23 @@ def share(batches: Any, axis: Axis, device: torch.device) -> Any:
     """
     if axis.group is None:
         return batches
-    leaves, spec = tree_flatten(batches) if axis.rank == 0 else ([], None)
-    header = [Shape.of(leaf) if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-    header, spec = _share_object((header, spec), axis, device)
-    if axis.rank == 0:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    first = axis.rank == 0
+    nest = _share_nest(tree_map(_shape_of_tensor, batches) if first else None, axis, device)
+    leaves, spec = tree_flatten(nest)
+    if first:
+        tensors = [leaf for leaf in tree_flatten(batches)[0] if isinstance(leaf, Tensor)]
     else:
-        tensors = [
-            torch.empty(entry.size, dtype=entry.dtype, device=device)
-            for entry in header
-            if isinstance(entry, Shape)
-        ]
+        shapes = [leaf for leaf in leaves if isinstance(leaf, Shape)]
+        tensors = [torch.empty(shape.size, dtype=shape.dtype, device=device) for shape in shapes]
     flat = torch.cat([_bytes(tensor) for tensor in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
     broadcast(flat, axis, TAG).wait()
-    if axis.rank == 0:
+    if first:
         return batches
     at, parts = 0, iter(tensors)
     found: list[Any] = []
-    for entry in header:
-        if not isinstance(entry, Shape):
-            found.append(entry[0])
+    for leaf in leaves:
+        if not isinstance(leaf, Shape):
+            found.append(leaf)
             continue
         tensor = next(parts)
         size = tensor.numel() * tensor.element_size()
@@ -54,18 +51,11 @@ def share(batches: Any, axis: Axis, device: torch.device) -> Any:
     return tree_unflatten(found, spec)
 
 
-def packed(value: Any) -> Tensor:
-    """[bytes] uint8 on the CPU; `unpacked` gives the value."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+def _shape_of_tensor(leaf: Any) -> Any:
+    return Shape.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def unpacked(content: Tensor) -> Any:
-    return torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=False)
-
-
-def _share_object(value: Any, axis: Axis, device: torch.device) -> Any:
+def _share_nest(value: Any, axis: Axis, device: torch.device) -> Any:
     content = packed(value).to(device) if axis.rank == 0 else None
     size = torch.tensor([0 if content is None else content.numel()], device=device)
     broadcast(size, axis, TAG).wait()

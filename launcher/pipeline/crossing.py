@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from launcher.pipeline.plain import travels
+
 Signature = tuple[Any, ...]  # of a batch: structure, shapes and dtypes
 
 
+@travels
 @dataclass(frozen=True)
 class Shape:
     """What is known of a tensor."""

@@ -16,8 +16,8 @@ from launcher.comm import Pending
 from launcher.comm.collectives import show_wait
 from launcher.comm.letters import Letters
 from launcher.pipeline.actions import Action, Kind, Schedule
-from launcher.pipeline.batches import packed, unpacked
 from launcher.pipeline.crossing import Crossing, Shape, Signature, Staged
+from launcher.pipeline.plain import packed, unpacked
 from launcher.pipeline.transfers import arrivals, matching_receive
 
 AHEAD = 2  # messages of each kind from each rank that are received before they are needed
@@ -129,6 +129,8 @@ class Mail:
         self.letters.receive(size, source, tag).wait()
         content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         self.letters.receive(content, source, tag).wait()
-        learned: Crossing = unpacked(content)
+        learned = unpacked(content)
+        if not isinstance(learned, Crossing):
+            raise ValueError(f"stage {action.stage - 1} sent a {type(learned).__name__} in place of shapes")
         self.staged.tell(action.stage - 1, self.signatures[action.microbatch], learned)
         return learned.shapes

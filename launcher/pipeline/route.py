@@ -22,11 +22,13 @@ from torch.utils._pytree import tree_leaves
 from launcher.errors import LauncherError
 from launcher.pipeline.crossing import Crossing, Shape
 from launcher.pipeline.origins import Origin, Origins
+from launcher.pipeline.plain import travels
 from launcher.pipeline.slots import Call, Slot, filled, in_shared, slots_of
 
 Place = tuple[int, Slot]  # number of a block, and where in its arguments
 
 
+@travels
 @dataclass
 class Learned(Crossing):
     """What earlier stages tell later ones of a model's forward.

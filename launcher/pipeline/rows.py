@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from launcher.errors import ConfigError, LauncherError
 from launcher.pipeline.crossing import Crossing, Shape, Signature
 from launcher.pipeline.layers import PipelineModule
+from launcher.pipeline.plain import travels
 from launcher.pipeline.stage import PipelineStage
 
 
+@travels
 @dataclass
 class Nest(Crossing):
     """What a stage leaves with.

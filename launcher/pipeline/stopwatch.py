@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch.profiler import record_function
 
 from launcher.comm import Axis
+from launcher.comm.plain import gather_plain
 from launcher.monitor.clock import Moment, now, seconds_between
-from launcher.pipeline.actions import Action, Schedule
+from launcher.pipeline.actions import Action, Kind, Schedule
 from launcher.pipeline.recording import COMPUTE
 from launcher.pipeline.simulate import Span, Timeline
 
@@ -49,10 +49,19 @@ class Stopwatch:
         """The last step on all stages; a collective along pp, after a step."""
         assert self.schedule is not None, "there was a step"
         made = self.schedule
-        mine = tuple(Span(action, self._at(first), self._at(last)) for action, first, last in self._marks)
-        every: list[tuple[Span, ...]] = [()] * axis.degree
-        dist.all_gather_object(every, mine, group=axis.group)
-        return Timeline(made.name, made.stages, made.chunks, made.microbatches, tuple(every))
+        mine = [
+            (str(each.kind), each.stage, each.microbatch, self._at(first), self._at(last))
+            for each, first, last in self._marks
+        ]
+        every = [mine] if axis.group is None else gather_plain(mine, axis.group)
+        spans = tuple(
+            tuple(
+                Span(Action(Kind(kind), stage, number), start, end)
+                for kind, stage, number, start, end in rank
+            )
+            for rank in every
+        )
+        return Timeline(made.name, made.stages, made.chunks, made.microbatches, spans)
 
     def _at(self, moment: Moment) -> float:
         """Seconds on the clock of the machine."""

@@ -13,10 +13,10 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from launcher.comm import Axis, CollectiveRecord, record_collectives
+from launcher.comm.plain import gather_plain
 from launcher.errors import LauncherError
 from launcher.zero.shared import shared
 
@@ -105,10 +105,7 @@ class StepChecks:
 
 
 def _gather_along(axis: Axis, mine: Any) -> list[Any]:
-    every: list[Any] = [mine] * axis.degree
-    if axis.group is not None:
-        dist.all_gather_object(every, mine, group=axis.group)
-    return every
+    return [mine] * axis.degree if axis.group is None else gather_plain(mine, axis.group)
 
 
 def _streams(records: list[CollectiveRecord], activations: str) -> Streams:

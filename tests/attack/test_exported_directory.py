@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from launcher.cli.recipe_flags import training_parser
 from launcher.data import byte_tokenizer, load_tokenizer
 from launcher.engine.weights import model_with_source
 from launcher.models.build import load_config
@@ -55,9 +55,7 @@ def finetuned(ctx: RankContext, directory: str, stages: int, edit: str = "") -> 
     if edit == "template":
         tokenizer.chat_template = "{{ messages }}"
     engine = engine_of(config_of(1, 1, {"stages": stages}), made.model, source=made.source)
-    args = Namespace(
-        seed=0, resume=None, profile=None, profile_steps=(1, 1), eval_every=None, save_every=None
-    )
+    args = training_parser("pretrain", "").parse_args(["--seed", "0"])
     run = Run(args, engine.resolved, Path(directory), CPU, Console(file=open(os.devnull, "w")), ctx.rank)  # noqa: SIM115
     run.describe(engine, "tiny", "rows")
     Training(run, engine, batch(0, 8), None, 1, "tiny", tokenizer).fit()

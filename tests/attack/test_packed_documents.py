@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from launcher.cli.recipe_flags import training_parser
 from launcher.data import byte_tokenizer, load_sft, pack
 from launcher.data.documents import IGNORED
 from launcher.engine.documents import for_attention
@@ -106,9 +106,7 @@ class Packed:
 
 
 def training_of(ctx: RankContext, directory: str, model: PreTrainedModel, **sections: Any) -> Training:
-    args = Namespace(
-        seed=0, resume=None, profile=None, profile_steps=(1, 1), eval_every=None, save_every=None
-    )
+    args = training_parser("pretrain", "").parse_args(["--seed", "0"])
     pipeline = sections.pop("pipeline", {"stages": 1})
     engine = engine_of(config_of(sections.pop("stage", 1), 2, pipeline, **sections), model)
     console = Console(file=open(os.devnull, "w"), quiet=True)  # noqa: SIM115
