@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

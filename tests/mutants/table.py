@@ -284,6 +284,7 @@ MUTANTS = {
         "        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "",
         "the next rank or job takes the directory of a running one for a crashed one's, and removes it",
+        near="attack/test_shared_disks.py",
     ),
     # tensor: layers split over tp
     "bias-on-every-rank": Mutant(
