@@ -386,9 +386,9 @@ MUTANTS = {
     ),
     "packed-rows-learn-their-first-token": Mutant(
         "data/sft.py",
-        "starts = np.cumsum([0, *(len(row.labels) for row in rows[:-1])])",
-        "starts = np.cumsum([len(row.labels) for row in rows]) - 1",
-        "in packed instruction rows the last token of each is ignored, not the first",
+        "    labels[starts] = IGNORED\n",
+        "",
+        "in packed instruction rows the first token of each is learned from the last one of the row before",
     ),
     # config: the JSON
     "typos-below-a-known-key": Mutant(
