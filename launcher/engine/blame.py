@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from launcher.comm.plain import gather_plain
 from launcher.zero.overflow import find_overflows, in_words
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ class Blame:
         self._told = True
         stepped_already = engine.optimizer is not None and bool(engine.optimizer.early)
         module = None if stepped_already else self._first_module(engine)
-        every: list[Any] = [None] * engine.world_size
-        dist.all_gather_object(every, module)
-        found = {rank: name for rank, name in enumerate(every) if name is not None}
+        found = {rank: name for rank, name in enumerate(gather_plain(module)) if name is not None}
         if found:
             rank, name = next(iter(found.items()))
             where = f"The first output that was not, on rank {rank}, is that of {name}."
