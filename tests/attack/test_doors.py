@@ -91,7 +91,11 @@ def test_strangers_do_not_hold_up_who_knows_the_token(listener) -> None:  # type
         began = time.monotonic()
         friend = stack.enter_context(connected(server))
         assert handshake.call(friend, WORD, "1", LIMIT_S).claim == "1"
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < handshake.ANSWER_S
+        while (
+            not inside and time.monotonic() - began < LIMIT_S
+        ):  # who waits for callers learns of it a moment later
+            time.sleep(0.01)
     assert len(inside) == 1
 
 
@@ -268,7 +272,7 @@ def test_the_port_of_pdsh_survives_silent_and_rude_strangers() -> None:
             stranger.sendall(said)
         began = time.monotonic()
         connection, session = dial.dial(told, "127.0.0.1")
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < handshake.ANSWER_S
         stack.enter_context(connection)
         code = "import json, os; os.write(1, hello['session'].sends.closed(b'here ' + hello['word'].encode()) + b'\\n')"
         Writer(connection.fileno(), session.sends).send_plain({"code": code, "word": "x"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from rich.console import Console
 from torch import Tensor, nn
 
+from launcher.cli.recipe_flags import training_parser
 from launcher.config.ranks import mesh_lines, places
 from launcher.pipeline.actions import Kind
 from launcher.pipeline.recording import read
@@ -48,7 +48,7 @@ def fit(ctx: RankContext, directory: str, pipeline: dict[str, Any], tp: int, mic
     monitor = {"enabled": True, "output_path": directory, "job_name": "monitor"}
     more = {**sections(RISING), "tensor_parallel": {"autotp_size": tp}, "csv_monitor": monitor}
     engine = engine_of(config_of(1, microbatches, pipeline, **more), tiny_llama(layers=4))
-    args = Namespace(seed=0, resume=None, profile=None, profile_steps=(1, 1), eval_every=2, save_every=None)
+    args = training_parser("finetune", "").parse_args(["--seed", "0", "--eval-every", "2"])
     printed = open(os.devnull if ctx.rank else f"{directory}/printed", "w")  # noqa: SIM115
     console = Console(file=printed, width=200, quiet=ctx.rank > 0)
     run = Run(args, engine.resolved, Path(directory), CPU, console, ctx.rank)
