@@ -9,7 +9,7 @@ from torch import Tensor
 
 from launcher.checkpoint.fp32 import write_script
 from launcher.engine.state import load_state, save_state
-from launcher.engine.whole import export_model, whole_state_dict
+from launcher.engine.whole import export_model, export_pickle, whole_state_dict
 from launcher.errors import ConfigError
 from launcher.models.load import SINGLE_FILE
 
@@ -103,22 +103,28 @@ class Saving:
         save_filename: str = SINGLE_FILE,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the weights in the model's dtype as HF safetensors, one unit in memory at a time, at every stage.
+        """Write the weights in the model's dtype, at every stage. Every rank must call it.
 
-        DeepSpeed writes a pickle, and at stage 3 only with a key of the JSON. Every rank must call it.
+        As HF safetensors, one unit in memory at a time, unless another name is given; DeepSpeed's default name is
+        pytorch_model.bin, and at stage 3 it needs a key of the JSON.
 
         Args:
             save_dir: the directory that from_pretrained will read.
-            save_filename: only model.safetensors, the name that it looks for; large models get numbered files.
+            save_filename: model.safetensors, of which large models get numbered files; or a name that does not end so,
+                such as pytorch_model.bin: a file of torch.save, all of which rank 0 holds in memory.
             exclude_frozen_parameters: write those that are trained alone.
         """
-        if save_filename != SINGLE_FILE:
+        engine, directory = self._engine(), Path(save_dir)
+        if save_filename == SINGLE_FILE:
+            export_model(engine, directory, exclude_frozen_parameters)
+        elif save_filename.endswith(".safetensors"):
             raise ConfigError(
-                f"save_filename {save_filename!r}: weights are written as safetensors, not as a pickle",
+                f"save_filename {save_filename!r}: safetensors are written under one name, and large models in parts",
                 where="save_16bit_model()",
                 fix=f"leave it out; from_pretrained reads {SINGLE_FILE}",
             )
-        export_model(self._engine(), Path(save_dir), exclude_frozen_parameters)
+        else:
+            export_pickle(engine, directory / save_filename, exclude_frozen_parameters)
         return True
 
     save_fp16_model = save_16bit_model

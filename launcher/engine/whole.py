@@ -7,7 +7,7 @@ line of pp, one at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,17 +42,40 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
             (found.names[0], found.dtype, tuple(found.shape), partial(whole.fetch, found))
             for found in whole.tensors(exclude_frozen)
         ]
-        failure: CheckpointError | None = None
-        try:
+        with _failing_together(directory):
             export.write_safetensors(directory, entries, writer=writer)
             if writer:
                 write_companions(engine.module, directory, engine.zero.policy.param_dtype)
-        except Exception as error:  # told to all ranks below, whatever it is: the others wait there
-            failure = CheckpointError(f"The weights could not be written: {error}", where=str(directory))
+
+
+def export_pickle(engine: Engine, path: Path, exclude_frozen: bool = False) -> None:
+    """Write the whole state dict with torch.save, config.json and generation_config.json beside it. Rank 0 holds all of
+    it in host memory. Collective.
+
+    Raises:
+        CheckpointError: on every rank: they could not be written.
+    """
+    state = whole_state_dict(engine, exclude_frozen)
+    with _failing_together(path):
+        if state is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with export.temporary_file(path) as temporary:
+                torch.save(state, temporary)
+            write_companions(engine.module, path.parent, engine.zero.policy.param_dtype)
+
+
+@contextmanager
+def _failing_together(where: Path) -> Iterator[None]:
+    """What goes wrong inside on rank 0 is raised on all ranks, and none goes on before rank 0 is done. Collective."""
+    failure: CheckpointError | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is: the others wait below
+        failure = CheckpointError(f"The weights could not be written: {error}", where=str(where))
     said = None if failure is None else (failure.what, failure.where, failure.fix)
-    if (told := gather_plain(said)[0]) is not None:  # also: no rank goes on before the files are there
-        what, where, fix = told
-        raise CheckpointError(what, where=where, fix=fix) from failure
+    if (told := gather_plain(said)[0]) is not None:
+        what, place, fix = told
+        raise CheckpointError(what, where=place, fix=fix) from failure
 
 
 def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, Tensor] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,12 @@ def export_odd(ctx: RankContext, directory: Path) -> None:
         assert torch.equal(stored[name], value.bfloat16() if value.dtype == torch.float32 else value), name
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert load_file(directory / "trained" / "model.safetensors").keys() == whole.keys() - frozen
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin"):
-        engine.save_16bit_model(directory, "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"other\.safetensors"):
+        engine.save_16bit_model(directory, "other.safetensors")
+    engine.save_16bit_model(directory / "pickled", "pytorch_model.bin")
+    pickled = torch.load(directory / "pickled" / "pytorch_model.bin")
+    assert pickled.keys() == whole.keys() and os.listdir(directory / "pickled") == ["pytorch_model.bin"]
+    assert all(torch.equal(pickled[name], value) for name, value in stored.items())
 
 
 def test_parameters_of_every_dtype_and_only_those_trained(pool: WorkerPool, tmp_path: Path) -> None:
