@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from launcher.checkpoint import store, tags
 from launcher.checkpoint.export import temporary_file, write_safetensors
 from launcher.checkpoint.reader import read_metadata
+from launcher.comm.values import decode
 from launcher.errors import LauncherError
 from launcher.sizes import bytes_of
 
@@ -47,7 +48,8 @@ def write_script(directory: Path) -> None:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, **others: Any
 ) -> dict[str, Tensor]:
-    """The parameters (fp32) and persistent buffers of a checkpoint, whole; tied ones under their first name.
+    """The parameters (fp32) and persistent buffers of a checkpoint, whole; tied ones under each of their names, as one
+    tensor.
 
     Not collective, as all of this file: one rank may call it alone, and so may all of them.
 
@@ -58,8 +60,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         CheckpointError: there is none, or it is corrupted.
     """
-    directory = Path(checkpoint_dir)
-    tag = store.load_meta(directory, tag)[0]
+    state, tied = _stored(Path(checkpoint_dir), tag)
+    return state | {other: state[name] for other, name in tied.items() if name in state}
+
+
+def _stored(directory: Path, tag: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What a checkpoint has, each tensor once; other name of a tied one -> its name there."""
+    tag, meta = store.load_meta(directory, tag)
     entries = read_metadata(tags.tag_path(directory, tag)).state_dict_metadata.items()
     found = {
         name: torch.empty(entry.size, dtype=_dtype(name, entry.properties.dtype))
@@ -67,7 +74,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
         if isinstance(entry, TensorStorageMetadata) and name.startswith(KINDS)
     }
     store.load(directory, tag, found, strict=False, local=True)
-    return {name.partition("/")[2]: value for name, value in found.items()}
+    state = {name.partition("/")[2]: value for name, value in found.items()}
+    return state, decode(meta.get("tied", {}))  # which checkpoints have not always told
 
 
 def _dtype(name: str, stored: torch.dtype) -> torch.dtype:
@@ -88,15 +96,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         max_shard_size: bytes of a file, also as "5GB".
         safe_serialization: false writes one pickle, pytorch_model.bin.
     """
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     directory = Path(output_dir)
     if safe_serialization:
+        state, _ = _stored(Path(checkpoint_dir), tag)  # from_pretrained ties them again
         entries = [(name, t.dtype, tuple(t.shape), partial(_same, t)) for name, t in state.items()]
         write_safetensors(directory, entries, bytes_of(max_shard_size))
         return
     directory.mkdir(parents=True, exist_ok=True)
     with temporary_file(directory / "pytorch_model.bin") as path:
-        torch.save(state, path)
+        torch.save(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), path)
 
 
 def _same(value: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from launcher.checkpoint.tags import tag_path
 from launcher.comm.values import decode, encode
 from launcher.engine.fitting import Stored, look, parts_of
 from launcher.engine.random_state import random_states, restore_random_states
+from launcher.engine.whole import tied_names
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
 from launcher.models.settings import settings_of
@@ -120,6 +121,7 @@ def _meta(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
         "world_size": engine.world_size,
         "config": engine.config,
         "model": settings_of(engine.module),
+        "tied": tied_names(engine),
         "client_state": client_state,
     }
     return {key: encode(value) for key, value in meta.items()}

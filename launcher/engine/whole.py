@@ -25,6 +25,7 @@ from launcher.models.names import persistent_buffers, places_of
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
+    from launcher.zero.slot import Slot
     from launcher.zero.unit import Unit
 
 T = TypeVar("T")
@@ -91,6 +92,19 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
         return {name: state[name] for name in sorted(state, key=whole.place)} if writer else None
 
 
+def tied_names(engine: Engine) -> dict[str, str]:
+    """Every further name of a tied parameter -> the one that it is kept under. Collective."""
+    tied = {other: slot.name for slot, names in _named(engine) for other in names if other != slot.name}
+    return {other: name for stage in of_stages(engine, tied) for other, name in stage.items()}
+
+
+def _named(engine: Engine) -> Iterator[tuple[Slot, tuple[str, ...]]]:
+    """Every parameter of this stage with all of its names, in the order of the model."""
+    prefixes = {module: f"{name}." if name else "" for name, module in engine.module.named_modules()}
+    for slot in engine.zero.slots.values():
+        yield slot, tuple(prefixes[module] + attribute for module, attribute in slot.owners)
+
+
 def of_stages(engine: Engine, value: T) -> list[T]:
     """What the pipeline stages say, in their order; plain values. Collective."""
     pp = engine.mesh.axes["pp"]
@@ -142,9 +156,7 @@ class _Whole:
         return sorted(kept, key=lambda one: self.place(one.names[0]))
 
     def _held(self) -> Iterator[_Found]:
-        prefixes = {module: f"{name}." if name else "" for name, module in self.engine.module.named_modules()}
-        for slot in self.zero.slots.values():
-            names = tuple(prefixes[module] + attribute for module, attribute in slot.owners)
+        for slot, names in _named(self.engine):
             frozen = not slot.leaf.requires_grad
             yield _Found(names, slot.leaf.dtype, slot.split.shape, frozen, self.pp.rank)
         for name, buffer in self._buffers.items():

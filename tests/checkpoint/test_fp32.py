@@ -12,6 +12,8 @@ from torch import Tensor
 import launcher
 from launcher.checkpoint import fp32
 from tests.engine.driving import CPU, config_of, whole_state
+from tests.pipeline.running import config_of as stages_config_of
+from tests.pipeline.running import engine_of as stages_engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, share, tiny_llama
 
@@ -57,3 +59,18 @@ def test_the_command_writes_what_can_be_read(pool: WorkerPool, tmp_path: Path) -
         name = "model.safetensors" if kind else "pytorch_model.bin"
         written = read(out / name)
         assert all(torch.equal(written[key], value.float()) for key, value in want.items())
+
+
+def save_tied(ctx: RankContext, directory: Path, stages: int) -> None:
+    engine = stages_engine_of(stages_config_of(0, 1, {"stages": stages}), tiny_llama(tied=True, layers=2))
+    engine.save_checkpoint(directory)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_tied_weights_have_all_their_names(pool: WorkerPool, tmp_path: Path, stages: int) -> None:
+    pool.run(save_tied, 2, tmp_path, stages)
+    state = fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
+    tiny_llama(tied=True, layers=2, seed=1).load_state_dict(state, strict=True)
+    fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
