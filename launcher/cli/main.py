@@ -118,7 +118,7 @@ def _launch(argv: list[str]) -> int:
     if flags.dry_run:
         from launcher.cli.rehearsal import rehearse
 
-        print(masked("\n".join(rehearse(job))))
+        print(printable(masked("\n".join(rehearse(job)))))
         return 0
     outcome = job.front_end().run()
     sys.stdout.flush()
