@@ -41,7 +41,7 @@ def test_an_exhausted_run_leaves_a_checkpoint_that_goes_on_in_bf16(tmp_path: Pat
     (tmp_path / "model.json").write_text(json.dumps(tiny_llama(vocab=260, layers=1).config.to_dict()))
     (tmp_path / "prose.txt").write_text("".join(f"{n} is followed by {n + 1}.\n" for n in range(300)))
     fp16 = {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 8, "hysteresis": 1}
-    high = {"type": "AdamW", "params": {"lr": 300.0}}  # too high for fp16, and not for bf16
+    high = {"type": "AdamW", "params": {"lr": 5.0}}  # too high for fp16, and not for bf16
     failed = pretrain(tmp_path, "fp16", {"fp16": fp16, "optimizer": high})
     said = failed.stdout + failed.stderr
     assert failed.returncode != 0, said
