@@ -9,7 +9,7 @@ flat buffers, one unit at a time, whatever has been tied, resized, frozen or add
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -47,10 +47,11 @@ class Dealt:
         self._size = -(-self.shape.numel() // world)
         self._deal(values.detach(), source=0)
 
-    @property
-    def opens(self) -> bool:
-        """A model's own `__init__` may still look at it, and fill it in."""
-        return self.whole is None and self._dealer is not None and self._dealer.building
+    def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
+        """A model's own `__init__` may still look at it, and fill it in; rank 0's changes count."""
+        if self.whole is not None or self._dealer is None or not self._dealer.building:
+            return nullcontext()
+        return self.gathered(0 if changed else None)
 
     def _deal(self, values: Tensor, source: int) -> None:
         flat = torch.empty(self._size * self._axis.degree, dtype=self.dtype, device=self.device)

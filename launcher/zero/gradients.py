@@ -285,11 +285,11 @@ class FlatGradient:
     def forget(self, slots: set[Slot]) -> None:
         """Forget what is kept of the gradients of some parameters, and `.grad`."""
         if self._filled:
-            kept, first = (self.owned, self.flat.owned.start) if self.sharded else (self._full_buffer(), 0)
+            kept = self.owned if self.sharded else self._full_buffer()
             span = self.flat.owned if self.sharded else slice(0, self.flat.numel)
             for slot, start, stop in self.flat.overlaps(span):
                 if slot in slots:
-                    at = slot.offset - first
+                    at = slot.offset - span.start
                     kept[at + start : at + stop].zero_()
             self.rest()
         for slot in slots:

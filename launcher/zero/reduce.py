@@ -50,6 +50,7 @@ class Reducer:
 
     def __init__(self, order: list[Unit], policy: ZeroPolicy) -> None:
         self.order, self.policy = order, policy
+        self.gradients = [gradient for unit in order for gradient in unit.gradients]
         self.sync = True  # false inside no_sync: gradients stay on the leaves
         self.boundary = True  # the last microbatch of a step
         self.taker: Taker | None = None  # for that one
@@ -61,10 +62,6 @@ class Reducer:
         self._over_groups: list[
             Pending
         ] = []  # the second hop of gradients, where there are several shard groups
-
-    @property
-    def gradients(self) -> list[FlatGradient]:
-        return [gradient for unit in self.order for gradient in unit.gradients]
 
     def ready(self, unit: Unit) -> None:
         """All gradients of `unit` have come in this backward."""
@@ -85,10 +82,9 @@ class Reducer:
 
     def settle(self) -> None:
         """Reduce what was accumulated without communication: the step comes after backwards that did not know it."""
-        for unit in self.order:
-            for gradient in unit.gradients:
-                if self._unsent if gradient.sharded else not gradient.reduced:
-                    self._reduce(gradient, gradient.collect())
+        for gradient in self.gradients:
+            if self._unsent if gradient.sharded else not gradient.reduced:
+                self._reduce(gradient, gradient.collect())
         self.abandon()
         self._unsent = False
 

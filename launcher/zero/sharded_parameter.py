@@ -18,12 +18,12 @@ class Holder(Protocol):
     Attributes:
         name: for messages.
         whole: all values, while they are gathered.
-        opens: all ranks build the model now, and do the same to it: who touches the values may gather them.
     """
 
-    @property
-    def opens(self) -> bool: ...
-    def gathered(self, modifier_rank: int | None = None) -> AbstractContextManager[Any]: ...
+    def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
+        """The context of an operation on the values. They are gathered in it where all ranks build the model, and so do
+        the same to it; anywhere else it does nothing."""
+        ...
 
     @property
     def name(self) -> str: ...
@@ -76,8 +76,8 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
             return cls(args[0].zero_holder, derived=True)
         with ExitStack() as stack:
             for value in tree_leaves((args, kwargs)):
-                if isinstance(value, ShardedParameter) and value.zero_holder.opens:
-                    stack.enter_context(value.zero_holder.gathered(0 if func._schema.is_mutable else None))
+                if isinstance(value, ShardedParameter):
+                    stack.enter_context(value.zero_holder.touched(changed=func._schema.is_mutable))
             return func(*tree_map(data_of, args), **tree_map(data_of, kwargs or {}))
 
     # What torch answers for tensor subclasses without asking __torch_dispatch__:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -83,12 +83,9 @@ class Slot:
         """The local parameter while it is there."""
         return self.leaf.data if self.flat.gathered else None
 
-    @property
-    def opens(self) -> bool:
-        return False
-
-    def gathered(self, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-        raise NotImplementedError("units are gathered by their model")
+    def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
+        """Nothing: units are gathered by their model."""
+        return nullcontext()
 
     @property
     def span(self) -> slice:
