@@ -6,9 +6,12 @@ import base64
 import json
 import os
 
+from launcher.cli import accelerate_flags
+from launcher.cli.shim import with_shim
+from launcher.config import accelerate_yaml
 from launcher.config.load import read
 from launcher.errors import ConfigError
-from launcher.integrations.surface import DIRECTORY
+from launcher.integrations.surface import SWITCH, TOLD
 
 _YES = {"1", "true", "yes", "on", "y", "t"}
 
@@ -28,10 +31,12 @@ def variables(config: str | None) -> dict[str, str]:
             where="environment",
             fix="unset it, and write launch --device cpu; or start the script with --no_deepspeed_shim",
         )
-    found = {"PYTHONPATH": os.pathsep.join(filter(None, [str(DIRECTORY), os.environ.get("PYTHONPATH")]))}
+    found = {"PYTHONPATH": with_shim(os.environ)["PYTHONPATH"], SWITCH: "1", TOLD: "1"}
     if config is not None:
         found["ACCELERATE_USE_DEEPSPEED"] = "true"
         found["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = _plain(config)
+        if accelerate_yaml.is_one(config):
+            found |= accelerate_flags.variables(config)
     return found
 
 

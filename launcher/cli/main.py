@@ -34,6 +34,7 @@ SUBCOMMANDS = {
     "manifest": ("manifest", "print_manifest"),
     "report": ("hosts", "report"),
     "ssh": ("hosts", "ssh"),
+    "shim": ("shim", "shim"),
 }
 """Name, with dashes or underscores: (module of `launcher.cli`, function), imported when the command is given."""
 logger = logging.getLogger("launcher")
@@ -97,6 +98,10 @@ def _launch(argv: list[str]) -> int:
     _set_up_logging("error" if flags.quiet else flags.log_level)
     from launcher.cli.request import Request
 
+    if _is_yaml(flags.config):
+        from launcher.cli import accelerate_flags
+
+        accelerate_flags.take(flags)
     run = Request(flags, recipe)
     if not run.is_ours and run.asks_for_help:
         os.execv(sys.executable, [sys.executable, run.target, *run.arguments])
@@ -161,10 +166,19 @@ def _checked_config(path: str | None, *, needed: bool) -> Config | None:
     return config
 
 
+def _is_yaml(path: str | None) -> bool:
+    """Whether it is accelerate's configuration, and not a JSON."""
+    return path is not None and path.endswith((".yaml", ".yml"))
+
+
 def _source(path: str) -> str:
     """What the ranks read: the absolute path of the configuration, or its text in base64."""
     from launcher.config.load import LONGEST_NAME
 
+    if _is_yaml(path):
+        from launcher.cli import accelerate_flags
+
+        return accelerate_flags.in_base64(path)
     return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 

@@ -19,6 +19,7 @@ from launcher.cluster.node import Node
 from launcher.cluster.selection import first_ranks
 from launcher.cluster.share import Share
 from launcher.errors import ConfigError
+from launcher.integrations.surface import SWITCH
 from launcher.owner import check_free
 
 if TYPE_CHECKING:
@@ -104,7 +105,9 @@ def common(job: Job, output_dir: Path, device: str) -> Share:
         variables["LAUNCHER_TERM_GRACE"] = str(flags.term_grace)
     if job.source is not None:
         variables["LAUNCHER_CONFIG"] = job.source
-    if not (run.is_ours or flags.no_deepspeed_shim):
+    if flags.no_deepspeed_shim:
+        variables[SWITCH] = "0"  # one may be installed
+    elif not run.is_ours:
         from launcher.cli import hugging_face
 
         variables |= hugging_face.variables(flags.config)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.config import accelerate_yaml
 from launcher.config.check import Examined, examine
 from launcher.config.conversions import convert
 from launcher.config.reader import Document, read_file, read_text
@@ -20,8 +21,8 @@ def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) ->
     """Reads and checks a configuration.
 
     Args:
-        source: path of a JSON file, the JSON text itself (it starts with `{`) or that text in base64, or a mapping.
-            `//`, `#` and `/* */` comments and trailing commas are fine.
+        source: path of a JSON file or of accelerate's YAML, the JSON text itself (it starts with `{`) or that text in
+            base64, or a mapping. `//`, `#` and `/* */` comments and trailing commas are fine.
         where: what to call it in messages instead of the path.
 
     Raises:
@@ -44,6 +45,8 @@ def inspect(
 
 def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Document:
     """The document as it was written, see `load`."""
+    if accelerate_yaml.is_one(source):
+        return accelerate_yaml.read_yaml(str(source))
     if isinstance(source, Mapping):
         return Document(where or "config", _plain_dict(source))
     if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith(("{", "//", "/*", "#")):

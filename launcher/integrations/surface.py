@@ -10,6 +10,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,11 @@ VERSION = "0.19.8"
 
 DIRECTORY = Path(__file__).parent / "shim"
 """What goes on the path: the package and its metadata."""
+
+SWITCH = "LAUNCHER_DEEPSPEED_SHIM"
+"""Variable: 0 switches a shim off that is installed in the environment (`cli/shim.py`)."""
+TOLD = "LAUNCHER_DEEPSPEED_SHIM_TOLD"
+"""Variable of processes whose user knows already what `import deepspeed` gives."""
 
 _HERE, _BEFORE = "launcher.integrations.stand_ins", "launcher.integrations.processes"
 _OPTIMIZERS = "launcher.integrations.optimizers"
@@ -205,6 +211,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         find = getter(module.__name__.partition(".")[2])
         setattr(module, "__getattr__", find)  # noqa: B010
+
+
+def tell() -> None:
+    """Say once, on the first rank, what was imported: nobody is to take it for DeepSpeed."""
+    if os.environ.get("RANK", "0") == "0" and TOLD not in os.environ:
+        os.environ[TOLD] = "1"  # processes that it starts need not say it again
+        print(f"launcher: `import {PACKAGE}` gives launcher's engine (`launch shim --help`)", file=sys.stderr)
 
 
 def serve() -> Callable[[str], Any]:

@@ -42,7 +42,6 @@ def enable() -> None:
         )
     sys.path.insert(0, str(DIRECTORY))
     importlib.invalidate_caches()
-    print(f"launcher: `import {PACKAGE}` gives launcher's engine in this process", file=sys.stderr)
 
 
 def __getattr__(name: str) -> Any:

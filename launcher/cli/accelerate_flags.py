@@ -1,0 +1,103 @@
+"""What accelerate's YAML says of machines, as the flags of `launch`; flags that are written win."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.config.accelerate_yaml import checked, precision_of
+from launcher.config.load import read
+from launcher.errors import ConfigError
+
+logger = logging.getLogger("launcher")
+RUNNERS = {"openmpi": "openmpi", "mvapich": "mpich", "pdsh": "pdsh"}
+"""deepspeed_multinode_launcher -> --launcher; with `standard` and `nossh` each node starts the same command."""
+
+
+def take(flags: argparse.Namespace) -> None:
+    """Put the flags of a YAML where the command line has none, and say which."""
+    tree = checked(flags.config)
+    taken = {
+        name: value
+        for name, value in _flags_of(tree, flags.config).items()
+        if value is not None and getattr(flags, name) in (None, False, "auto")
+    }
+    for name, value in taken.items():
+        setattr(flags, name, value)
+    logger.info("%s gives: %s", flags.config, " ".join(_spelt(*flag) for flag in taken.items()) or "no flags")
+
+
+def _spelt(name: str, value: Any) -> str:
+    return f"--{name}" if value is True else f"--{name} {value}"
+
+
+def _flags_of(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Raises `ConfigError` where a number is none, or processes are not dealt out evenly."""
+    nodes, ranks = _whole(tree, "num_machines", path) or 1, _whole(tree, "num_processes", path)
+    if ranks is not None and ranks % nodes:
+        raise ConfigError(
+            f"num_processes {ranks} is not a multiple of num_machines {nodes}",
+            where=path,
+            fix="every machine has as many processes as every other",
+        )
+    found: dict[str, Any] = {
+        "num_gpus": None if ranks is None else ranks // nodes,
+        "device": "cpu" if tree.get("use_cpu") or tree["distributed_type"] == "MULTI_CPU" else None,
+    }
+    slots = tree.get("gpu_ids")
+    if slots not in (None, "all") and nodes == 1:
+        found["include"] = f"localhost:{slots}"
+    return found | (_of_several(tree, nodes, path) if nodes > 1 else {})
+
+
+def _of_several(tree: Mapping[str, Any], nodes: int, path: str) -> dict[str, Any]:
+    section = tree.get("deepspeed_config") or {}
+    runner = section.get("deepspeed_multinode_launcher") or "pdsh"
+    found = {
+        "master_addr": tree.get("main_process_ip"),
+        "master_port": _whole(tree, "main_process_port", path),
+    }
+    if runner in ("standard", "nossh"):
+        rank = _whole(tree, "machine_rank", path) or 0
+        return found | {"no_ssh": True, "num_nodes": nodes, "node_rank": rank}
+    if runner not in RUNNERS:
+        raise ConfigError(
+            f"deepspeed_multinode_launcher is {runner}",
+            where=path,
+            fix=f"write one of {', '.join([*RUNNERS, 'standard', 'nossh'])}, or --launcher slurm on the command line",
+        )
+    return found | {
+        "launcher": RUNNERS[runner],
+        "hostfile": section.get("deepspeed_hostfile"),
+        "include": section.get("deepspeed_inclusion_filter"),
+        "exclude": section.get("deepspeed_exclusion_filter"),
+    }
+
+
+def _whole(tree: Mapping[str, Any], key: str, path: str) -> int | None:
+    value = tree.get(key)
+    if value is None or value == -1:  # accelerate's word for "not said"
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{key} is {value!r}", where=path, fix="write a whole number")
+    return value
+
+
+def in_base64(path: str) -> str:
+    """The YAML's configuration as every rank reads it: nothing of it has to lie on other nodes."""
+    return base64.urlsafe_b64encode(json.dumps(read(path).tree).encode()).decode()
+
+
+def variables(path: str) -> dict[str, str]:
+    """What accelerate's own launcher would tell the processes besides the JSON."""
+    section = checked(path).get("deepspeed_config") or {}
+    found = {"ACCELERATE_MIXED_PRECISION": precision_of(checked(path))}
+    if section.get("zero3_init_flag") is not None:
+        found["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = str(section["zero3_init_flag"]).lower()
+    if section.get("deepspeed_moe_layer_cls_names") is not None:
+        found["ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"] = str(section["deepspeed_moe_layer_cls_names"])
+    return found

@@ -1,0 +1,172 @@
+"""accelerate's YAML (`accelerate config` writes it): the configuration in it, and what it says of machines.
+
+What accelerate builds of its keys is built of them here: a JSON in which the script fills in every "auto". Keys that
+would change the training and that this engine does not know are errors; keys of other machines (TPU) are, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.config.problems import show
+from launcher.config.reader import Document, read_file
+from launcher.config.suggest import nearest
+from launcher.errors import ConfigError
+from launcher.files import read_small
+
+ENDINGS = (".yaml", ".yml")
+STAGE = "zero_stage"
+STAGES = {"DEEPSPEED": 2, "MULTI_GPU": 0, "MULTI_CPU": 0, "NO": 0}
+"""distributed_type -> the stage where none is written: accelerate's own; 0 does what DDP does."""
+
+PRECISIONS = ("no", "bf16", "fp16")
+ACCUMULATION = "gradient_accumulation_steps"
+SECTIONS: Mapping[str, str] = {
+    ACCUMULATION: ACCUMULATION,
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    STAGE: "zero_optimization.stage",
+}
+"""Keys of `deepspeed_config` -> their places in the JSON."""
+
+OF_MACHINES = {"deepspeed_hostfile", "deepspeed_multinode_launcher"} | {
+    f"deepspeed_{verb}_filter" for verb in ("inclusion", "exclusion")
+}
+FILE, OF_SCRIPT = "deepspeed_config_file", {"zero3_init_flag", "deepspeed_moe_layer_cls_names"}
+TOP = {
+    "compute_environment", "distributed_type", "deepspeed_config", "mixed_precision", ACCUMULATION,
+    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "use_cpu",
+}  # fmt: skip
+IDLE = {
+    "main_training_function", "rdzv_backend", "same_network", "downcast_bf16", "debug", "enable_cpu_affinity",
+    "tpu_name", "tpu_zone", "tpu_env", "tpu_vm", "tpu_use_cluster", "tpu_use_sudo", "commands", "command_file",
+}  # fmt: skip
+"""Keys that choose nothing here: they say how accelerate itself starts processes."""
+ELSEWHERE = {
+    "fsdp_config": "zero_stage: 3 in deepspeed_config shards in its place",
+    "megatron_lm_config": "tensor_parallel and pipeline of the JSON",
+    "parallelism_config": "tensor_parallel and pipeline of the JSON",
+    "fp8_config": "bf16 or fp16",
+    "dynamo_config": "compile of the JSON",
+    "mpirun_config": "launch --launcher openmpi",
+}
+"""Sections of other engines -> what to write instead."""
+
+
+def is_one(source: object) -> bool:
+    return isinstance(source, str | Path) and str(source).endswith(ENDINGS)
+
+
+def read_yaml(path: str | Path) -> Document:
+    """The configuration of a YAML: the JSON that it names, or what its keys say.
+
+    Raises:
+        ConfigError: it is not accelerate's, or asks for what is not here.
+    """
+    tree = checked(str(path))
+    section = tree.get("deepspeed_config") or {}
+    if section.get(FILE) is None:
+        return Document(Path(path).name, _built(tree, section, str(path)))
+    doubled = sorted(set(section) & set(SECTIONS)) + ["mixed_precision"] * (precision_of(tree) != "no")
+    if doubled:
+        raise ConfigError(
+            f"{', '.join(doubled)} beside {FILE}: only one of the two can say it",
+            where=str(path),
+            fix=f"write {'it' if len(doubled) == 1 else 'them'} into {section[FILE]}, and delete the key here",
+        )
+    return read_file(Path(section[FILE]))
+
+
+def _built(tree: Mapping[str, Any], section: Mapping[str, Any], path: str) -> dict[str, Any]:
+    made: dict[str, Any] = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    said = {STAGE: STAGES[tree["distributed_type"]], "gradient_clipping": "auto", ACCUMULATION: "auto"}
+    said |= {key: tree[key] for key in (ACCUMULATION,) if key in tree}
+    for key, value in {**said, **section}.items():
+        if key in SECTIONS and not _is_none(value):
+            _put(made, SECTIONS[key].split("."), value)
+    precision = precision_of(tree)
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"mixed_precision is {show(precision)}", where=path, fix=f"write one of {', '.join(PRECISIONS)}"
+        )
+    if precision != "no":
+        made[precision] = {"enabled": True}
+    return made
+
+
+def precision_of(tree: Mapping[str, Any]) -> str:
+    """`mixed_precision`; YAML reads the word no as false."""
+    return str(tree.get("mixed_precision") or "no").lower()
+
+
+def _is_none(value: Any) -> bool:
+    """accelerate writes the text none for what is not wanted."""
+    return value is None or (isinstance(value, str) and value.lower() == "none")
+
+
+def _put(tree: dict[str, Any], steps: list[str], value: Any) -> None:
+    *sections, key = steps
+    for name in sections:
+        tree = tree.setdefault(name, {})
+    tree[key] = value
+
+
+def checked(path: str) -> dict[str, Any]:
+    """The YAML's tree, of which every key is known.
+
+    Raises:
+        ConfigError: see `read_yaml`.
+    """
+    tree = _parsed(path)
+    section = tree.get("deepspeed_config") or {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"deepspeed_config is {show(section)}", where=path, fix="write a section of keys")
+    _check_keys(tree, TOP | IDLE | ELSEWHERE.keys(), path)
+    _check_keys(section, {*SECTIONS, *OF_MACHINES, *OF_SCRIPT, FILE}, f"{path} deepspeed_config")
+    for key, instead in ELSEWHERE.items():
+        if tree.get(key):
+            raise ConfigError(f"{key} asks for another engine", where=path, fix=f"delete it; here: {instead}")
+    kind = tree.setdefault("distributed_type", "DEEPSPEED" if section else "NO")
+    if kind not in STAGES:
+        raise ConfigError(
+            f"distributed_type is {show(kind)}", where=path, fix=f"write one of {', '.join(STAGES)}"
+        )
+    if tree.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise ConfigError(
+            f"compute_environment is {show(tree['compute_environment'])}",
+            where=path,
+            fix="write LOCAL_MACHINE",
+        )
+    return tree
+
+
+def _parsed(path: str) -> dict[str, Any]:
+    import yaml
+
+    text = read_small(Path(path), "accelerate's YAML", where="--config", fix="give the path of the file")
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"this is not YAML: {' '.join(str(error).split())}", where=path) from None
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise ConfigError(
+            "this is not a configuration of accelerate's", where=path, fix="`accelerate config` makes one"
+        )
+    return tree
+
+
+def _check_keys(tree: Mapping[str, Any], known: set[str], where: str) -> None:
+    for key in tree:
+        if key not in known:
+            near = nearest(str(key), known)
+            raise ConfigError(
+                f"{key} is not a key of accelerate's",
+                where=where,
+                fix=f"did you mean {near}?" if near else "delete it",
+            )
