@@ -16,20 +16,26 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
 
 
-def environment() -> dict[str, str]:
+def environment(threads: int | None = 1) -> dict[str, str]:
+    """Of a process that a test starts.
+
+    Args:
+        threads: of OpenMP in each rank; None lets `launch` choose. Beside other processes more than one spin and wait.
+    """
     inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "PYTHONSTARTUP")}
-    return {**inherited, "PYTHONPATH": str(ROOT)}
+    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {**inherited, **chosen, "PYTHONPATH": str(ROOT)}
 
 
-def started(arguments: tuple[str, ...], cwd: Path) -> subprocess.Popen[str]:
+def started(arguments: tuple[str, ...], cwd: Path, threads: int | None = 1) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "launcher.cli.main", *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, env=environment(), stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=cwd, env=environment(threads), stdout=pipe, stderr=pipe, text=True)
 
 
-def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, cwd: Path, threads: int | None = 1) -> subprocess.CompletedProcess[str]:
     """Run `launch` to its end."""
-    process = started(arguments, cwd)
+    process = started(arguments, cwd, threads)
     try:
         out, errors = process.communicate(timeout=LIMIT_S)
     finally:

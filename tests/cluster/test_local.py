@@ -214,7 +214,8 @@ def test_what_a_rank_is_told(tmp_path: Path) -> None:
         "json.dump([sys.argv, sys.path[0], dict(os.environ)], open('told' + os.environ['RANK'], 'w'))\n"
         "print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)\n",
     )
-    done = launch("--num_gpus", "2", "--device", "cpu", script, "--x", "1", "--output_dir=out", cwd=tmp_path)
+    flags = "--num_gpus", "2", "--device", "cpu"
+    done = launch(*flags, script, "--x", "1", "--output_dir=out", cwd=tmp_path, threads=None)
     assert done.returncode == 0, done.stderr
     told = [json.loads((tmp_path / f"told{rank}").read_text()) for rank in (0, 1)]
     for rank, (argv, path, env) in enumerate(told):

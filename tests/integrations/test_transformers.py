@@ -11,6 +11,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,20 @@ from tests.integrations import TIED
 SCRIPT = str(Path(__file__).with_name("hf_scenarios.py"))
 TRL_SCRIPT = str(Path(__file__).with_name("trl_scenarios.py"))  # has all of the other's, too
 LIMIT_S = 280
-ALIKE = [
-    "stage0", "stage1", "stage2", "stage3", "json_json", "json_hf", "hf_json", "no_warm_up", "bf16",
-    "fp16", "recomputed", "cpu2", "cpu3", "nvme3", "tp", "tp3",
-]  # fmt: skip
-RESUMED = ["resumed", "resumed_with_json_optimizer"]
+ALIKE = ["stage1", "stage3", "json_hf", "hf_json", "bf16", "recomputed", "cpu3", "tp"]
+ALIKE_REST = ["stage0", "stage2", "json_json", "no_warm_up", "fp16", "cpu2", "nvme3", "tp3"]
+RESUMED, RESUMED_REST = ["resumed"], ["resumed_with_json_optimizer"]
 PLAIN = ["plain", "plain_bf16"]
 RESUMED_ELSEWHERE = ["resumed_elsewhere", "resumed_elsewhere" + TIED]
 STAGES = [2, 3]
 AFTER_THE_STEP = ["json_hf", "cpu3"]  # the engine steps the schedule before the rate is logged
 
 
-def kinds(names: list[str]) -> list[Any]:
-    """Every scenario with an untied model and with a tied one; `make test` takes them in turns."""
+def kinds(names: list[str], rest: Sequence[str] = ()) -> list[Any]:
+    """Every scenario with an untied model and with a tied one; `make test` takes them in turns, but for the rest."""
     both = [(name, name + TIED) if at % 2 else (name + TIED, name) for at, name in enumerate(names)]
-    return [*(one for one, _ in both), *(pytest.param(other, marks=pytest.mark.full) for _, other in both)]
+    others = [other for _, other in both] + [name + tied for name in rest for tied in ("", TIED)]
+    return [*(one for one, _ in both), *(pytest.param(other, marks=pytest.mark.full) for other in others)]
 
 
 def run(directory: Path, ranks: int, names: list[str], script: str = SCRIPT) -> dict[str, Any]:
@@ -76,7 +76,7 @@ DEEPSPEEDS_SCHEDULE = dict.fromkeys(("json_json", "hf_json", "no_warm_up"), 1e-2
 LIMITS = {**DEEPSPEEDS_SCHEDULE, "bf16": 1e-3, "fp16": 3e-4, "json_hf": 1e-6, "cpu3": 1e-6}
 
 
-@pytest.mark.parametrize("name", kinds(ALIKE))
+@pytest.mark.parametrize("name", kinds(ALIKE, ALIKE_REST))
 def test_training_is_that_of_one_process(results: dict[str, Any], name: str) -> None:
     """Losses, norms of gradients and learning rates of five steps, the last of them with fewer microbatches."""
     scenario, tied = name.removesuffix(TIED), TIED if name.endswith(TIED) else ""
@@ -93,7 +93,7 @@ def test_training_is_that_of_one_process(results: dict[str, Any], name: str) -> 
         assert ours["rates"][: 5 - shift] == pytest.approx(plain["rates"][shift:])
 
 
-@pytest.mark.parametrize("name", kinds(RESUMED))
+@pytest.mark.parametrize("name", kinds(RESUMED, RESUMED_REST))
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(results: dict[str, Any], name: str) -> None:
     run = found(results, name)
     assert run["resumed"]["losses"] == run["whole"]["losses"]
@@ -139,7 +139,7 @@ def test_a_pretrained_model_is_read_into_shards(results: dict[str, Any], name: s
     assert "train with another Trainer" in run["again"]
 
 
-@pytest.mark.parametrize("name", kinds(["resized"]))
+@pytest.mark.parametrize("name", kinds([], ["resized"]))
 def test_embeddings_are_resized_under_zero3(results: dict[str, Any], name: str) -> None:
     run = found(results, name)
     assert run["shape"] == [136, 32]
@@ -147,7 +147,7 @@ def test_embeddings_are_resized_under_zero3(results: dict[str, Any], name: str) 
     assert run["losses"] == pytest.approx([run["before"]] * 5, rel=0.03)
 
 
-@pytest.mark.parametrize("name", kinds(["from_config"]))
+@pytest.mark.parametrize("name", kinds([], ["from_config"]))
 def test_a_model_from_a_config_is_made_in_shards(results: dict[str, Any], name: str) -> None:
     run = found(results, name)
     assert run["kinds"] == ["ShardedParameter"] and len(run["losses"]) == 5
@@ -188,10 +188,16 @@ def plainly(name: str) -> str:
 
 
 def stages_of(kind: str, library: str) -> list[Any]:
-    """Tied and untied at every stage."""
+    """Tied and untied at every stage; `make test` takes stage 3 tied and stage 2 untied."""
     there = importlib.util.find_spec(library) is not None
-    missing = pytest.mark.skipif(not there, reason=f"pip install {library}")
-    return [pytest.param(f"{kind} {stage}{tied}", marks=missing) for stage in STAGES for tied in ("", TIED)]
+    marks = [pytest.mark.skipif(not there, reason=f"pip install {library}")]
+    return [
+        pytest.param(
+            f"{kind} {stage}{tied}", marks=marks if (stage == 3) == bool(tied) else [*marks, pytest.mark.full]
+        )
+        for stage in STAGES
+        for tied in ("", TIED)
+    ]
 
 
 def check_alike(ours: dict[str, Any], plain: dict[str, Any], steps: int) -> None:
