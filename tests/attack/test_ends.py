@@ -38,7 +38,7 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize("busy", ["collectives", "threads"])
+@pytest.mark.parametrize("busy", [pytest.param("collectives", marks=pytest.mark.full), "threads"])
 def test_threads_that_are_still_in_torch_do_not_abort_a_good_run(tmp_path: Path, busy: str) -> None:
     (tmp_path / "late.py").write_text(LATE)
     flags = ("--num_gpus", "2", "--device", "cpu", "--no_local_rank", "--tee", "all")

@@ -37,7 +37,7 @@ def printed(size: int) -> bytes:
     return line * (size // len(line)) + b"the end"
 
 
-@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.full), 7])
 def test_20_megabytes_arrive_whole_though_the_reader_sleeps(tmp_path: Path, code: int) -> None:
     """Longer than anybody has waited for output so far; meanwhile nobody's memory grows with it."""
     (tmp_path / "script.py").write_text(PRINTS)

@@ -234,6 +234,7 @@ def test_flash_attention_gets_the_borders_of_documents(monkeypatch: pytest.Monke
         torch.testing.assert_close(gradient, gradients[key], rtol=1e-4, atol=1e-7, msg=key)
 
 
+@pytest.mark.full
 def test_flex_attention_gets_the_mask_of_documents() -> None:
     from transformers.masking_utils import create_causal_mask
 

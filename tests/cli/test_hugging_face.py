@@ -63,6 +63,7 @@ print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("launch
 """
 
 
+@pytest.mark.full
 def test_a_script_that_imports_is_not_kept_waiting() -> None:
     """A second and more is in the engine, which nothing needs before it trains: modules are counted, not time."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(DIRECTORY), str(DIRECTORY.parents[2])])}

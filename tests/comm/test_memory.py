@@ -78,7 +78,7 @@ def any_order(ctx: RankContext, most: int) -> bool:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("most", [8, 2 * SLOTS])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_any_order_and_more_than_there_are_slots(pool: WorkerPool, world: int, most: int) -> None:
     """Bit-identical: sums are taken in the order of ranks, on every rank."""
     assert pool.run(any_order, world, most) == [True] * world

@@ -21,7 +21,7 @@ LIMIT = 1e-5
 @pytest.mark.pairwise
 @pytest.mark.key("compile", "compile.disable", "compile.backend")
 @pytest.mark.parametrize("checkpointing", ["", "json"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2)), 3])
 def test_compiled_blocks_train_like_plain_ones(pool: WorkerPool, stage: int, checkpointing: str) -> None:
     """Also inside of a checkpoint: the recomputation runs what the forward ran."""
 

@@ -95,7 +95,7 @@ def with_client(ctx: RankContext, stage: int, how: str) -> Left:
 @pytest.mark.key("optimizer", "optimizer.params")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["instance", "callable", "json"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_param_groups(pool: WorkerPool, stage: int, how: str, world: int) -> None:
     assert_like(pool.run(with_client, world, stage, how)[0], plain(grouped_adamw))
 

@@ -74,11 +74,10 @@ CHOSEN = {
     "1, bf16",
     "3, every unit freed",
     "2, tp, sequence",
-    "2, recompute",
     "3, zero bubble",
     "3, all offloaded",
 }
-CHOSEN |= {"2, bf16, stages", "2, bf16 everywhere", "3, bf16, half on the host"}
+CHOSEN |= {"2, bf16, stages", "3, bf16, half on the host"}
 """Those with nearly everything between them; the others are left to `make test-all`."""
 
 

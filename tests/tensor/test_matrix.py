@@ -44,7 +44,7 @@ def truth() -> PlainRun:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("precision", PRECISION)
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_losses_are_those_of_one_process(pool: WorkerPool, tp: int, precision: str) -> None:
     alone = partial(pool.run, losses_of, 1, 1, precision)
     want = truth().losses if precision == "fp32" else alone()[0][0, False]

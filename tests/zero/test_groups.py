@@ -83,7 +83,10 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize(
+    "name",
+    [*list(TOGETHER)[:1], *(pytest.param(name, marks=pytest.mark.full) for name in list(TOGETHER)[1:])],
+)
 def test_with_everything_else(pool: WorkerPool, name: str) -> None:
     case = TOGETHER[name]
     for got in pool.run(train, WORLD, case):

@@ -189,7 +189,7 @@ def compiled(ctx: RankContext, stage: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_compiled_blocks(pool: WorkerPool, stage: int) -> None:
     got = pool.run(compiled, 2, stage)
     mean = [sum(step) / 2 for step in zip(*got, strict=True)]
