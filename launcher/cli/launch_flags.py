@@ -26,6 +26,8 @@ examples:
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu 80GiB
   launch bench io /local_nvme                               (how fast a directory is for offloading)
   launch --num_gpus 4 my_script.py --any --flags
+  launch --config accelerate.yaml train.py                  (what `accelerate config` wrote)
+  launch shim run -- torchrun train.py                      (`import deepspeed` is this engine there, too)
   launch --hostfile hosts --config ds_config.json pretrain  (on the hosts of a file, over ssh)
   launch manifest --kind jobset --image me/train:1 ...      (the same for Kubernetes; see launch manifest --help)
   launch --hostfile hosts --sync . train.py                 (with the code of this directory)
@@ -48,6 +50,7 @@ def launch_parser() -> FlagParser:
         "       launch manifest --kind pytorchjob|jobset --image IMAGE --num_nodes N --num_gpus G ...\n"
         "       launch memory-estimate --config DS.json --model MODEL [--num-gpus N] [--gpu TYPE|BYTES] [--compare]\n"
         "       launch plan --model MODEL --num-gpus N --gpu TYPE [--global-batch B] [--write DS.json] [--html FILE]\n"
+        "       launch shim [status | path | run -- COMMAND | install | remove]\n"
         "       launch report [--hostfile HOSTS] | launch ssh --hostfile HOSTS COMMAND\n"
         "       launch bench io PATH [--size N] [--seconds S] [--out FILE] | launch bench device [--num-gpus N]",
         description="Trains a Hugging Face model from a DeepSpeed-style JSON.",
@@ -58,7 +61,7 @@ def launch_parser() -> FlagParser:
         "--config",
         "--deepspeed_config",
         metavar="DS.json",
-        help="the DeepSpeed-style JSON: a file, or its text in base64",
+        help="the DeepSpeed-style JSON: a file, or its text in base64; or accelerate's YAML",
     )
     run.add_argument(
         "--num_gpus",
