@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from launcher.config.known_keys import Known, known_keys
 from launcher.config.problems import MOST, ConfigProblems, Note, Path, Problem, dotted, is_comment, show
 from launcher.config.reader import Document
+from launcher.config.readings import as_switch, readings
 from launcher.config.schema import not_written, unknown_key
 from launcher.config.section import AUTO, Section
 from launcher.config.suggest import nearest
@@ -213,23 +214,26 @@ class Checker:
         if state == AUTO:
             self.notes.append(Note((*path, switch), "differs", '"auto" is off: it is not implemented here'))
             return []
-        if state is False or state is None or _is_neutral(child, state):
+        if as_switch(state) is False or state is None or _is_neutral(child, state):
             return []
-        if switch == "enabled" and not isinstance(state, bool):
+        if switch == "enabled" and as_switch(state) is None:
             return [Problem((*path, switch), f"must be true or false, not {show(state)}", None)]
         return [not_written(child, state, (*path, switch))]
 
 
 def _is_neutral(known: Known, value: Any) -> bool:
-    boolean = isinstance(value, bool)
-    return any(value == plain and boolean == isinstance(plain, bool) for plain in known.neutral)
+    return any(
+        meant == plain and isinstance(meant, bool) == isinstance(plain, bool)
+        for meant in (value, *readings(value))
+        for plain in known.neutral
+    )
 
 
 def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
     """Whether the section has a switch and it is off, be it by default."""
     switch = cls.model_fields.get("enabled")
     state = written.get("enabled")
-    return switch is not None and (switch.get_default() if state is None else state) is False
+    return switch is not None and as_switch(switch.get_default() if state is None else state) is False
 
 
 def _is_inside(path: str, around: str) -> bool:

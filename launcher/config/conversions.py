@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher.config.problems import Path
 from launcher.config.reader import Document
+from launcher.config.readings import as_switch
 from launcher.config.rewriter import Rewriter
 
 RENAMED = {
@@ -144,14 +145,14 @@ def _cpu_offload(work: Rewriter) -> None:
         ("cpu_offload_params", "offload_param"),
     ):
         path, new = f"zero_optimization.{old}", f"zero_optimization.{section}"
-        if not isinstance(work.get(path), bool):
+        if work.switch(path) is None:
             continue
-        if work.get(path) is False:
+        if work.switch(path) is False:
             work.drop(path, f"left out: without `{section}` nothing is offloaded")
         elif work.get(new) is not None:
             work.problem(path, f"stands beside `{new}`, which replaced it", f"delete `{old}`")
         else:
-            tree = {"device": "cpu"} | ({"pin_memory": pin} if isinstance(pin, bool) else {})
+            tree = {"device": "cpu"} | ({"pin_memory": pin} if as_switch(pin) is not None else {})
             work.replace(path, new, tree, f'write `{new}`: {{"device": "cpu"}}')
 
 
@@ -165,7 +166,7 @@ def _zero_sizes(work: Rewriter) -> None:
 
 def _fp16_switch(work: Rewriter) -> None:
     """Megatron's files say `"fp16": {"fp16": true}`."""
-    if isinstance(work.get("fp16.fp16"), bool):
+    if work.switch("fp16.fp16") is not None:
         if work.has("fp16.enabled"):
             work.drop("fp16.fp16", "left out: `fp16.enabled` says it")
         else:
@@ -176,7 +177,7 @@ def _fp16_switch(work: Rewriter) -> None:
 
 def _checkpoint_activations(work: Rewriter) -> None:
     """A key of Megatron's, which DeepSpeed never read: off it asks for nothing, on it is what people meant."""
-    value, new = work.get("checkpoint_activations"), "activation_checkpointing"
+    value, new = work.switch("checkpoint_activations"), "activation_checkpointing"
     if value is False:
         work.drop("checkpoint_activations", f"left out: without `{new}` nothing is recomputed")
     elif value is True and not work.has(new):
@@ -184,11 +185,11 @@ def _checkpoint_activations(work: Rewriter) -> None:
 
 
 def _fp32_allreduce(work: Rewriter) -> None:
-    value = work.get("fp32_allreduce")
+    value = work.switch("fp32_allreduce")
     if value is True and not work.has("communication_data_type"):
         new = "communication_data_type"
         work.replace("fp32_allreduce", new, "fp32", f'write `{new}`: "fp32"')
-    elif isinstance(value, bool):
+    elif value is not None:
         work.drop("fp32_allreduce", "left out: `communication_data_type` says it")
 
 
@@ -198,12 +199,13 @@ def _amp(work: Rewriter) -> None:
     if not isinstance(amp, dict) or not amp.keys() <= APEX:
         return
     level = amp.get("opt_level", "O1")
-    if amp.get("enabled", False) in (False, None, "auto") or level == "O0":
+    on = as_switch(amp.get("enabled"))
+    if on is False or amp.get("enabled") in (None, "auto") or level == "O0":
         work.drop("amp", "left out: Apex is off")
-    elif amp["enabled"] is True and level in ("O1", "auto") and not work.has("torch_autocast"):
+    elif on and level in ("O1", "auto") and not work.has("torch_autocast"):
         tree = {"enabled": True, "dtype": "float16"}
         work.replace("amp", "torch_autocast", tree, "Apex O1 is `torch_autocast` in float16")
-    elif amp["enabled"] is True and level in ("O2", "O3") and not work.has("fp16"):
+    elif on and level in ("O2", "O3") and not work.has("fp16"):
         work.replace("amp", "fp16", {"enabled": True}, f"Apex {level} is `fp16`")
 
 
@@ -222,7 +224,7 @@ def _curriculum(work: Rewriter) -> None:
     section = work.get(old)
     if not isinstance(section, dict) or not section.keys() <= CURRICULUM:
         return
-    if section.get("enabled", False) is False:
+    if as_switch(section.get("enabled", False)) is False:
         work.drop(old, "left out: it is off")
         return
     if section.get("curriculum_type", "seqlen") != "seqlen" or work.has(new):
@@ -254,8 +256,14 @@ def _compression(work: Rewriter) -> None:
     section = work.get("compression_training")
     if not isinstance(section, dict) or not section.keys() <= COMPRESSION:
         return
-    if section and all(list(_switches(technique)) == [False] for technique in section.values()):
+    if section and all(
+        [as_switch(switch) for switch in _switches(technique)] == [False] for technique in section.values()
+    ):
         work.drop("compression_training", "left out: no technique of it is on")
+
+
+def _is_off(technique: Any) -> bool:
+    return [as_switch(switch) for switch in _switches(technique)] == [False]
 
 
 def _switches(technique: Any) -> Iterator[Any]:

@@ -22,7 +22,7 @@ def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) ->
 
     Args:
         source: path of a JSON file or of accelerate's YAML, the JSON text itself (it starts with `{`) or that text in
-            base64, or a mapping. `//`, `#` and `/* */` comments and trailing commas are fine.
+            base64, or a mapping. It may be Hjson: comments, no commas or too many, texts without quotes.
         where: what to call it in messages instead of the path.
 
     Raises:

@@ -1,39 +1,24 @@
 """Text of a JSON file -> tree of plain values, with the line and column of every key.
 
-DeepSpeed reads its JSON with Hjson, so people's files have comments (`//`, `#`, `/* */`) and trailing
-commas. This reader takes those and otherwise keeps to JSON; a key written twice is a problem, not a winner.
+DeepSpeed reads its JSON with Hjson, so people's files have comments (`//`, `#`, `/* */`), trailing commas and none at
+all, and texts without quotes. This reader takes those; a key written twice is a problem, not a winner.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launcher.config.problems import Note, Problem, dotted
 from launcher.config.problems import Path as KeyPath
-from launcher.errors import ConfigError, shortened
+from launcher.config.tokens import NotAValueError, Tokens
+from launcher.errors import shortened
 from launcher.files import read_small
 
-_BLANK = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?(?![\w.])")
-_WORD = re.compile(r"[^\s,:\[\]{}\"'#]+")
-_STRING_END = re.compile(r'["\\\n]')
-_WORDS: dict[str, Any] = {
-    "true": True,
-    "false": False,
-    "null": None,
-    "Infinity": float("inf"),
-    "inf": float("inf"),
-    "-Infinity": float("-inf"),
-}
 _NO_VALUE = object()
 MOST_DEEP = 50  # brackets in brackets
 MOST_VALUES = 2000  # keys and list items; the largest configurations have some hundreds
-LONGEST_NUMBER = 400  # digits; what is longer is no number of anything
-_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true", "FALSE": "false"}
 
 
 @dataclass
@@ -106,41 +91,23 @@ def read_text(text: str, name: str) -> Document:
     return _Parser(text, name).document()
 
 
-class _Parser:
-    """Recursive descent over the text; `at` is the offset of the next character."""
+class _Parser(Tokens):
+    """Recursive descent over the text."""
 
     def __init__(self, text: str, name: str) -> None:
-        self.text, self.name, self.at = text, name, 0
-        self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
+        super().__init__(text, name)
         self.found = Document(name=name, tree={})
 
     def document(self) -> Document:
-        if self.peek() != "{":
+        if self.peek() == "{":
+            self.found.tree = self.object(())
+        elif self.at_key():  # Hjson: the outermost braces can be left out
+            self.found.tree = self.members((), "", self.at)
+        else:
             raise self.error("the config must be a JSON object", "start the file with `{`")
-        self.found.tree = self.object(())
         if self.peek():
             raise self.error("there is more text after the closing `}`", "delete it, or check the braces")
         return self.found
-
-    def peek(self) -> str:
-        """Skips blanks and comments and returns the next character, "" at the end."""
-        blank = _BLANK.match(self.text, self.at)
-        self.at = blank.end() if blank else self.at
-        if self.text.startswith("/*", self.at):
-            raise self.error("a `/*` comment is never closed", "write `*/` at its end")
-        return self.text[self.at : self.at + 1]
-
-    def place(self, at: int) -> tuple[int, int]:
-        """Line and column, from 1, of an offset."""
-        low, high = 0, len(self.line_starts)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.line_starts[middle] <= at else (low, middle)
-        return low + 1, at - self.line_starts[low] + 1
-
-    def error(self, what: str, fix: str, at: int | None = None) -> ConfigError:
-        line, column = self.place(self.at if at is None else at)
-        return ConfigError(f"this is not valid JSON: {what}", where=f"{self.name}:{line}:{column}", fix=fix)
 
     def value(self, path: KeyPath) -> Any:
         character = self.peek()
@@ -148,19 +115,29 @@ class _Parser:
             if len(path) >= MOST_DEEP:
                 raise self.error(f"brackets are nested more than {MOST_DEEP} deep", "write a configuration")
             return self.object(path) if character == "{" else self.array(path)
-        if character == '"':
+        if character in ('"', "'"):
             return self.string()
-        return self.number_or_word(path)
+        try:
+            return self.plain()
+        except (
+            NotAValueError
+        ) as wrong:  # reading goes on, so that all placeholders of a template are told at once
+            self.found.problems.append(Problem(path, wrong.what, wrong.fix))
+            return _NO_VALUE
 
     def object(self, path: KeyPath) -> dict[str, Any]:
-        members: dict[str, Any] = {}
         opened, self.at = self.at, self.at + 1
-        while self.peek() != "}":
-            self.more("}", opened)
+        members = self.members(path, "}", opened)
+        self.at += 1
+        return members
+
+    def members(self, path: KeyPath, close: str, opened: int) -> dict[str, Any]:
+        """The keys and values up to `close`, "" being the end of the text."""
+        members: dict[str, Any] = {}
+        while self.peek() != close:
+            self.more(close, opened)
             start = self.at
-            if self.text[start] != '"':
-                raise self.error("a key is expected here", 'write keys in double quotes: `"key": value`')
-            key = self.string()
+            key = self.key()
             if self.peek() != ":":
                 brief = shortened(key)
                 raise self.error(f'no `:` after the key "{brief}"', f'write `"{brief}": value`')
@@ -174,8 +151,7 @@ class _Parser:
             value = self.value(here)
             if value is not _NO_VALUE:
                 members[key] = value
-            self.comma("}")
-        self.at += 1
+            self.comma(close)
         return members
 
     def array(self, path: KeyPath) -> list[Any]:
@@ -209,69 +185,16 @@ class _Parser:
             )
 
     def comma(self, close: str) -> None:
-        """Takes one comma; none is needed before the closing bracket, and one there is fine."""
+        """Takes one comma; none is needed before the closing bracket, after another one or where a line ends."""
         after = self.at
         following = self.peek()
         if following == ",":
             self.at += 1
-        elif following and following in "]}" and following != close:
+        elif close and following and following in "]}" and following != close:
             raise self.error(f"`{close}` must come before `{following}`", f"write `{close}` here")
-        elif following and following != close:
+        elif following and following != close and not self.ends(after):
             raise self.error("a comma is missing here", "write `,` after the value", at=after)
 
-    def string(self) -> str:
-        start, self.at = self.at, self.at + 1
-        parts: list[str] = []
-        while True:
-            end = _STRING_END.search(self.text, self.at)
-            if end is None or end.group() == "\n":
-                raise self.error("the text is not closed on its line", 'write `"` at its end', at=start)
-            parts.append(self.text[self.at : end.start()])
-            self.at = end.end()
-            if end.group() == '"':
-                return "".join(parts)
-            parts.append(self.escape())
-
-    def escape(self) -> str:
-        """The character after a backslash; pairs of \\u surrogates make one character."""
-        code, self.at = self.text[self.at : self.at + 1], self.at + 1
-        if code in _ESCAPES and code:
-            return _ESCAPES[code]
-        digits = self.text[self.at : self.at + 4]
-        if code == "u" and re.fullmatch(r"[0-9a-fA-F]{4}", digits):
-            self.at += 4
-            first = int(digits, 16)
-            low = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self.text, self.at)
-            if 0xD800 <= first < 0xDC00 and low:
-                self.at = low.end()
-                return chr(0x10000 + ((first - 0xD800) << 10) + (int(low.group(1), 16) - 0xDC00))
-            if 0xD800 <= first < 0xE000:
-                what = f"`\\u{digits}` is half of a character"
-                raise self.error(what, "write both halves, or the character itself", at=self.at - 6)
-            return chr(first)
-        raise self.error(f"`\\{code}` means nothing in JSON", "write `\\\\` for a backslash", at=self.at - 2)
-
-    def number_or_word(self, path: KeyPath) -> Any:
-        number = _NUMBER.match(self.text, self.at)
-        if number:
-            self.at = number.end()
-            if len(number.group()) > LONGEST_NUMBER:
-                what = f"a number has {len(number.group()):,} digits"
-                raise self.error(what, "write a smaller one", at=number.start())
-            exact = number.group(1) is None and number.group(2) is None
-            return int(number.group()) if exact else float(number.group())
-        word = _WORD.match(self.text, self.at)
-        if word is None:
-            found = self.text[self.at : self.at + 1] or "the end of the file"
-            raise self.error(f"a value is expected here, not {found}", "write a value")
-        if word.group() in _WORDS:
-            self.at = word.end()
-            return _WORDS[word.group()]
-        # Reading goes on, so that all placeholders of a template are told at once.
-        self.at = word.end()
-        brief = shortened(word.group())
-        what, fix = f"`{brief}` is not a value", f'write the value meant, or text: `"{brief}"`'
-        if word.group() in _PYTHON_WORDS:
-            what, fix = f"`{word.group()}` is Python, not JSON", f"write `{_PYTHON_WORDS[word.group()]}`"
-        self.found.problems.append(Problem(path, what, fix))
-        return _NO_VALUE
+    def ends(self, after: int) -> bool:
+        """Whether the value before `after` ends without a comma: by a quote, a bracket or its line."""
+        return self.text[after - 1] in "\"'}]" or "\n" in self.text[after : self.at]

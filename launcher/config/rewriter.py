@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.config.problems import Note, Path, Problem
 from launcher.config.reader import Document
+from launcher.config.readings import as_switch
 
 
 class Rewriter:
@@ -38,6 +39,10 @@ class Rewriter:
         keys = _keys(path)
         parent = self._parent(keys)
         return None if parent is None else parent.get(str(keys[-1]))
+
+    def switch(self, path: str) -> bool | None:
+        """True or False where the key says one of them, in whatever way; else None."""
+        return as_switch(self.get(path))
 
     def put(self, path: str, value: Any, what: str) -> None:
         """Another value for a key that is written."""

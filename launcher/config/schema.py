@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.config.known_keys import Known, known_keys
 from launcher.config.problems import Path, Problem, dotted, show
+from launcher.config.readings import as_switch
 from launcher.config.section import Section
 from launcher.config.suggest import nearest, plain
 
@@ -72,7 +73,7 @@ def differs_at(root: type[Section], tree: Any, path: Path) -> str | None:
         if cls is None or not isinstance(tree, dict):
             return None
         cls, tree = cls.section_of(cls.spelling(str(part)), tree), tree.get(str(part))
-    if cls is None or not isinstance(tree, dict) or tree.get("enabled") is False:
+    if cls is None or not isinstance(tree, dict) or as_switch(tree.get("enabled")) is False:
         return None  # what is off differs in nothing
     return cls.differs.get(cls.spelling(str(path[-1])))
 

@@ -18,14 +18,17 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from launcher.config.problems import show
+from launcher.config.readings import readings
 
 AUTO = "auto"
+NO_NUMBER = ("int_type", "float_type")  # kinds of pydantic's errors
 
 
 class Conflict(NamedTuple):
@@ -64,7 +67,8 @@ class Section(BaseModel):
     """One object of the JSON.
 
     Attribute names are the JSON keys. An attribute may hold the text "auto" until `Config.resolve`.
-    Lists become tuples, and whole floats such as 5e8 become ints where a whole number is asked for.
+    Lists become tuples, and whole floats such as 5e8 become ints where a whole number is asked for. A number or a
+    switch may stand in quotes, and 1 and 0 stand for true and false.
     """
 
     # Only the sections of a file are ever built: an answer about it must not wait for those of all others.
@@ -96,8 +100,20 @@ class Section(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _let_auto_pass(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        return value if isinstance(value, str) and value == AUTO else handler(value)
+    def _as_meant(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """The value if it fits the field, "auto", or what else it may mean that fits (`readings.py`)."""
+        if isinstance(value, str) and value == AUTO:
+            return value
+        try:
+            return handler(value)
+        except ValidationError as error:
+            refusal = error
+        for other in readings(value):
+            try:
+                return handler(other)
+            except ValidationError as error:
+                refusal = _nearer(refusal, error)
+        raise refusal
 
     @classmethod
     def spelling(cls, key: str) -> str:
@@ -165,6 +181,12 @@ class Section(BaseModel):
             if name in self.model_fields_set:
                 kept[name] = _given(value)
         return kept
+
+
+def _nearer(refusal: ValidationError, other: ValidationError) -> ValidationError:
+    """Of two refusals the one that says more: a number of the wrong size, rather than a text that is no number."""
+    kinds = [error.errors(include_url=False)[0]["type"] for error in (refusal, other)]
+    return other if kinds[0] in NO_NUMBER and kinds[1] not in (*NO_NUMBER, "bool_type") else refusal
 
 
 def _plain(value: Any) -> Any:

@@ -33,24 +33,14 @@ def in_words(error: ErrorDetails) -> tuple[str, str | None]:
         return "is required and not written", "write it"
     if kind not in _MUST_BE:
         return f"{show(given)} is not valid: {error['msg']}", None
-    fix = "delete it to have the default" if kind == "greater_than_equal" else _unquoted(given, kind, context)
+    fix = "delete it to have the default" if kind == "greater_than_equal" else _nearly(given, kind, context)
     return f"must be {_MUST_BE[kind](context)}, not {show(given)}", fix
 
 
-def _unquoted(given: Any, kind: str, context: dict[str, Any]) -> str | None:
-    """A way out for a value in quotes, or for a word that is nearly one of the allowed ones."""
-    if not isinstance(given, str):
+def _nearly(given: Any, kind: str, context: dict[str, Any]) -> str | None:
+    """A way out for a word that is nearly one of the allowed ones."""
+    if not isinstance(given, str) or kind != "literal_error" or "'" not in context["expected"]:
         return None
-    if kind == "bool_type" and given.lower() in ("true", "false"):
-        return f"write {given.lower()} without quotes"
-    if kind == "literal_error":
-        choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ",").split(",")]
-        if given in choices:
-            return f"write {given} without quotes"
-        near = nearest(given, choices)
-        return f'did you mean "{near}"?' if near else None
-    try:
-        float(given)
-    except ValueError:
-        return None
-    return f"write {given} without quotes" if kind in ("int_type", "float_type") else None
+    choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ",").split(",")]
+    near = nearest(given, choices)
+    return f'did you mean "{near}"?' if near else None

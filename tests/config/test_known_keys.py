@@ -102,7 +102,7 @@ def test_a_section_that_is_off_asks_for_nothing(section: str) -> None:
     with pytest.raises(ConfigProblems, match=rf"{section}\.enabled"):
         load({section: {"enabled": True}})
     with pytest.raises(ConfigProblems, match="must be true or false"):
-        load({section: {"enabled": "false"}})
+        load({section: {"enabled": "maybe"}})
     with pytest.raises(ConfigProblems, match=rf"did you mean `{section}\.enabled`"):
         load({section: {"enabld": False}})
 

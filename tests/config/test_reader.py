@@ -55,7 +55,12 @@ def test_comments_trailing_commas_and_places() -> None:
     ("text", "where", "what"),
     [
         ('{"a": 1 "b": 2}', "f:1:8", "comma is missing"),
-        ("{\n  a: 1}", "f:2:3", "a key is expected"),
+        ("{\n  , 1}", "f:2:3", "a key is expected"),
+        ("{a: 1 b: 2}", "f:1:6", "comma is missing"),
+        ("{a b: 1}", "f:1:4", 'no `:` after the key "a"'),
+        ("a: 1\n}", "f:2:1", "a key is expected"),
+        ("{a: '''b}", "f:1:5", "never closed by `'''`"),
+        ("{a: 'b}", "f:1:5", "not closed on its line"),
         ('{"a" 1}', "f:1:6", 'no `:` after the key "a"'),
         ('{"a": [1, 2}', "f:1:12", "`]` must come before `}`"),
         ('{"a": {"b": 1', "f:1:14", "the `{` of line 1, column 7 is never closed"),
@@ -74,6 +79,63 @@ def test_syntax_errors_name_the_place(text: str, where: str, what: str) -> None:
     assert caught.value.where == where
     assert what in caught.value.what
     assert caught.value.fix
+
+
+def test_hjson_is_read_as_deepspeed_reads_it() -> None:
+    """The package `hjson` gives the same tree."""
+    text = """# no braces around it
+zero_optimization: {
+  stage: 2  // a number may have a comment after it
+  overlap_comm: true
+  'reduce_bucket_size': 5e8, "allgather_bucket_size": 2e8
+  offload_optimizer: { "device": "cpu" "pin_memory": false }
+}
+optimizer: {
+  type: AdamW
+  params: { betas: [0.9
+    0.95], lr: 1e-4 }
+}
+wandb: {
+  enabled: True
+  team: the red team
+  group: '''
+         two
+           lines
+         '''
+  project: http://x/y
+}
+"""
+    document = read_text(text, "f.hjson")
+    assert document.tree == {
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "reduce_bucket_size": 5e8,
+            "allgather_bucket_size": 2e8,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        },
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "lr": 1e-4}},
+        "wandb": {
+            "enabled": "True",
+            "team": "the red team",
+            "group": "two\n  lines",
+            "project": "http://x/y",
+        },
+    }
+    assert document.where(("optimizer", "params", "lr")) == "f.hjson:11:12"
+    assert load(text).wandb.enabled is True
+
+
+def test_a_text_without_quotes_that_takes_in_too_much_is_a_problem() -> None:
+    """Hjson would read `AdamW,` and `/nvme # the fast disk`; nobody means that."""
+    text = "{optimizer: {type: AdamW,\n params: {}},\n wandb: {team: a # b\n group: None\n}}"
+    with pytest.raises(ConfigProblems) as caught:
+        load(text, where="f")
+    assert [line for line in str(caught.value).splitlines() if "f:" in line] == [
+        "  f:1:14 optimizer.type: `AdamW` is not a value",
+        "  f:3:10 wandb.team: `a` is not a value",
+        "  f:4:2 wandb.group: `None` is Python, not JSON",
+    ]
 
 
 def test_all_placeholders_of_a_template_are_told_at_once() -> None:

@@ -54,7 +54,7 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
         ("WarmupLR", {"warmup_num_step": 9}, "did you mean `scheduler.params.warmup_num_steps`?"),
         ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params.warmup_num_steps: must be at least 0"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "must be a whole number"),
-        ("WarmupLR", {"warmup_max_lr": "1e-3"}, "must be a number from 0, or a list"),
+        ("WarmupLR", {"warmup_max_lr": "fast"}, "must be a number from 0, or a list"),
         ("WarmupLR", {"warmup_max_lr": [0.1, -1]}, "must be a number from 0, or a list"),
         ("WarmpLR", {}, 'did you mean "WarmupLR"?'),
         ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr: is required"),

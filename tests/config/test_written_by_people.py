@@ -30,7 +30,6 @@ REFUSED = {
         "zero_optimization.offload_param.device",
         "zero_optimization.stage3_max_live_paramters",
         "optimizer.adam_w_mode",
-        "optimizer.params.lr",
         "learning_rate",
     },
     "template": {
