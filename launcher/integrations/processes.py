@@ -17,9 +17,11 @@ from launcher.errors import LauncherError
 logger = logging.getLogger("launcher")
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-COMPATIBLE_OPS = {"async_io": True, "cpu_adam": True, "fused_adam": True}
+COMPATIBLE_OPS = {"async_io": True, "cpu_adam": True, "fused_adam": True, "fused_lamb": True}
 WAIT = timedelta(minutes=30)  # DeepSpeed's default
-AsyncIOBuilder = SimpleNamespace(NAME="async_io")
+AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, FusedLambBuilder = (
+    SimpleNamespace(NAME=name) for name in COMPATIBLE_OPS
+)
 
 
 def init_distributed(dist_backend: str | None = None, timeout: timedelta = WAIT, **others: Any) -> None:

@@ -32,7 +32,7 @@ TOLD = "LAUNCHER_DEEPSPEED_SHIM_TOLD"
 """Variable of processes whose user knows already what `import deepspeed` gives."""
 
 _HERE, _BEFORE = "launcher.integrations.stand_ins", "launcher.integrations.processes"
-_OPTIMIZERS = "launcher.integrations.optimizers"
+_KINDS, _OPTIMIZERS = "launcher.integrations.optimizer_kinds", "launcher.integrations.optimizers"
 _UTILITIES = "launcher.integrations.utilities"
 _ADAM = {name: f"{_OPTIMIZERS}:{name}" for name in ("DeepSpeedCPUAdam", "FusedAdam")}
 _ZERO = {
@@ -72,8 +72,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "OnDevice": f"{_UTILITIES}:OnDevice",
         "log_dist": f"{_UTILITIES}:log_dist",
         "logger": f"{_BEFORE}:logger",
+        "get_accelerator": f"{_BEFORE}:get_accelerator",
     },
-    "accelerator": {"get_accelerator": f"{_BEFORE}:get_accelerator"},
+    "accelerator": {
+        "get_accelerator": f"{_BEFORE}:get_accelerator",
+        "is_current_accelerator_supported": f"{_UTILITIES}:is_current_accelerator_supported",
+    },
     "checkpoint": {},
     "checkpoint.utils": {"clone_tensors_for_torch_save": f"{_HERE}:clone_tensors_for_torch_save"},
     "checkpointing": {},
@@ -82,19 +86,31 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "is_initialized": f"{_BEFORE}:is_initialized",
         "log_summary": "launcher.comm:log_summary",
     },
+    "git_version_info": {"torch_info": f"{_UTILITIES}:TORCH_INFO"},
     "launcher": {},
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_BEFORE}:DEEPSPEED_ENVIRONMENT_NAME"},
+    "moe": {},
+    "moe.layer": {"MoE": "launcher.integrations.experts:MoE"},
+    "moe.utils": {"is_moe_param": "launcher.integrations.experts:is_moe_param"},
     "ops": {"__compatible_ops__": f"{_BEFORE}:COMPATIBLE_OPS"},
     "ops.adagrad": {"DeepSpeedCPUAdagrad": f"{_OPTIMIZERS}:DeepSpeedCPUAdagrad"},
     "ops.adam": _ADAM,
     "ops.aio": {"AsyncIOBuilder": f"{_BEFORE}:AsyncIOBuilder"},
     "ops.lamb": {"FusedLamb": f"{_OPTIMIZERS}:FusedLamb"},
     "ops.lion": {name: f"{_OPTIMIZERS}:{name}" for name in ("DeepSpeedCPULion", "FusedLion")},
-    "ops.op_builder": {"AsyncIOBuilder": f"{_BEFORE}:AsyncIOBuilder"},
+    "ops.op_builder": {
+        name: f"{_BEFORE}:{name}"
+        for name in ("AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder")
+    },
     "pipe": {},
     "runtime": {},
     "runtime.engine": {"DeepSpeedEngine": "launcher.engine:Engine"},
     "runtime.dataloader": {"RepeatingLoader": f"{_UTILITIES}:RepeatingLoader"},
+    "runtime.base_optimizer": {"ZeROOptimizer": f"{_KINDS}:ZeROOptimizer"},
+    "runtime.bf16_optimizer": {"BF16_Optimizer": f"{_KINDS}:BF16_Optimizer"},
+    "runtime.fp16": {},
+    "runtime.fp16.fused_optimizer": {"FP16_Optimizer": f"{_KINDS}:FP16_Optimizer"},
+    "runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": f"{_KINDS}:FP16_UnfusedOptimizer"},
     "runtime.lr_schedules": {"VALID_LR_SCHEDULES": f"{_BEFORE}:VALID_LR_SCHEDULES"},
     "runtime.pipe": {},
     "runtime.pipe.topology": {},
@@ -108,6 +124,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "_orig_torch_arange": "torch:arange",
         "get_accelerator": f"{_BEFORE}:get_accelerator",
     },
+    "runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": f"{_KINDS}:DeepSpeedZeroOptimizer_Stage3"},
+    "runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": f"{_KINDS}:DeepSpeedZeroOptimizer"},
     "utils": {
         **_LEAVES,
         **_FRAGMENTS,
@@ -121,6 +139,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "utils.init_on_device": {"OnDevice": f"{_UTILITIES}:OnDevice"},
     "utils.logging": {},
     "utils.nvtx": {"instrument_w_nvtx": f"{_UTILITIES}:instrument_w_nvtx"},
+    "utils.torch": {"required_torch_version": f"{_UTILITIES}:required_torch_version"},
     "utils.tensor_fragment": _FRAGMENTS,
     "utils.zero_to_fp32": {
         name: f"launcher.checkpoint.fp32:{name}"

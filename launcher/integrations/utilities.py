@@ -28,6 +28,31 @@ log_levels = {
 }
 GIB = 2**30
 F = TypeVar("F", bound=Callable[..., Any])
+TORCH_INFO = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": "0.0",
+    "hip_version": "0.0",
+}
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Whether torch is of these versions; `2.7` and "2.7" are the same."""
+    here = [int(part) for part in torch.__version__.partition("+")[0].split(".") if part.isdigit()]
+
+    def numbers(version: Any) -> list[int]:
+        return [int(part) for part in str(version).split(".")]
+
+    return (min_version is None or here >= numbers(min_version)) and (
+        max_version is None or here[: len(numbers(max_version))] <= numbers(max_version)
+    )
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether this engine knows the device: CUDA and CPU."""
+    return pick_device().type in ("cuda", "cpu")
+
+
 
 # ---- logging -------------------------------------------------------------------------------------
 

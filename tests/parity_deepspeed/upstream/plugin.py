@@ -1,0 +1,132 @@
+"""A pytest plugin in the place of their conftest.py: which `deepspeed` is tested, how ranks are started, what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.parity_deepspeed.upstream.ranks import run_on_ranks
+
+
+class Results:
+    """Test id -> what came of it, written to a file as the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.outcomes: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def note(self, test: str, outcome: str, text: str = "", seconds: float = 0.0) -> None:
+        self.outcomes[test] = {"outcome": outcome, "text": text[:6000], "seconds": f"{seconds:.1f}"}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            expected = "x" if hasattr(report, "wasxfail") else ""
+            self.note(report.nodeid, expected + report.outcome, _said(report), report.duration)
+            if report.when == "call":
+                self.write()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed":
+            self.note(report.nodeid, report.outcome, _said(report))
+
+    def pytest_sessionfinish(self) -> None:
+        self.write()
+
+    def write(self) -> None:
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(self.outcomes, indent=1, sort_keys=True))
+        new.replace(self.path)
+
+
+def _said(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])
+    crash = getattr(report.longrepr, "reprcrash", None)
+    first = f"{crash.message}\n\n" if crash else ""
+    return first + report.longreprtext
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("upstream")
+    group.addoption("--results", type=Path, required=True)
+    group.addoption("--worlds", type=int, default=2, help="the most ranks; tests of more are skipped")
+    group.addoption("--rank-limit", type=float, default=60.0, help="seconds of one test on its ranks")
+    group.addoption("--again", action="store_true", help="run what is in the results already, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    results = Results(config.getoption("--results"))
+    config.pluginmanager.register(results, "upstream-results")
+    config.stash[_RESULTS] = results
+    from unit import common
+
+    def launch(test: Any, world: int, init_method: str) -> None:
+        if world > config.getoption("--worlds"):
+            pytest.skip(f"{world} ranks")
+        outcome, text = run_on_ranks(test, world, init_method, config.getoption("--rank-limit"))
+        if outcome == "skipped":
+            pytest.skip(text)
+        if outcome == "failed":
+            pytest.fail(text, pytrace=False)
+
+    common.DistributedExec._launch_procs = launch
+    common.time = SimpleNamespace(time=common.time.time, sleep=lambda seconds: None)  # half a second after each test
+
+
+_RESULTS = pytest.StashKey[Results]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    known = {} if config.getoption("--again") else config.stash[_RESULTS].outcomes
+    items[:] = [item for item in items if item.nodeid not in known]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """A distributed test is called as a whole: it starts its ranks, and they run the method."""
+    cls = getattr(item, "cls", None)
+    if getattr(cls, "is_dist_test", False):
+        assert cls is not None
+        cls()(getattr(item, "_request"))  # noqa: B009
+        setattr(item, "runtest", lambda: None)  # noqa: B010
+
+
+class _Module(pytest.Module):
+    """A file of theirs, whose distributed fixtures are fixtures for pytest of today."""
+
+    def _getobj(self) -> ModuleType:
+        module = super()._getobj()
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type) and getattr(value, "is_dist_fixture", False) and "run" in vars(value):
+                setattr(module, f"fixture_{name}", pytest.fixture(name=name)(_starter(value)))
+        return module
+
+
+def _starter(fixture: type[Any]) -> Any:
+    def start(request: pytest.FixtureRequest) -> Any:
+        return fixture()(request)
+
+    return start
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    module: pytest.Module = _Module.from_parent(parent, path=module_path)
+    return module
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests without ranks run here, and change directory and environment as they like."""
+    directory, environment = Path.cwd(), dict(os.environ)
+    try:
+        return (yield)
+    finally:
+        os.chdir(directory)
+        os.environ.clear()
+        os.environ.update(environment)
