@@ -103,7 +103,7 @@ def correspondence(ctx: RankContext, size: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("size", [7, 50_000, SLOT])
+@pytest.mark.parametrize("size", [7, 50_000, pytest.param(SLOT, marks=pytest.mark.full)])
 def test_letters(pool: WorkerPool, size: int) -> None:
     assert pool.run(correspondence, 2, size) == [True, True]
 

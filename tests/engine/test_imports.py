@@ -3,9 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("datasets", "pandas", "pyarrow", "matplotlib", "rich", "deepspeed")
 
 
+@pytest.mark.full
 def test_an_engine_imports_nothing_that_it_does_not_need() -> None:
     program = (
         "import sys, launcher; launcher.initialize\n"

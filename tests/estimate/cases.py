@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import cache
 from typing import Any
 
@@ -81,8 +81,8 @@ CHOSEN |= {"2, bf16, stages", "3, bf16, half on the host"}
 """Those with nearly everything between them; the others are left to `make test-all`."""
 
 
-def chosen(cases: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.full) for name in cases]
+def chosen(cases: Iterable[str], those: Container[str] = CHOSEN) -> list[Any]:
+    return [pytest.param(name, marks=() if name in those else pytest.mark.full) for name in cases]
 
 
 @cache

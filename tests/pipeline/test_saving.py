@@ -96,7 +96,7 @@ def went_on(engine: Any, directory: Path) -> dict[str, Any]:
 
 
 CASES = [  # ranks that save and load: number, then pp, tp, ZeRO stage, schedule
-    ("fp32", "llama", (2, 1, 1, 3, "1f1b"), (8, 2, 2, 1, "1f1b")),
+    pytest.param("fp32", "llama", (2, 1, 1, 3, "1f1b"), (8, 2, 2, 1, "1f1b"), marks=pytest.mark.full),
     ("fp16", "gpt2", (2, 2, 1, 0, "interleaved"), (4, 2, 1, 3, "gpipe")),
 ]
 

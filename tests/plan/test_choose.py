@@ -101,6 +101,7 @@ def test_less_memory_makes_other_layouts() -> None:
     assert needs(best) <= small.memory
 
 
+@pytest.mark.full
 def test_blocks_keep_no_more_than_is_needed() -> None:
     """What is left out for it is too large."""
     memory = Memory(
