@@ -25,16 +25,10 @@ SIDES = ("theirs", "ours")
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "paths", nargs="*", help="files and directories below tests/unit; default: all that are compared"
-    )
+    parser.add_argument("paths", nargs="*", help="files and directories below tests/unit; default: all that are compared")
     parser.add_argument("--tests", type=Path, help="tests/unit of a checkout of DeepSpeed")
-    parser.add_argument(
-        "--with", dest="sides", choices=SIDES, action="append", help="default: both, theirs first"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=Path("upstream-results"), help="directory of the JSON files"
-    )
+    parser.add_argument("--with", dest="sides", choices=SIDES, action="append", help="default: both, theirs first")
+    parser.add_argument("--results", type=Path, default=Path("upstream-results"), help="directory of the JSON files")
     parser.add_argument("-k", help="as in pytest")
     parser.add_argument("--worlds", type=int, default=2, help="the most ranks; tests of more are skipped")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of one test")
@@ -50,35 +44,14 @@ def main() -> int:
         if given.tests is None or not (given.tests / "common.py").is_file():
             arguments().error("--tests names no directory tests/unit of a checkout of DeepSpeed")
         for side in given.sides or SIDES:
-            subprocess.run(
-                _command(given, side), cwd=given.tests.parent, env=_environment(side, given), check=False
-            )
+            subprocess.run(_command(given, side), cwd=given.tests.parent, env=_environment(side, given), check=False)
     return report.show(given.results)
 
 
 def _command(given: argparse.Namespace, side: str) -> list[str]:
     words = [sys.executable, "-m", "pytest", "-p", "tests.parity_deepspeed.upstream.plugin"]
-    words += [
-        "--noconftest",
-        "-c",
-        "pytest.ini",
-        "--rootdir",
-        ".",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    ]
-    words += [
-        "-q",
-        "--no-header",
-        "--tb=short",
-        "-W",
-        "ignore",
-        "--continue-on-collection-errors",
-        "--timeout",
-        str(given.timeout * 2),
-    ]
+    words += ["--noconftest", "-c", "pytest.ini", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    words += ["-q", "--no-header", "--tb=short", "-W", "ignore", "--continue-on-collection-errors", "--timeout", str(given.timeout * 2)]
     words += ["--results", str((given.results / f"{side}.json").resolve())]
     words += ["--worlds", str(given.worlds), "--rank-limit", str(given.timeout)]
     words += ["--again"] if given.again else []
@@ -88,17 +61,14 @@ def _command(given: argparse.Namespace, side: str) -> list[str]:
 
 def _environment(side: str, given: argparse.Namespace) -> dict[str, str]:
     path = [*([str(SHIM)] if side == "ours" else []), str(ROOT), str(given.tests.resolve().parent)]
-    return (
-        os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join(path),
-            "OMP_NUM_THREADS": "1",
-            "LOCAL_SIZE": "16",  # or their CPU has one device for each of its sockets, and tests of two ranks are skipped
-            "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # or every rank counts sockets
-            "HF_HUB_OFFLINE": "1",
-            **operators.environment(),
-        }
-    )
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": "16",  # or their CPU has one device for each of its sockets, and tests of two ranks are skipped
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # or every rank counts sockets
+        "HF_HUB_OFFLINE": "1",
+        **operators.environment(),
+    }
 
 
 if __name__ == "__main__":

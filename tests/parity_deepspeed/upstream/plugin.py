@@ -76,9 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.fail(text, pytrace=False)
 
     common.DistributedExec._launch_procs = launch
-    common.time = SimpleNamespace(
-        time=common.time.time, sleep=lambda seconds: None
-    )  # half a second after each test
+    common.time = SimpleNamespace(time=common.time.time, sleep=lambda seconds: None)  # half a second after each test
 
 
 _RESULTS = pytest.StashKey[Results]()

@@ -21,22 +21,11 @@ for name in (
     "pytest",
 ):
     importlib.import_module(name)
-for name in (
-    "deepspeed.runtime.engine",
-    "launcher.engine.assemble",
-    "launcher.integrations.stand_ins",
-    "unit.simple_model",
-):
+for name in ("deepspeed.runtime.engine", "launcher.engine.assemble", "launcher.integrations.stand_ins", "unit.simple_model"):
     with suppress(ImportError):  # each engine has its own; the tests will tell what is missing
         importlib.import_module(name)
 with suppress(ImportError):
     from deepspeed.ops.op_builder import cpu
 
-    for builder in (
-        cpu.ShareMemCommBuilder,
-        cpu.FusedAdamBuilder,
-        cpu.CPUAdamBuilder,
-        cpu.CPULionBuilder,
-        cpu.CPUAdagradBuilder,
-    ):
+    for builder in (cpu.ShareMemCommBuilder, cpu.FusedAdamBuilder, cpu.CPUAdamBuilder, cpu.CPULionBuilder, cpu.CPUAdagradBuilder):
         builder().load(verbose=False)

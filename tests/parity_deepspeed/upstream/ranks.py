@@ -33,9 +33,7 @@ def run_on_ranks(test: Any, world: int, init_method: str, limit_s: float) -> Out
     port, ends, processes = _free_port(), [], []
     for rank in range(world):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank, args=(there, test._dist_run, (rank, world, port, init_method))
-        )
+        process = context.Process(target=_rank, args=(there, test._dist_run, (rank, world, port, init_method)))
         process.start()
         there.close()
         ends.append(here)
