@@ -49,25 +49,17 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Set the master weights, and the parameter. Every rank gives the same whole value."""
-    place = _place_of(param)
-    _fill(place, _weights(place), value)
-    for pending in place.flat.publish():
-        pending.wait()
+    _set(param, _weights, value)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Set a state of the optimizer."""
-    place = _place_of(param)
-    _fill(place, _state(place, optim_state_key), value)
+    _set(param, lambda place: _state(place, optim_state_key), value)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set the gradient that the step will use: the mean over dp."""
-    place = _place_of(param)
-    with _gradient(place) as mine:
-        _check(place, value, place.slot.shape)
-        _copy(mine, place.mine_of(value.reshape(-1)) * place.divisor, place)
-    place.slot.used = True
+    _set(param, _gradient, value)
 
 
 # ---- local ---------------------------------------------------------------------------------------
@@ -90,29 +82,17 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Set this rank's piece of the master weights; every rank must call it, for the parameter is brought up to date."""
-    place = _place_of(param)
-    with _weights(place) as mine:
-        _check(place, value, torch.Size([place.size]))
-        _copy(mine, value, place)
-    for pending in place.flat.publish():
-        pending.wait()
+    _set(param, _weights, value, local=True)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Set this rank's piece of a state of the optimizer."""
-    place = _place_of(param)
-    with _state(place, optim_state_key) as mine:
-        _check(place, value, torch.Size([place.size]))
-        _copy(mine, value, place)
+    _set(param, lambda place: _state(place, optim_state_key), value, local=True)
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     """Set this rank's piece of the gradient."""
-    place = _place_of(param)
-    with _gradient(place) as mine:
-        _check(place, value, torch.Size([place.size]))
-        _copy(mine, value * place.divisor, place)
-    place.slot.used = True
+    _set(param, _gradient, value, local=True)
 
 
 # ---- where it is ---------------------------------------------------------------------------------
@@ -139,9 +119,6 @@ class _Place:
     def divisor(self) -> float:
         """What is kept of gradients, divided by this, is their mean."""
         return self.engine._divisor()
-
-    def mine_of(self, whole: Tensor) -> Tensor:
-        return whole[self.start : self.stop]
 
     @property
     def at(self) -> slice:
@@ -231,10 +208,18 @@ def _local(param: Tensor, held: Held) -> Tensor | None:
         return mine.float() / (place.divisor if held is _gradient else 1.0)
 
 
-def _fill(place: _Place, held: Any, value: Tensor) -> None:
-    with held as mine:
-        _check(place, value, place.slot.shape)
-        _copy(mine, place.mine_of(value.reshape(-1)), place)
+def _set(param: Tensor, held: Held, value: Tensor, *, local: bool = False) -> None:
+    """Copy a whole value, or this rank's piece of one, and do what has to follow."""
+    place = _place_of(param)
+    with held(place) as mine:
+        _check(place, value, torch.Size([place.size]) if local else place.slot.shape)
+        piece = value if local else value.reshape(-1)[place.start : place.stop]
+        _copy(mine, piece * place.divisor if held is _gradient else piece, place)
+    if held is _gradient:
+        place.slot.used = True
+    if held is _weights:
+        for pending in place.flat.publish():
+            pending.wait()
 
 
 def _check(place: _Place, value: Tensor, shape: torch.Size) -> None:
