@@ -56,7 +56,7 @@ class Checker:
         for key in section.idle_keys():
             yield Note((*path, key), "no effect", f"has no effect here: {section.without_effect[key]}")
         for remark in section.remarks():
-            yield Note((*path, *filter(None, remark.key.split("."))), "differs", remark.what)
+            yield Note((*path, *filter(None, remark.key.split("."))), remark.kind, remark.what)
 
     def own_keys(
         self, cls: type[Section], known: Known | None, written: dict[str, Any], path: Path

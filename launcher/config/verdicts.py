@@ -15,7 +15,7 @@ from launcher.config.schema import differs_at, known_at
 Verdict: TypeAlias = Literal[
     "used", "used differently", "obsolete", "no effect", "comment", "foreign", "refused", "left out"
 ]
-_WHOLE = ("refused", "obsolete")
+_WHOLE = ("refused", "obsolete", "no effect")
 _OF_NOTE: dict[str, Verdict] = {
     "converted": "obsolete",
     "differs": "used differently",

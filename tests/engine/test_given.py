@@ -75,3 +75,22 @@ def test_keys_that_change_nothing_are_one_warning_of_rank_0(pool: WorkerPool) ->
     (warning,) = [text for level, text in first if level == logging.WARNING]
     assert all(f"\n  {key}: " in warning for key in ("epochs", "my_model", "vocabulary_size"))
     assert [text for level, text in second if level == logging.WARNING] == []
+
+
+def losses(ctx: RankContext, zero: dict[str, Any]) -> list[float]:
+    offload = {"offload_optimizer": {"device": "cpu", **zero.pop("offload", {})}}
+    engine = engine_of(config_of(2, zero_optimization={**offload, **zero}))
+    trained = advance(engine, ctx, range(3))
+    engine.destroy()
+    return trained
+
+
+def test_faster_offloads_of_deepspeeds_train_as_without_them(pool: WorkerPool) -> None:
+    plain = pool.run(losses, 2, {})
+    zenflow = {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": True}
+    for zero in (
+        {"zenflow": zenflow},
+        {"offload": {"super_offload": True, "cpuadam_cores_perc": 0.9}},
+        {"offload_param": {"device": "cpu", "pin_memory": True}},
+    ):
+        assert pool.run(losses, 2, zero) == plain
