@@ -38,6 +38,7 @@ REFUSED = {
         "fp16.enabled",
     },
     "nvme_nowhere": {
+        "zero_optimization.offload_param.device",
         "zero_optimization.offload_optimizer.device",
         "fp16.enabled",
     },
