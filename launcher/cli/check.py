@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 EXIT_REFUSED = 1
 COLOURS = {"refused": "bold red", "obsolete": "yellow", "used differently": "cyan", "no effect": "yellow"}
-COLOURS |= {"comment": "dim", "left out": "cyan", "used": "green"}
+COLOURS |= {"comment": "dim", "foreign": "yellow", "left out": "cyan", "used": "green"}
 
 DESCRIPTION = """\
 Says what becomes of every key of a DeepSpeed-style JSON: used, used differently (how), obsolete (what replaced it),
-without effect (why), or refused (why, and what to write). All problems are told at once. Needs no GPU."""
+without effect (why), foreign (a script's own), or refused (why, and what to write). All problems are told at once.
+Needs no GPU."""
 EPILOG = """\
 examples:
   launch check ds_config.json

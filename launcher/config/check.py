@@ -14,10 +14,12 @@ from launcher.config.reader import Document
 from launcher.config.readings import as_switch, readings
 from launcher.config.schema import not_written, unknown_key
 from launcher.config.section import AUTO, Section
+from launcher.config.strangers import stranger
 from launcher.config.suggest import nearest
 from launcher.config.wording import in_words
 
 S = TypeVar("S", bound=Section)
+MOST_STRANGERS = 100  # keys at the top level that are looked at: each takes some milliseconds
 
 
 class Checker:
@@ -54,7 +56,7 @@ class Checker:
         for key in section.idle_keys():
             yield Note((*path, key), "no effect", f"has no effect here: {section.without_effect[key]}")
         for remark in section.remarks():
-            yield Note((*path, *filter(None, remark.key.split("."))), "differs", remark.what)
+            yield Note((*path, *filter(None, remark.key.split("."))), remark.kind, remark.what)
 
     def own_keys(
         self, cls: type[Section], known: Known | None, written: dict[str, Any], path: Path
@@ -77,9 +79,23 @@ class Checker:
                 known and child is not None and (key in known.children or not nearest(key, cls.model_fields))
             ):
                 self.problems += self.unimplemented(child, value, here)
+            elif not path:
+                self.stranger(key, value, written)
             else:
                 self.problems.append(self.unknown(cls, known, here))
         return values
+
+    def stranger(self, key: str, value: Any, beside: Mapping[str, Any]) -> None:
+        """A key at the top level that nobody knows."""
+        self.strangers += 1
+        if self.strangers > MOST_STRANGERS:
+            self.problems.append(Problem((key,), "unknown key"))
+            return
+        told = stranger(self.root, key, value, beside)
+        if isinstance(told, Problem):
+            self.problems.append(told)
+        else:
+            self.notes.append(told)
 
     def unknown(self, cls: type[Section] | None, known: Known | None, path: Path) -> Problem:
         """A key that nobody knows. Looking for what was meant takes milliseconds, so it ends after some of them."""

@@ -230,12 +230,6 @@ COMBINATIONS: tuple[Combination, ...] = (
         "write their product",
     ),
     Combination(
-        (f"{ZERO}.offload_param.device", f"{ZERO}.stage"),
-        lambda config: _device(config, "offload_param") != "none" and _stage(config) < 3,
-        f"{ZERO}.offload_param asks for parameters elsewhere, but only {ZERO}.stage 3 shards parameters",
-        f'write "stage": 3, or delete {ZERO}.offload_param (optimizer state alone: offload_optimizer)',
-    ),
-    Combination(
         (f"{ZERO}.offload_optimizer.device", f"{ZERO}.stage"),
         lambda config: _device(config, "offload_optimizer") != "none" and _stage(config) < 1,
         f"{ZERO}.offload_optimizer asks for optimizer state elsewhere, but {ZERO}.stage 0 does not shard it",

@@ -22,21 +22,6 @@ optimizer
 scheduler
   params
     scale_fn | | CyclicLR: a function, which JSON cannot hold | use `mode`, or pass initialize(lr_scheduler=...)
-zero_optimization
-  offload_optimizer
-    super_offload | false | an engine for a CPU and a GPU on one chip | delete it; `ratio` leaves a part on the device
-    cpuadam_cores_perc | 0.8 | its share of the CPU cores | delete it; OMP_NUM_THREADS says how many threads step
-  zenflow | | offload without stalls
-    topk_ratio | | share of gradient columns updated at once
-    select_strategy | | when these are chosen again
-    select_interval | | how often these are chosen again
-    update_interval | | how often the others are updated
-    overlap_step | | the CPU step runs meanwhile
-    offload | | offloads the chosen states
-    auto_ratio | | threshold of the automatic choice
-    full_warm_up_rounds | | rounds with whole updates at first
-    pt_reserved_cores_perc | | CPU cores left to torch
-    steps_per_epoch | | written by the run itself
 tensor_parallel
   tp
     mpu | | an object of Python, which JSON cannot hold | delete it; neighbouring ranks share a layer

@@ -23,13 +23,14 @@ INTRODUCTION = """\
 Every key of a DeepSpeed JSON, as DeepSpeed 0.19.8 reads it, and what becomes of it here. `launch check DS.json` says
 the same of one file, key by key; `launch check --explain` shows what every `"auto"` and every default became.
 
-- The file is read as Hjson, as DeepSpeed reads it: comments (`//`, `#`, `/* */`), missing and trailing commas, and texts
-  without quotes are fine. A text under a name for comments (`_comment`, `//`, `note`, ...) is a comment.
+- The file is read as Hjson, as DeepSpeed reads it: comments (`//`, `#`, `/* */`), missing and trailing commas, and
+  texts without quotes are fine. A text under a name for comments (`_comment`, `//`, `note`, ...) is a comment.
 - 5e8 is a whole number, and a number may stand in quotes (`"1e-3"`). For `true` and `false` 1 and 0 are taken, and
   `"true"`, `"yes"` or `"on"` and their opposites.
 - Any value may be `"auto"`: the run gives it, or it has its default. `null` has the default.
 - An unknown key is an error that names the nearest one. So is a value that cannot be, and a combination that cannot
   mean what it says ([the table](#combinations)). All mistakes of a file are told at once, each with line and column.
+- A key at the top level that is far from every known one is a script's own: a warning names it, and nothing reads it.
 - Obsolete keys are [converted](#obsolete-keys), each with a line that says so; `launch check --migrate` writes the new
   file.
 - What is [not implemented](#keys-that-are-refused) is refused when it is asked for, and fine while it is off.

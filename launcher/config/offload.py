@@ -61,6 +61,9 @@ class OffloadOptimizerConfig(OffloadConfig):
     """Optimizer state rests elsewhere than on the device, and the CPU steps it. Stages 1 to 3."""
 
     without_effect: ClassVar[dict[str, str]] = {
+        "super_offload": "what is offloaded is stepped on the CPU by all threads, during the backward where nothing "
+        "about the whole gradient has to be known first",
+        "cpuadam_cores_perc": "OMP_NUM_THREADS says how many threads step",
         "fast_init": "states are written when a step has made them; there is nothing to write before",
     }
     differs: ClassVar[dict[str, str]] = {
@@ -83,8 +86,51 @@ class OffloadOptimizerConfig(OffloadConfig):
     fast_init: bool = False
     """Quicker start with NVMe."""
 
+    super_offload: bool = False
+    """DeepSpeed has another engine for a CPU and a GPU on one chip."""
+
+    cpuadam_cores_perc: Share = 0.8
+    """Share of the CPU cores that step with `super_offload`."""
+
     ratio: Share = 1.0
     """Share of the update that runs on the CPU (Twin-Flow): of the rest, everything stays on the device."""
+
+
+class ZenFlowConfig(Section):
+    """DeepSpeed's offload that updates the weights with the largest gradients in each step, the others now and then.
+
+    Nothing here acts on it.
+    """
+
+    topk_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of gradient columns updated in each step."""
+
+    select_strategy: Literal["auto", "step", "epoch"] = "auto"
+    """What counts the intervals at which these are chosen."""
+
+    select_interval: Count | Literal["auto"] = "auto"
+    """Steps or epochs after which these are chosen again."""
+
+    update_interval: Count | Literal["auto"] = "auto"
+    """Steps after which the others are updated."""
+
+    overlap_step: bool = False
+    """The CPU step runs during forward and backward."""
+
+    offload: bool = False
+    """The chosen states are offloaded, too."""
+
+    auto_ratio: Share = 0.99
+    """Threshold of the automatic update interval."""
+
+    full_warm_up_rounds: Whole = 0
+    """Rounds with whole updates at first."""
+
+    pt_reserved_cores_perc: Share = 0.5
+    """Share of the CPU cores left to torch."""
+
+    steps_per_epoch: Count | None = None
+    """DeepSpeed writes it itself."""
 
 
 class AioConfig(Section):

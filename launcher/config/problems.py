@@ -11,7 +11,7 @@ from launcher.errors import ConfigError, printable, shortened
 
 MOST = 40  # problems in a message
 
-NoteKind: TypeAlias = Literal["converted", "differs", "no effect", "comment"]
+NoteKind: TypeAlias = Literal["converted", "differs", "no effect", "comment", "foreign"]
 
 Path: TypeAlias = tuple[str | int, ...]
 """Way from the root of the JSON to a value: keys, and indices of list items."""
@@ -41,7 +41,7 @@ class Note:
     Attributes:
         path: the key it is about.
         kind: "converted" for an obsolete spelling, "no effect" for a key that does nothing here, "comment" for a text
-            that is no key, else "differs".
+            that is no key, "foreign" for a key that a script keeps for itself, else "differs".
         what: in plain words, without the key's name.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,17 @@ from launcher.config.suggest import nearest, plain
 
 _LISTED = 12
 """A section with no more keys than this is listed in full when nothing is near."""
+
+_ITS_OWN = (
+    "zero_optimization",
+    "optimizer",
+    "fp16",
+    "bf16",
+    "activation_checkpointing",
+    "tensor_parallel",
+    "pipeline",
+)
+"""Sections whose keys have names that are found nowhere else. One of them at the top level is misplaced."""
 
 
 @cache
@@ -58,8 +69,31 @@ def _known(node: Known, prefix: str) -> Iterator[str]:
 @cache
 def _places(root: type[Section]) -> dict[str, list[str]]:
     """Last part of a path -> the paths that end in it, implemented ones first."""
+    return _by_name((*implemented_paths(root), *known_paths()))
+
+
+@cache
+def _misplaced(root: type[Section], section: bool) -> dict[str, list[str]]:
+    """Those of what nobody but DeepSpeed calls so: a script has an `epochs`, a `device` or a `project` of its own.
+
+    Args:
+        section: those of sections, else all.
+    """
+    paths = implemented_paths(root)
+    around = {path.rpartition(".")[0] for path in paths}
+    single = {name for name, where in _places(root).items() if len(where) == 1}
+    return _by_name(
+        path
+        for path in paths
+        if path.partition(".")[0] in _ITS_OWN
+        and path.rpartition(".")[2] in single
+        and (not section or path in around)
+    )
+
+
+def _by_name(paths: Iterable[str]) -> dict[str, list[str]]:
     places: dict[str, list[str]] = {}
-    for path in (*implemented_paths(root), *known_paths()):
+    for path in paths:
         where = places.setdefault(path.rpartition(".")[2], [])
         if path not in where:
             where.append(path)
@@ -98,20 +132,31 @@ def known_at(path: Path) -> Known | None:
     return known
 
 
-def unknown_key(root: type[Section], cls: type[Section] | None, known: Known | None, path: Path) -> Problem:
-    """A key that is no field of `cls` and no child of `known`; at least one of the two is given."""
+def unknown_key(
+    root: type[Section], cls: type[Section] | None, known: Known | None, path: Path, value: Any = None
+) -> Problem:
+    """A key that is no field of `cls` and no child of `known`; at least one of the two is given.
+
+    Args:
+        value: what is written there. An object at the top level is never meant for a plain key.
+    """
     key = str(path[-1])
     siblings = list(known.children) if known else []
     siblings = [name for name in siblings if name != "*"]
     if cls is not None:
         siblings = [*cls.model_fields, *cls.aliases, *siblings]
+    everywhere = _places(root)
+    if len(path) == 1:
+        everywhere = _misplaced(root, isinstance(value, dict))
+        if isinstance(value, dict):
+            siblings = [name for name in siblings if root.sections_of(name) or known_at((name,))]
     if cls is not None and dotted(path) in implemented_paths(root):
         kind = cls.__name__.removesuffix("Params")
         return Problem(path, f"{kind} has no such key, another type has", _choices(siblings))
     if plain(key).lstrip("_/#").startswith("comment"):
         return Problem(path, "unknown key", "write comments as `// text`")
     close = nearest(key, siblings, furthest=1)
-    elsewhere = [place for place in _places(root).get(key, []) if not _is_around(place, path)]
+    elsewhere = [place for place in everywhere.get(key, []) if not _is_around(place, path)]
     near = close or (None if elsewhere else nearest(key, siblings))
     if near:
         meant = dotted((*path[:-1], near))
@@ -121,9 +166,9 @@ def unknown_key(root: type[Section], cls: type[Section] | None, known: Known | N
         here = f"in {dotted(path[:-1])}" if len(path) > 1 else "at the top level"
         places = " or ".join(f"`{place}`" for place in elsewhere[:3])
         return Problem(path, f"unknown key {here}", f"it belongs at {places}", elsewhere[0])
-    far = nearest(key, _places(root), furthest=max(1, len(key) // 6))
+    far = nearest(key, everywhere, furthest=max(1, len(key) // 6))
     if far:
-        meant = _places(root)[far][0]
+        meant = everywhere[far][0]
         return Problem(path, "unknown key", f"did you mean `{meant}`?", meant)
     return Problem(path, "unknown key, and no known one is near", _choices(siblings))
 

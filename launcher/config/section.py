@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from launcher.config.problems import show
+from launcher.config.problems import NoteKind, show
 from launcher.config.readings import readings
 
 AUTO = "auto"
@@ -51,10 +51,12 @@ class Remark(NamedTuple):
     Attributes:
         key: dotted path from the section on; "" is the section itself.
         what: in plain words, without the key's name.
+        kind: what sort of note it makes.
     """
 
     key: str
     what: str
+    kind: NoteKind = "differs"
 
 
 class _Building:

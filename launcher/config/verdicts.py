@@ -1,4 +1,4 @@
-"""What becomes of every key of a file: used, used differently, obsolete, without effect or refused."""
+"""What becomes of every key of a file: used, used differently, obsolete, without effect, foreign or refused."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from launcher.config.root import Config
 from launcher.config.schema import differs_at, known_at
 
 Verdict: TypeAlias = Literal[
-    "used", "used differently", "obsolete", "no effect", "comment", "refused", "left out"
+    "used", "used differently", "obsolete", "no effect", "comment", "foreign", "refused", "left out"
 ]
-_WHOLE = ("refused", "obsolete")
+_WHOLE = ("refused", "obsolete", "no effect")
 _OF_NOTE: dict[str, Verdict] = {
     "converted": "obsolete",
     "differs": "used differently",
     "no effect": "no effect",
     "comment": "comment",
+    "foreign": "foreign",
 }
 
 

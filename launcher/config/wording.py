@@ -19,6 +19,7 @@ _MUST_BE: dict[str, Callable[[dict[str, Any]], str]] = {
     "string_type": lambda ctx: "a text in quotes",
     "greater_than_equal": lambda ctx: f"at least {ctx['ge']:g}",
     "greater_than": lambda ctx: f"more than {ctx['gt']:g}",
+    "less_than": lambda ctx: f"less than {ctx['lt']:g}",
     "less_than_equal": lambda ctx: f"at most {ctx['le']:g}",
     "literal_error": lambda ctx: f"one of {ctx['expected'].replace(chr(39), chr(34))}",
 }

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig
+from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Count, Section, Whole, complaint, whole
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, complaint, whole
 
 STAGE3_PREFIX = "stage3_"
 
@@ -93,6 +93,8 @@ class ZeroConfig(Section):
         "stage3_allgather_sequential": "a unit is gathered straight into the buffer it is used from, without a copy",
         "memory_efficient_linear": "no saved weight outlives its use, in linear layers as everywhere else",
         "pipeline_loading_checkpoint": "a rank reads its own slices of a checkpoint, never the whole",
+        "zenflow": "every step updates every weight, exactly; what offload_optimizer moved is stepped on the CPU, "
+        "during the backward where nothing about the whole gradient has to be known first",
         "save_muon_momentum_buffer_in_memory": "Muon's momentum rests where the other optimizer state does",
     }
     differs: ClassVar[dict[str, str]] = {
@@ -238,6 +240,21 @@ class ZeroConfig(Section):
 
     round_robin_gradients: bool = False
     """DeepSpeed spreads the copies of gradients over ranks; here every rank reduces all units alike."""
+
+    zenflow: ZenFlowConfig | None = None
+    """DeepSpeed can update most weights now and then only, while the CPU catches up (arXiv:2505.12242)."""
+
+    @property
+    def parameters_elsewhere(self) -> OffloadParamConfig | None:
+        """Where parameters rest, when that is not the device: `offload_param` at stage 3."""
+        section = self.offload_param if self.stage == 3 else None
+        return None if section is None or section.device == "none" else section
+
+    def remarks(self) -> Iterator[Remark]:
+        section = self.offload_param
+        if section is not None and section.device not in ("none", AUTO) and self.stage in (0, 1, 2):
+            what = f"has no effect at stage {self.stage}: only stage 3 shards parameters"
+            yield Remark("offload_param", what, "no effect")
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.stage == AUTO:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.comm import Mesh, init_distributed, pick_device
-from launcher.config import Config, autos_of_hidden_size, load
+from launcher.config import Config, autos_of_hidden_size
 from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes, state_dtype
 from launcher.engine.engine import Engine
+from launcher.engine.given import check_mpu, loaded_config
 from launcher.engine.offloading import open_homes
 from launcher.engine.staging import (
     agree,
@@ -94,7 +95,8 @@ def initialize(
         distributed_port, dist_init_required: not needed; the process group comes from the environment.
         collate_fn: for `training_data`.
         config: path, mapping or Config; `config_params` is its old name.
-        mpu, mesh_param: model parallelism made by others; not supported yet, refused.
+        mpu: model parallelism that the script has set up (Megatron's): its sizes must be those of the JSON.
+        mesh_param: sequence parallelism; refused.
         source: where parameters get their values from, instead of what `model` holds.
         homes: says where shards rest; default: where the JSON says.
         seed: for a model on meta.
@@ -111,16 +113,16 @@ def initialize(
     """
     if model is None:
         raise ConfigError("initialize() needs a model", fix="pass model=...")
-    if mpu is not None or mesh_param is not None:
-        raise ConfigError(
-            "model parallelism made outside (mpu, mesh_param) is not supported yet", where="initialize()"
-        )
+    if mesh_param is not None:
+        what = "mesh_param shares sequences over ranks, which is not implemented here"
+        raise ConfigError(what, where="initialize()", fix="leave it out")
     device = device or pick_device()
     init_distributed(device)
-    loaded = _loaded(args, config if config is not None else config_params)
+    loaded = loaded_config(args, config if config is not None else config_params)
     row, loaded = row_in(model, loaded)
     dp = loaded.dp_degree(dist.get_world_size())
     mesh = Mesh.build(device, pp=loaded.pipeline.degree, dp=dp, tp=loaded.tensor_parallel.degree)
+    check_mpu(mpu, mesh, model)
     resolved = resolve(loaded, mesh, model, auto or {})
     monitor = open_monitor(resolved, mesh)
     if device.type == "cpu" and mesh.rank == 0:
@@ -242,18 +244,6 @@ def axes_of(config: Config, mesh: Mesh) -> ShardAxes:
         mics_hierarchical=zero.mics_hierarchical_params_gather,
         hpz_size=zero.zero_hpz_partition_size,
     )
-
-
-def _loaded(args: Any, config: Any) -> Config:
-    named = getattr(args, "deepspeed_config", None)
-    if config is not None and named is not None:
-        raise ConfigError(
-            "the config is given twice: config=... and args.deepspeed_config", fix="give it once"
-        )
-    config = config if config is not None else named
-    if config is None:
-        raise ConfigError("initialize() needs a config", fix="pass config=PATH or config={...}")
-    return config if isinstance(config, Config) else load(config)
 
 
 def resolve(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:

@@ -38,10 +38,10 @@ def open_homes(
         OffloadError: the directory is missing, cannot be written, or has no direct access that works.
     """
     zero = config.zero_optimization
-    params, optim = zero.offload_param, zero.offload_optimizer
+    params, optim = zero.parameters_elsewhere, zero.offload_optimizer
     opened = _Opened(tier_at or (lambda path: NvmeTier(path, config.aio, rank=mesh.rank)))
     homes = Homes(device)
-    if params is not None and params.device != "none":
+    if params is not None:
         in_host = params.max_in_cpu * ITEM if params.host_budget is None else params.host_budget
         homes.parameters = _rooms(params, device, opened, in_host)
         homes.ahead, homes.units_ahead = params.buffer_count * params.buffer_size, params.buffer_count

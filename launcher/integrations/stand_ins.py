@@ -69,21 +69,8 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
             where="pipeline.stages",
             fix="delete the section, or train with `launch --config DS.json pretrain` or `finetune`, which know stages",
         )
-    _leave_out_parameters(meant)
     _count_tensor_parallel(meant, world)
     return meant
-
-
-def _leave_out_parameters(config: dict[str, Any]) -> None:
-    """accelerate's plugin writes `offload_param` at every stage, and DeepSpeed passes over it below stage 3."""
-    zero = config.get("zero_optimization", {})
-    section = zero.get("offload_param")
-    if zero.get("stage") in (0, 1, 2) and section and section.get("device") not in (None, "none"):
-        logger.warning(
-            "zero_optimization.offload_param is left out: only stage 3 shards parameters, and this is stage %d",
-            zero["stage"],
-        )
-        config["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_param"}
 
 
 def _count_tensor_parallel(config: dict[str, Any], world: int) -> None:

@@ -35,10 +35,10 @@ FILES: dict[str, tuple[str, str]] = {
     "keys": (json.dumps({f"key_number_{i}": i for i in range(200_000)}), "more than 2,000 keys"),
     "items": (json.dumps({"a": [0] * 200_000}), "more than 2,000 keys"),
     "strangers": (json.dumps({f"train_batch_sizx{i}": i for i in range(1999)}), "unknown key"),
-    "longest": ("{\"" + "k" * 1_000_000 + "\": 1}", "unknown key"),
+    "longest": ("{\"fp16\": {\"" + "k" * 1_000_000 + "\": 1}}", "unknown key"),
     "surrogate": ("{\"train_batch_size\\ud800\": 1}", "half of a character"),
     "escape": ("{\"a\x1b[2Jb\\u0007\": 1, \"optimizer\": {\"type\": \"\\u001b[1m\"}}", "a\\x1b[2Jb\\x07"),
-    "newline": ("{\"a\\nb\": 1}", "a\\nb: unknown key"),
+    "newline": ("{\"fp16\": {\"a\\nb\": 1}}", "a\\nb: unknown key"),
     "huge": ("{\"train_batch_size\": 1e300}", "must be at most"),
     "largest": ("{\"train_batch_size\": 9223372036854775807, \"gradient_accumulation_steps\": 7}", "must equal"),
     "word": ("{\"train_batch_size\": \x1bred}", "`\\x1bred` is not a value"),
@@ -58,7 +58,7 @@ FLAGS = [
     (["--hostfile", "many"], "no machine has more than 4,096"),
     (["--hostfile", "fifo"], "is a pipe or a device"),
     (["--config", "fifo"], "is a pipe or a device"),
-    (["--config", '{"a\x1b[2J": 1}'], "a\\x1b[2J"),
+    (["--config", '{"fp16": {"a\x1b[2J": 1}}'], "a\\x1b[2J"),
     (["--\x1b[2Jx"], "unknown flag --\\x1b[2Jx"),
 ]
 

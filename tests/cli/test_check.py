@@ -60,7 +60,7 @@ def test_the_members_of_a_renamed_section_have_their_own_verdicts(
 ) -> None:
     path = tmp_path / "old.json"
     path.write_text(
-        '{"bfloat16": {"enabled": true, "loss_scale": 0}, "zero_optimization": {"zenflow": {"topk_ratio": 0.1}},'
+        '{"bfloat16": {"enabled": true, "loss_scale": 0}, "datastates_ckpt": {"host_cache_size": 16},'
         ' "optimizer": {"type": "Adam", "params": {"betas": [0.9, "x"]}}, "gradient_clipping": 1}'
     )
     code, text = shown(capsys, str(path))
@@ -70,7 +70,7 @@ def test_the_members_of_a_renamed_section_have_their_own_verdicts(
         ("obsolete", "bfloat16"),
         ("used", "bfloat16.enabled"),
         ("obsolete", "bfloat16.loss_scale"),
-        ("refused", "zero_optimization.zenflow"),
+        ("refused", "datastates_ckpt"),
         ("used", "optimizer.type"),
         ("refused", "optimizer.params.betas[1]"),
         ("used", "gradient_clipping"),
@@ -80,7 +80,7 @@ def test_the_members_of_a_renamed_section_have_their_own_verdicts(
 def test_all_refusals_at_once_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.json"
     path.write_text(
-        '{"train_batch_sze": 8,\n "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}},\n'
+        '{"train_batch_sze": 8,\n "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},\n'
         ' "nebula": {"enabled": true}, "gradient_clipping": "much"}'
     )
     code, text = shown(capsys, str(path))
@@ -88,11 +88,11 @@ def test_all_refusals_at_once_and_exit_1(tmp_path: Path, capsys: pytest.CaptureF
     refused = [line.split()[1:3] for line in text.splitlines() if line.startswith("  refused")]
     assert refused == [
         ["1:2", "train_batch_sze:"],
-        ["2:54", "zero_optimization.offload_param.device:"],
+        ["2:58", "zero_optimization.offload_optimizer.device:"],
         ["3:13", "nebula.enabled:"],
         ["3:31", "gradient_clipping:"],
     ]
-    assert "only zero_optimization.stage 3 shards parameters" in text
+    assert "zero_optimization.stage 0 does not shard it" in text
     assert "did you mean `train_batch_size`?" in text
 
 

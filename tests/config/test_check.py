@@ -197,4 +197,4 @@ def test_any_tree_of_known_words_is_a_config_or_problems(tree: dict[str, Any], r
 def test_hostile_trees_end_in_problems_not_in_crashes() -> None:
     found = refused({"optimizer": {"type": 3, "params": 4}, "scheduler": [], "fp16": "on", "aio": 7})
     assert set(found) == {"optimizer.type", "optimizer.params", "scheduler", "fp16", "aio"}
-    assert "unknown key" in refused(json.dumps({"": 1, "ä": {"b": [None]}}))['""']
+    assert load(json.dumps({"": 1, "ä": {"b": [None]}})) == load({})  # a script's own

@@ -108,10 +108,10 @@ def test_a_section_that_is_off_asks_for_nothing(section: str) -> None:
 
 
 def test_a_section_without_a_switch_is_one_problem() -> None:
-    zenflow = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}
+    attention = {"mode": "fixed", "block": 16, "num_local_blocks": 4}
     with pytest.raises(ConfigProblems) as caught:
-        load({"zero_optimization": {"zenflow": zenflow}})
-    assert [problem.path for problem in caught.value.problems] == [("zero_optimization", "zenflow")]
+        load({"sparse_attention": attention})
+    assert [problem.path for problem in caught.value.problems] == [("sparse_attention",)]
 
 
 def test_typos_inside_sections_that_are_not_implemented() -> None:

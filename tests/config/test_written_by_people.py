@@ -27,7 +27,6 @@ REFUSED = {
         "offload_optimizer",
         "stage",
         "bf16.gradient_clipping",
-        "zero_optimization.offload_param.device",
         "zero_optimization.stage3_max_live_paramters",
         "optimizer.adam_w_mode",
         "learning_rate",

@@ -1,4 +1,5 @@
 import sys
+from typing import Any
 
 import pytest
 
@@ -63,12 +64,43 @@ def test_offload_needs_a_stage_and_a_place() -> None:
             ConfigProblems, match=rf'{section}.device: is "nvme", and nvme_path says no directory'
         ):
             load({"zero_optimization": {"stage": 3, section: {"device": "nvme"}}})
-    with pytest.raises(ConfigProblems, match=r"offload_param asks .* only zero_optimization\.stage 3"):
-        load({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
     with pytest.raises(ConfigProblems, match=r"offload_optimizer asks .* zero_optimization\.stage 0"):
         load({"zero_optimization": {"stage": 0, "cpu_offload": True}})
     with pytest.raises(ConfigProblems, match=r"did you mean `zero_optimization\.offload_param\.pin_memory`"):
         load({"zero_optimization": {"offload_param": {"device": "none", "pin_memry": True}}})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "auto"])
+def test_offloaded_parameters_are_told_to_have_no_effect_below_stage_3(stage: Any) -> None:
+    """accelerate writes the section at every stage, and DeepSpeed passes over it."""
+    zero = load({"zero_optimization": {"stage": stage, "offload_param": {"device": "cpu"}}})
+    told = [str(note) for note in zero.notes if "offload_param" in str(note)]
+    assert told == (
+        [f"zero_optimization.offload_param: has no effect at stage {stage}: only stage 3 shards parameters"]
+        if stage in (0, 1, 2)
+        else []
+    )
+    assert (zero.zero_optimization.parameters_elsewhere is None) == (stage != 3)
+
+
+@pytest.mark.key("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload")
+@pytest.mark.key("zero_optimization.offload_optimizer.cpuadam_cores_perc")
+def test_faster_offloads_of_deepspeeds_are_read_and_told() -> None:
+    """The files of DeepSpeed's examples for ZenFlow and SuperOffload."""
+    offload = {"device": "cpu", "pin_memory": True}
+    zenflow = {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": True}
+    config = load({"zero_optimization": {"stage": 2, "offload_optimizer": offload, "zenflow": zenflow}})
+    (note,) = [note for note in config.notes if note.kind == "no effect"]
+    assert note.path == ("zero_optimization", "zenflow") and "every step updates every weight" in note.what
+    assert load({"zero_optimization": {"zenflow": {"update_interval": "auto", "select_interval": 3}}})
+    faster = {**offload, "ratio": 0.9, "super_offload": True, "cpuadam_cores_perc": 0.9}
+    config = load({"zero_optimization": {"stage": 3, "offload_optimizer": faster}})
+    told = {note.path[-1] for note in config.notes if note.kind == "no effect"}
+    assert told == {"super_offload", "cpuadam_cores_perc"}
+    with pytest.raises(ConfigProblems, match=r"did you mean `zero_optimization\.zenflow\.topk_ratio`"):
+        load({"zero_optimization": {"zenflow": {"topk_ration": 0.1}}})
+    with pytest.raises(ConfigProblems, match="must be less than 1"):
+        load({"zero_optimization": {"zenflow": {"topk_ratio": 1}}})
 
 
 def test_keys_without_effect_are_said_to_have_none() -> None:

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import pytest
 
 from launcher.errors import ConfigError
 from launcher.integrations.stand_ins import _as_meant
-
-
-def zero_of(stage: int) -> dict[str, Any]:
-    """As accelerate's plugin has it for `offload_param_device="cpu"`."""
-    return {"stage": stage, "offload_param": {"device": "cpu", "nvme_path": None}}
-
-
-def test_parameters_are_offloaded_at_stage_3_only(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "launcher"):
-        given = {"zero_optimization": zero_of(3)}
-        assert _as_meant(given, 1) == given and not caplog.records
-        given = {"zero_optimization": zero_of(2)}
-        assert _as_meant(given, 1) == {"zero_optimization": {"stage": 2}}
-    assert "offload_param is left out" in caplog.text
-    assert given == {"zero_optimization": zero_of(2)}  # theirs is as it was
 
 
 def test_a_path_in_one_key_is_a_section(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,103 @@
+"""What `initialize()` is given beside the model: the configuration, and the sizes of others' model parallelism."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from launcher.comm import Mesh
+from launcher.config import Config, load
+from launcher.errors import ConfigError
+
+logger = logging.getLogger("launcher")
+
+TENSOR = ("get_tensor_model_parallel_{}", "get_slice_parallel_{}", "get_model_parallel_{}")
+STAGES = ("get_pipeline_model_parallel_{}", "get_pipe_parallel_{}")
+SEQUENCE = ("get_sequence_parallel_{}",)
+DATA = ("get_data_parallel_{}",)
+"""Names under which Megatron and DeepSpeed ask an mpu, the newest first; {} is `world_size` or `rank`."""
+
+WORDS = {"tp": "tensor-parallel ranks", "pp": "pipeline stages", "dp": "data-parallel ranks"}
+WHERE = "initialize(mpu=...)"
+
+
+def loaded_config(args: Any, config: Any) -> Config:
+    """The configuration; what a person should know of its keys is logged, on rank 0.
+
+    Raises:
+        ConfigError: it is given twice or not at all, or cannot be done.
+    """
+    named = getattr(args, "deepspeed_config", None)
+    if config is not None and named is not None:
+        raise ConfigError(
+            "the config is given twice: config=... and args.deepspeed_config", fix="give it once"
+        )
+    config = config if config is not None else named
+    if config is None:
+        raise ConfigError("initialize() needs a config", fix="pass config=PATH or config={...}")
+    if isinstance(config, Config):
+        return config
+    read = load(config)
+    if dist.get_rank() == 0:
+        tell(read)
+    return read
+
+
+def tell(config: Config) -> None:
+    """Log the notes on a configuration: one warning about keys that do nothing, the rest as information."""
+    idle = [note for note in config.notes if note.kind in ("no effect", "foreign")]
+    if idle:
+        lines = "".join(f"\n  {note}" for note in idle)
+        logger.warning("keys of the configuration that change nothing:%s", lines)
+    for note in config.notes:
+        if note.kind not in ("no effect", "foreign", "comment"):
+            logger.info("%s", note)
+
+
+def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
+    """Model parallelism that a script has set up by itself must be that of the JSON, rank by rank.
+
+    Args:
+        mpu: Megatron's module of that name, or an object with its getters; None: there is none.
+
+    Raises:
+        ConfigError: a size or this rank's place is another one than here, or the layers are split already.
+    """
+    if mpu is None:
+        return
+    if (_asked(mpu, SEQUENCE, "world_size") or 1) > 1:
+        what = "mpu shares sequences over ranks, which is not implemented here"
+        raise ConfigError(what, where=WHERE, fix="set it up with 1")
+    for key, names, axis in (
+        ("tensor_parallel.autotp_size", TENSOR, mesh.axes["tp"]),
+        ("pipeline.stages", STAGES, mesh.axes["pp"]),
+        ("", DATA, mesh.dp),
+    ):
+        size, rank = _asked(mpu, names, "world_size"), _asked(mpu, names, "rank")
+        if size is not None and size != axis.degree:
+            here = f"{key} is {axis.degree}" if key else f"here there are {axis.degree}"
+            what = f"mpu says that there are {size} {WORDS[axis.name]}, and {here}"
+            raise ConfigError(what, where=WHERE, fix=f"write {key}: {size}" if key else "make them the same")
+        if rank is not None and rank != axis.rank:
+            raise ConfigError(
+                f"mpu counts this rank as {rank} of the {WORDS[axis.name]}, and here it is {axis.rank}",
+                where=WHERE,
+                fix="let neighbouring ranks share a layer, and count data-parallel ranks in the order of ranks",
+            )
+    split = [name for name, p in model.named_parameters() if getattr(p, "tensor_model_parallel", False)]
+    if split and mesh.axes["tp"].degree > 1:
+        raise ConfigError(
+            f"layers are split already ({split[0]}), and tensor_parallel.autotp_size would split them again",
+            where=WHERE,
+            fix="build the model with whole layers",
+        )
+
+
+def _asked(mpu: Any, names: tuple[str, ...], what: str) -> int | None:
+    """The answer of the first getter that the mpu has; None where it has none of them."""
+    getters = (getattr(mpu, name.format(what), None) for name in names)
+    getter = next((getter for getter in getters if callable(getter)), None)
+    return None if getter is None else int(getter())
