@@ -60,6 +60,10 @@ class CheckpointError(LauncherError):
     """A checkpoint is missing, incomplete or does not fit the model."""
 
 
+class TagsDiffer(CheckpointError, AssertionError):
+    """Ranks name different checkpoints, and `checkpoint.tag_validation` is "Fail"."""
+
+
 class ShardedParameterError(LauncherError, RuntimeError):
     """The data of a sharded parameter was touched while it was not gathered."""
 
