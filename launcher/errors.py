@@ -50,6 +50,10 @@ class ConfigError(LauncherError, ValueError):
     """The JSON, or a flag, says something that cannot be done."""
 
 
+class UnusedParametersError(LauncherError, AssertionError):
+    """Parameters got no gradient, and `zero_optimization.ignore_unused_parameters` is false."""
+
+
 class NotFiniteError(LauncherError):
     """Training gives numbers that are not finite: going on is of no use."""
 

@@ -288,7 +288,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _masters(self) -> list[Tensor]:
         """The weights that this rank steps, slice by slice, in fp32 where they have fp32 masters."""
-        return [piece.data for piece in self.slices().values()]
+        return [piece.data for piece in self.slices.values()]
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups = fp32_groups_flat = property(_masters)
 
