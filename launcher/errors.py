@@ -50,6 +50,10 @@ class ConfigError(LauncherError, ValueError):
     """The JSON, or a flag, says something that cannot be done."""
 
 
+class UnusedParametersError(LauncherError, AssertionError):
+    """Parameters got no gradient, and `zero_optimization.ignore_unused_parameters` is false."""
+
+
 class NotFiniteError(LauncherError):
     """Training gives numbers that are not finite: going on is of no use."""
 
@@ -58,6 +62,10 @@ class NotFiniteError(LauncherError):
 
 class CheckpointError(LauncherError):
     """A checkpoint is missing, incomplete or does not fit the model."""
+
+
+class TagsDiffer(CheckpointError, AssertionError):
+    """Ranks name different checkpoints, and `checkpoint.tag_validation` is "Fail"."""
 
 
 class ShardedParameterError(LauncherError, RuntimeError):

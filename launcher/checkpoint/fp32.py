@@ -86,15 +86,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
     max_shard_size: str | float = 5e9,
-    safe_serialization: bool = True,
+    safe_serialization: bool = False,
     tag: str | None = None,
     **others: Any,
 ) -> None:
-    """Write that as safetensors, which from_pretrained reads.
+    """Write that into files that from_pretrained reads.
 
     Args:
-        max_shard_size: bytes of a file, also as "5GB".
-        safe_serialization: false writes one pickle, pytorch_model.bin.
+        max_shard_size: bytes of a file of safetensors, also as "5GB".
+        safe_serialization: write safetensors; false writes one pickle, pytorch_model.bin.
     """
     directory = Path(output_dir)
     if safe_serialization:

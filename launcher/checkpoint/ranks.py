@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from launcher.comm.plain import gather_plain
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, TagsDiffer
 
 Disagreement: TypeAlias = Literal["Ignore", "Warn", "Fail"]
 T = TypeVar("T")
@@ -68,13 +68,13 @@ class Ranks:
         """The value of rank 0.
 
         Raises:
-            CheckpointError: another rank has another value, and `otherwise` is "Fail".
+            TagsDiffer: another rank has another value, and `otherwise` is "Fail".
         """
         values = self._gather(value)
         if len(set(values)) > 1 and otherwise != "Ignore":
             said = f"The ranks disagree about the {what}: {sorted(set(map(str, values)))}."
             if otherwise == "Fail":
-                raise CheckpointError(said, fix="give all ranks the same one")
+                raise TagsDiffer(said, fix="give all ranks the same one")
             if self.rank == 0:
                 warnings.warn(f"{said} That of rank 0 counts for all: {values[0]}.", stacklevel=4)
         return str(values[0])

@@ -89,6 +89,11 @@ class Answers(Getters):
         """Milliseconds of each phase of the last step, by our names (forward, backward, reduce, step); {} when off."""
         return dict(self.timers.last_step)
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Weights whose gradients travel sparse: none, also where the JSON has `sparse_gradients`."""
+        return set()
+
     def zero_optimization(self) -> bool:
         return self.zero_optimization_stage() > 0
 

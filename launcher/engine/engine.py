@@ -321,6 +321,9 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         finally:
             self.zero.reducer.sync = True
 
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Nothing is left to do: gradients are reduced while backward goes on, and all have been when step() begins."""
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zero.zero_grad()
 

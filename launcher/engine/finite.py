@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from launcher.config import Config
 from launcher.engine.dtypes import scales_loss
-from launcher.errors import LauncherError
+from launcher.errors import LauncherError, UnusedParametersError
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.optim.whole import WholeOptimizer
 from launcher.zero import ZeroModel
@@ -40,11 +40,11 @@ def may_step_early(engine: Engine) -> bool:
 
 
 def check_unused(zero: ZeroModel, used: list[bool]) -> None:
-    """Raise LauncherError when a trainable parameter got no gradient (`ignore_unused_parameters: false`)."""
+    """Raise UnusedParametersError when a trainable parameter got no gradient (`ignore_unused_parameters: false`)."""
     slots = [slot for gradient in zero.gradients for slot in gradient.flat.slots]
     names = [slot.name for slot, flag in zip(slots, used, strict=True) if not flag]
     if names:
-        raise LauncherError(
+        raise UnusedParametersError(
             f"{len(names)} parameters got no gradient in this step: {', '.join(names[:5])}",
             where="zero_optimization.ignore_unused_parameters is false",
             fix="freeze them, use them in the loss, or set the key to true",

@@ -43,10 +43,13 @@ class Saving:
             client_state: of the caller; what JSON can hold. Rank 0's counts.
             save_latest: make it the one that is loaded when no tag is named.
             exclude_frozen_parameters: leave them out; loading then needs load_module_strict=False.
+
+        Raises:
+            ConfigError: save_dir names no directory.
         """
         save_state(
             self._engine(),
-            Path(save_dir),
+            _directory(save_dir),
             f"global_step{self.global_steps}" if tag is None else str(tag),
             client_state or {},
             exclude_frozen=exclude_frozen_parameters,
@@ -134,3 +137,11 @@ class Saving:
     ) -> dict[str, Tensor] | None:
         """The whole module.state_dict() on rank 0's CPU, None elsewhere. Every rank must call it."""
         return whole_state_dict(self._engine(), exclude_frozen_parameters)
+
+
+def _directory(given: str | Path | None) -> Path:
+    if not given or not str(given):
+        raise ConfigError(
+            f"save_dir is {given!r}", where="save_checkpoint()", fix="name a directory that all ranks see"
+        )
+    return Path(given)

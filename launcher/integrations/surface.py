@@ -91,7 +91,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_BEFORE}:DEEPSPEED_ENVIRONMENT_NAME"},
     "moe": {},
     "moe.layer": {"MoE": "launcher.integrations.experts:MoE"},
-    "moe.utils": {"is_moe_param": "launcher.integrations.experts:is_moe_param"},
+    "moe.utils": {
+        name: f"launcher.integrations.experts:{name}"
+        for name in ("is_moe_param", "split_params_into_different_moe_groups_for_optimizer")
+    },
     "ops": {"__compatible_ops__": f"{_BEFORE}:COMPATIBLE_OPS"},
     "ops.adagrad": {"DeepSpeedCPUAdagrad": f"{_OPTIMIZERS}:DeepSpeedCPUAdagrad"},
     "ops.adam": _ADAM,

@@ -281,6 +281,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """`FlatState.start` of an owned parameter."""
         return self._state_of[name].start(name, key, dtype)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """DeepSpeed's name for the inner one."""
+        return self.inner
+
+    def _masters(self) -> list[Tensor]:
+        """The weights that this rank steps, slice by slice, in fp32 where they have fp32 masters."""
+        return [piece.data for piece in self.slices.values()]
+
+    fp32_partitioned_groups_flat = single_partition_of_fp32_groups = fp32_groups_flat = property(_masters)
+
     def held_bytes(self) -> int:
         """Bytes of the optimizer's state in this rank's memory."""
         tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, Tensor)]

@@ -25,7 +25,7 @@ def on_rank_0(ctx: RankContext, directory: Path, out: Path) -> dict[str, Tensor]
         return None
     got = fp32.get_fp32_state_dict_from_zero_checkpoint(directory)
     model = fp32.load_state_dict_from_zero_checkpoint(stack(seed=1), directory)
-    fp32.convert_zero_checkpoint_to_fp32_state_dict(directory, out)
+    fp32.convert_zero_checkpoint_to_fp32_state_dict(directory, out, safe_serialization=True)
     for name, value in model.named_parameters():
         assert torch.equal(value, got[name]) and torch.equal(value.flatten(), state[name].flatten())
     return got

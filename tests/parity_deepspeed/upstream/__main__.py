@@ -61,8 +61,10 @@ def _command(given: argparse.Namespace, side: str) -> list[str]:
 
 def _environment(side: str, given: argparse.Namespace) -> dict[str, str]:
     path = [*([str(SHIM)] if side == "ours" else []), str(ROOT), str(given.tests.resolve().parent)]
+    path += filter(None, [os.environ.get("PYTHONPATH")])
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
+        "UPSTREAM_SIDE": side,
         "OMP_NUM_THREADS": "1",
         "LOCAL_SIZE": "16",  # or their CPU has one device for each of its sockets, and tests of two ranks are skipped
         "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # or every rank counts sockets

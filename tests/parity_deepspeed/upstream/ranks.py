@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 PRELOADED = ["tests.parity_deepspeed.upstream.preload"]
@@ -43,6 +44,8 @@ def run_on_ranks(test: Any, world: int, init_method: str, limit_s: float) -> Out
     finally:
         for process in processes:
             _end(process)
+        for buffer in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # 66 MiB each; who is killed leaves them
+            buffer.unlink(missing_ok=True)
 
 
 def _worst(ends: list[Connection], by: float, limit_s: float) -> Outcome:
@@ -83,7 +86,9 @@ def _outcome(body: Callable[..., Any], given: tuple[Any, ...]) -> Outcome:
     try:
         said = body(*given)
     except BaseException as error:
-        text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        first = " ".join(f"{type(error).__name__}: {error}".split("\n")[:3])
+        text = f"{first} [{Path(place.filename).name}:{place.lineno}: {place.line}]\n\n{traceback.format_exc()}"
         return ("skipped", str(error)) if type(error).__name__ == "Skipped" else ("failed", text)
     return ("skipped", said) if said else ("passed", "")
 

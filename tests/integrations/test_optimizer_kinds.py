@@ -1,0 +1,72 @@
+"""What scripts ask of `engine.optimizer` by DeepSpeed's classes and names, and names of experts in models without any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launcher.errors import ConfigError, LauncherError
+from launcher.integrations import experts, optimizer_kinds
+from launcher.integrations.optimizer_kinds import (
+    BF16_Optimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    FP16_Optimizer,
+    ZeROOptimizer,
+)
+from launcher.integrations.utilities import required_torch_version
+from tests.engine.driving import config_of, engine_of
+from tests.pool import RankContext, WorkerPool
+
+KINDS = {
+    0: set(),
+    1: {DeepSpeedZeroOptimizer, ZeROOptimizer},
+    2: {DeepSpeedZeroOptimizer, ZeROOptimizer},
+    3: {DeepSpeedZeroOptimizer_Stage3, ZeROOptimizer},
+}
+
+
+def ask(ctx: RankContext) -> None:
+    for stage, expected in KINDS.items():
+        engine = engine_of(config_of(stage))
+        every = KINDS[1] | KINDS[3] | {FP16_Optimizer, BF16_Optimizer}
+        assert {kind for kind in every if isinstance(engine.optimizer, kind)} == expected
+        assert not isinstance(engine.optimizer.optimizer, tuple(every))
+        assert engine.optimizer.optimizer is engine.optimizer.inner
+        masters = engine.optimizer.fp32_partitioned_groups_flat
+        held = sum(tensor.numel() for tensor in masters)
+        whole = sum(slot.shape.numel() for slot in engine.zero.slots.values())
+        assert held == whole if stage == 0 else 0 < held < whole
+        assert masters[0].data_ptr() == next(iter(engine.zero.slices())).data.data_ptr()
+        engine.allreduce_gradients()
+        assert engine.sparse_tensor_module_names == set()
+        for empty in (None, ""):
+            with pytest.raises(ConfigError, match="save_dir is"):
+                engine.save_checkpoint(empty)
+    engine = engine_of(config_of(0, bf16={"enabled": True}))
+    assert isinstance(engine.optimizer, BF16_Optimizer)
+
+
+def test_an_optimizer_is_of_the_class_of_its_stage(pool: WorkerPool) -> None:
+    pool.run(ask, 2)
+
+
+def test_what_is_no_engine_s_is_of_none_and_none_is_made_by_hand() -> None:
+    plain = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    assert not isinstance(plain, ZeROOptimizer)
+    with pytest.raises(LauncherError, match="FP16_UnfusedOptimizer cannot be made"):
+        optimizer_kinds.FP16_UnfusedOptimizer(plain)
+
+
+def test_models_without_experts_pass_and_experts_are_refused() -> None:
+    group = {"params": [torch.nn.Parameter(torch.ones(1))]}
+    split = experts.split_params_into_different_moe_groups_for_optimizer
+    assert split(group) == [group] and split((group, group)) == [group, group]
+    assert not experts.is_moe_param(group["params"][0])
+    with pytest.raises(LauncherError, match="no expert parallelism"):
+        experts.MoE(8, torch.nn.Linear(8, 8), num_experts=2)
+
+
+def test_versions_of_torch() -> None:
+    assert required_torch_version(min_version=2.1) and required_torch_version(min_version="1.10")
+    assert not required_torch_version(max_version=1.13) and not required_torch_version(min_version="99.0")
