@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,30 @@ log_levels = {
 }
 GIB = 2**30
 F = TypeVar("F", bound=Callable[..., Any])
+TORCH_INFO = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": "0.0",
+    "hip_version": "0.0",
+}
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Whether torch is of these versions; `2.7` and "2.7" are the same."""
+    here = [int(part) for part in torch.__version__.partition("+")[0].split(".") if part.isdigit()]
+
+    def numbers(version: Any) -> list[int]:
+        return [int(part) for part in str(version).split(".")]
+
+    return (min_version is None or here >= numbers(min_version)) and (
+        max_version is None or here[: len(numbers(max_version))] <= numbers(max_version)
+    )
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether this engine knows the device: CUDA and CPU."""
+    return pick_device().type in ("cuda", "cpu")
+
 
 # ---- logging -------------------------------------------------------------------------------------
 
@@ -59,6 +84,23 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """Print on these ranks."""
     if (text := get_dist_msg(message, ranks)) is not None:
         print(text, flush=True)
+
+
+def print_json_dist(message: Any, ranks: Sequence[int] | None = None, path: str | None = None) -> None:
+    """Write a dict as JSON on these ranks, with the rank in it."""
+    if get_dist_msg("", ranks) is not None:
+        message["rank"] = dist.get_rank() if dist.is_initialized() else -1
+        if path is None:
+            print(json.dumps(message), flush=True)
+        else:
+            Path(path).write_text(json.dumps(message))
+
+
+def print_configuration(args: Any, name: str) -> None:
+    """Log every attribute."""
+    logger.info("%s:", name)
+    for key, value in sorted(vars(args).items()):
+        logger.info("  %s %s %s", key, "." * (29 - len(key)), value)
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
