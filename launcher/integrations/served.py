@@ -75,6 +75,10 @@ _FP32 = _from(
     "convert_zero_checkpoint_to_fp32_state_dict",
     "load_state_dict_from_zero_checkpoint",
 )
+_COMM_FIRST = {
+    **_from(_BEFORE, "init_distributed", "is_initialized"),  # asked for before there is an engine: these import none
+    "log_summary": "launcher.comm:log_summary",
+}
 _MEMORY = f"{_ROOM}.memory_needs"
 _BUILDER = _from(_BEFORE, "AsyncIOBuilder")
 _BUILDERS = _from(_BEFORE, "AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder")
@@ -122,8 +126,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "clone_tensors_for_torch_save": f"{_HERE}:clone_tensors_for_torch_save",
     },
     "checkpointing": {},
-    "comm": {},
-    "comm.comm": {},
+    "comm": _COMM_FIRST,
+    "comm.comm": _COMM_FIRST,
     "comm.constants": {},
     "comm.pg_utils": {},
     "comm.reduce_op": {"ReduceOp": f"{_ROOM}.collectives:ReduceOp"},
