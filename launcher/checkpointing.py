@@ -18,6 +18,9 @@ from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer
 
 _checkpointer: Checkpointer | None = None
+_arguments: dict[str, Any] = {}
+unit: Any = None
+"""The model-parallel unit that `configure` was given."""
 
 
 def configure(
@@ -42,7 +45,8 @@ def configure(
     Raises:
         ConfigError: contiguous_checkpointing without num_checkpoints, or partition_activations without mpu_.
     """
-    global _checkpointer
+    global _checkpointer, _arguments, unit
+    _arguments = {key: value for key, value in locals().items() if value is not None}
     given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
@@ -66,6 +70,17 @@ def configure(
             fix="pass mpu_=..., or leave partition_activations out",
         )
     _checkpointer = Checkpointer.of(section, _axis(mpu_), section.number_checkpoints or 0)
+    unit = mpu_
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """`configure` again, with this `partition_activations`."""
+    configure(**{**_arguments, "partition_activations": partition_activation})
+
+
+def set_num_layers(nlayers: int) -> None:
+    """`configure` again, with this `num_checkpoints`."""
+    configure(**{**_arguments, "num_checkpoints": nlayers})
 
 
 def is_configured() -> bool:

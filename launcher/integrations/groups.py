@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from launcher.comm import Axis
 from launcher.engine.fragments import ENGINES
+from launcher.integrations.refused import NotHere, missing
 
 
 def _axis(name: str) -> Axis:
@@ -62,3 +63,85 @@ def get_pipeline_model_parallel_rank() -> int:
 get_model_parallel_group = get_tensor_model_parallel_group
 get_model_parallel_world_size = get_tensor_model_parallel_world_size
 get_model_parallel_rank = get_tensor_model_parallel_rank
+
+
+# ---- DeepSpeed's own names of them -----------------------------------------------------------------
+
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = get_data_parallel_rank
+_get_model_parallel_world_size = get_tensor_model_parallel_world_size
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    """The ranks, among all, of this one's data-parallel group."""
+    group = get_data_parallel_group()
+    if group is not None:
+        return dist.get_process_group_ranks(group)
+    return [dist.get_rank() if dist.is_initialized() else 0]
+
+
+def _get_broadcast_src_rank() -> int:
+    """The first of them."""
+    return _get_data_parallel_group_ranks()[0]
+
+
+# A sequence lies whole on a rank: along that axis there is one, and the ranks that average gradients are those of dp.
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return 1
+
+
+def _get_sequence_parallel_rank() -> int:
+    return 0
+
+
+def _get_sequence_parallel_group() -> Any:
+    """Raises NotHere: nothing is sent along it."""
+    what, how = missing("sequence", "a process group of ranks that share a sequence")
+    raise NotHere(what, **how)
+
+
+_get_sequence_data_parallel_group = get_data_parallel_group
+_get_sequence_data_parallel_world_size = get_data_parallel_world_size
+_get_sequence_data_parallel_rank = get_data_parallel_rank
+
+
+# ---- with a model-parallel unit of Megatron's -------------------------------------------------------
+
+
+def _asked(mpu: Any, *names: str, otherwise: Any) -> Any:
+    """The first of the methods that there is."""
+    found = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
+    return otherwise if found is None else found()
+
+
+def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
+    """Of Megatron's unit, whichever version it is; 0 without one."""
+    names = "get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank"
+    return int(_asked(mpu, *names, otherwise=0))
+
+
+def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
+    names = (
+        "get_tensor_model_parallel_world_size",
+        "get_slice_parallel_world_size",
+        "get_model_parallel_world_size",
+    )
+    return int(_asked(mpu, *names, otherwise=1))
+
+
+def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
+    names = "get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group"
+    return _asked(mpu, *names, otherwise=None)
+
+
+def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
+    names = "get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"
+    return int(_asked(mpu, *names, otherwise=1))
+
+
+def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
+    names = "get_pipeline_model_parallel_group", "get_pipe_parallel_group"
+    return _asked(mpu, *names, otherwise=None)

@@ -8,7 +8,6 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import launcher
@@ -72,54 +71,3 @@ def check_accelerate() -> None:
             "the same data",
             fix="pass TrainingArguments(use_cpu=True) on a machine without a GPU, and do not set ACCELERATE_USE_CPU",
         )
-
-
-class _Accelerator:
-    """The device of this rank, by DeepSpeed's questions."""
-
-    _name = "cpu"
-
-    def device_name(self, index: int | str | None = None) -> str:
-        kind = _device().type
-        return kind if index is None or kind == "cpu" else f"{kind}:{index}"
-
-    def current_device_name(self) -> str:
-        return str(_device())
-
-    def current_device(self) -> int:
-        return _device().index or 0
-
-    def device_count(self) -> int:
-        return torch.cuda.device_count() or 1
-
-    def is_available(self) -> bool:
-        return True
-
-    def communication_backend_name(self) -> str:
-        return "nccl" if _device().type == "cuda" else "gloo"
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def empty_cache(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"deepspeed.accelerator.get_accelerator().{name} is not here; see docs/transformers.md"
-        )
-
-
-def get_accelerator() -> _Accelerator:
-    """The device of this rank."""
-    return _Accelerator()
-
-
-def _device() -> torch.device:
-    from launcher.comm import pick_device
-
-    return pick_device()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import nn
 
 import launcher
 from launcher.errors import ConfigError
+from launcher.integrations import marks  # noqa: F401  (puts DeepSpeed's attributes on parameters)
 from launcher.integrations.processes import check_accelerate, init_distributed, logger
-from launcher.integrations.surface import VERSION
-from launcher.zero import DealtInit, ShardedParameter
+from launcher.integrations.served import VERSION
+from launcher.zero import DealtInit, GatheredParameters, ShardedParameter
 
 # ---- the engine -----------------------------------------------------------------------------------
 
@@ -104,26 +105,6 @@ class _Offload:
 # ---- parameters -----------------------------------------------------------------------------------
 
 
-class ZeroParamStatus(enum.Enum):
-    """Whether a parameter can be used as it is."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-def _status(parameter: torch.Tensor) -> ZeroParamStatus:
-    sharded = isinstance(parameter, ShardedParameter) and parameter.zero_holder.whole is None
-    return ZeroParamStatus.NOT_AVAILABLE if sharded else ZeroParamStatus.AVAILABLE
-
-
-# Those who ask for the status want it of every parameter, and of modules what they use of others. A parameter that was
-# saved for backward comes back as a plain tensor, with the values that are gathered then: it is asked, too.
-setattr(torch.Tensor, "ds_status", property(_status))  # noqa: B010
-setattr(torch.Tensor, "ds_active_sub_modules", property(lambda parameter: set()))  # noqa: B010
-setattr(nn.Module, "ds_external_parameters", lambda module: ())  # noqa: B010
-
-
 class _Unsplit:
     """Gives transformers the JSON without tensor parallelism.
 
@@ -161,3 +142,20 @@ def unchanged(constructor: Callable[..., Any], *dtypes: Any, **others: Any) -> C
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """The item with its tensors copied: a view is saved without what it is a view of."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(device), item)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, with all of its parameters gathered: generate() inside sends nothing."""
+    inner = getattr(model, "module", model)
+    with GatheredParameters([param for param in inner.parameters() if isinstance(param, ShardedParameter)]):
+        yield inner
+
+
+def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
+    """Nothing has to be said: `optimizer.type` Muon finds the matrices by itself."""
+
+
+def is_zero_supported_optimizer(optimizer: Any) -> bool:
+    """Whether ZeRO steps it: any torch optimizer, elementwise or of whole parameters."""
+    return isinstance(optimizer, torch.optim.Optimizer)

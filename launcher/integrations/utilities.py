@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,7 +54,6 @@ def is_current_accelerator_supported() -> bool:
     return pick_device().type in ("cuda", "cpu")
 
 
-
 # ---- logging -------------------------------------------------------------------------------------
 
 
@@ -84,6 +84,23 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """Print on these ranks."""
     if (text := get_dist_msg(message, ranks)) is not None:
         print(text, flush=True)
+
+
+def print_json_dist(message: Any, ranks: Sequence[int] | None = None, path: str | None = None) -> None:
+    """Write a dict as JSON on these ranks, with the rank in it."""
+    if get_dist_msg("", ranks) is not None:
+        message["rank"] = dist.get_rank() if dist.is_initialized() else -1
+        if path is None:
+            print(json.dumps(message), flush=True)
+        else:
+            Path(path).write_text(json.dumps(message))
+
+
+def print_configuration(args: Any, name: str) -> None:
+    """Log every attribute."""
+    logger.info("%s:", name)
+    for key, value in sorted(vars(args).items()):
+        logger.info("  %s %s %s", key, "." * (29 - len(key)), value)
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:

@@ -1,0 +1,229 @@
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's names and with its extra arguments, and the few functions more.
+
+The arguments `prof`, `log_name` and `debug` belong to DeepSpeed's log of calls; here the section comms_logger logs what
+the engine sends, and they are taken and not used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from launcher.comm import log_summary, pick_device
+from launcher.errors import LauncherError
+from launcher.integrations.processes import init_distributed, is_initialized
+
+F = TypeVar("F", bound=Callable[..., Any])
+ReduceOp, ProcessGroup, P2POp = dist.ReduceOp, dist.ProcessGroup, dist.P2POp
+LOG = ("prof", "log_name", "debug")
+
+__all__ = ["init_distributed", "is_initialized", "log_summary"]
+
+
+def _quiet(function: F) -> F:
+    """The function, which also takes the arguments of DeepSpeed's log."""
+
+    @wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        return function(*args, **{key: value for key, value in keywords.items() if key not in LOG})
+
+    return call  # type: ignore[return-value]
+
+
+broadcast, broadcast_object_list = _quiet(dist.broadcast), _quiet(dist.broadcast_object_list)
+all_gather, all_gather_object = _quiet(dist.all_gather), _quiet(dist.all_gather_object)
+all_gather_into_tensor = _quiet(dist.all_gather_into_tensor)
+reduce_scatter, reduce_scatter_tensor = _quiet(dist.reduce_scatter), _quiet(dist.reduce_scatter_tensor)
+all_to_all, all_to_all_single = _quiet(dist.all_to_all), _quiet(dist.all_to_all_single)
+all_reduce, reduce = _quiet(dist.all_reduce), _quiet(dist.reduce)
+gather, scatter = _quiet(dist.gather), _quiet(dist.scatter)
+send, recv, isend, irecv = _quiet(dist.send), _quiet(dist.recv), _quiet(dist.isend), _quiet(dist.irecv)
+batch_isend_irecv = _quiet(dist.batch_isend_irecv)
+allgather_fn, reduce_scatter_fn = all_gather_into_tensor, reduce_scatter_tensor
+
+
+def barrier(
+    group: Any = None, async_op: bool = False, device_ids: list[int] | None = None, **log: Any
+) -> Any:
+    """Wait until every rank of the group is here."""
+    return dist.barrier(group, async_op, device_ids) if dist.is_initialized() else None
+
+
+def monitored_barrier(
+    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **log: Any
+) -> None:
+    """A barrier that names the ranks that do not come. On a group without gloo it is a plain one, as in DeepSpeed."""
+    if dist.get_backend(group) == dist.Backend.NCCL:
+        dist.barrier(group)
+    else:
+        dist.monitored_barrier(group, timeout, wait_all_ranks)
+
+
+def inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
+    """all_reduce in place; DeepSpeed has shared memory for this one."""
+    return dist.all_reduce(tensor, op, group)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **log: Any,
+) -> Any:
+    """all_reduce of every tensor, in place."""
+    return _Works([dist.all_reduce(tensor, op, group, async_op=True) for tensor in tensors]).given(async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[Tensor],
+    input_tensors: Sequence[Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """all_gather_into_tensor of every pair."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return _Works([dist.all_gather_into_tensor(out, one, group, async_op=True) for out, one in pairs]).given(
+        async_op
+    )
+
+
+class _Works:
+    """Several collectives that are waited for together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def given(self, async_op: bool) -> _Works | None:
+        """For the caller to wait for, or None where this waits."""
+        if async_op:
+            return self
+        self.wait()
+        return None
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+# ---- who there is --------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    return dist.is_available()
+
+
+def new_group(ranks: Sequence[int], *others: Any, **keywords: Any) -> Any:
+    """Every rank of the run must call it."""
+    return dist.new_group(list(ranks), *others, **keywords)
+
+
+def get_world_group() -> Any:
+    return dist.group.WORLD
+
+
+def get_rank(group: Any = None) -> int:
+    """Of this process in the group; from the environment before there are groups."""
+    return dist.get_rank(group) if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def get_world_size(group: Any = None) -> int:
+    """Ranks of the group; from the environment before there are groups."""
+    return dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def get_local_rank() -> int:
+    """Of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+get_local_rank_from_launcher = get_local_rank
+
+
+def get_world_rank_from_launcher() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def get_world_size_from_launcher() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The rank among all of one of a group."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The ranks among all of a group."""
+    return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+    """torch's device mesh over all ranks."""
+    return init_device_mesh(pick_device().type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def destroy_process_group(group: Any = None) -> None:
+    dist.destroy_process_group(group)
+
+
+# ---- what there is -------------------------------------------------------------------------------
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+has_reduce_scatter_tensor = has_all_gather_into_tensor
+
+
+def has_all_reduce_coalesced() -> bool:
+    """torch's own deprecated one is not used; `all_reduce_coalesced` is here."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    return hasattr(dist.distributed_c10d, "_coalescing_manager")
+
+
+def configure(deepspeed_config: Any = None, enabled: bool | None = None, **keywords: Any) -> None:
+    """The log of collectives is switched on in the JSON, before there is an engine.
+
+    Raises:
+        LauncherError: it is to be switched on here.
+    """
+    if enabled or any(keywords.values()):
+        raise LauncherError(
+            "deepspeed.comm.configure() switches no log on: what the engine sends is logged as its JSON says",
+            where="deepspeed.comm.configure()",
+            fix='write {"comms_logger": {"enabled": true}} in the JSON',
+        )
+
+
+def in_aml() -> bool:
+    """Whether this is a machine of Azure ML."""
+    return "AZUREML_EXPERIMENT_ID" in os.environ
+
+
+def in_aws_sm() -> bool:
+    """Whether this is a machine of SageMaker."""
+    return "SM_TRAINING_ENV" in os.environ
+
+
+def in_dlts() -> bool:
+    return "DLTS_JOB_ID" in os.environ
+
+
+def is_parallel(group: Any = None) -> bool:
+    """Whether a group has several ranks."""
+    return dist.is_initialized() and dist.get_world_size(group) > 1

@@ -1,0 +1,199 @@
+"""`deepspeed.DeepSpeedConfig`: a JSON that was read and checked, by the attributes that scripts ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from launcher.config import Config, ZeroConfig, load
+from launcher.config.load import read
+from launcher.engine.dtypes import DTYPES
+from launcher.engine.getters import value_at
+from launcher.errors import ConfigError
+from launcher.integrations.enumerations import ZeroStageEnum
+from launcher.integrations.refused import NotHere, missing
+
+PATHS: Mapping[str, str] = {
+    **{
+        name: name
+        for name in (
+            "dataloader_drop_last",
+            "disable_python_gc",
+            "dump_state",
+            "gradient_allreduce_op",
+            "gradient_clipping",
+            "gradient_predivide_factor",
+            "log_level",
+            "managed_gradient_accumulation",
+            "memory_breakdown",
+            "prescale_gradients",
+            "steps_per_print",
+            "wall_clock_breakdown",
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+        )
+    },
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "zero_optimization_stage": "zero_optimization.stage",
+}
+"""Attribute -> key."""
+
+SECTIONS: Mapping[str, str] = {
+    "activation_checkpointing_config": "activation_checkpointing",
+    "aio_config": "aio",
+    "bfloat16_config": "bf16",
+    "checkpoint_config": "checkpoint",
+    "comms_config": "comms_logger",
+    "compile_config": "compile",
+    "data_efficiency_config": "data_efficiency",
+    "float16_config": "fp16",
+    "flops_profiler_config": "flops_profiler",
+    "pipeline": "pipeline",
+    "tensor_parallel_config": "tensor_parallel",
+    "timers_config": "timers",
+}
+"""Attribute -> section, typed and frozen."""
+
+DTYPE_KEYS: Mapping[str, str] = {
+    "communication_data_type": "communication_data_type",
+    "grad_accum_dtype": "data_types.grad_accum_dtype",
+    "seq_parallel_communication_data_type": "seq_parallel_communication_data_type",
+    "torch_autocast_dtype": "torch_autocast.dtype",
+}
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+class DeepSpeedConfig:
+    """A JSON, read and checked, with the batch sizes of this number of ranks.
+
+    Args:
+        config: path, JSON in base64, or dict.
+        mpu: says how many ranks share a batch; None: as the JSON has it.
+
+    Raises:
+        ConfigError: it is wrong; every mistake is listed.
+    """
+
+    def __init__(
+        self, config: str | Path | Mapping[str, Any] | Config, mpu: Any = None, mesh_device: Any = None
+    ) -> None:
+        loaded = config if isinstance(config, Config) else load(config)
+        self._param_dict: dict[str, Any] = loaded.given()
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size: int = (
+            mpu.get_data_parallel_world_size() if mpu is not None else loaded.dp_degree(ranks)
+        )
+        self._config = loaded.resolve(dp_degree=self.world_size)
+        for key in BATCH:
+            setattr(self, key, getattr(self._config, key))
+
+    @property
+    def zero_config(self) -> DeepSpeedZeroConfig:
+        return DeepSpeedZeroConfig(self._config.zero_optimization)
+
+    @property
+    def zero_enabled(self) -> bool:
+        return int(self._config.zero_optimization.stage) > 0
+
+    @property
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        return self._config.checkpoint.tag_validation != "Ignore"
+
+    @property
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return self._config.checkpoint.tag_validation == "Fail"
+
+    @property
+    def monitor_config(self) -> dict[str, Any]:
+        """The sections of the monitors, for `MonitorMaster`."""
+        return {name: self._param_dict[name] for name in MONITORS if name in self._param_dict}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PATHS:
+            return value_at(self._config, PATHS[name])
+        if name in SECTIONS:
+            return getattr(self._config, SECTIONS[name])
+        if name in DTYPE_KEYS:
+            found = value_at(self._config, DTYPE_KEYS[name])
+            return DTYPES.get(found, found) if isinstance(found, str) else found
+        if name.startswith("_"):
+            raise AttributeError(name)
+        what, how = missing(f"runtime.config.DeepSpeedConfig.{name}", f"DeepSpeedConfig.{name}")
+        raise NotHere(what, **how)
+
+    def print_user_config(self) -> None:
+        """The JSON as it was written."""
+        print(json.dumps(self._param_dict, indent=4, sort_keys=True, default=str))
+
+    def print(self, name: str) -> None:
+        """Every key with its value."""
+        print(f"{name}:")
+        for key, value in sorted(self._config.to_dict().items()):
+            print(f"  {key} = {value}")
+
+
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+
+
+class DeepSpeedZeroConfig:
+    """The section zero_optimization, by DeepSpeed's names: those of stage 3 without `stage3_`.
+
+    Args:
+        section: of a JSON that was read; else its keys are given by name.
+    """
+
+    def __init__(self, section: ZeroConfig | None = None, **keys: Any) -> None:
+        if section is None:
+            section = load({"train_batch_size": 1, "zero_optimization": keys}).zero_optimization
+        self._section = section
+
+    @property
+    def stage(self) -> ZeroStageEnum:
+        return ZeroStageEnum(int(self._section.stage))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        for key in (name, f"stage3_{name}"):
+            if hasattr(type(self._section), "model_fields") and key in type(self._section).model_fields:
+                return getattr(self._section, key)
+        what, how = missing(f"runtime.zero.config.DeepSpeedZeroConfig.{name}", f"zero_config.{name}")
+        raise NotHere(what, **how)
+
+    def model_dump(self, **others: Any) -> dict[str, Any]:
+        """As a plain dict."""
+        return dict(self._section.to_dict())
+
+
+def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON as a dict, as it was written."""
+    return dict(read(config).tree)
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """For json.load(object_pairs_hook=...).
+
+    Raises:
+        ConfigError: a key stands twice.
+    """
+    found = dict(ordered_pairs)
+    if len(found) != len(ordered_pairs):
+        keys = [key for key, _ in ordered_pairs]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        raise ConfigError(f"keys stand twice in the JSON: {', '.join(twice)}", fix="delete one of each")
+    return found

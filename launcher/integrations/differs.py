@@ -1,0 +1,104 @@
+"""Names of DeepSpeed's that are here and are not quite the same: how, in a sentence. Data for docs/deepspeed_api.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_DATA = "the keys of DeepSpeed's own files; launcher's checkpoints have no such files"
+_KINDS = "answers isinstance(engine.optimizer, ...); one class steps at every stage"
+_OURS = "launcher's error, with what to write instead"
+_BY_RULE = "by launcher's own rule; `launch memory-estimate` traces the model and knows activations"
+_KEPT = "as launcher.checkpointing; inputs are kept as the JSON's section says"
+_NVTX = "a profile has launcher's own ranges"
+
+DIFFERS: Mapping[str, str] = {
+    "initialize": "config sections that cannot be done are errors; mpu and mesh_param are refused",
+    "init_distributed": "the backend follows from the device; without a launcher there is one process",
+    "tp_model_init": "gives the model as it is: initialize() splits its layers, as the JSON says",
+    "set_optimizer_flags": "does nothing: Muon finds its matrices by itself",
+    "add_config_arguments": "the same flags",
+    "DeepSpeedConfig": "read-only; keys that are wrong are all told at once",
+    "DeepSpeedConfigError": _OURS,
+    "accelerator.real_accelerator.set_accelerator": "an accelerator of one's own is refused",
+    "accelerator.set_accelerator": "an accelerator of one's own is refused",
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.reset_peak_memory_stats": "on a CPU the peak stays",
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.replay_graph": "on a CPU an error: nothing was captured",
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.memory_stats": "on a CPU the memory of the process",
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.is_triton_supported": "false: no kernel here needs it",
+    "checkpoint.constants": _DATA,
+    "checkpoint.deepspeed_checkpoint": _DATA,
+    "comm.configure": "the log of collectives is switched on in the JSON: comms_logger",
+    "comm.comm.configure": "the log of collectives is switched on in the JSON: comms_logger",
+    "comm.get_rank": "works before there are process groups, too",
+    "comm.get_world_size": "works before there are process groups, too",
+    "comm.log_summary": "what the engine sent; collectives that a script calls itself are not in it",
+    "env_report": "prints the versions; there are no operators to build",
+    "git_version_info": "the version whose names these are, and what is installed here",
+    "moe.layer.MoE": "can be imported; making one is an error: layers of experts are not here yet",
+    "moe.utils": "answers of a model without experts; a parameter of an expert is an error",
+    "ops.__compatible_ops__": "what has a counterpart here; nothing is built",
+    "ops.adam.FusedAdam": "bias_correction=False is written in the JSON; the engine steps it on any device",
+    "ops.adam.DeepSpeedCPUAdam": "bias_correction=False is written in the JSON; the engine steps it on any device",
+    "ops.lamb.FusedLamb": "max_grad_norm is gradient_clipping of the JSON",
+    "ops.op_builder": "its NAME; nothing has to be built",
+    "profiling.flops_profiler": "operations by torch's formulas for what ran; ignore_list is refused",
+    "runtime.activation_checkpointing.checkpointing": _KEPT,
+    "checkpointing": _KEPT,
+    "runtime.base_optimizer.ZeROOptimizer": _KINDS,
+    "runtime.bf16_optimizer.BF16_Optimizer": _KINDS,
+    "runtime.fp16.fused_optimizer.FP16_Optimizer": _KINDS,
+    "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": _KINDS,
+    "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": _KINDS,
+    "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": _KINDS,
+    "runtime.config.DeepSpeedConfig": "read-only; keys that are wrong are all told at once",
+    "runtime.config.DeepSpeedConfigError": _OURS,
+    "runtime.engine.DeepSpeedEngine": "launcher's engine",
+    "runtime.engine.DeepSpeedEngine.backward": "returns the loss as it was given, detached",
+    "runtime.engine.DeepSpeedEngine.compile": "compiles the blocks of the model, one by one",
+    "runtime.engine.DeepSpeedEngine.config": "the JSON resolved, as a dict",
+    "runtime.engine.DeepSpeedEngine.no_sync": "works at every stage; stages 2 and 3 hold the whole gradient meanwhile",
+    "runtime.engine.DeepSpeedEngine.offload_states": "works at every stage; lp_params and lp_grads are refused",
+    "runtime.engine.DeepSpeedEngine.save_checkpoint": "launcher's format, which loads on any number of ranks",
+    "runtime.engine.DeepSpeedEngine.load_checkpoint": "launcher's format; custom_load_fn is refused",
+    "runtime.engine.DeepSpeedEngine.get_wall_clock_timers": "milliseconds by launcher's names of the phases",
+    "runtime.engine.DeepSpeedEngine.timers": "launcher's timers: `with timers(name)`",
+    "runtime.pipe.engine.PipelineEngine": "the same engine: a model in stages is trained with train_batch()",
+    "runtime.pipe.engine.DeepSpeedEngine": "launcher's engine",
+    "DeepSpeedEngine": "launcher's engine",
+    "PipelineEngine": "the same engine: a model in stages is trained with train_batch()",
+    "runtime.pipe.schedule": "to read, draw and test; the engine runs the schedules of pipeline.schedule",
+    "runtime.pipe.module.PipelineError": _OURS,
+    "runtime.zero.utils.ZeRORuntimeException": _OURS,
+    "runtime.zero.utils.is_zero_supported_optimizer": "true of every torch optimizer",
+    "utils.exceptions.DeprecatedException": _OURS,
+    "utils.DeprecatedException": _OURS,
+    **{
+        f"runtime.zero.{module}.estimate_zero{stage}_model_states_mem_needs{form}": _BY_RULE
+        for module, stage in (("stage3", 3), ("stage_1_and_2", 2))
+        for form in ("", "_all_cold", "_all_live")
+    },
+    "runtime.zero.register_external_parameter": "nothing has to be said, and nothing happens",
+    "runtime.zero.partition_parameters.register_external_parameter": "nothing has to be said, and nothing happens",
+    "runtime.zero.partition_parameters.unregister_external_parameter": "nothing has to be said, and nothing happens",
+    "zero.register_external_parameter": "nothing has to be said, and nothing happens",
+    "runtime.zero.partition_parameters.ZeroParamType": "REMOTE is none of launcher's",
+    "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": "leaves dtypes alone",
+    "utils.instrument_w_nvtx": _NVTX,
+    "utils.nvtx.instrument_w_nvtx": _NVTX,
+    "utils.groups": "of the newest engine; of all ranks before there is one",
+    "utils.zero_to_fp32": "reads launcher's checkpoints",
+    "parameter.ds_id": "only a sharded parameter has one, while it is not gathered in its module",
+    "parameter.ds_persist": "false: a parameter that is kept whole is a plain one",
+    "parameter.ds_active_sub_modules": "always empty",
+    "parameter.ds_external_parameters": "always empty",
+}
+"""Name below `deepspeed`, or the beginning of one -> how it is not the same. The longest counts."""
+
+
+def difference_of(name: str) -> str:
+    """How a name that is here is not the same; "" where it is."""
+    parts = name.split(".")
+    for number in range(len(parts), 0, -1):
+        if (found := DIFFERS.get(".".join(parts[:number]))) is not None:
+            return found
+    return ""

@@ -1,0 +1,88 @@
+"""DeepSpeed's enumerations and errors, which scripts compare and catch. The errors are launcher's own below them."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from launcher.errors import ConfigError, LauncherError
+from launcher.integrations.refused import NotHere
+
+DeepSpeedConfigError = ConfigError
+PipelineError = ConfigError
+ElasticityError = ElasticityConfigError = ElasticityIncompatibleWorldSize = ConfigError
+ZeRORuntimeException = LauncherError
+DeprecatedException = NotHere
+
+
+class OffloadDeviceEnum(enum.StrEnum):
+    """`offload_param.device` and `offload_optimizer.device`."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(enum.StrEnum):
+    """What `engine.offload_states(include=...)` names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(int, enum.Enum):
+    """`zero_optimization.stage`."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter can be used as it is."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(enum.Enum):
+    """How a parameter is kept: whole, or in shards of all ranks. `REMOTE` is none of ours."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ValidationMode:
+    """`checkpoint.tag_validation`."""
+
+    WARN = "WARN"
+    IGNORE = "IGNORE"
+    FAIL = "FAIL"
+
+
+class DtypeEnum(enum.Enum):
+    """Words for dtypes; the first is that of `value`."""
+
+    fp16 = torch.float16, "torch.float16", "fp16", "float16", "half"
+    fp32 = torch.float32, "torch.float32", "fp32", "float32", "float"
+    int8 = torch.int8, "torch.int8", "int8"
+    bf16 = torch.bfloat16, "torch.bfloat16", "bf16", "bfloat16"
+
+    def __new__(cls, *words: object) -> DtypeEnum:
+        member = object.__new__(cls)
+        member._value_ = words[0]
+        for word in words[1:]:
+            cls._value2member_map_[word] = member
+        return member
+
+    @classmethod
+    def from_str(cls, value: str) -> DtypeEnum:
+        return cls(value)

@@ -1,0 +1,75 @@
+"""`deepspeed.runtime.dataloader.DeepSpeedDataLoader`: a loader that deals a dataset out to the data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+
+
+class DeepSpeedDataLoader:
+    """Batches of a dataset; each data-parallel rank has its share.
+
+    Args:
+        batch_size: of one rank.
+        data_sampler: default: this rank's share, in random order.
+        tput_timer: started at each batch; None: there is none.
+        local_rank: not needed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        pin_memory: bool,
+        local_rank: int,
+        tput_timer: Any,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+        data_sampler: Any = None,
+        data_parallel_world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        dataloader_drop_last: bool = False,
+        deepspeed_dataloader_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.dataset, self.batch_size, self.tput_timer = dataset, batch_size, tput_timer
+        self.data_sampler = data_sampler or _share(dataset, data_parallel_world_size, data_parallel_rank)
+        self.dataloader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=self.data_sampler,
+            pin_memory=pin_memory,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            drop_last=dataloader_drop_last,
+        )
+        self.data: Iterator[Any] | None = None
+        self.post_process_func: Callable[[Any, Any], Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
+
+    def __iter__(self) -> DeepSpeedDataLoader:
+        self.data = iter(self.dataloader)
+        return self
+
+    def __next__(self) -> Any:
+        if self.tput_timer is not None:
+            self.tput_timer.start()
+        if self.data is None:
+            self.data = iter(self.dataloader)
+        batch = next(self.data)
+        return self.post_process_func(batch, self.data_sampler) if self.post_process_func else batch
+
+
+def _share(dataset: Dataset[Any], ranks: int | None, rank: int | None) -> Any:
+    if isinstance(dataset, IterableDataset):
+        return None
+    there = dist.is_initialized()
+    ranks = ranks if ranks is not None else (dist.get_world_size() if there else 1)
+    rank = rank if rank is not None else (dist.get_rank() if there else 0)
+    if ranks == 1:
+        return RandomSampler(dataset)  # type: ignore[arg-type]
+    return DistributedSampler(dataset, num_replicas=ranks, rank=rank)

@@ -1,0 +1,364 @@
+"""What of DeepSpeed's Python is not here: why, and what to write instead. Data, and the errors that say it.
+
+One table for people (docs/deepspeed_api.md is written from it) and for scripts (the error of a missing name says it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.errors import LauncherError
+
+PACKAGE = "deepspeed"
+ELSEWHERE = "with DeepSpeed installed, `launch --no_deepspeed_shim ...` runs the script on DeepSpeed itself"
+
+
+class NotHere(LauncherError, AttributeError):
+    """A name of DeepSpeed's that is not here."""
+
+
+class NoSuchModule(LauncherError, ModuleNotFoundError):
+    """A module of DeepSpeed's that is not here."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why something is not here.
+
+    Args:
+        why: one sentence without its end.
+        instead: what to write instead; "" where only DeepSpeed itself will do.
+    """
+
+    why: str
+    instead: str = ""
+
+
+INSIDE = Refusal(
+    "it belongs to the inside of DeepSpeed's engine, and launcher's engine has no such part",
+    "use the methods of the engine that docs/deepspeed_api.md lists",
+)
+PARTS = Refusal(
+    "it belongs to the inside of DeepSpeed's ZeRO, whose shards lie otherwise than launcher's",
+    "read and change values through deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param "
+    "and its kin",
+)
+EXPERTS = Refusal("layers of experts are not here yet", "train a dense model")
+SEQUENCES = Refusal(
+    "sequence parallelism over ranks is not here yet",
+    "split long sequences over ranks with tensor_parallel.autotp_size, or use activation_checkpointing",
+)
+INFERENCE = Refusal(
+    "inference kernels are not here: launcher trains",
+    "generate with the model itself: transformers' generate() works under every stage",
+)
+COMPRESSION = Refusal("compression and quantization of a model are not here", "train the model as it is")
+KERNELS = Refusal("its own GPU kernels are not here", "use torch's operators, or the model of transformers")
+BUILDERS = Refusal(
+    "DeepSpeed's C++ and CUDA operators are not built here",
+    "nothing has to be built: optimizers and offload work without",
+)
+DEVICES = Refusal(
+    "only CUDA devices and CPUs are here", "use get_accelerator(), which is the device of this rank"
+)
+TUNING = Refusal(
+    "the autotuner is not here",
+    "`launch plan` says which settings fit the memory, before a run",
+)
+PASSES = Refusal(
+    "the compiler passes of DeepCompile are not here",
+    "engine.compile() compiles the blocks of the model with torch.compile",
+)
+CONVERSION = Refusal(
+    "files of DeepSpeed's checkpoints are not read or written here",
+    "engine.load_checkpoint() loads launcher's checkpoints on any number of ranks and at any stage, "
+    "without a conversion",
+)
+KEYS = Refusal(
+    "names of keys are not kept as constants here",
+    "write the key as a string, as docs/config.md lists it",
+)
+SECTIONS = Refusal(
+    "sections of the JSON are not classes of their own here",
+    "read them from deepspeed.DeepSpeedConfig(...) or engine.config",
+)
+PIPES = Refusal(
+    "it belongs to the inside of DeepSpeed's pipeline engine, and launcher's stages run by a schedule of their own",
+    "choose the schedule in the JSON: pipeline.schedule",
+)
+WRITERS = Refusal(
+    "DeepSpeed's writers of files are not here",
+    "engine.save_checkpoint() writes in the background as the JSON says",
+)
+RUNNERS = Refusal("how machines are started is not Python here", "write `launch --hostfile ...`")
+SAMPLING = Refusal(
+    "it belongs to the inside of DeepSpeed's data pipeline",
+    "the section data_efficiency of the JSON does what docs/config.md lists",
+)
+SPARSE = Refusal("gradients of embeddings are dense here", "leave out sparse=True of nn.Embedding")
+SCALES = Refusal(
+    "the engine scales losses by itself", "read engine.loss_scale(), and set the section fp16 of the JSON"
+)
+OPTIMIZERS = Refusal(
+    "the optimizer is not here",
+    "use one of those that docs/config.md lists under optimizer.type, or pass initialize(optimizer=...)",
+)
+
+REFUSED: Mapping[str, Refusal] = {
+    "accelerator": DEVICES,
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator": Refusal(
+        "it has no meaning for a CUDA device or a CPU of launcher's", "call torch itself"
+    ),
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.build_extension": BUILDERS,
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.create_op_builder": BUILDERS,
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.get_op_builder": BUILDERS,
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.op_builder_dir": BUILDERS,
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.set_compile_backend": Refusal(
+        "a backend for all compilations cannot be set", "name it in the call: engine.compile(backend=...)"
+    ),
+    "accelerator.real_accelerator": DEVICES,
+    "autotuning": TUNING,
+    "checkpoint": CONVERSION,
+    "comm": Refusal(
+        "it belongs to the inside of DeepSpeed's communication",
+        "deepspeed.comm has every function of torch.distributed",
+    ),
+    "comm.ccl": DEVICES,
+    "comm.mori": DEVICES,
+    "comm.config": SECTIONS,
+    "comm.constants": KEYS,
+    "compat": INSIDE,
+    "compile": PASSES,
+    "compression": COMPRESSION,
+    "constants": KEYS,
+    "datastates": WRITERS,
+    "elasticity": Refusal("the elastic agent is not here", "write `launch --max_restarts N ...`"),
+    "env_report": Refusal("the report of operators is not here", "write `launch check`"),
+    "git_version_info": INSIDE,
+    "inference": INFERENCE,
+    "io": WRITERS,
+    "launcher": RUNNERS,
+    "linear": Refusal("layers with their own low-rank adapters are not here", "use PEFT's LoRA"),
+    "model_implementations": INFERENCE,
+    "module_inject": Refusal(
+        "layers are not replaced by hand here",
+        "tensor_parallel in the JSON splits the layers; partition_config names layers of your own",
+    ),
+    "module_inject.auto_ep": EXPERTS,
+    "module_inject.containers": INFERENCE,
+    "moe": EXPERTS,
+    "monitor": Refusal(
+        "writers of metrics are not classes of their own here",
+        "use deepspeed.monitor.monitor.MonitorMaster, or tensorboard, csv_monitor, wandb and comet of the JSON",
+    ),
+    "nvme": Refusal("the tools that measure NVMe are not here", "write `launch bench io`"),
+    "ops": KERNELS,
+    "ops.adam": OPTIMIZERS,
+    "ops.fp_quantizer": COMPRESSION,
+    "ops.lion": OPTIMIZERS,
+    "ops.lamb": OPTIMIZERS,
+    "ops.op_builder": BUILDERS,
+    "ops.compile": BUILDERS,
+    "ops.gds": BUILDERS,
+    "ops.pin_memory": BUILDERS,
+    "ops.quantizer": COMPRESSION,
+    "ops.random_ltd": SAMPLING,
+    "parameter": PARTS,
+    "pipe": PIPES,
+    "profiling": KEYS,
+    "profiling.config": SECTIONS,
+    "profiling.flops_profiler": Refusal(
+        "it belongs to the inside of DeepSpeed's profiler", "use get_model_profile() or FlopsProfiler"
+    ),
+    "replace_transformer_layer": INFERENCE,
+    "runtime": INSIDE,
+    "runtime.activation_checkpointing": Refusal(
+        "it belongs to the inside of DeepSpeed's checkpoint function",
+        "use deepspeed.checkpointing.checkpoint(), configure() and reset()",
+    ),
+    "runtime.activation_checkpointing.config": SECTIONS,
+    "runtime.base_optimizer": PARTS,
+    "runtime.bf16_optimizer": PARTS,
+    "runtime.checkpoint_engine": WRITERS,
+    "runtime.chunked_cross_entropy": Refusal(
+        "its loss in chunks is not a function here",
+        "the engine computes the loss of causal LMs in tiles by itself",
+    ),
+    "runtime.config": KEYS,
+    "runtime.config.DeepSpeedConfig": Refusal(
+        "the key is not kept here", "see docs/config.md for those that are"
+    ),
+    "runtime.config_utils": SECTIONS,
+    "runtime.constants": KEYS,
+    "runtime.data_pipeline": SAMPLING,
+    "runtime.domino": Refusal("Domino is not here", "tensor_parallel overlaps its sends by itself"),
+    "runtime.fp16": PARTS,
+    "runtime.fp16.onebit": OPTIMIZERS,
+    "runtime.fp16.loss_scaler": SCALES,
+    "runtime.hybrid_engine": INFERENCE,
+    "runtime.hybrid_engine_graph": INFERENCE,
+    "runtime.lr_schedules": Refusal(
+        "schedules are not built from command-line arguments here", "write the section scheduler of the JSON"
+    ),
+    "runtime.pipe": PIPES,
+    "runtime.precision_config": SECTIONS,
+    "runtime.rollout": INFERENCE,
+    "runtime.sequence_parallel": SEQUENCES,
+    "runtime.sparse_tensor": SPARSE,
+    "runtime.state_dict_factory": CONVERSION,
+    "runtime.swap_tensor": PARTS,
+    "runtime.superoffload": Refusal(
+        "SuperOffload is not here", "offload_optimizer with device cpu steps on the host"
+    ),
+    "runtime.tensor_parallel": Refusal(
+        "tensor parallelism has no objects of its own here", "write tensor_parallel.autotp_size in the JSON"
+    ),
+    "runtime.torch_autocast": INSIDE,
+    "runtime.utils": INSIDE,
+    "runtime.weight_quantizer": COMPRESSION,
+    "runtime.zenflow": Refusal("ZenFlow is not here", "use offload_optimizer as it is"),
+    "runtime.zero": PARTS,
+    "runtime.zero.muon": Refusal(
+        "Muon is not a class here", 'write {"optimizer": {"type": "Muon"}} in the JSON'
+    ),
+    "runtime.zero.config": SECTIONS,
+    "runtime.zero.offload_config": SECTIONS,
+    "runtime.zero.leaf_module_config": SECTIONS,
+    "sequence": SEQUENCES,
+    "utils": INSIDE,
+    "utils.comms_logging": Refusal(
+        "it belongs to the inside of DeepSpeed's log", "deepspeed.comm.log_summary()"
+    ),
+    "utils.config": SECTIONS,
+    "utils.debug": Refusal(
+        "helpers for DeepSpeed's own debugging are not here", "print the names of the model"
+    ),
+    "utils.numa": RUNNERS,
+    "utils.tensor_fragment": PARTS,
+    "utils.mixed_precision_linkage": PARTS,
+    "utils.static_cache": INFERENCE,
+    "utils.zero_to_fp32": CONVERSION,
+    "utils.zero_to_torch": CONVERSION,
+    # of the package itself
+    "DeepSpeedHybridEngine": INFERENCE,
+    "DeepSpeedInferenceConfig": INFERENCE,
+    "DeepSpeedOptimizer": PARTS,
+    "DeepSpeedTransformerConfig": KERNELS,
+    "DeepSpeedTransformerLayer": KERNELS,
+    "DualPipeVEngine": PIPES,
+    "DualPipeVModule": PIPES,
+    "InferenceEngine": INFERENCE,
+    **dict.fromkeys(
+        ("KV", "MLA_KV", "MLA_Q", "NOT_HEAD_BLOCKED", "QUERY", "resolve_per_head_muon_after_sharding"),
+        Refusal("roles of a projection's heads are not named here", "tensor_parallel finds them by itself"),
+    ),
+    **dict.fromkeys(
+        ("merge_tp_model_init_into_config", "record_tp_model_init_args", "set_autotp_mode"),
+        Refusal("tensor parallelism is said in the JSON alone", "write tensor_parallel.autotp_size"),
+    ),
+    "default_inference_config": INFERENCE,
+    "init_inference": INFERENCE,
+}
+"""Name below `deepspeed`, or the beginning of one, whole between its dots -> why it is not here. The longest counts."""
+
+_ALL = Refusal("launcher's engine has no such name")
+
+ONLY_CALLS: Mapping[str, tuple[str, ...]] = {
+    "": (
+        "DeepSpeedHybridEngine",
+        "DeepSpeedTransformerConfig",
+        "DeepSpeedTransformerLayer",
+        "DualPipeVModule",
+        "InferenceEngine",
+        "default_inference_config",
+        "init_inference",
+        "replace_transformer_layer",
+    ),
+    "checkpoint": ("DeepSpeedCheckpoint", "ZeROCheckpoint", "enable_universal_checkpoint"),
+    "checkpoint.deepspeed_checkpoint": ("DeepSpeedCheckpoint",),
+    "checkpoint.ds_to_universal": ("main",),
+    "checkpoint.universal_checkpoint": ("enable_universal_checkpoint", "load_hp_checkpoint_state"),
+    "inference": ("DeepSpeedTPConfig", "InferenceEngineV2", "RaggedInferenceEngineConfig", "build_hf_engine"),
+    "inference.config": ("DeepSpeedInferenceConfig", "DeepSpeedTPConfig"),
+    "inference.engine": ("InferenceEngine",),
+    "io": ("FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"),
+    "linear": ("LoRAConfig", "OptimizedLinear", "QuantizationConfig"),
+    "module_inject": ("LinearAllreduce", "LinearLayer", "replace_transformer_layer", "set_autotp_mode"),
+    "module_inject.layers": ("GatherReplacedLayerParams", "LinearAllreduce", "LinearLayer"),
+    "moe": (),
+    "moe.experts": ("Experts",),
+    "moe.mappings": ("drop_tokens", "gather_tokens"),
+    "moe.sharded_moe": ("MOELayer", "TopKGate", "top1gating", "top2gating", "topkgating"),
+    "ops.op_builder": ("GDSBuilder", "OpBuilder", "UtilsBuilder"),
+    "ops.op_builder.builder": ("OpBuilder",),
+    "ops.transformer": ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
+    "runtime.base_optimizer": ("DeepSpeedOptimizer",),
+    "runtime.checkpoint_engine": ("TorchCheckpointEngine",),
+    "runtime.checkpoint_engine.torch_checkpoint_engine": ("TorchCheckpointEngine",),
+    "runtime.data_pipeline.data_sampling.data_analyzer": ("DataAnalyzer",),
+    "runtime.data_pipeline.data_sampling.indexed_dataset": ("MMapIndexedDataset",),
+    "runtime.domino.transformer": ("DominoTransformer",),
+    "runtime.fp16.loss_scaler": ("CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase"),
+    "runtime.hybrid_engine": ("DeepSpeedHybridEngine",),
+    "runtime.sequence_parallel.ulysses_sp": (
+        "TiledFusedLogitsLoss",
+        "TiledMLP",
+        "UlyssesSPAttentionHF",
+        "UlyssesSPDataLoaderAdapter",
+    ),
+    "runtime.sparse_tensor": ("SparseTensor",),
+    "runtime.state_dict_factory": ("MegatronSDLoader", "SDLoaderFactory"),
+    "runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload",),
+    "sequence": (),
+    "sequence.fpdt_layer": ("FPDT_Attention", "FPDT_FFN", "FPDT_InputConstruct", "FPDT_LogitsLoss"),
+    "sequence.layer": ("DistributedAttention",),
+}
+"""Module -> names that can be imported, and are an error when they are called: scripts import them at the top and use
+them in a branch."""
+
+
+def refusal_of(name: str) -> Refusal:
+    """Why a name below `deepspeed` is not here."""
+    parts = name.split(".")
+    for number in range(len(parts), 0, -1):
+        if (found := REFUSED.get(".".join(parts[:number]))) is not None:
+            return found
+    return _ALL
+
+
+def missing(name: str, shown: str = "") -> tuple[str, dict[str, str]]:
+    """The words of the error about a name below `deepspeed`.
+
+    Args:
+        shown: what the script wrote, where it is something else.
+    """
+    refusal = refusal_of(name)
+    fix = f"{refusal.instead}; {ELSEWHERE}" if refusal.instead else ELSEWHERE
+    return f"{shown or f'{PACKAGE}.{name}'} is not here: {refusal.why}", {"fix": fix}
+
+
+def only_called(module: str, name: str) -> type | None:
+    """A class that stands for a name of `ONLY_CALLS`, and says at its call that it is not here; None for others."""
+    if name not in ONLY_CALLS.get(module, ()):
+        return None
+    below = f"{module}.{name}" if module else name
+
+    def refuse(cls: type, *args: Any, **keywords: Any) -> Any:
+        what, how = missing(below)
+        raise NotHere(what, **how)
+
+    return _Refused(
+        name, (), {"__new__": refuse, "__doc__": missing(below)[0], "__module__": f"{PACKAGE}.{module}"}
+    )
+
+
+class _Refused(type):
+    """What a class that is not here is asked for is an error, too."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        what, how = missing(f"{cls.__module__.partition('.')[2]}.{cls.__name__}.{name}")
+        raise NotHere(what, **how)

@@ -1,0 +1,305 @@
+"""The package `deepspeed` that scripts see: its names, and where they are here. Data.
+
+What is not here at all is in `refused.py`; what is here and is not quite the same is in `differs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+VERSION = "0.19.8"
+"""Of the DeepSpeed whose names these are; scripts ask for 0.18.2 at least."""
+
+_ROOM = "launcher.integrations"
+_HERE, _BEFORE = f"{_ROOM}.stand_ins", f"{_ROOM}.processes"
+_OPTIMIZERS, _UTILITIES = f"{_ROOM}.optimizers", f"{_ROOM}.utilities"
+_ENUMERATIONS, _GROUPS = f"{_ROOM}.enumerations", f"{_ROOM}.groups"
+_DEVICE = f"{_ROOM}.accelerator"
+
+
+def _from(home: str, *names: str) -> dict[str, str]:
+    return {name: f"{home}:{name}" for name in names}
+
+
+_ENGINE = {"DeepSpeedEngine": "launcher.engine:Engine"}
+_CONFIG = {
+    "DeepSpeedConfig": f"{_ROOM}.configuration:DeepSpeedConfig",
+    "DeepSpeedConfigError": f"{_ENUMERATIONS}:DeepSpeedConfigError",
+}
+_ACCELERATOR = _from(
+    _DEVICE, "get_accelerator", "set_accelerator", "is_current_accelerator_supported", "DeepSpeedAccelerator"
+)
+_EXTERNAL = {
+    "register_external_parameter": f"{_HERE}:register_external_parameter",
+    "unregister_external_parameter": f"{_HERE}:register_external_parameter",
+}
+_ZERO = {
+    "Init": f"{_HERE}:Init",
+    "GatheredParameters": "launcher.zero:GatheredParameters",
+    **_from(_ENUMERATIONS, "ZeroParamStatus", "ZeroParamType"),
+    **_EXTERNAL,
+    **_from(f"{_ROOM}.tiling", "TiledLinear", "TiledLinearReturnBias"),
+    **_from(f"{_HERE}", "unwrap_model_for_generation"),
+}
+_LEAVES = _from(
+    "launcher.zero",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "get_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+)
+_IS_LEAF = _from(f"{_ROOM}.marks", "z3_leaf_module")
+_FRAGMENTS = _from(
+    "launcher.engine.fragments",
+    *(
+        f"safe_{verb}_{extent}_{what}"
+        for verb in ("get", "set")
+        for extent in ("full", "local")
+        for what in ("fp32_param", "optimizer_state", "grad")
+    ),
+)
+_NAMES_OF_FILES = _from(
+    f"{_ROOM}.files",
+    "get_layer_ckpt_name_for_rank",
+    "get_model_ckpt_name_for_rank",
+    "get_zero_ckpt_name_for_rank",
+)
+_NESTED = _from(f"{_ROOM}.nested", "recursive_getattr", "recursive_setattr")
+_LOG = _from(_UTILITIES, "log_dist", "log_dist_once", "set_log_level_from_string")
+_PIPE = _from("launcher.pipe", "LayerSpec", "PipelineModule", "TiedLayerSpec")
+_FP32 = _from(
+    "launcher.checkpoint.fp32",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "load_state_dict_from_zero_checkpoint",
+)
+_COMM_FIRST = {
+    **_from(_BEFORE, "init_distributed", "is_initialized"),  # asked for before there is an engine: these import none
+    "log_summary": "launcher.comm:log_summary",
+}
+_MEMORY = f"{_ROOM}.memory_needs"
+_BUILDER = _from(_BEFORE, "AsyncIOBuilder")
+_BUILDERS = _from(_BEFORE, "AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder")
+_KINDS = f"{_ROOM}.optimizer_kinds"
+_BWC = _from(
+    f"{_ROOM}.groups",
+    "bwc_pipeline_parallel_group",
+    "bwc_pipeline_parallel_world_size",
+    "bwc_tensor_model_parallel_group",
+    "bwc_tensor_model_parallel_rank",
+    "bwc_tensor_model_parallel_world_size",
+)
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "": {
+        **_ENGINE,
+        **_CONFIG,
+        "initialize": f"{_HERE}:initialize",
+        "init_distributed": f"{_BEFORE}:init_distributed",
+        "tp_model_init": f"{_HERE}:tp_model_init",
+        "set_optimizer_flags": f"{_HERE}:set_optimizer_flags",
+        "add_config_arguments": "launcher.arguments:add_config_arguments",
+        "PipelineModule": "launcher.pipe:PipelineModule",
+        "PipelineEngine": "launcher.engine:Engine",
+        "DeepSpeedDataLoader": f"{_ROOM}.loading:DeepSpeedDataLoader",
+        "OnDevice": f"{_UTILITIES}:OnDevice",
+        "log_dist": f"{_UTILITIES}:log_dist",
+        "logger": f"{_BEFORE}:logger",
+        "get_accelerator": f"{_DEVICE}:get_accelerator",
+        "dist": f"{_ROOM}.collectives:",
+        "version": f"{_ROOM}.served:VERSION",
+        "__version__": f"{_ROOM}.served:VERSION",
+        "load_ds_config": f"{_ROOM}.configuration:load_ds_config",
+    },
+    "accelerator": _ACCELERATOR,
+    "accelerator.abstract_accelerator": _from(_DEVICE, "DeepSpeedAccelerator"),
+    "accelerator.real_accelerator": {
+        **_ACCELERATOR,
+        "SUPPORTED_ACCELERATOR_LIST": f"{_DEVICE}:SUPPORTED_ACCELERATOR_LIST",
+    },
+    "checkpoint": _NAMES_OF_FILES,
+    "checkpoint.constants": {},
+    "checkpoint.utils": {
+        **_NAMES_OF_FILES,
+        "clone_tensors_for_torch_save": f"{_HERE}:clone_tensors_for_torch_save",
+    },
+    "checkpointing": {},
+    "comm": _COMM_FIRST,
+    "comm.comm": _COMM_FIRST,
+    "comm.constants": {},
+    "comm.pg_utils": {},
+    "comm.reduce_op": {"ReduceOp": f"{_ROOM}.collectives:ReduceOp"},
+    "comm.torch": {},
+    "comm.utils": {},
+    "compression.helper": _NESTED,
+    "constants": {"default_pg_timeout": f"{_BEFORE}:WAIT"},
+    "elasticity": {},
+    "elasticity.elasticity": {},
+    "elasticity.config": {},
+    "env_report": {},
+    "git_version_info": {},
+    "launcher.constants": {},
+    "launcher.runner": {
+        "DEEPSPEED_ENVIRONMENT_NAME": f"{_BEFORE}:DEEPSPEED_ENVIRONMENT_NAME",
+        "main": "launcher.cli.main:main",
+    },
+    "moe.layer": _from(f"{_ROOM}.experts", "MoE"),
+    "moe.utils": _from(f"{_ROOM}.experts", "is_moe_param"),
+    "monitor": {},
+    "monitor.monitor": _from(f"{_ROOM}.monitors", "MonitorMaster", "Monitor"),
+    "ops": {"__compatible_ops__": f"{_BEFORE}:COMPATIBLE_OPS"},
+    "ops.adagrad": _from(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
+    "ops.adagrad.cpu_adagrad": _from(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
+    "ops.adam": _from(_OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam"),
+    "ops.adam.cpu_adam": _from(_OPTIMIZERS, "DeepSpeedCPUAdam"),
+    "ops.adam.fused_adam": _from(_OPTIMIZERS, "FusedAdam"),
+    "ops.aio": _BUILDER,
+    "ops.lamb": _from(_OPTIMIZERS, "FusedLamb"),
+    "ops.lamb.fused_lamb": _from(_OPTIMIZERS, "FusedLamb"),
+    "ops.lion": _from(_OPTIMIZERS, "DeepSpeedCPULion", "FusedLion"),
+    "ops.lion.cpu_lion": _from(_OPTIMIZERS, "DeepSpeedCPULion"),
+    "ops.lion.fused_lion": _from(_OPTIMIZERS, "FusedLion"),
+    "ops.op_builder": _BUILDERS,
+    "ops.op_builder.async_io": _BUILDER,
+    "pipe": _PIPE,
+    "profiling.constants": {},
+    "profiling.flops_profiler": {},
+    "profiling.flops_profiler.profiler": {},
+    "runtime.activation_checkpointing.checkpointing": {},
+    "runtime.base_optimizer": _from(_KINDS, "ZeROOptimizer"),
+    "runtime.bf16_optimizer": _from(_KINDS, "BF16_Optimizer"),
+    "runtime.fp16.fused_optimizer": _from(_KINDS, "FP16_Optimizer"),
+    "runtime.fp16.unfused_optimizer": _from(_KINDS, "FP16_UnfusedOptimizer"),
+    "runtime.config": {**_CONFIG, "DtypeEnum": f"{_ENUMERATIONS}:DtypeEnum"},
+    "runtime.constants": _from(_ENUMERATIONS, "ValidationMode"),
+    "runtime.config_utils": _from(f"{_ROOM}.configuration", "dict_raise_error_on_duplicate_keys"),
+    "runtime.data_pipeline.constants": {},
+    "runtime.data_pipeline.curriculum_scheduler": _from(f"{_ROOM}.curriculum", "CurriculumScheduler"),
+    "runtime.dataloader": {
+        "RepeatingLoader": f"{_UTILITIES}:RepeatingLoader",
+        "DeepSpeedDataLoader": f"{_ROOM}.loading:DeepSpeedDataLoader",
+    },
+    "runtime.engine": {**_ENGINE, **_from(f"{_ROOM}.experts", "MoE")},
+    "inference.config": _from(_ENUMERATIONS, "DtypeEnum"),
+    "runtime.lr_schedules": {"VALID_LR_SCHEDULES": f"{_BEFORE}:VALID_LR_SCHEDULES"},
+    "runtime.pipe": _PIPE,
+    "runtime.pipe.engine": {**_ENGINE, "PipelineEngine": "launcher.engine:Engine"},
+    "runtime.pipe.module": {**_PIPE, **_from(_ENUMERATIONS, "PipelineError")},
+    "runtime.pipe.schedule": {},
+    "runtime.pipe.topology": {},
+    "runtime.utils": {
+        "bwc_tensor_model_parallel_rank": f"{_GROUPS}:bwc_tensor_model_parallel_rank",
+    },
+    "runtime.zero": _ZERO,
+    "runtime.zero.config": _from(_ENUMERATIONS, "ZeroStageEnum"),
+    "runtime.zero.offload_config": _from(_ENUMERATIONS, "OffloadDeviceEnum", "OffloadStateTypeEnum"),
+    "runtime.zero.partition_parameters": {
+        **{name: home for name, home in _ZERO.items() if "Tiled" not in name and "unwrap" not in name},
+        # transformers puts its own in place of the first one, for zero.Init to use: ours leaves dtypes alone
+        "zero_wrapper_for_fp_tensor_constructor": f"{_HERE}:unchanged",
+        "_orig_torch_arange": "torch:arange",
+        "get_accelerator": f"{_DEVICE}:get_accelerator",
+    },
+    "runtime.zero.stage3": {
+        **_from(_KINDS, "DeepSpeedZeroOptimizer_Stage3"),
+        **_from(
+            _MEMORY,
+            "estimate_zero3_model_states_mem_needs",
+            "estimate_zero3_model_states_mem_needs_all_cold",
+            "estimate_zero3_model_states_mem_needs_all_live",
+        ),
+    },
+    "runtime.zero.stage_1_and_2": {
+        **_from(_KINDS, "DeepSpeedZeroOptimizer"),
+        **_from(
+            _MEMORY,
+            "estimate_zero2_model_states_mem_needs",
+            "estimate_zero2_model_states_mem_needs_all_cold",
+            "estimate_zero2_model_states_mem_needs_all_live",
+        ),
+    },
+    "runtime.zero.tiling": _from(
+        f"{_ROOM}.tiling", "TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"
+    ),
+    "runtime.zero.utils": {
+        **_from(_ENUMERATIONS, "ZeRORuntimeException"),
+        **_from(f"{_ROOM}.marks", "is_zero_param"),
+        **_from(f"{_ROOM}.nested", "apply_to_tensors_only"),
+        **_from(f"{_HERE}", "is_zero_supported_optimizer"),
+    },
+    "utils": {
+        **_LEAVES,
+        **_FRAGMENTS,
+        **_LOG,
+        **_NESTED,
+        **_from(_UTILITIES, "RepeatingLoader", "instrument_w_nvtx", "OnDevice"),
+        **_from(_ENUMERATIONS, "DeprecatedException"),
+        **_from(
+            _GROUPS,
+            "bwc_pipeline_parallel_world_size",
+            "bwc_tensor_model_parallel_world_size",
+            "get_data_parallel_group",
+            "get_data_parallel_rank",
+            "get_data_parallel_world_size",
+            "get_model_parallel_group",
+            "get_model_parallel_rank",
+            "get_model_parallel_world_size",
+            "get_tensor_model_parallel_group",
+            "get_tensor_model_parallel_rank",
+            "get_tensor_model_parallel_src_rank",
+            "get_tensor_model_parallel_world_size",
+        ),
+        "get_accelerator": f"{_DEVICE}:get_accelerator",
+        "is_initialized": f"{_BEFORE}:is_initialized",
+        "logger": f"{_BEFORE}:logger",
+    },
+    "utils.bwc": _BWC,
+    "utils.config": {},
+    "utils.exceptions": _from(_ENUMERATIONS, "DeprecatedException"),
+    "utils.groups": {},
+    "utils.init_on_device": _from(_UTILITIES, "OnDevice"),
+    "utils.logging": {},
+    "utils.module_utils": _NESTED,
+    "utils.nvtx": _from(_UTILITIES, "instrument_w_nvtx"),
+    "utils.tensor_fragment": _FRAGMENTS,
+    "utils.timer": {},
+    "utils.torch": _from(f"{_ROOM}.nested", "required_torch_version", "register_grad_hook"),
+    "utils.z3_leaf_module": {**_LEAVES, **_IS_LEAF},
+    "utils.zero_to_fp32": _FP32,
+    "zero": _ZERO,
+}
+"""Module below `deepspeed` -> its names -> `module:attribute` here; `module:` is that module itself."""
+
+_COMM = (f"{_ROOM}.collectives", "torch.distributed")
+_CHECKPOINTING = ("launcher.checkpointing", f"{_ROOM}.rng_trackers")
+
+REST: Mapping[str, tuple[str, ...]] = {
+    "checkpointing": _CHECKPOINTING,
+    "comm": _COMM,
+    "comm.comm": _COMM,
+    "comm.pg_utils": (f"{_ROOM}.collectives",),
+    "comm.torch": (f"{_ROOM}.collectives",),
+    "comm.utils": (f"{_ROOM}.collectives",),
+    "elasticity": (f"{_ROOM}.elastic",),
+    "elasticity.elasticity": (f"{_ROOM}.elastic",),
+    "elasticity.config": (f"{_ROOM}.elastic",),
+    "env_report": (f"{_ROOM}.version_report",),
+    "git_version_info": (f"{_ROOM}.version_report",),
+    "moe.utils": (f"{_ROOM}.moe_groups",),
+    "pipe": ("launcher.pipe",),
+    "profiling.flops_profiler": (f"{_ROOM}.profiles",),
+    "profiling.flops_profiler.profiler": (f"{_ROOM}.profiles",),
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.lr_schedules": (f"{_ROOM}.lr_schedules",),
+    "runtime.pipe": ("launcher.pipe",),
+    "runtime.pipe.module": ("launcher.pipe",),
+    "runtime.pipe.schedule": (f"{_ROOM}.pipe_schedule",),
+    "runtime.pipe.topology": ("launcher.pipe", f"{_ROOM}.grid"),
+    "runtime.utils": (_UTILITIES, f"{_ROOM}.norms"),
+    "utils.groups": (_GROUPS,),
+    "utils.logging": (_UTILITIES,),
+    "utils.timer": (f"{_ROOM}.timing",),
+}
+"""Modules that have all public names of others besides."""
