@@ -46,6 +46,8 @@ def initialize(
         given = _as_meant(given, dist.get_world_size())
     made = launcher.initialize(args, model, config=given, **keywords)
     made[0].fp32_script = True
+    if made[0].zero_optimization_stage() == 3:
+        _mark_small(made[0].module)
     logger.info("DeepSpeed info: version=%s, its names on launcher's engine", VERSION)
     if made[1] is not None:
         made[1].parameter_offload = _Offload(made[0].module)  # type: ignore[attr-defined]
@@ -135,6 +137,31 @@ def _status(parameter: torch.Tensor) -> ZeroParamStatus:
 setattr(torch.Tensor, "ds_status", property(_status))  # noqa: B010
 setattr(torch.Tensor, "ds_active_sub_modules", property(lambda parameter: set()))  # noqa: B010
 setattr(nn.Module, "ds_external_parameters", lambda module: ())  # noqa: B010
+
+
+def _share(parameter: torch.Tensor) -> int:
+    """Elements of a parameter that a rank holds, on average: slices are of a unit's flat buffer, not of each parameter."""
+    return -(-parameter.numel() // dist.get_world_size())
+
+
+# What tells others that a parameter is sharded, and how large it is. Shapes stay true here.
+_MARKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "ds_id": id,
+    "ds_numel": torch.Tensor.numel,
+    "ds_shape": lambda parameter: parameter.shape,
+}
+for _name, _mark in _MARKS.items():
+    setattr(ShardedParameter, _name, property(_mark))
+setattr(ShardedParameter, "partition_numel", _share)  # noqa: B010
+
+
+def _mark_small(module: nn.Module) -> None:
+    """Parameters that stay whole at stage 3, because they are small, are marked as the sharded ones are."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, ShardedParameter):
+            for name, mark in _MARKS.items():
+                setattr(parameter, name, mark(parameter))
+            setattr(parameter, "partition_numel", parameter.numel)  # noqa: B010
 
 
 class _Unsplit:
