@@ -140,7 +140,7 @@ setattr(nn.Module, "ds_external_parameters", lambda module: ())  # noqa: B010
 
 
 def _share(parameter: torch.Tensor) -> int:
-    """Elements of a parameter that a rank holds, on average: slices are of a unit's flat buffer, not of each parameter."""
+    """Elements of a parameter that a rank holds, on average: slices are of a unit, not of each parameter."""
     return -(-parameter.numel() // dist.get_world_size())
 
 
