@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.integrations.enumerations import ZeroParamStatus, ZeroParamType
@@ -35,6 +36,11 @@ def _number(parameter: ShardedParameter) -> int:
     return int(holder.ds_id)
 
 
+def _share(parameter: ShardedParameter) -> int:
+    """Elements of a parameter that a rank holds, on average: slices are of a unit, not of each parameter."""
+    return -(-parameter.numel() // dist.get_world_size())
+
+
 def _summary(parameter: ShardedParameter) -> dict[str, Any]:
     return {
         "id": _number(parameter),
@@ -56,6 +62,14 @@ ALL: dict[str, Callable[[Tensor], Any]] = {
     "ds_status": _status,
     "ds_active_sub_modules": lambda parameter: set(),
 }
+WHOLE: dict[str, Callable[[Tensor], Any]] = {
+    "ds_id": lambda parameter: next(_NUMBERS),
+    "ds_shape": lambda parameter: parameter.shape,
+    "ds_numel": lambda parameter: parameter.numel(),
+    "ds_persist": lambda parameter: True,
+    "partition_numel": lambda parameter: parameter.numel,
+}
+"""Of those that stay whole at stage 3, because they are small: libraries that count parameters read these, too."""
 NOT_HERE = ("ds_tensor", "ds_secondary_tensor", "ds_process_group", "all_gather", "partition")
 
 
@@ -71,10 +85,19 @@ for _name, _answer in SHARDED.items():
     setattr(ShardedParameter, _name, property(_answer))
 for _name in NOT_HERE:
     setattr(ShardedParameter, _name, property(_absent(_name)))
+setattr(ShardedParameter, "partition_numel", _share)  # noqa: B010
 setattr(ShardedParameter, "ds_summary", lambda self, *others, **more: _summary(self))  # noqa: B010
 for _name, _of_all in ALL.items():
     setattr(torch.Tensor, _name, property(_of_all))
 setattr(nn.Module, "ds_external_parameters", lambda module: ())  # noqa: B010
+
+
+def mark_whole(module: nn.Module) -> None:
+    """Mark the parameters of a module of stage 3 that are not sharded."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, ShardedParameter):
+            for name, answer in WHOLE.items():
+                setattr(parameter, name, answer(parameter))
 
 
 def is_zero_param(parameter: Any) -> bool:
