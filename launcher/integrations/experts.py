@@ -27,10 +27,3 @@ class MoE(nn.Module):
 def is_moe_param(param: Tensor) -> bool:
     """Whether a parameter belongs to one expert only: none does."""
     return not getattr(param, "allreduce", True)
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]], **others: Any
-) -> list[dict[str, Any]]:
-    """The param groups, with those of experts apart: none has any."""
-    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
