@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.cluster.frames import folded, last_own_line
 from launcher.cluster.memory_killer import ALLOWANCE
 
 TAIL_LINES = 20
@@ -104,11 +105,13 @@ def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: st
     at = f"{host}, local rank {failure.local_rank}" if host else ""
     who = f"rank {failure.rank} ({', '.join(filter(None, (place, at, f'pid {failure.pid}')))})"
     if record is not None and record.kind in SAID:
-        return f"{record.message}\n  said by: {who}; log: {log}"
+        own = last_own_line(record.traceback)
+        called = f"\n  called at: {own}" if own else ""
+        return f"{record.message}{called}\n  said by: {who}; log: {log}"
     if record is not None and record.kind == "exception":
         lines = [
             f"{who} failed: {record.message}",
-            *_indented(record.traceback.splitlines()),
+            *_indented(folded(record.traceback)),
             *_advice(failure),
         ]
     else:

@@ -341,8 +341,13 @@ class Engine(Answers, Feeding, Saving, nn.Module):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """gradient_accumulation_steps microbatches and one step; returns the mean loss over them and over dp."""
         self.train()
-        if self.runtime is not None:
-            return self._train_stages(data_iter)
+        with self.watch.batch(self) as told:
+            trained = self._train_stages if self.runtime is not None else self._train_whole
+            loss = trained(data_iter)
+            told.append(loss)
+        return loss
+
+    def _train_whole(self, data_iter: Iterator[Any] | None) -> Tensor:
         total = torch.zeros((), device=self.device)
         for left in reversed(range(self.gradient_accumulation_steps())):
             with self._whole_step():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,7 @@ class Watch:
         )
         self._loss: Tensor | None = None
         self._steps = 0  # since the last line
+        self._batches: list[float] = []  # seconds of each train_batch() since its last line
         self._logs = bool(comms.enabled)
         if self._logs:
             start_log(operations=comms.operations, by_unit=comms.debug, verbose=comms.verbose)
@@ -113,6 +115,23 @@ class Watch:
             say(f"{counts}, lr={engine.get_lr()}, mom={engine.get_mom()}")
             if self.throughput.line():
                 say(self.throughput.line())
+
+    @contextmanager
+    def batch(self, engine: Engine) -> Iterator[list[Tensor]]:
+        """Around `engine.train_batch()`, which appends its loss: the line of DeepSpeed's pipeline engine, when due."""
+        began, losses = time.perf_counter(), list[Tensor]()
+        yield losses
+        every = engine.steps_per_print()
+        if not every or engine.quiet or self._mesh.rank > 0:
+            return
+        due = engine.global_steps % every == 0
+        loss = float(losses[0]) if due else 0.0  # waits for the device
+        self._batches.append(time.perf_counter() - began)
+        if due:
+            seconds = max(sum(self._batches) / len(self._batches), 1e-9)
+            self._batches.clear()
+            speed = f"iter time (s): {seconds:.3f} samples/sec: {engine.train_batch_size() / seconds:.3f}"
+            say(f"steps: {engine.global_steps} loss: {loss:.4f} {speed}")
 
     def last_words(self) -> None:
         """Print the times of checkpointed blocks that no step has printed."""

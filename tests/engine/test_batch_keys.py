@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.driving import advance_one, config_of, engine_of, whole_weights
+from tests.engine.driving import advance_one, config_of, engine_of, microbatches, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import points
 
@@ -72,6 +72,33 @@ def test_a_line_every_so_many_steps(pool: WorkerPool, every: Any, lines: list[in
     printed = pool.run(printed_lines, 1, every)[0]
     assert [int(line.split(",")[0].removeprefix("step=")) for line in printed] == lines
     assert all("lr=[0.01]" in line for line in printed)
+
+
+@pytest.mark.parametrize(("every", "lines"), [(2, [2, 4]), (None, [])])
+def test_train_batch_prints_its_loss(pool: WorkerPool, every: Any, lines: list[int]) -> None:
+    """As the pipeline engine of DeepSpeed, beside the line of every engine."""
+    first, second = pool.run(printed_batches, 2, every)
+    assert [line for line in second if line.startswith("steps:")] == []
+    said = [line.split() for line in first if line.startswith("steps: ")]
+    losses = [float(line.removeprefix("loss ")) for line in first if line.startswith("loss ")]
+    assert [int(words[1]) for words in said] == lines
+    for words, step in zip(said, lines, strict=True):
+        assert words[2:4] == ["loss:", f"{losses[step - 1]:.4f}"]
+        assert words[4:7] == ["iter", "time", "(s):"] and float(words[7]) > 0
+        assert words[8] == "samples/sec:" and float(words[9]) > 0
+
+
+def printed_batches(ctx: RankContext, every: Any) -> list[str]:
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        engine = engine_of(config_of(1, steps_per_print=every))
+        for step in range(4):
+            loss = engine.train_batch(iter(microbatches(ctx, step)))
+            print(f"loss {float(loss):.10f}")
+    return out.getvalue().splitlines()
 
 
 def printed_lines(ctx: RankContext, every: Any) -> list[str]:
