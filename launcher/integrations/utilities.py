@@ -53,7 +53,6 @@ def is_current_accelerator_supported() -> bool:
     return pick_device().type in ("cuda", "cpu")
 
 
-
 # ---- logging -------------------------------------------------------------------------------------
 
 
