@@ -1,6 +1,6 @@
 """DeepSpeed's own unit tests on this engine.
 
-python -m tests.parity_deepspeed.upstream --tests DIR/tests/unit [--with ours|theirs] [-k WORDS] [--results DIR] [PATH ...]
+python -m tests.parity_deepspeed.upstream --tests DIR/tests/unit [--with ours|theirs] [-k WORDS] [PATH ...]
 python -m tests.parity_deepspeed.upstream --report --results DIR
 
 Results are kept in DIR/ours.json and DIR/theirs.json, and a test that is in there is not run again without `--again`.
@@ -96,18 +96,15 @@ def _command(given: argparse.Namespace, side: str) -> list[str]:
 def _environment(side: str, given: argparse.Namespace) -> dict[str, str]:
     path = [*([str(SHIM)] if side == "ours" else []), str(ROOT), str(given.tests.resolve().parent)]
     path += filter(None, [os.environ.get("PYTHONPATH")])
-    return (
-        os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join(path),
-            "UPSTREAM_SIDE": side,
-            "OMP_NUM_THREADS": "1",
-            "LOCAL_SIZE": "16",  # or their CPU is one device for each socket, and tests of two ranks are skipped
-            "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # or every rank counts sockets
-            "HF_HUB_OFFLINE": "1",
-            **operators.environment(),
-        }
-    )
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "UPSTREAM_SIDE": side,
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": "16",  # or their CPU is one device for each socket, and tests of two ranks are skipped
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # or every rank counts sockets
+        "HF_HUB_OFFLINE": "1",
+        **operators.environment(),
+    }
 
 
 if __name__ == "__main__":
