@@ -331,8 +331,8 @@ class Engine(Answers, Feeding, Saving, nn.Module):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """The backwards of one step, at every stage: they only accumulate, and their gradients are reduced together when
-        the `with` ends. Then comes step(). The whole gradient is held meanwhile.
+        """The backwards of one step, at every stage: they only accumulate, and their gradients are reduced together
+        when the `with` ends. Then comes step(). The whole gradient is held meanwhile.
 
         Raises:
             MisplacedCallError: inside another `no_sync()` or `coalesce_grad_reduction()`.

@@ -90,8 +90,8 @@ def test_step_inside_no_sync(pool: WorkerPool, stage: int) -> None:
 
 
 def coalesced(ctx: RankContext, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
-    """Weights after two steps of two backwards each, plain and in `coalesce_grad_reduction`; reductions of each backward
-    and of the end of the `with`."""
+    """Weights after two steps of two backwards each, plain and in `coalesce_grad_reduction`; reductions of each
+    backward and of the end of the `with`."""
     plain, engine = (engine_of(config_of(stage, 2)) for _ in range(2))
     advance(plain, ctx, range(2))
     reductions: list[int] = []
