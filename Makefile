@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: train test test-all test-rest mutants lint parity models stages pages cluster clients clean
+.PHONY: train test test-all test-rest mutants lint parity upstream models stages pages cluster clients clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch --config ds_configs/zero2.json
@@ -43,6 +43,12 @@ mutants: $(VENV)/.installed-test
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m tests.parity_deepspeed.operators
 	LAUNCHER_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity_deepspeed --full --timeout 1000
+
+# DeepSpeed's own unit tests on both engines, from a checkout: make upstream DEEPSPEED=DIR. Hours on two cores.
+upstream: $(VENV)/.installed-parity
+	@test -f "$(DEEPSPEED)/tests/unit/common.py" || (echo "name a checkout of DeepSpeed: make upstream DEEPSPEED=DIR"; exit 1)
+	$(BIN)/python -m tests.parity_deepspeed.operators
+	$(BIN)/python -m tests.parity_deepspeed.upstream --tests $(DEEPSPEED)/tests/unit --results $(VENV)/upstream
 
 # Every causal-LM type under tensor parallelism and in stages; fails where docs/models.md says otherwise.
 models: $(VENV)/.installed-test

@@ -50,6 +50,14 @@ class ConfigError(LauncherError, ValueError):
     """The JSON, or a flag, says something that cannot be done."""
 
 
+class UntestedOptimizerError(ConfigError, AssertionError):
+    """An optimizer that is not known to be elementwise, without `zero_allow_untested_optimizer`."""
+
+
+class MisplacedCallError(LauncherError, AssertionError):
+    """A method of an engine at a moment that has no meaning for it."""
+
+
 class UnusedParametersError(LauncherError, AssertionError):
     """Parameters got no gradient, and `zero_optimization.ignore_unused_parameters` is false."""
 

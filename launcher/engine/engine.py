@@ -38,7 +38,7 @@ from launcher.engine.python_gc import hold
 from launcher.engine.same_inputs import SameInputs
 from launcher.engine.saving import Saving
 from launcher.engine.watch import Watch
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, LauncherError, MisplacedCallError
 from launcher.models.activation import Checkpointer
 from launcher.models.compiled import compile_blocks
 from launcher.monitor.log import set_level
@@ -178,7 +178,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
             self._refuse_stages("engine.step()")  # after run_microbatches it is what comes next
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         if boundary and not self.zero.reducer.sync:
-            raise LauncherError(
+            raise MisplacedCallError(
                 "engine.step() inside no_sync() at an accumulation boundary", fix="leave no_sync() before it"
             )
         self._applied = False
@@ -314,12 +314,33 @@ class Engine(Answers, Feeding, Saving, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without communication, at every stage. At stages 2 and 3 the whole gradient is held meanwhile."""
+        """Accumulate without communication, at every stage. At stages 2 and 3 the whole gradient is held meanwhile.
+
+        Raises:
+            MisplacedCallError: inside another `no_sync()` or `coalesce_grad_reduction()`.
+        """
+        if not self.zero.reducer.sync:
+            raise MisplacedCallError(
+                "no_sync() and coalesce_grad_reduction() cannot be nested", fix="enter one of them, once"
+            )
         self.zero.reducer.sync = False
         try:
             yield
         finally:
             self.zero.reducer.sync = True
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """The backwards of one step, at every stage: they only accumulate, and their gradients are reduced together
+        when the `with` ends. Then comes step(). The whole gradient is held meanwhile.
+
+        Raises:
+            MisplacedCallError: inside another `no_sync()` or `coalesce_grad_reduction()`.
+        """
+        with self.no_sync():
+            yield
+        self.zero.reducer.boundary = True
+        self.zero.reducer.settle()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Nothing is left to do: gradients are reduced while backward goes on, and all have been when step() begins."""

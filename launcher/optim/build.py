@@ -12,7 +12,7 @@ from torch import nn
 
 from launcher.config import Config, OptimizerConfig
 from launcher.config.optimizer_types import TYPES
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, UntestedOptimizerError
 from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
 from launcher.optim.lamb import Lamb
 from launcher.optim.lion import Lion
@@ -97,7 +97,7 @@ def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> 
         optimizer, "steps_as"
     )
     if not known and not untested_allowed:
-        raise ConfigError(
+        raise UntestedOptimizerError(
             f"{name} is not one of torch.optim's: whether it is elementwise is not known",
             where="initialize(optimizer=...)",
             fix='set "zero_allow_untested_optimizer": true if each element\'s update depends on that element alone',

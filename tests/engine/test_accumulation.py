@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, LauncherError, MisplacedCallError
 from tests.engine.driving import (
     LR,
     ROWS,
@@ -87,6 +87,41 @@ def step_in_no_sync(ctx: RankContext, stage: int) -> tuple[list[float], list[flo
 def test_step_inside_no_sync(pool: WorkerPool, stage: int) -> None:
     got, want = pool.run(step_in_no_sync, 2, stage)[0]
     assert got == pytest.approx(want, rel=1e-5)
+
+
+def coalesced(ctx: RankContext, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """Weights after two steps of two backwards each, plain and in `coalesce_grad_reduction`; reductions of each
+    backward and of the end of the `with`."""
+    plain, engine = (engine_of(config_of(stage, 2)) for _ in range(2))
+    advance(plain, ctx, range(2))
+    reductions: list[int] = []
+    reduce = engine.zero.reducer._reduce
+    engine.zero.reducer._reduce = lambda *given: (reductions.append(1), reduce(*given))[1]  # type: ignore[method-assign]
+    counts = []
+    for step in range(2):
+        with engine.coalesce_grad_reduction():
+            for index, part in enumerate(microbatches(ctx, step, 2)):
+                engine.set_gradient_accumulation_boundary(index == 1)
+                engine.backward(engine(*part))
+                counts.append(len(reductions))
+            for nested in (engine.coalesce_grad_reduction, engine.no_sync):
+                with pytest.raises(MisplacedCallError, match="nested"), nested():
+                    pass
+            with pytest.raises(AssertionError, match="no_sync"):
+                engine.step()
+        counts.append(len(reductions))
+        reductions.clear()
+        engine.step()
+        assert engine.was_step_applied() and not reductions
+    return whole_weights(plain), whole_weights(engine), counts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_several_backwards_are_reduced_together(pool: WorkerPool, stage: int) -> None:
+    plain, together, counts = pool.run(coalesced, 2, stage)[0]
+    for name, value in plain.items():
+        assert torch.allclose(together[name], value, rtol=1e-5, atol=1e-7), name
+    assert [count > 0 for count in counts] == [False, False, True] * 2
 
 
 def weighted(ctx: RankContext, stage: int) -> list[float]:

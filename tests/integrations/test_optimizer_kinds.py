@@ -1,11 +1,18 @@
-"""What scripts ask of `engine.optimizer` by DeepSpeed's classes and names, and names of experts in models without any."""
+"""What scripts ask of `engine.optimizer` by the classes of DeepSpeed, and the names of experts where there are none."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import (
+    ConfigError,
+    LauncherError,
+    MisplacedCallError,
+    TagsDiffer,
+    UntestedOptimizerError,
+    UnusedParametersError,
+)
 from launcher.integrations import experts, optimizer_kinds
 from launcher.integrations.optimizer_kinds import (
     BF16_Optimizer,
@@ -15,6 +22,7 @@ from launcher.integrations.optimizer_kinds import (
     ZeROOptimizer,
 )
 from launcher.integrations.utilities import required_torch_version
+from launcher.optim.build import from_client
 from tests.engine.driving import config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 
@@ -70,3 +78,10 @@ def test_models_without_experts_pass_and_experts_are_refused() -> None:
 def test_versions_of_torch() -> None:
     assert required_torch_version(min_version=2.1) and required_torch_version(min_version="1.10")
     assert not required_torch_version(max_version=1.13) and not required_torch_version(min_version="99.0")
+
+
+def test_what_scripts_for_deepspeed_catch_is_caught() -> None:
+    for error in (MisplacedCallError, UntestedOptimizerError, UnusedParametersError, TagsDiffer):
+        assert issubclass(error, AssertionError) and issubclass(error, LauncherError)
+    with pytest.raises(UntestedOptimizerError, match="zero_allow_untested_optimizer"):
+        from_client(type("Own", (torch.optim.SGD,), {})([torch.ones(1)]), untested_allowed=False)

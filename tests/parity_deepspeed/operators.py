@@ -13,6 +13,8 @@ from pathlib import Path
 
 DIRECTORY = Path(sys.prefix, "torch_extensions")
 
+NAMES = ("ShareMemComm", "FusedAdam", "CPUAdam", "CPULion", "CPUAdagrad")
+
 
 def environment() -> dict[str, str]:
     """What a process needs to find the operators, to compile others (ninja), and to use the CPU."""
@@ -26,8 +28,8 @@ def main() -> None:
         lock.unlink()
     from deepspeed.ops.op_builder import cpu
 
-    for builder in (cpu.ShareMemCommBuilder, cpu.FusedAdamBuilder, cpu.CPULionBuilder, cpu.CPUAdagradBuilder):
-        builder().load(verbose=False)
+    for name in NAMES:
+        getattr(cpu, f"{name}Builder")().load(verbose=False)
 
 
 if __name__ == "__main__":

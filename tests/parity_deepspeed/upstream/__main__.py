@@ -1,6 +1,6 @@
 """DeepSpeed's own unit tests on this engine.
 
-python -m tests.parity_deepspeed.upstream --tests DIR/tests/unit [--with ours|theirs] [-k WORDS] [--results DIR] [PATH ...]
+python -m tests.parity_deepspeed.upstream --tests DIR/tests/unit [--with ours|theirs] [-k WORDS] [PATH ...]
 python -m tests.parity_deepspeed.upstream --report --results DIR
 
 Results are kept in DIR/ours.json and DIR/theirs.json, and a test that is in there is not run again without `--again`.
@@ -25,14 +25,24 @@ SIDES = ("theirs", "ours")
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("paths", nargs="*", help="files and directories below tests/unit; default: all that are compared")
+    parser.add_argument(
+        "paths", nargs="*", help="files and directories below tests/unit; default: all that are compared"
+    )
     parser.add_argument("--tests", type=Path, help="tests/unit of a checkout of DeepSpeed")
-    parser.add_argument("--with", dest="sides", choices=SIDES, action="append", help="default: both, theirs first")
-    parser.add_argument("--results", type=Path, default=Path("upstream-results"), help="directory of the JSON files")
+    parser.add_argument(
+        "--with", dest="sides", choices=SIDES, action="append", help="default: both, theirs first"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=Path("upstream-results"), help="directory of the JSON files"
+    )
     parser.add_argument("-k", help="as in pytest")
     parser.add_argument("--worlds", type=int, default=2, help="the most ranks; tests of more are skipped")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of one test")
     parser.add_argument("--again", action="store_true", help="run what is in the results already, too")
+    parser.add_argument("--reference", type=Path, help="another theirs.json")
+    parser.add_argument(
+        "--all", action="store_true", help="ours also runs what fails with DeepSpeed or is left out"
+    )
     parser.add_argument("--report", action="store_true", help="run nothing")
     return parser
 
@@ -44,17 +54,41 @@ def main() -> int:
         if given.tests is None or not (given.tests / "common.py").is_file():
             arguments().error("--tests names no directory tests/unit of a checkout of DeepSpeed")
         for side in given.sides or SIDES:
-            subprocess.run(_command(given, side), cwd=given.tests.parent, env=_environment(side, given), check=False)
+            subprocess.run(
+                _command(given, side), cwd=given.tests.parent, env=_environment(side, given), check=False
+            )
     return report.show(given.results)
 
 
 def _command(given: argparse.Namespace, side: str) -> list[str]:
     words = [sys.executable, "-m", "pytest", "-p", "tests.parity_deepspeed.upstream.plugin"]
-    words += ["--noconftest", "-c", "pytest.ini", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    words += ["-q", "--no-header", "--tb=short", "-W", "ignore", "--continue-on-collection-errors", "--timeout", str(given.timeout * 2)]
+    words += [
+        "--noconftest",
+        "-c",
+        "pytest.ini",
+        "--rootdir",
+        ".",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
+    words += [
+        "-q",
+        "--no-header",
+        "--tb=short",
+        "-W",
+        "ignore",
+        "--continue-on-collection-errors",
+        "--timeout",
+        str(given.timeout * 2),
+    ]
     words += ["--results", str((given.results / f"{side}.json").resolve())]
     words += ["--worlds", str(given.worlds), "--rank-limit", str(given.timeout)]
     words += ["--again"] if given.again else []
+    reference = given.reference or given.results / "theirs.json"
+    if side == "ours" and reference.exists() and not given.all:
+        words += ["--passed-in", str(reference.resolve())]
     words += ["-k", given.k] if given.k else []
     return words + [f"unit/{path}" for path in given.paths or AREAS]
 
@@ -66,7 +100,7 @@ def _environment(side: str, given: argparse.Namespace) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "UPSTREAM_SIDE": side,
         "OMP_NUM_THREADS": "1",
-        "LOCAL_SIZE": "16",  # or their CPU has one device for each of its sockets, and tests of two ranks are skipped
+        "LOCAL_SIZE": "16",  # or their CPU is one device for each socket, and tests of two ranks are skipped
         "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # or every rank counts sockets
         "HF_HUB_OFFLINE": "1",
         **operators.environment(),

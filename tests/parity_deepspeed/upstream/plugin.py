@@ -1,4 +1,4 @@
-"""A pytest plugin in the place of their conftest.py: which `deepspeed` is tested, how ranks are started, what came out."""
+"""A pytest plugin in the place of their conftest.py: how ranks are started, which tests are run, what came out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.parity_deepspeed.upstream.areas import why_left_out
 from tests.parity_deepspeed.upstream.ranks import run_on_ranks
 
 
@@ -57,6 +58,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--results", type=Path, required=True)
     group.addoption("--worlds", type=int, default=2, help="the most ranks; tests of more are skipped")
     group.addoption("--rank-limit", type=float, default=60.0, help="seconds of one test on its ranks")
+    group.addoption(
+        "--passed-in", type=Path, help="results: only what passed there is run, and is not left out"
+    )
     group.addoption("--again", action="store_true", help="run what is in the results already, too")
 
 
@@ -78,7 +82,9 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.fail(text, pytrace=False)
 
     common.DistributedExec._launch_procs = launch
-    common.time = SimpleNamespace(time=common.time.time, sleep=lambda seconds: None)  # half a second after each test
+    common.time = SimpleNamespace(
+        time=common.time.time, sleep=lambda seconds: None
+    )  # half a second after each test
 
 
 _RESULTS = pytest.StashKey[Results]()
@@ -87,6 +93,13 @@ _RESULTS = pytest.StashKey[Results]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     known = {} if config.getoption("--again") else config.stash[_RESULTS].outcomes
     items[:] = [item for item in items if item.nodeid not in known]
+    if reference := config.getoption("--passed-in"):
+        passed = Results(reference).outcomes
+        items[:] = [
+            item
+            for item in items
+            if passed.get(item.nodeid, {}).get("outcome") == "passed" and not why_left_out(item.nodeid)
+        ]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -105,7 +118,11 @@ class _Module(pytest.Module):
     def _getobj(self) -> ModuleType:
         module = super()._getobj()
         for name, value in list(vars(module).items()):
-            if isinstance(value, type) and getattr(value, "is_dist_fixture", False) and value.__module__ == module.__name__:
+            if (
+                isinstance(value, type)
+                and getattr(value, "is_dist_fixture", False)
+                and value.__module__ == module.__name__
+            ):
                 setattr(module, f"fixture_{name}", pytest.fixture(name=name)(_starter(value)))
         return module
 

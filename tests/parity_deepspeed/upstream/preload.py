@@ -32,5 +32,7 @@ for name in THEIRS if os.environ["UPSTREAM_SIDE"] == "theirs" else OURS:
 if os.environ["UPSTREAM_SIDE"] == "theirs":
     from deepspeed.ops.op_builder import cpu
 
-    for name in ("ShareMemComm", "FusedAdam", "CPUAdam", "CPULion", "CPUAdagrad"):
+    from tests.parity_deepspeed.operators import NAMES
+
+    for name in NAMES:
         getattr(cpu, f"{name}Builder")().load(verbose=False)

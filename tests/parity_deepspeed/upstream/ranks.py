@@ -34,7 +34,9 @@ def run_on_ranks(test: Any, world: int, init_method: str, limit_s: float) -> Out
     port, ends, processes = _free_port(), [], []
     for rank in range(world):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(there, test._dist_run, (rank, world, port, init_method)))
+        process = context.Process(
+            target=_rank, args=(there, test._dist_run, (rank, world, port, init_method))
+        )
         process.start()
         there.close()
         ends.append(here)
@@ -44,7 +46,9 @@ def run_on_ranks(test: Any, world: int, init_method: str, limit_s: float) -> Out
     finally:
         for process in processes:
             _end(process)
-        for buffer in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # 66 MiB each; who is killed leaves them
+        for buffer in Path("/dev/shm").glob(
+            f"deepspeed_*_{port}_*"
+        ):  # 66 MiB each; who is killed leaves them
             buffer.unlink(missing_ok=True)
 
 
@@ -88,7 +92,9 @@ def _outcome(body: Callable[..., Any], given: tuple[Any, ...]) -> Outcome:
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         first = " ".join(f"{type(error).__name__}: {error}".split("\n")[:3])
-        text = f"{first} [{Path(place.filename).name}:{place.lineno}: {place.line}]\n\n{traceback.format_exc()}"
+        text = (
+            f"{first} [{Path(place.filename).name}:{place.lineno}: {place.line}]\n\n{traceback.format_exc()}"
+        )
         return ("skipped", str(error)) if type(error).__name__ == "Skipped" else ("failed", text)
     return ("skipped", said) if said else ("passed", "")
 
