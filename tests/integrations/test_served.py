@@ -341,3 +341,62 @@ def test_a_loader_deals_out_by_rank() -> None:
         dataloader_drop_last=True,
     )
     assert len(mine) == 2 and len({int(item) for batch in mine for item in batch}) == 4
+
+
+# ---- the engine --------------------------------------------------------------------------------------
+
+
+def put_away(ctx: RankContext) -> list[Any]:
+    from launcher.integrations import stand_ins  # noqa: F401
+
+    config = config_of(3, train_batch_size=2, bf16={"enabled": True})
+    engine = launcher.initialize(model=tiny_llama(layers=1), config=config, device=CPU)[0]
+    batch = {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}
+
+    def step() -> float:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss)
+
+    first = step()
+    engine._puts_away_on_cpu = True  # as on a GPU
+    state = next(iter(engine.optimizer.inner.state.values()))["exp_avg"]  # type: ignore[union-attr]
+    before, bytes_before = state.clone(), state.untyped_storage().nbytes()
+    engine.offload_states()
+    found: list[Any] = [first > 0, bytes_before > 0 == state.untyped_storage().nbytes()]
+    with pytest.raises(LauncherError, match="reload_states"):
+        engine(**batch)
+    with pytest.raises(LauncherError, match="reload_states"):
+        engine.offload_states()
+    engine.reload_states()
+    found += [torch.equal(state, before), step() < first]
+    with pytest.raises(LauncherError, match="nonsense"):
+        engine.offload_states(include=["nonsense"])
+    engine.set_train_micro_batch_size(2)
+    found.append(engine.get_batch_info())
+    found.append(len(engine.deepspeed_io(list(range(8)))))
+    with pytest.raises(AttributeError, match="gradients of embeddings are dense here"):
+        engine.sparse_allreduce  # noqa: B018
+    with pytest.raises(ConfigError, match="stage 3 shards them"):
+        engine.module_state_dict()
+    engine.destroy()
+    return found
+
+
+def test_states_go_away_and_come_back(pool: WorkerPool) -> None:
+    assert pool.run(put_away, 2) == [[True, True, True, True, (4, 2, 1), 2]] * 2
+
+
+def weights(ctx: RankContext) -> list[bool]:
+    engine = launcher.initialize(
+        model=tiny_llama(layers=1), config=config_of(2, train_batch_size=1), device=CPU
+    )[0]
+    state = engine.module_state_dict()
+    same = all(torch.equal(state[name], param) for name, param in engine.module.named_parameters())
+    engine.destroy()
+    return [same, not engine.has_moe_layers, not engine.zero_cpu_offload()]
+
+
+def test_the_state_dict_of_an_engine(pool: WorkerPool) -> None:
+    assert pool.run(weights, 1) == [[True, True, True]]
