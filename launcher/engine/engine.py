@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from launcher.engine import pipelined
 from launcher.engine.answers import Answers
 from launcher.engine.batches import call, cast, loss_in, to_device
 from launcher.engine.blame import Blame
+from launcher.engine.borrowed import Borrowed
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
@@ -34,6 +35,7 @@ from launcher.engine.finite import (
     tell_overflow,
 )
 from launcher.engine.fragments import ENGINES
+from launcher.engine.putting_away import PuttingAway
 from launcher.engine.python_gc import hold
 from launcher.engine.same_inputs import SameInputs
 from launcher.engine.saving import Saving
@@ -53,7 +55,7 @@ from launcher.zero.overflow import watch_gradients
 from launcher.zero.versions import Versions
 
 
-class Engine(Answers, Feeding, Saving, nn.Module):
+class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
     """A model in training. Made by `launcher.initialize`.
 
     The loop is `loss = engine(batch); engine.backward(loss); engine.step()` for every microbatch; the real step
@@ -66,6 +68,9 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         lr_scheduler: stepped after each optimizer step. None when there is none.
         global_steps, global_samples, micro_steps, skipped_steps: counters.
     """
+
+    explain: ClassVar[Callable[[str], AttributeError] | None] = None
+    """Makes the error of a name that neither the engine nor its model has; whoever gives it other names sets it."""
 
     def __init__(
         self,
@@ -126,6 +131,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
                 fix="call initialize() again; a Trainer of Hugging Face's that has evaluated under ZeRO-3 destroys its "
                 "engine before it trains: train with another Trainer, or evaluate afterwards",
             )
+        self.check_states_are_here("engine(...)")
         self._announce_boundary()
         if self.module.training:
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
@@ -176,6 +182,7 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         """
         if self._backwards == 0:
             self._refuse_stages("engine.step()")  # after run_microbatches it is what comes next
+        self.check_states_are_here("engine.step()")
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         if boundary and not self.zero.reducer.sync:
             raise MisplacedCallError(
@@ -524,4 +531,8 @@ class Engine(Answers, Feeding, Saving, nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+            explain = type(self).explain
+            if explain is None or hasattr(module, name):
+                return getattr(module, name)
+            raise explain(name) from None

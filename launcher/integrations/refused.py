@@ -106,6 +106,34 @@ OPTIMIZERS = Refusal(
     "use one of those that docs/config.md lists under optimizer.type, or pass initialize(optimizer=...)",
 )
 
+ENGINE: Mapping[Refusal, str] = {
+    TUNING: "autotuning_enabled autotuning_metric autotuning_profile_model_info autotuning_model_info",
+    EXPERTS: "expert_parallel_group expert_data_parallel_group moe_layers load_moe_state_dict gate_modules",
+    PASSES: "register_compile_pass is_deepcompile_enabled is_deepcompile_active get_deepcompile_backend "
+    "compile_autosp compile_autotp get_compile_time",
+    SPARSE: "sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain sparse_all_gather",
+    CONVERSION: "save_zero_checkpoint save_non_zero_checkpoint checkpoint_engine",
+    SAMPLING: "random_ltd_enabled random_ltd_config random_ltd_scheduler set_custom_curriculum_learning_schedule "
+    "set_data_post_process_func",
+    SCALES: "scale dynamic_loss_scale_args",
+    Refusal(
+        "weights are not loaded from a state dict once they are in shards",
+        "load them into the model before initialize(), use load_checkpoint(), or copy them inside "
+        "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
+    ): "load_module_state_dict",
+    Refusal(
+        "gradients are reduced while backward goes on", "call backward() and step(); no_sync() puts it off"
+    ): "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback coalesce_grad_reduction",
+    Refusal(
+        "its timers have other names",
+        "get_wall_clock_timers(), or wall_clock_breakdown and timers in the JSON",
+    ): "engine_timers engine_timers_cache tput_timer print_forward_breakdown fwd_duration",
+    Refusal(
+        "the engine keeps no copy of what initialize() was given", "keep it yourself"
+    ): "client_optimizer client_lr_scheduler basic_optimizer collate_fn training_data",
+}
+"""Why -> methods and attributes of the engine."""
+
 REFUSED: Mapping[str, Refusal] = {
     "accelerator": DEVICES,
     "accelerator.abstract_accelerator.DeepSpeedAccelerator": Refusal(
@@ -197,6 +225,20 @@ REFUSED: Mapping[str, Refusal] = {
     "runtime.fp16": PARTS,
     "runtime.fp16.onebit": OPTIMIZERS,
     "runtime.fp16.loss_scaler": SCALES,
+    "runtime.engine.DeepSpeedEngine": Refusal(
+        "neither launcher's engine nor its model has that name",
+        "use the methods that docs/deepspeed_api.md lists",
+    ),
+    **{
+        f"runtime.engine.DeepSpeedEngine.{name}": refusal
+        for refusal, names in ENGINE.items()
+        for name in names.split()
+    },
+    "runtime.pipe.engine.PipelineEngine": Refusal(
+        "neither launcher's engine nor its model has that name",
+        "use the methods that docs/deepspeed_api.md lists",
+    ),
+    "runtime.pipe.module.PipelineModule": PIPES,
     "runtime.hybrid_engine": INFERENCE,
     "runtime.hybrid_engine_graph": INFERENCE,
     "runtime.lr_schedules": Refusal(

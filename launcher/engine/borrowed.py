@@ -1,0 +1,153 @@
+"""Smaller methods and attributes of DeepSpeed's engine that scripts call, answered from what this engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from launcher.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+
+class Borrowed:
+    """The part of an Engine with these."""
+
+    dont_change_device = False
+    has_moe_layers = False
+    num_experts: tuple[int, ...] = ()
+    mpu: Any = None
+    sequence_parallel_size = 1
+    gradient_average = True
+
+    def _engine(self) -> Engine:
+        return cast("Engine", self)
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self._engine().dp_world_size
+
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        return self._engine().data_parallel_group
+
+    @property
+    def pipeline_parallelism(self) -> bool:
+        return self._engine().num_stages > 1
+
+    @property
+    def inside_no_sync_ctxt(self) -> bool:
+        return not self._engine().zero.reducer.sync
+
+    @property
+    def is_first_weights_partition_group(self) -> bool:
+        """Whether this rank is one of the first group that holds all shards."""
+        return self._engine().zero.axes.replicate.rank == 0
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer rests in host memory."""
+        section = self._engine().resolved.zero_optimization.offload_optimizer
+        return section is not None and section.device == "cpu"
+
+    zero_use_cpu_optimizer = zero_cpu_offload
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        section = self._engine().resolved.zero_optimization.offload_optimizer
+        return section is not None and section.device == "nvme"
+
+    def get_data_types(self) -> tuple[Any, Any]:
+        """Of the parameters, and of the gradients that are kept."""
+        policy = self._engine().zero.policy
+        return policy.param_dtype, policy.grad_dtype
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: a sequence lies whole on a rank."""
+        return None
+
+    def is_map_style_dataset(self, obj: Any) -> bool:
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    def is_iterable_style_dataset(self, obj: Any) -> bool:
+        return isinstance(obj, IterableDataset)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro batch; the accumulation stays, and the global batch follows. A loader that there is already
+        goes on as it is."""
+        engine = self._engine()
+        if (
+            isinstance(micro_batch_size, bool)
+            or not isinstance(micro_batch_size, int)
+            or micro_batch_size < 1
+        ):
+            raise ConfigError(
+                f"set_train_micro_batch_size({micro_batch_size!r})", fix="give a whole number from 1"
+            )
+        train = micro_batch_size * engine.gradient_accumulation_steps() * engine.dp_world_size
+        sizes = {"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": train}
+        engine._config = engine._config.model_copy(update=sizes)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of a dataset that gives each data-parallel rank its share.
+
+        Args:
+            batch_size: of one rank; default: the micro batch.
+            route: "train": in random order; "eval", "predict": as it lies.
+            data_sampler: in place of ours.
+        """
+        engine = self._engine()
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            dp = engine.mesh.dp
+            data_sampler = DistributedSampler(dataset, dp.degree, dp.rank, shuffle=route == "train")
+        return DataLoader(
+            dataset,
+            batch_size=batch_size or engine.train_micro_batch_size_per_gpu(),
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and engine.device.type == "cuda",
+            drop_last=bool(engine.resolved.dataloader_drop_last),
+        )
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The state dict of the model as this rank has it, in the dtype of the parameters.
+
+        Raises:
+            ConfigError: at stage 3: no rank has it whole.
+        """
+        engine = self._engine()
+        if engine.zero_optimization_partition_weights():
+            raise ConfigError(
+                "module_state_dict() is of whole parameters, and stage 3 shards them",
+                where="zero_optimization.stage",
+                fix="call engine._zero3_consolidated_16bit_state_dict() on every rank, or save_16bit_model()",
+            )
+        found = engine.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            frozen = {
+                f"{prefix}{name}" for name, p in engine.module.named_parameters() if not p.requires_grad
+            }
+            found = {name: value for name, value in found.items() if name not in frozen}
+        if destination is not None:
+            destination.update(found)
+            return cast(dict[str, Tensor], destination)
+        return dict(found)

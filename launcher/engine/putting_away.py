@@ -1,0 +1,131 @@
+"""`engine.offload_states()`: what training needs and generation does not goes to host memory, and comes back.
+
+The memory of flat buffers is let go of under their views: nobody has to be told, and whoever touches a view in between
+gets torch's error that its data is not allocated. What rests in host memory or on NVMe anyway stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from launcher.errors import LauncherError
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+Storage = torch.UntypedStorage
+
+
+def _optimizer_states(engine: Engine) -> Iterator[Tensor]:
+    states = engine.optimizer.inner.state.values() if engine.optimizer is not None else ()
+    for state in states:
+        yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
+
+
+def _masters(engine: Engine) -> Iterator[Tensor]:
+    yield from (flat.master for flat in engine.zero.flats if flat.own_master and not flat.moves)
+
+
+def _parameters(engine: Engine) -> Iterator[Tensor]:
+    for flat in engine.zero.flats:
+        if not flat.moves:
+            yield from (part for part in (flat.shard, flat.full, flat.second) if part is not None)
+
+
+def _gradients(engine: Engine) -> Iterator[Tensor]:
+    for gradient in engine.zero.gradients:
+        if gradient.held_bytes and not gradient.moves:
+            yield gradient.owned
+
+
+KINDS: dict[str, Callable[[Engine], Iterable[Tensor]]] = {
+    "optim_states": _optimizer_states,
+    "hp_params": _masters,
+    "lp_params": _parameters,
+    "lp_grads": _gradients,
+    "contiguous_grad_buffer": _gradients,
+}
+"""DeepSpeed's name of a state -> its tensors."""
+
+
+class PuttingAway:
+    """The part of an Engine that moves its states to host memory and back."""
+
+    _away: list[tuple[Storage, Tensor]]
+    _puts_away_on_cpu = False
+
+    def _engine(self) -> Engine:
+        return cast("Engine", self)
+
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory, and give the device's memory back. Where the engine is on a CPU they are there.
+
+        Args:
+            include: `OffloadStateTypeEnum`s or their names; default: all. Where training is in fp32 the parameters are
+                the master weights, and go with `lp_params`.
+            device: "cpu".
+            pin_memory: the host memory is page-locked.
+            non_blocking: not needed: the copies are done when this returns.
+
+        Raises:
+            LauncherError: a name is unknown, the device is none that can be, or states are away already.
+        """
+        engine = self._engine()
+        names = [str(getattr(one, "value", one)) for one in (KINDS if include is None else include)]
+        strange = sorted(set(names) - set(KINDS))
+        if strange or str(getattr(device, "value", device)) != "cpu":
+            raise LauncherError(
+                f"offload_states() cannot move {', '.join(strange) or f'to {device}'}",
+                fix=f'name some of {", ".join(KINDS)}, and device="cpu"',
+            )
+        self.check_states_are_here("offload_states()")
+        if engine.device.type == "cpu" and not self._puts_away_on_cpu:
+            return
+        engine.empty_partition_cache()
+        found: dict[int, Storage] = {}
+        for name in names:
+            for tensor in KINDS[name](engine):
+                storage = tensor.untyped_storage()
+                if tensor.device == engine.device and storage.nbytes():
+                    found[storage.data_ptr()] = storage
+        pins = pin_memory and engine.device.type == "cuda"
+        self._away = [(storage, _put(storage, pins)) for storage in found.values()]
+        if engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` has moved."""
+        for storage, kept in getattr(self, "_away", ()):
+            storage.resize_(kept.numel())
+            _bytes_of(storage).copy_(kept)
+        self._away = []
+
+    def check_states_are_here(self, who: str) -> None:
+        """Raise LauncherError where states are away."""
+        if getattr(self, "_away", None):
+            raise LauncherError(
+                f"{who} needs states that offload_states() has moved to host memory",
+                fix="call engine.reload_states() before",
+            )
+
+
+def _put(storage: Storage, pins: bool) -> Tensor:
+    """The bytes of a storage in host memory; its own memory is given back."""
+    kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pins)
+    kept.copy_(_bytes_of(storage))
+    storage.resize_(0)
+    return kept
+
+
+def _bytes_of(storage: Storage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

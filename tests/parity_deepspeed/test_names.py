@@ -1,0 +1,87 @@
+"""The lists of names are those of the installed DeepSpeed, and what is only data or arithmetic is equal to it."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from launcher.integrations import accelerator, curriculum, norms, pipe_schedule, timing, utilities
+from launcher.integrations.constants import NAMED, VALUES, constants_of
+from tests.parity_deepspeed import api_names, api_page
+
+
+def test_the_list_of_names_is_complete() -> None:
+    found, kept = api_names.collect(), api_page.names()
+    differing = {module for module in found.keys() | kept.keys() if found.get(module) != kept.get(module)}
+    assert not differing, "run python -m tests.parity_deepspeed.api_names, and api_page"
+
+
+def test_constants_have_their_values() -> None:
+    wrong = []
+    for module in {*NAMED, *VALUES}:
+        theirs = importlib.import_module(f"deepspeed.{module}")
+        wrong += [
+            f"{module}.{name}"
+            for name, value in constants_of(module).items()
+            if getattr(theirs, name) != value
+        ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", ["TrainSchedule", "InferenceSchedule", "DataParallelSchedule"])
+def test_schedules_give_the_same_instructions(kind: str) -> None:
+    theirs = importlib.import_module("deepspeed.runtime.pipe.schedule")
+    for stages in range(1, 5):
+        for number in range(1, 7):
+            for stage in range(stages):
+                one = getattr(theirs, kind)(number, stages, stage)
+                mine = getattr(pipe_schedule, kind)(number, stages, stage)
+                assert [[repr(i) for i in now] for now in mine] == [
+                    [repr(i) for i in now] for now in one.steps()
+                ]
+                assert mine.num_pipe_buffers() == one.num_pipe_buffers()
+
+
+def test_helpers_answer_the_same() -> None:
+    theirs = importlib.import_module("deepspeed.runtime.utils")
+    assert norms.call_to_str("f", 1, b=2) == theirs.call_to_str("f", 1, b=2)
+    assert norms.prefix_sum_inc([1, 2, 3]) == theirs.prefix_sum_inc([1, 2, 3])
+    for weights, parts in (([1, 2, 3, 4, 5], 2), ([5, 1, 1, 1], 3), ([1, 1], 2)):
+        assert utilities.partition_balanced(weights, parts) == theirs.partition_balanced(weights, parts)
+    trim = importlib.import_module("deepspeed.utils.timer").trim_mean
+    for data in ([1.0, 2.0, 3.0, 100.0], [5.0]):
+        assert timing.trim_mean(data, 0.1) == pytest.approx(trim(data, 0.1))
+
+
+def test_a_curriculum_is_the_same() -> None:
+    theirs = importlib.import_module(
+        "deepspeed.runtime.data_pipeline.curriculum_scheduler"
+    ).CurriculumScheduler
+    ends = {"min_difficulty": 8, "max_difficulty": 64}
+    pace = {"total_curriculum_step": 10, "difficulty_step": 8}
+    for config in (
+        {**ends, "schedule_type": "fixed_linear", "schedule_config": pace},
+        {**ends, "schedule_type": "fixed_root", "schedule_config": {**pace, "root_degree": 2}},
+        {
+            **ends,
+            "schedule_type": "fixed_discrete",
+            "schedule_config": {"difficulty": [8, 16, 64], "max_step": [3, 6]},
+        },
+    ):
+        one, mine = theirs(dict(config)), curriculum.CurriculumScheduler(config)
+        for step in range(1, 14):
+            assert mine.update_difficulty(step) == one.update_difficulty(step)
+
+
+def test_the_accelerator_of_a_cpu_answers_the_same() -> None:
+    theirs = importlib.import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator()
+    mine = accelerator.get_accelerator()
+    for name in (
+        "device_name",
+        "current_device_name",
+        "is_synchronized_device",
+        "use_host_timers",
+        "is_available",
+    ):
+        assert getattr(mine, name)() == getattr(theirs, name)(), name
