@@ -3,6 +3,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
+CLIENTS ?= .venv-clients
 PIP := $(BIN)/pip install --quiet --no-compile -c constraints.txt
 
 # Hundreds of processes import torch: with its bytecode kept that takes each of them half the time.
@@ -11,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: train test test-all test-rest mutants lint parity models stages pages cluster clean
+.PHONY: train test test-all test-rest mutants lint parity models stages pages cluster clients clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch --config ds_configs/zero2.json
@@ -61,8 +62,14 @@ pages: $(VENV)/.installed-test
 cluster: $(VENV)/.installed-test
 	LAUNCHER_TEST_CLUSTER=1 HOSTS_REQUIRED=1 $(BIN)/python -m pytest tests/cluster --full
 
+# Programs of others, on ours and on DeepSpeed; writes the table of docs/transformers.md. Those of public repositories run
+# where EXAMPLES=DIR has checkouts of them; ONLY=TEXT runs some. Needs a network and a C++ compiler.
+clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m tests.parity_deepspeed.operators
+	$(CLIENTS)/bin/python -m tests.clients $(if $(EXAMPLES),--examples $(EXAMPLES)) $(if $(ONLY),--only "$(ONLY)")
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CLIENTS)
 
 # torch first: packages that look for it while they are built must find this one.
 $(VENV)/.torch: constraints.txt
@@ -86,4 +93,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 $(VENV)/.installed-parity: $(VENV)/.installed-test
 	$(PIP) setuptools wheel ninja hatchling editables
 	$(PIP) --no-build-isolation -e ".[test,parity]"
+	touch $@
+
+$(CLIENTS)/.installed: constraints.txt pyproject.toml tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --no-compile -c constraints.txt torch setuptools wheel ninja hatchling editables
+	$(CLIENTS)/bin/pip install --quiet --no-compile -c constraints.txt --no-build-isolation -e ".[test,parity]" \
+		-r tests/clients/requirements.txt
 	touch $@

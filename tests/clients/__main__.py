@@ -1,0 +1,79 @@
+"""Runs every client on ours and on DeepSpeed, compares losses, and writes the table of docs/transformers.md.
+
+    python -m tests.clients                        all but those of public repositories
+    python -m tests.clients --examples DIR         those, too: checkouts of them are below DIR
+    python -m tests.clients --only "GRPO"          some; the others keep the verdicts that they had
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.clients.page import Verdict, read, version_of, write
+from tests.clients.running import HERE, OURS, THEIRS, Outcome, run
+from tests.clients.table import CLIENTS, Client
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--examples", type=Path, help="directory with checkouts of public repositories")
+    parser.add_argument("--only", action="append", help="clients whose name has this in it")
+    parser.add_argument("--work", type=Path, default=Path("runs/clients"), help="what the runs write")
+    parser.add_argument("--ours", action="store_true", help="without DeepSpeed; nothing is written")
+    args = parser.parse_args()
+    work = args.work.resolve()
+    examples = args.examples and args.examples.resolve()
+    make_models(work / "models")
+    verdicts = read()
+    worst = 0
+    for client in CLIENTS:
+        if args.only and not any(part.lower() in client.key.lower() for part in args.only):
+            continue
+        if not client.own and examples is None:
+            continue
+        ours = run(client, OURS, work / OURS, examples)
+        theirs = Outcome("not asked") if args.ours else run(client, THEIRS, work / THEIRS, examples)
+        verdict = judge(client, ours, theirs, examples)
+        print(f"{client.key}: {verdict.text}", flush=True)
+        worst |= not verdict.good
+        verdicts[client.key] = verdict
+        if not args.ours:
+            write(verdicts)
+    return worst
+
+
+def make_models(directory: Path) -> None:
+    if not directory.exists():
+        paths = {"PYTHONPATH": str(HERE / "stand_ins"), "CLIENT_LOSSES": ""}
+        subprocess.run(
+            [sys.executable, str(HERE / "programs" / "models.py"), str(directory)], check=True, env=paths
+        )
+
+
+def judge(client: Client, ours: Outcome, theirs: Outcome, examples: Path | None) -> Verdict:
+    stages = "" if client.stage is None else str(client.stage)
+    about = (client.name, version_of(client, examples), stages, client.setting)
+    if ours.error:
+        both = f" (DeepSpeed: {theirs.error})" if theirs.error else ""
+        return Verdict(*about, f"fails: {ours.error}{both}", good=False)
+    losses = [loss for record in ours.losses for loss in record]
+    if not all(loss == loss and abs(loss) < 1e9 for loss in losses):
+        return Verdict(*about, "fails: losses are not finite", good=False)
+    count = f"{len(ours.losses[0])} losses"
+    if theirs.error:
+        return Verdict(*about, f"trains, {count}; DeepSpeed does not here: {client.alone or theirs.error}")
+    if [len(record) for record in ours.losses] != [len(record) for record in theirs.losses]:
+        number = len(theirs.losses[0])
+        return Verdict(*about, f"differs: {count}, and {number} with DeepSpeed", good=False)
+    pairs = zip(losses, (loss for record in theirs.losses for loss in record), strict=True)
+    off = max(abs(a - b) / max(abs(b), 1e-3) for a, b in pairs)
+    if off > client.limit:
+        return Verdict(*about, f"differs: {count}, by {off:.0e}", good=False)
+    return Verdict(*about, f"{count} as DeepSpeed's" + (f", to {off:.0e}" if off else ", every bit"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""What every Python process of a client has besides its own: a record of losses, and what a machine without GPUs and
+without a hub lacks. Python imports this file by itself, because its directory is on the path. The clients stay as they are.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class _After(importlib.abc.MetaPathFinder):
+    """Calls a function before a module is imported, and another one after.
+
+    Args:
+        module: its full name.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        then: Callable[[ModuleType], None] | None = None,
+        first: Callable[[], None] | None = None,
+    ) -> None:
+        self.module, self.then, self.first = module, then, first
+        self.asking = False  # the finders behind this one
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.module or self.asking:
+            return None
+        if self.first is not None:
+            self.first()
+        self.asking = True
+        spec = importlib.util.find_spec(fullname)
+        self.asking = False
+        if spec is None or spec.loader is None or self.then is None:
+            return spec
+        run, then = spec.loader.exec_module, self.then
+
+        def executed(module: ModuleType) -> None:
+            run(module)
+            then(module)
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+# ---- losses ---------------------------------------------------------------------------------------
+
+
+def _record(deepspeed: ModuleType) -> None:
+    """From now on every loss that an engine gets in `backward`, or gives in `train_batch`, is a line of a file."""
+    original = deepspeed.initialize
+
+    def initialize(*arguments: Any, **keywords: Any) -> Any:
+        made = original(*arguments, **keywords)
+        kind = type(made[0])
+        if "recorded" not in vars(kind):
+            kind.recorded = True
+            name = "train_batch" if hasattr(kind, "train_batch") and _has_stages(made[0]) else "backward"
+            setattr(kind, name, _told(getattr(kind, name), of_result=name == "train_batch"))
+        return made
+
+    deepspeed.initialize = initialize  # type: ignore[attr-defined]
+    if not hasattr(deepspeed, "__launcher__"):
+        _arrive_early(deepspeed)
+
+
+def _arrive_early(deepspeed: ModuleType) -> None:
+    """accelerate opens the process group itself on CPUs, and DeepSpeed's `zero.Init` counts ranks by its own."""
+    begin = deepspeed.zero.Init.__init__
+
+    def begun(self: Any, *arguments: Any, **keywords: Any) -> None:
+        deepspeed.init_distributed()
+        begin(self, *arguments, **keywords)
+
+    deepspeed.zero.Init.__init__ = begun
+
+
+def _has_stages(engine: Any) -> bool:
+    return type(engine).__name__ == "PipelineEngine" or bool(getattr(engine, "pipelined", None))
+
+
+def _told(method: Callable[..., Any], of_result: bool) -> Callable[..., Any]:
+    file = Path(os.environ["CLIENT_LOSSES"] + os.environ.get("RANK", "0"))
+
+    def called(engine: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = None
+        if of_result:
+            result = method(engine, *arguments, **keywords)
+        loss = result if of_result else (arguments[0] if arguments else keywords["loss"])
+        with file.open("a") as record:
+            record.write(json.dumps([type(engine).__module__, float(loss)]) + "\n")
+        return result if of_result else method(engine, *arguments, **keywords)
+
+    return called
+
+
+# ---- torchvision ----------------------------------------------------------------------------------
+
+
+def _without_operators() -> None:
+    """The torchvision of PyPI is built for torch with CUDA; with torch for CPUs its operators do not load, and the module
+    that describes them fails. Data sets and transforms need none."""
+    sys.modules["torchvision._meta_registrations"] = ModuleType("torchvision._meta_registrations")
+
+
+if "CLIENT_LOSSES" in os.environ:
+    sys.meta_path.insert(0, _After("deepspeed", then=_record))
+    sys.meta_path.insert(0, _After("torchvision", first=_without_operators))

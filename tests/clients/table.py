@@ -1,0 +1,111 @@
+"""Which programs of others are run, and how (data)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Client:
+    """One program in one setting. Arguments may hold {out}, {models}, {json} and {examples}."""
+
+    name: str
+    setting: str
+    version_of: str
+    """The Python package, or the directory below EXAMPLES, whose version the table tells."""
+    program: str
+    """Of `programs/`, or below EXAMPLES."""
+    arguments: tuple[str, ...] = ()
+    stage: int | None = None
+    """Of the JSON that it is given."""
+    sections: dict[str, Any] = field(default_factory=dict)
+    """Of that JSON, besides."""
+    environment: dict[str, str] = field(default_factory=dict)
+    local_rank: bool = False
+    """It has a flag --local_rank, as programs for DeepSpeed's launcher have."""
+    limit: float = 1e-5
+    """How far losses may be from DeepSpeed's, relatively."""
+    module: bool = False
+    """The program is a module's name."""
+    alone: str = ""
+    """Why DeepSpeed does not run it on a CPU, where that is known."""
+
+    @property
+    def own(self) -> bool:
+        """Its program is of `programs/`, or of an installed package."""
+        return self.module or "/" not in self.program
+
+    @property
+    def key(self) -> str:
+        stage = "" if self.stage is None else f", stage {self.stage}"
+        return f"{self.name}{stage}{', ' if self.setting else ''}{self.setting}"
+
+
+def json_of(client: Client) -> dict[str, Any]:
+    """The JSON that a client is given."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    zero: dict[str, Any] = {"stage": client.stage}
+    if client.stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    sections = dict(client.sections)
+    zero |= sections.pop("zero_optimization", {})
+    return {**dict.fromkeys(keys, AUTO), "zero_optimization": zero, **sections}
+
+
+def _trl() -> list[Client]:
+    """Every two of trainer, stage, tied, LoRA and model meet; full weights at stage 3 more often."""
+    trainers = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO", "grpo": "GRPO"}
+    rows = []
+    for i, trainer in enumerate(trainers):
+        rows.append((trainer, 2, i % 2 == 1, i // 2 % 2 == 1))
+        rows.append((trainer, 3, i % 2 == 0, i // 2 % 2 == 0))
+    rows += [("sft", 3, True, False), ("dpo", 3, False, False), ("grpo", 3, True, False)]
+    made = []
+    for i, (trainer, stage, tied, lora) in enumerate(rows):
+        model = f"{('llama', 'qwen2')[i // 2 % 2]}-{'tied' if tied else 'untied'}"
+        arguments = ("--trainer", trainer, "--model", "{models}/" + model, "--deepspeed", "{json}")
+        arguments += ("--output_dir", "{out}", *(["--lora"] if lora else []))
+        setting = f"{model.replace('-', ', ')}{', LoRA' if lora else ''}"
+        made.append(
+            Client(f"TRL {trainers[trainer]}Trainer", setting, "trl", "trl_trainers.py", arguments, stage)
+        )
+    return made
+
+
+
+def _lightning() -> list[Client]:
+    """It makes the JSON itself."""
+    arguments = lambda stage: ("--stage", str(stage), "--out", "{out}")  # noqa: E731
+    return [
+        Client("Lightning DeepSpeedStrategy", "saved and resumed", "lightning", "lightning_trainer.py",
+               arguments(stage), stage)
+        for stage in (1, 2, 3)
+    ]  # fmt: skip
+
+
+def _trainers() -> list[Client]:
+    """Those that build on transformers.Trainer, and Trainer with models that read no text."""
+    to = ("--deepspeed", "{json}", "--out", "{out}")
+    made = []
+    for stage in (2, 3):
+        made += [
+            Client("SentenceTransformerTrainer", "BERT; the saved model read", "sentence-transformers",
+                   "sentence_transformers_trainer.py", ("--model", "{models}/bert", *to), stage),
+            Client("Seq2SeqTrainer", "T5, tied, predict_with_generate", "transformers", "seq2seq_trainer.py",
+                   ("--tokenizer", "{models}/llama-tied", "--tied", *to), stage),
+            Client("Seq2SeqTrainer", "T5, untied, predict_with_generate", "transformers", "seq2seq_trainer.py",
+                   ("--tokenizer", "{models}/llama-tied", *to), stage),
+            Client("Trainer", "ViT", "transformers", "vision_and_speech.py", ("--kind", "vit", *to), stage),
+            Client("Trainer", "Wav2Vec2 with CTC", "transformers", "vision_and_speech.py",
+                   ("--kind", "wav2vec2", *to), stage),
+        ]  # fmt: skip
+    return made
+
+
+CLIENTS: list[Client] = [*_trl(), *_lightning(), *_trainers()]
+
+IMPOSSIBLE: dict[str, str] = {}
+"""Client -> why it cannot be run here."""
