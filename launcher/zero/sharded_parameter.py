@@ -94,6 +94,17 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._whole("saving it").clone().__reduce_ex__(protocol)
 
+    def storage(self) -> Any:
+        return self._whole("storage()").storage()
+
+    def untyped_storage(self) -> Any:
+        return self._whole("untyped_storage()").untyped_storage()
+
+    def data_ptr(self) -> int:
+        """0 while it is sharded."""
+        whole = self.zero_holder.whole
+        return 0 if whole is None else whole.data_ptr()
+
     def _whole(self, who: str) -> torch.Tensor:
         """The full data while it is gathered."""
         holder = self.zero_holder

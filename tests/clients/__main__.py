@@ -1,8 +1,8 @@
 """Runs every client on ours and on DeepSpeed, compares losses, and writes the table of docs/transformers.md.
 
-    python -m tests.clients                        all but those of public repositories
-    python -m tests.clients --examples DIR         those, too: checkouts of them are below DIR
-    python -m tests.clients --only "GRPO"          some; the others keep the verdicts that they had
+python -m tests.clients                        all but those of public repositories
+python -m tests.clients --examples DIR         those, too: checkouts of them are below DIR
+python -m tests.clients --only "GRPO"          some; the others keep the verdicts that they had
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def main() -> int:
             continue
         if not client.own and examples is None:
             continue
-        ours = run(client, OURS, work / OURS, examples)
-        theirs = Outcome("not asked") if args.ours else run(client, THEIRS, work / THEIRS, examples)
+        ours = run(client, OURS, work, examples)
+        theirs = Outcome("not asked") if args.ours else run(client, THEIRS, work, examples)
         verdict = judge(client, ours, theirs, examples)
         print(f"{client.key}: {verdict.text}", flush=True)
         worst |= not verdict.good

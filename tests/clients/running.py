@@ -34,15 +34,16 @@ class Outcome:
     losses: list[list[float]] = field(default_factory=list)
 
 
-def run(client: Client, engine: str, directory: Path, examples: Path | None) -> Outcome:
-    """Run a client to its end; its log is `directory/log`."""
+def run(client: Client, engine: str, work: Path, examples: Path | None) -> Outcome:
+    """Run a client to its end, in a directory of its own below `work`, where its log is, too."""
+    directory = work / re.sub(r"\W+", "-", client.key) / engine
     out = directory / "out"
     shutil.rmtree(directory, ignore_errors=True)
     out.mkdir(parents=True)
     config = directory / "ds_config.json"
     config.write_text(json.dumps(json_of(client), indent=2))
     places = {
-        "out": out, "json": config, "models": directory.parent / "models", "programs": HERE / "programs",
+        "out": out, "json": config, "models": work / "models", "programs": HERE / "programs",
         "examples": examples or "",
     }  # fmt: skip
     arguments = [argument.format(**places) for argument in client.arguments]
@@ -56,7 +57,7 @@ def run(client: Client, engine: str, directory: Path, examples: Path | None) -> 
             code = subprocess.run(
                 [*_starter(client, engine), program, *arguments],
                 cwd=_copied(cwd, directory) if cwd != directory else cwd,
-                env=_environment(client, engine, directory),
+                env=_environment(client, engine, directory, work),
                 stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S,
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -78,24 +79,35 @@ def _starter(client: Client, engine: str) -> list[str]:
         if not client.local_rank:
             start.append("--no_local_rank")
         return [sys.executable, *start, *(["--module"] if client.module else [])]
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(_free_port())]
+    start = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(RANKS),
+        "--master-port",
+        str(_free_port()),
+    ]
     return [sys.executable, *start, *(["-m"] if client.module else [])]
 
 
-def _environment(client: Client, engine: str, directory: Path) -> dict[str, str]:
+def _environment(client: Client, engine: str, directory: Path, work: Path) -> dict[str, str]:
     path = [*([str(ROOT)] if engine == OURS else []), str(HERE / "stand_ins")]
     return {
         **os.environ, **operators.environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path),
         "CLIENT_LOSSES": str(directory / "losses"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "hf"),
-        "TOKENIZERS_PARALLELISM": "false", "CLIENT_MODELS": str(directory.parent / "models"),
+        "TOKENIZERS_PARALLELISM": "false", "CLIENT_MODELS": str(work / "models"),
         **client.environment,
     }  # fmt: skip
 
 
 def _last_words(log: str) -> str:
     """The error of a log: that of the first Python exception, else its last line."""
-    told = re.findall(r"^(?:\[rank\d+\]: |error: rank \d+ .*failed: )?(\w*[\w.]*(?:Error|Exception): .*)$", log, re.MULTILINE)
-    ours = re.findall(r"^error: rank \d+ \(pid \d+\) (.*)$", log, re.MULTILINE)
+    told = re.findall(
+        r"^(?:\[rank\d+\]: |error: rank \d+ .*failed: )?(\w*[\w.]*(?:Error|Exception): .*)$",
+        log,
+        re.MULTILINE,
+    )
+    ours = re.findall(r"^error: (.*)$", log, re.MULTILINE)
     lines = ours or [one for one in told if "ChildFailed" not in one] or log.strip().splitlines()[-1:]
     return (lines[0] if lines else "no output")[:300]
 

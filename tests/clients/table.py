@@ -46,7 +46,12 @@ class Client:
 
 def json_of(client: Client) -> dict[str, Any]:
     """The JSON that a client is given."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    keys = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     zero: dict[str, Any] = {"stage": client.stage}
     if client.stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
@@ -75,15 +80,15 @@ def _trl() -> list[Client]:
     return made
 
 
-
 def _lightning() -> list[Client]:
     """It makes the JSON itself."""
-    arguments = lambda stage: ("--stage", str(stage), "--out", "{out}")  # noqa: E731
-    return [
-        Client("Lightning DeepSpeedStrategy", "saved and resumed", "lightning", "lightning_trainer.py",
-               arguments(stage), stage)
-        for stage in (1, 2, 3)
-    ]  # fmt: skip
+    name, version_of, program = "Lightning DeepSpeedStrategy", "lightning", "lightning_trainer.py"
+    made = []
+    for stage in (1, 2, 3):
+        arguments = ("--stage", str(stage), "--out", "{out}")
+        made.append(Client(name, "saved and resumed", version_of, program, arguments, stage))
+    arguments = ("--stage", "3", "--out", "{out}", "--validate")
+    return [*made, Client(name, "validate(ckpt_path=...) by itself", version_of, program, arguments, 3)]
 
 
 def _trainers() -> list[Client]:
@@ -92,8 +97,10 @@ def _trainers() -> list[Client]:
     made = []
     for stage in (2, 3):
         made += [
-            Client("SentenceTransformerTrainer", "BERT; the saved model read", "sentence-transformers",
+            Client("SentenceTransformerTrainer", "BERT", "sentence-transformers",
                    "sentence_transformers_trainer.py", ("--model", "{models}/bert", *to), stage),
+            Client("SentenceTransformerTrainer", "BERT, save_model", "sentence-transformers",
+                   "sentence_transformers_trainer.py", ("--model", "{models}/bert", "--save", *to), stage),
             Client("Seq2SeqTrainer", "T5, tied, predict_with_generate", "transformers", "seq2seq_trainer.py",
                    ("--tokenizer", "{models}/llama-tied", "--tied", *to), stage),
             Client("Seq2SeqTrainer", "T5, untied, predict_with_generate", "transformers", "seq2seq_trainer.py",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from launcher.errors import ConfigError
-from launcher.integrations.stand_ins import _as_meant
+from launcher.integrations.stand_ins import _as_meant, initialize
+from tests.engine.driving import config_of
+from tests.pool import RankContext, WorkerPool
+from tests.zero.models import stack
 
 
 def test_a_path_in_one_key_is_a_section(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,3 +33,25 @@ def test_ranks_that_share_a_sequence_are_counted_once(world: int, kept: bool) ->
 def test_pipeline_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"pipeline\.stages is 2"):
         _as_meant({"pipeline": {"stages": 2}}, 2)
+
+
+def marks(ctx: RankContext) -> list[list[int]]:
+    """Of every parameter: elements, elements on this rank, and how many of the marks are wrong."""
+    config = config_of(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 10})
+    engine = initialize(model=stack(), config=config)[0]
+    found = []
+    for parameter in engine.module.parameters():
+        wrong = [parameter.ds_shape != parameter.shape, parameter.ds_numel != parameter.numel()]
+        found.append([parameter.ds_numel, parameter.partition_numel(), sum(wrong)])
+    assert len({parameter.ds_id for parameter in engine.module.parameters()}) == len(found)
+    engine.destroy()
+    return found
+
+
+def test_parameters_of_stage_3_are_marked(pool: WorkerPool) -> None:
+    """Sharded ones and small ones; libraries that count parameters read no others."""
+    for found in pool.run(marks, 2):
+        assert {numel <= 10 for numel, _, _ in found} == {True, False}
+        for numel, here, wrong in found:
+            assert (here, wrong) == (numel if numel <= 10 else numel // 2, 0)
+    assert not hasattr(torch.nn.Parameter(torch.ones(2)), "ds_id")

@@ -35,6 +35,8 @@ TOUCHES: dict[str, Callable[[Any], Any]] = {
     "pickle": pickle.dumps,
     "torch.save": lambda p: torch.save({"weight": p}, io.BytesIO()),
     "deepcopy": copy.deepcopy,
+    "p.storage()": lambda p: p.storage(),
+    "p.untyped_storage()": lambda p: p.detach().untyped_storage(),
 }
 
 

@@ -30,7 +30,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     pad, eos, unk, bos = SPECIAL
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=pad, eos_token=eos, unk_token=unk, bos_token=bos, chat_template=TEMPLATE
+        tokenizer_object=made,
+        pad_token=pad,
+        eos_token=eos,
+        unk_token=unk,
+        bos_token=bos,
+        chat_template=TEMPLATE,
     )
 
 
@@ -47,9 +52,15 @@ def main(directory: Path) -> None:
 
 
 def bert(place: Path) -> None:
-    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    sizes = {
+        key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    }
     config = transformers.BertConfig(
-        **sizes, num_attention_heads=4, pad_token_id=0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        **sizes,
+        num_attention_heads=4,
+        pad_token_id=0,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     transformers.BertModel(config).save_pretrained(place)
     tokenizer().save_pretrained(place)

@@ -5,13 +5,13 @@ import argparse
 import numpy as np
 import torch
 from transformers import (
+    AutoTokenizer,
     DataCollatorForSeq2Seq,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
     set_seed,
-    AutoTokenizer,
 )
 
 

@@ -65,7 +65,9 @@ def main() -> None:
         data = Dataset.from_dict(columns("chosen", "rejected"))
         trainer = RewardTrainer(args=RewardConfig(**given, max_length=64), train_dataset=data, **common)
     elif args.trainer == "kto":
-        data = Dataset.from_dict({**columns("prompt", "completion"), "label": [n % 2 == 0 for n in range(ROWS)]})
+        data = Dataset.from_dict(
+            {**columns("prompt", "completion"), "label": [n % 2 == 0 for n in range(ROWS)]}
+        )
         trainer = KTOTrainer(args=KTOConfig(**given, max_length=64), train_dataset=data, **common)
     else:
         data = Dataset.from_dict(columns("prompt"))
