@@ -53,14 +53,17 @@ def run(client: Client, engine: str, work: Path, examples: Path | None) -> Outco
         program = str(own if own.exists() else Path(examples or "") / client.program)
     cwd = Path(program).parent if examples and Path(program).is_relative_to(examples) else directory
     with (directory / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*_starter(client, engine), program, *arguments],
+            cwd=_copied(cwd, directory) if cwd != directory else cwd,
+            env=_environment(client, engine, directory, work),
+            stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
         try:
-            code = subprocess.run(
-                [*_starter(client, engine), program, *arguments],
-                cwd=_copied(cwd, directory) if cwd != directory else cwd,
-                env=_environment(client, engine, directory, work),
-                stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S,
-            ).returncode  # fmt: skip
+            code = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
+            process.terminate()  # so that it ends its ranks; killed, it would leave them behind
+            process.wait(LIMIT_S)
             return Outcome(f"has not ended in {LIMIT_S:g} s")
     if code:
         return Outcome(_last_words((directory / "log").read_text(errors="replace")))

@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>"]
+SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>", "<mask>"]
 WORDS = [f"w{i}" for i in range(128 - len(SPECIAL))]
 SIZES = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,7 +28,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """One token a word."""
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(SPECIAL + WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    pad, eos, unk, bos = SPECIAL
+    pad, eos, unk, bos, mask = SPECIAL
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token=pad,
@@ -36,7 +36,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         unk_token=unk,
         bos_token=bos,
         chat_template=TEMPLATE,
-    )
+    )  # fmt: skip
 
 
 def main(directory: Path) -> None:

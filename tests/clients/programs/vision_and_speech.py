@@ -26,8 +26,9 @@ def vit() -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]]]:
 def wav2vec2() -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]]]:
     config = Wav2Vec2Config(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=12,
-        conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2, num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4, mask_time_length=2, layerdrop=0.0, ctc_loss_reduction="mean",
+        conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_length=2, layerdrop=0.0,
+        ctc_loss_reduction="mean",
     )  # fmt: skip
     rows = [{"input_values": torch.randn(800), "labels": torch.randint(1, 12, (5,))} for _ in range(16)]
     return Wav2Vec2ForCTC(config), rows

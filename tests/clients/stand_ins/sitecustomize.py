@@ -1,5 +1,6 @@
 """What every Python process of a client has besides its own: a record of losses, and what a machine without GPUs and
-without a hub lacks. Python imports this file by itself, because its directory is on the path. The clients stay as they are.
+without a hub lacks. Python imports this file by itself, because its directory is on the path. The clients stay as
+they are.
 """
 
 import importlib.abc
@@ -107,11 +108,72 @@ def _told(method: Callable[..., Any], of_result: bool) -> Callable[..., Any]:
 
 
 def _without_operators() -> None:
-    """The torchvision of PyPI is built for torch with CUDA; with torch for CPUs its operators do not load, and the module
-    that describes them fails. Data sets and transforms need none."""
+    """The torchvision of PyPI is built for torch with CUDA; with torch for CPUs its operators do not load, and the
+    module that describes them fails. Data sets and transforms need none."""
     sys.modules["torchvision._meta_registrations"] = ModuleType("torchvision._meta_registrations")
 
+
+# ---- data, and devices ----------------------------------------------------------------------------
+
+
+def _cifar(datasets: ModuleType) -> None:
+    """CIFAR10 of 512 random pictures, which nobody has to download."""
+    import numpy
+
+    def begin(self: Any, root: Any, train: bool = True, transform: Any = None, **others: Any) -> None:
+        datasets.VisionDataset.__init__(self, root, transform=transform)
+        random = numpy.random.default_rng(0)
+        rows = 512 if train else 16
+        self.data = random.integers(0, 256, (rows, 32, 32, 3), dtype=numpy.uint8)
+        self.targets = random.integers(0, 10, rows).tolist()
+
+    datasets.CIFAR10.__init__ = begin
+
+
+def _text(datasets: ModuleType) -> None:
+    """Data sets of the hub are random words under a column `text`."""
+    import random
+
+    words = random.Random(0)
+    texts = [" ".join(f"w{words.randrange(120)}" for _ in range(24)) for _ in range(64)]
+    made = lambda *arguments, **keywords: datasets.Dataset.from_dict({"text": texts})  # noqa: E731
+    datasets.load_dataset = made  # type: ignore[attr-defined]
+
+
+def _no_devices(torch: Any) -> None:
+    """A program that asks for CUDA devices by name gets the CPU."""
+    real = torch.device
+
+    class Kind(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, real)
+
+    class Device(metaclass=Kind):
+        def __new__(cls, kind: Any = "cpu", *index: Any) -> Any:
+            return real("cpu") if str(kind).startswith("cuda") else real(kind, *index)
+
+    def set_device(*arguments: Any) -> None: ...
+
+    def synchronize(*arguments: Any) -> None: ...
+
+    def device_count() -> int:
+        return 1
+
+    torch.device = Device
+    for function in (set_device, synchronize, device_count):
+        setattr(torch.cuda, function.__name__, function)
+
+
+_STAND_INS: dict[str, tuple[str, Callable[[ModuleType], None]]] = {
+    "cifar": ("torchvision.datasets", _cifar),
+    "text": ("datasets", _text),
+    "cuda": ("torch", _no_devices),
+}
+"""Words of CLIENT_STAND_INS -> the module that is changed, and how."""
 
 if "CLIENT_LOSSES" in os.environ:
     sys.meta_path.insert(0, _After("deepspeed", then=_record))
     sys.meta_path.insert(0, _After("torchvision", first=_without_operators))
+    for _word in os.environ.get("CLIENT_STAND_INS", "").split():
+        _module, _then = _STAND_INS[_word]
+        sys.meta_path.insert(0, _After(_module, then=_then))
