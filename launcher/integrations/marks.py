@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.integrations.enumerations import ZeroParamStatus, ZeroParamType
@@ -67,6 +68,23 @@ def _absent(name: str) -> Callable[[Any], Any]:
     return raise_it
 
 
+def mark_small(module: nn.Module) -> None:
+    """Parameters that stay whole at stage 3 because they are small are marked, too: who counts the parameters of such a
+    model asks each of them."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, ShardedParameter):
+            small = {"ds_id": next(_NUMBERS), "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+            small |= {"ds_persist": True, "partition_numel": parameter.numel}
+            for name, value in small.items():
+                setattr(parameter, name, value)
+
+
+def _share(parameter: Tensor) -> int:
+    """Elements of a parameter that a rank holds, on average: slices are of a unit, not of each parameter."""
+    return -(-parameter.numel() // dist.get_world_size())
+
+
+setattr(ShardedParameter, "partition_numel", _share)  # noqa: B010
 for _name, _answer in SHARDED.items():
     setattr(ShardedParameter, _name, property(_answer))
 for _name in NOT_HERE:

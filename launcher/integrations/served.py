@@ -76,7 +76,9 @@ _FP32 = _from(
     "load_state_dict_from_zero_checkpoint",
 )
 _COMM_FIRST = {
-    **_from(_BEFORE, "init_distributed", "is_initialized"),  # asked for before there is an engine: these import none
+    **_from(
+        _BEFORE, "init_distributed", "is_initialized"
+    ),  # asked for before there is an engine: these import none
     "log_summary": "launcher.comm:log_summary",
 }
 _MEMORY = f"{_ROOM}.memory_needs"

@@ -13,7 +13,7 @@ from torch import nn
 
 import launcher
 from launcher.errors import ConfigError
-from launcher.integrations import marks  # noqa: F401  (puts DeepSpeed's attributes on parameters)
+from launcher.integrations.marks import mark_small  # the module puts DeepSpeed's attributes on parameters
 from launcher.integrations.processes import check_accelerate, init_distributed, logger
 from launcher.integrations.served import VERSION
 from launcher.zero import DealtInit, GatheredParameters, ShardedParameter
@@ -47,6 +47,8 @@ def initialize(
         given = _as_meant(given, dist.get_world_size())
     made = launcher.initialize(args, model, config=given, **keywords)
     made[0].fp32_script = True
+    if made[0].zero_optimization_stage() == 3:
+        mark_small(made[0].module)
     logger.info("DeepSpeed info: version=%s, its names on launcher's engine", VERSION)
     if made[1] is not None:
         made[1].parameter_offload = _Offload(made[0].module)  # type: ignore[attr-defined]
