@@ -73,7 +73,16 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
             fix="delete the section, or train with `launch --config DS.json pretrain` or `finetune`, which know stages",
         )
     _count_tensor_parallel(meant, world)
+    _leave_out_data_parallel(meant, world)
     return meant
+
+
+def _leave_out_data_parallel(config: dict[str, Any], world: int) -> None:
+    """DeepSpeed's examples of tensor parallelism write the degree that follows anyway; another one is refused."""
+    size = config.get("tensor_parallel", {}).get("autotp_size") or 1
+    given = config.get("data_parallel_size")
+    if isinstance(given, int) and isinstance(size, int) and given * size == world:
+        del config["data_parallel_size"]
 
 
 def _count_tensor_parallel(config: dict[str, Any], world: int) -> None:
