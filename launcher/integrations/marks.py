@@ -36,11 +36,6 @@ def _number(parameter: ShardedParameter) -> int:
     return int(holder.ds_id)
 
 
-def _share(parameter: ShardedParameter) -> int:
-    """Elements of a parameter that a rank holds, on average: slices are of a unit, not of each parameter."""
-    return -(-parameter.numel() // dist.get_world_size())
-
-
 def _summary(parameter: ShardedParameter) -> dict[str, Any]:
     return {
         "id": _number(parameter),
@@ -62,14 +57,6 @@ ALL: dict[str, Callable[[Tensor], Any]] = {
     "ds_status": _status,
     "ds_active_sub_modules": lambda parameter: set(),
 }
-WHOLE: dict[str, Callable[[Tensor], Any]] = {
-    "ds_id": lambda parameter: next(_NUMBERS),
-    "ds_shape": lambda parameter: parameter.shape,
-    "ds_numel": lambda parameter: parameter.numel(),
-    "ds_persist": lambda parameter: True,
-    "partition_numel": lambda parameter: parameter.numel,
-}
-"""Of those that stay whole at stage 3, because they are small: libraries that count parameters read these, too."""
 NOT_HERE = ("ds_tensor", "ds_secondary_tensor", "ds_process_group", "all_gather", "partition")
 
 
@@ -81,23 +68,31 @@ def _absent(name: str) -> Callable[[Any], Any]:
     return raise_it
 
 
+def mark_small(module: nn.Module) -> None:
+    """Parameters that stay whole at stage 3 because they are small are marked, too: who counts the parameters of such a
+    model asks each of them."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, ShardedParameter):
+            small = {"ds_id": next(_NUMBERS), "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+            small |= {"ds_persist": True, "partition_numel": parameter.numel}
+            for name, value in small.items():
+                setattr(parameter, name, value)
+
+
+def _share(parameter: Tensor) -> int:
+    """Elements of a parameter that a rank holds, on average: slices are of a unit, not of each parameter."""
+    return -(-parameter.numel() // dist.get_world_size())
+
+
+setattr(ShardedParameter, "partition_numel", _share)  # noqa: B010
 for _name, _answer in SHARDED.items():
     setattr(ShardedParameter, _name, property(_answer))
 for _name in NOT_HERE:
     setattr(ShardedParameter, _name, property(_absent(_name)))
-setattr(ShardedParameter, "partition_numel", _share)  # noqa: B010
 setattr(ShardedParameter, "ds_summary", lambda self, *others, **more: _summary(self))  # noqa: B010
 for _name, _of_all in ALL.items():
     setattr(torch.Tensor, _name, property(_of_all))
 setattr(nn.Module, "ds_external_parameters", lambda module: ())  # noqa: B010
-
-
-def mark_whole(module: nn.Module) -> None:
-    """Mark the parameters of a module of stage 3 that are not sharded."""
-    for parameter in module.parameters():
-        if not isinstance(parameter, ShardedParameter):
-            for name, answer in WHOLE.items():
-                setattr(parameter, name, answer(parameter))
 
 
 def is_zero_param(parameter: Any) -> bool:

@@ -12,22 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import launcher
-from launcher.engine import Engine
 from launcher.errors import ConfigError
-from launcher.integrations import marks
+from launcher.integrations.marks import mark_small  # the module puts DeepSpeed's attributes on parameters
 from launcher.integrations.processes import check_accelerate, init_distributed, logger
-from launcher.integrations.refused import NotHere, missing
 from launcher.integrations.served import VERSION
 from launcher.zero import DealtInit, GatheredParameters, ShardedParameter
-
-
-def _explain(name: str) -> NotHere:
-    """Why an engine has no such method or attribute of DeepSpeed's."""
-    what, how = missing(f"runtime.engine.DeepSpeedEngine.{name}", f"DeepSpeedEngine.{name}")
-    return NotHere(what, **how)
-
-
-setattr(Engine, "explain", staticmethod(_explain))  # noqa: B010
 
 # ---- the engine -----------------------------------------------------------------------------------
 
@@ -59,7 +48,7 @@ def initialize(
     made = launcher.initialize(args, model, config=given, **keywords)
     made[0].fp32_script = True
     if made[0].zero_optimization_stage() == 3:
-        marks.mark_whole(made[0].module)
+        mark_small(made[0].module)
     logger.info("DeepSpeed info: version=%s, its names on launcher's engine", VERSION)
     if made[1] is not None:
         made[1].parameter_offload = _Offload(made[0].module)  # type: ignore[attr-defined]
@@ -84,7 +73,16 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
             fix="delete the section, or train with `launch --config DS.json pretrain` or `finetune`, which know stages",
         )
     _count_tensor_parallel(meant, world)
+    _leave_out_data_parallel(meant, world)
     return meant
+
+
+def _leave_out_data_parallel(config: dict[str, Any], world: int) -> None:
+    """DeepSpeed's examples of tensor parallelism write the degree that follows anyway; another one is refused."""
+    size = config.get("tensor_parallel", {}).get("autotp_size") or 1
+    given = config.get("data_parallel_size")
+    if isinstance(given, int) and isinstance(size, int) and given * size == world:
+        del config["data_parallel_size"]
 
 
 def _count_tensor_parallel(config: dict[str, Any], world: int) -> None:

@@ -133,7 +133,8 @@ def _examples() -> list[Client]:
         for degree in (0, 2)
     ]  # fmt: skip
     tensor = [
-        one("tensor_parallel", f"basic_example, tp 2, {precision}", f"{training}/tensor_parallel/basic_example/autotp_example.py",
+        one("tensor_parallel", f"basic_example, tp 2, {precision}",
+            f"{training}/tensor_parallel/basic_example/autotp_example.py",
             "--model_name", "{models}/llama-untied", "--tp_size", "2", "--dp_size", "1", "--zero_stage", "1",
             "--precision", precision, "--seq_length", "32", "--num_steps", "3", "--learning_rate", "1e-3",
             stage=1, needs="cuda", local_rank=True, limit=1e-2 if precision == "bf16" else 1e-5)
@@ -141,8 +142,8 @@ def _examples() -> list[Client]:
     ]  # fmt: skip
     return [
         *cifar,
-        one("gan", "FakeData", f"{training}/gan/gan_deepspeed_train.py", "--dataset", "fake", "--ngf", "8", "--ndf", "8",
-            "--workers", "0", "--deepspeed_config", "gan_deepspeed_config.json", "--tensorboard_path", "{out}",
+        one("gan", "FakeData", f"{training}/gan/gan_deepspeed_train.py", "--dataset", "fake", "--ngf", "8",
+            "--ndf", "8", "--workers", "0", "--deepspeed_config", "gan_deepspeed_config.json", "--tensorboard_path", "{out}",
             "--outf", "{out}", needs="cuda", local_rank=True),
         one("HelloDeepSpeed", "bf16", f"{training}/HelloDeepSpeed/train_bert_ds.py", "--checkpoint_dir", "{out}",
             "--tokenizer", "{models}/llama-tied", "--dtype", "bf16", "--num_iterations", "3", "--batch_size", "4",

@@ -35,6 +35,13 @@ def test_pipeline_stages_are_refused() -> None:
         _as_meant({"pipeline": {"stages": 2}}, 2)
 
 
+@pytest.mark.parametrize(("degree", "kept"), [(2, False), (4, True)])
+def test_the_data_parallel_degree_that_follows_is_left_out(degree: int, kept: bool) -> None:
+    """Another one is refused, as a key that is not implemented."""
+    given = {"tensor_parallel": {"autotp_size": 2}, "data_parallel_size": degree}
+    assert ("data_parallel_size" in _as_meant(given, 4)) is kept
+
+
 def marks(ctx: RankContext) -> list[list[int]]:
     """Of every parameter: elements, elements on this rank, and how many of the marks are wrong."""
     config = config_of(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 10})

@@ -35,6 +35,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         eos_token=eos,
         unk_token=unk,
         bos_token=bos,
+        mask_token=mask,
         chat_template=TEMPLATE,
     )  # fmt: skip
 
