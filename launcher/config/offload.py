@@ -5,12 +5,12 @@ Sources: ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857). Size
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from launcher.config.section import Conflict, Count, Section, Whole
+from launcher.config.section import Conflict, Count, Section, Whole, stage_in
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -71,6 +71,10 @@ class OffloadOptimizerConfig(OffloadConfig):
         "ratio": "works at stages 1 to 3, buffer by buffer; DeepSpeed: at stage 3",
         "pipeline_read": "on by default",
         "pipeline_write": "on by default",
+    }
+    differs_where: ClassVar[dict[str, Callable[[Any, Mapping[str, Any]], bool]]] = {
+        "device": lambda value, tree: value == "nvme" and stage_in(tree) != 3,
+        "ratio": lambda value, tree: stage_in(tree) != 3,
     }
 
     buffer_count: Count = 4

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from launcher.config.data_types import Names, short_name
-from launcher.config.section import Conflict, Count, Remark, Section, Whole
+from launcher.config.section import Conflict, Count, Remark, Section, Whole, stage_in
 
 
 class Fp16Config(Section):
@@ -19,6 +19,9 @@ class Fp16Config(Section):
         "hysteresis": "the same rule at every stage; DeepSpeed's stage 0 halves the scale at the first overflow",
         "fp16_master_weights_and_grads": "at every stage, on every device and with every optimizer; "
         "moments stay float32",
+    }
+    differs_where: ClassVar[dict[str, Callable[[Any, Mapping[str, Any]], bool]]] = {
+        "hysteresis": lambda value, tree: stage_in(tree) == 0,
     }
 
     enabled: bool = False

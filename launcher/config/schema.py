@@ -103,13 +103,16 @@ def _by_name(paths: Iterable[str]) -> dict[str, list[str]]:
 def differs_at(root: type[Section], tree: Any, path: Path) -> str | None:
     """How the key at `path` of `tree` differs from DeepSpeed; None if it does not, or is no implemented key."""
     cls: type[Section] | None = root
+    whole = tree
     for part in path[:-1]:
         if cls is None or not isinstance(tree, dict):
             return None
         cls, tree = cls.section_of(cls.spelling(str(part)), tree), tree.get(str(part))
     if cls is None or not isinstance(tree, dict) or as_switch(tree.get("enabled")) is False:
         return None  # what is off differs in nothing
-    return cls.differs.get(cls.spelling(str(path[-1])))
+    key = cls.spelling(str(path[-1]))
+    shows = cls.differs_where.get(key)
+    return None if shows and not shows(tree.get(str(path[-1])), whole) else cls.differs.get(key)
 
 
 def keys_written(cls: type[Section], tree: Any, path: Path = ()) -> set[Path]:

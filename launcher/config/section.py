@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin
 
@@ -84,6 +84,9 @@ class Section(BaseModel):
 
     differs: ClassVar[Mapping[str, str]] = {}
     """Keys that do something else here than in DeepSpeed -> how. For `launch check` and docs/config.md."""
+
+    differs_where: ClassVar[Mapping[str, Callable[[Any, Mapping[str, Any]], bool]]] = {}
+    """Keys of `differs` -> whether it shows, by the value and the whole file. Always for a key that is left out."""
 
     without_effect: ClassVar[Mapping[str, str]] = {}
     """Keys that are taken and do nothing, because they only tune DeepSpeed's own code -> why. A value other than the
@@ -237,6 +240,13 @@ def field_docs(cls: type[Section]) -> dict[str, str]:
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 docs[line.target.id] = inspect.cleandoc(str(after.value.value))
     return {name: docs[name] for name in cls.model_fields if name in docs}
+
+
+def stage_in(tree: Mapping[str, Any]) -> Any:
+    """`zero_optimization.stage` of a whole file as it is written; 0 where it is not."""
+    zero = tree.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    return next((other for other in readings(stage)), stage) if isinstance(stage, str) else stage
 
 
 def complaint(what: str, fix: str) -> PydanticCustomError:

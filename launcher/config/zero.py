@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, complaint, whole
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, complaint, stage_in, whole
 
 STAGE3_PREFIX = "stage3_"
 
@@ -113,6 +113,20 @@ class ZeroConfig(Section):
         "stage3_module_granularity_threshold": "only modules around or beside transformer blocks change the units",
         "compute_grad_norm": "at every stage; a flag for each parameter, who got a gradient, still travels",
         "enable_sanity_checks": "what is checked: the order of collectives, equal copies, finite gradients",
+    }
+    differs_where: ClassVar[dict[str, Callable[[Any, Mapping[str, Any]], bool]]] = {
+        "stage3_gather_16bit_weights_on_model_save": lambda value, tree: (
+            value is False and stage_in(tree) == 3
+        ),
+        "ignore_unused_parameters": lambda value, tree: value is False,
+        "compute_grad_norm": lambda value, tree: value is False,
+        "enable_sanity_checks": lambda value, tree: value is not False,
+        "zero_quantized_weights": lambda value, tree: value is not False,
+        "zero_quantized_gradients": lambda value, tree: value is not False,
+        "zero_quantized_nontrainable_weights": lambda value, tree: value is not False,
+        "mics_shard_size": lambda value, tree: value != -1,
+        "mics_hierarchical_params_gather": lambda value, tree: value is not False,
+        "zero_hpz_partition_size": lambda value, tree: value != 1,
     }
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"stage"})
 

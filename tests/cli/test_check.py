@@ -171,3 +171,18 @@ def test_a_config_may_be_base64(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
         code, told = shown(capsys, encode(text.encode()).decode())
         assert code == 1 and "the base64 config" in told and "did you mean `zero_optimization.stage`?" in told
+
+
+def test_differences_are_told_where_they_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(stage: int, device: str, gather: bool) -> str:
+        path = tmp_path / "ds.json"
+        zero = {"stage": stage, "offload_optimizer": {"device": device, "nvme_path": "/x"}}
+        zero["stage3_gather_16bit_weights_on_model_save"] = gather
+        fp16 = {"enabled": True, "hysteresis": 2}
+        path.write_text(json.dumps({"zero_optimization": zero, "fp16": fp16, "gradient_clipping": 1}))
+        lines = shown(capsys, str(path))[1].splitlines()
+        return " ".join(line for line in lines if "used differently" in line)
+
+    assert "device" not in told(3, "nvme", True) + told(2, "cpu", True) and "device" in told(2, "nvme", True)
+    assert "gather" in told(3, "cpu", False) and "gather" not in told(2, "cpu", False) + told(3, "cpu", True)
+    assert "hysteresis" not in told(2, "cpu", True) and "hysteresis" in told(0, "none", True)

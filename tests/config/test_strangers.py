@@ -46,6 +46,7 @@ def test_what_a_script_keeps_for_itself_is_told_and_taken(key: str, value: Any) 
         ("lr", 1e-3, "`optimizer.params.lr`"),
         ("log", {"steps_per_print": 10}, "`steps_per_print` at the top level"),
         ("deepspeed", {"zero_optimization": {"stage": 3}}, "`zero_optimization` at the top level"),
+        ("comms_config", {"comms_logger": {"enabled": True}}, "`comms_logger` at the top level"),
         ("pipe-parallel-size", 2, '"pipeline": {"stages": N}'),
         ("model-parallel-size", 2, '"autotp_size": N'),
         ("train-iters", 100, "--max-steps"),
