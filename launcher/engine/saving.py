@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from launcher.checkpoint.fp32 import write_script
+from launcher.comm.plain import gather_plain
 from launcher.engine.state import load_state, save_state
 from launcher.engine.whole import export_model, export_pickle, whole_state_dict
 from launcher.errors import ConfigError
@@ -15,6 +17,8 @@ from launcher.models.load import SINGLE_FILE
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
+
+logger = logging.getLogger("launcher")
 
 
 class Saving:
@@ -39,6 +43,7 @@ class Saving:
 
         Args:
             save_dir: the directory of checkpoints, seen by all ranks (checkpoint.use_node_local_storage: of the node).
+                Where ranks name different ones, as scripts do that make up a name on each, it is rank 0's.
             tag: name of this one; default: global_step<N>.
             client_state: of the caller; what JSON can hold. Rank 0's counts.
             save_latest: make it the one that is loaded when no tag is named.
@@ -47,17 +52,31 @@ class Saving:
         Raises:
             ConfigError: save_dir names no directory.
         """
+        directory = self._common(_directory(save_dir))
         save_state(
             self._engine(),
-            _directory(save_dir),
+            directory,
             f"global_step{self.global_steps}" if tag is None else str(tag),
             client_state or {},
             exclude_frozen=exclude_frozen_parameters,
             latest=save_latest,
         )
         if self.fp32_script and self._engine().local_rank == 0:
-            write_script(Path(save_dir))
+            write_script(directory)
         return True
+
+    def _common(self, directory: Path) -> Path:
+        """The directory of rank 0, unless each node has its own. Collective."""
+        if self._engine().use_node_local_storage():
+            return directory
+        named = gather_plain(str(directory))
+        if len(set(named)) > 1 and self._engine().global_rank == 0:
+            other = next(rank for rank, name in enumerate(named) if name != named[0])
+            logger.warning(
+                "save_checkpoint(): rank 0 names %s, and rank %d %s. A checkpoint is one directory: rank 0's is taken",
+                named[0], other, named[other],
+            )  # fmt: skip
+        return Path(named[0])
 
     def load_checkpoint(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import threading
 import time
@@ -62,6 +63,32 @@ def test_ranks_with_different_tags(
         assert other.startswith(said) and names == []
     else:
         assert other == "" and names == ["latest", "of_rank0"]
+
+
+def made_up(ctx: RankContext, directory: Path) -> tuple[list[str], list[str]]:
+    engine, heard = saving(), Heard()
+    logging.getLogger("launcher").addHandler(heard)
+    engine.save_checkpoint(directory / f"run-{ctx.rank}")
+    logging.getLogger("launcher").removeHandler(heard)
+    assert engine.load_checkpoint(directory / "run-0")[0] is not None
+    return heard.said, sorted(entry.name for entry in directory.iterdir())
+
+
+class Heard(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def test_ranks_with_different_directories_write_to_that_of_rank_0(pool: WorkerPool, tmp_path: Path) -> None:
+    (said, names), (other, _) = pool.run(made_up, 2, tmp_path)
+    assert names == ["run-0"] and not other
+    assert any("rank 1" in text and "run-1" in text and "rank 0's is taken" in text for text in said)
 
 
 # ---- DeepSpeed's layouts ------------------------------------------------------------------------
