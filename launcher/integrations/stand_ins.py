@@ -12,11 +12,22 @@ import torch.distributed as dist
 from torch import nn
 
 import launcher
+from launcher.engine import Engine
 from launcher.errors import ConfigError
 from launcher.integrations.marks import mark_small  # the module puts DeepSpeed's attributes on parameters
 from launcher.integrations.processes import check_accelerate, init_distributed, logger
+from launcher.integrations.refused import NotHere, missing
 from launcher.integrations.served import VERSION
 from launcher.zero import DealtInit, GatheredParameters, ShardedParameter
+
+
+def _explain(name: str) -> NotHere:
+    """Why an engine has no such method or attribute of DeepSpeed's."""
+    what, how = missing(f"runtime.engine.DeepSpeedEngine.{name}", f"DeepSpeedEngine.{name}")
+    return NotHere(what, **how)
+
+
+setattr(Engine, "explain", staticmethod(_explain))  # noqa: B010
 
 # ---- the engine -----------------------------------------------------------------------------------
 

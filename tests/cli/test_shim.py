@@ -75,7 +75,7 @@ def test_launch_tells_it_once_itself_and_its_flag_wins_over_an_installed_shim(tm
     [
         (["run"], "no command is named"),
         (["run", "--", "no-such-program"], "cannot be started"),
-        (["instal"], "instal"),
+        (["add"], "add"),
         (["path", "more"], "takes no arguments"),
     ],
 )
