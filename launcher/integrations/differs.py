@@ -12,7 +12,7 @@ _KEPT = "as launcher.checkpointing; inputs are kept as the JSON's section says"
 _NVTX = "a profile has launcher's own ranges"
 
 DIFFERS: Mapping[str, str] = {
-    "initialize": "config sections that cannot be done are errors; an mpu is taken where its sizes are those of the JSON, "
+    "initialize": "config sections that cannot be done are errors; an mpu is taken where its sizes are the JSON's, "
     "and mesh_param is refused",
     "init_distributed": "the backend follows from the device; without a launcher there is one process",
     "tp_model_init": "gives the model as it is: initialize() splits its layers, as the JSON says",
