@@ -44,6 +44,9 @@ class Schedule:
         momentum: the first of `betas`, whose second becomes 0.99; None: it stays.
     """
 
+    name = ""
+    """Which of DeepSpeed's it is, where the JSON named it."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -108,7 +111,9 @@ def build_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> Any:
     params = config.params
     if isinstance(params, TorchParams):
         return _torch_schedule(config.type, params, optimizer)
-    return Schedule(optimizer, *deepspeed_schedule(params, optimizer))
+    schedule = Schedule(optimizer, *deepspeed_schedule(params, optimizer))
+    schedule.name = config.type
+    return schedule
 
 
 def deepspeed_schedule(params: object, optimizer: Optimizer) -> tuple[Curve, int, Curve | None]:

@@ -43,6 +43,7 @@ def test_a_schedule_as_a_class_is_that_of_the_json(name: str) -> None:
     config = load({"train_batch_size": 1, "scheduler": {"type": name, "params": keywords}}).scheduler
     assert config is not None
     json = build_scheduler(config, optimizer())
+    assert [each for each in SCHEDULES if isinstance(json, getattr(lr_schedules, each))] == [name]
     for _ in range(25):
         mine.step()
         json.step()
