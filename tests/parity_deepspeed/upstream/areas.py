@@ -113,7 +113,10 @@ LEFT_OUT: tuple[tuple[str, str], ...] = (
     ("unit/runtime/test_ds_initialize.py::TestBf16ZeRO0UnfusedOptimizer*", _INSIDE),
     ("unit/runtime/test_engine_eigenvalue.py*", _INSIDE),
     ("unit/runtime/test_multiple_models.py*", _INSIDE),
-    ("unit/runtime/test_multi_output_model.py*", "engine.backward() returns the loss as it was given, and not divided"),
+    (
+        "unit/runtime/test_multi_output_model.py*",
+        "engine.backward() returns the loss as it was given, and not divided",
+    ),
     ("unit/runtime/test_lr_schedulers.py::test_warmup_cosine_lr_initializes_all*", _INSIDE),
     ("unit/runtime/test_lr_schedulers.py::test_warmup_cosine_lr_linear*", _INSIDE),
     ("unit/runtime/test_lr_schedulers.py::test_warmup_cosine_lr_total*", _INSIDE),
