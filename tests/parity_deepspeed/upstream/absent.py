@@ -19,8 +19,10 @@ class _Absent(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Comes before all others, and answers for DeepSpeed's modules that they refuse. `from deepspeed.a import Name` asks
-    for a module deepspeed.a.Name where deepspeed.a has no such name."""
+    """Comes before all others, and answers for DeepSpeed's modules that they refuse.
+
+    `from deepspeed.a import Name` asks for a module deepspeed.a.Name where deepspeed.a has no such name.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
