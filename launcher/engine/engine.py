@@ -167,13 +167,36 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         self._refuse_stages("engine.backward()")
         self._announce_boundary()
         self._backwards += 1
-        scaled = loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
-        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
-            scaled = scaled / self.gradient_accumulation_steps()
+        scaled = self._scaled(loss, scale_wrt_gas)
         self.watch.loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
         with self.watch.phase("backward", self), self.zero.hooks.scaling():
             scaled.backward(retain_graph=retain_graph)
         return loss.detach()
+
+    def _scaled(self, loss: Tensor, scale_wrt_gas: bool) -> Tensor:
+        scaled = loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
+        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
+            scaled = scaled / self.gradient_accumulation_steps()
+        return scaled
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, over the accumulation steps: `engine.scale(loss).backward()` gives the
+        gradients of `engine.backward(loss)`.
+
+        Raises:
+            MisplacedCallError: it is no scalar, or nothing leads from it to the parameters.
+        """
+        if loss.numel() != 1 or loss.grad_fn is None:
+            raise MisplacedCallError(
+                "a loss must be a scalar tensor that was computed from parameters, not one of shape "
+                f"{tuple(loss.shape)} {'without' if loss.grad_fn is None else 'with'} a grad_fn",
+                where="engine.scale()",
+                fix="give it the loss; for other tensors use tensor.backward(gradient)",
+            )
+        scaled = self._scaled(loss, scale_wrt_gas=True)
+        scaled = scaled.clone() if scaled is loss else scaled  # the hook is not to stay on the caller's own
+        scaled.register_hook(self.zero.hooks.begin_scaled)
+        return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only counts.

@@ -10,7 +10,15 @@ from launcher.config import load
 from launcher.optim.schedules import Schedule, deepspeed_schedule
 
 
-class _Named(Schedule):
+class _OfTheJson(type):
+    """A class of which a schedule is also an instance that the engine made, where the JSON names it."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        made = isinstance(instance, Schedule) and instance.name
+        return super().__instancecheck__(instance) or made == cls.__name__
+
+
+class _Named(Schedule, metaclass=_OfTheJson):
     """A schedule by its name in the JSON.
 
     Args:

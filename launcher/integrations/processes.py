@@ -23,15 +23,30 @@ AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, FusedLambBuilder = (
 )
 
 
-def init_distributed(dist_backend: str | None = None, timeout: timedelta = WAIT, **others: Any) -> None:
+def init_distributed(
+    dist_backend: str | None = None,
+    timeout: timedelta = WAIT,
+    dist_init_required: bool | None = None,
+    **others: Any,
+) -> None:
     """Start torch.distributed from the environment.
 
     Args:
         dist_backend: not needed: NCCL for CUDA tensors, gloo for CPU tensors. None is what accelerate says where it
             has found no accelerator.
         timeout: of a collective.
+        dist_init_required: false: there must be a process group already.
         others: of DeepSpeed's; not needed.
+
+    Raises:
+        LauncherError: there is none, and none is to be made.
     """
+    if dist_init_required is False and not dist.is_initialized():
+        raise LauncherError(
+            "there is no process group, and dist_init_required=False asks that none is made",
+            where="deepspeed.init_distributed()",
+            fix="start it before with torch.distributed.init_process_group(), or leave the argument out",
+        )
     launcher.init_distributed(timeout=timeout)
     if dist_backend is None:
         _tell_accelerate()

@@ -90,13 +90,11 @@ def one_cycle_lr(params: OneCycleParams, lrs: Sequence[float]) -> Curve:
 
 
 def one_cycle_momentum(params: OneCycleParams, groups: int) -> Curve:
-    """The momentum of OneCycle: high, low, high, then multiplied. It starts low, as in DeepSpeed: at iteration -1."""
+    """The momentum of OneCycle: high, low, high, then multiplied."""
     lows = per_group("cycle_min_mom", params.cycle_min_mom, [0.0] * groups)
     highs = per_group("cycle_max_mom", params.cycle_max_mom, [0.0] * groups)
 
     def curve(iteration: int, group: int) -> float:
-        if iteration < 0:
-            return lows[group]
         intervals = _intervals_after(params, iteration)
         if intervals is None:
             return highs[group] - (highs[group] - lows[group]) * height(params, iteration)

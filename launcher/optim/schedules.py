@@ -5,6 +5,7 @@ DeepSpeed's schedules are curves over one class; torch's are torch's own classes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from launcher.optim.curves import (
     Curve,
     one_cycle_lr,
     one_cycle_momentum,
+    per_group,
     range_test_lr,
     warmup_cosine_lr,
     warmup_lr,
@@ -42,7 +44,12 @@ class Schedule:
         curve: the learning rate.
         last_batch_iteration: iteration to go on from; -1 is the start, and sets the values of that iteration.
         momentum: the first of `betas`, whose second becomes 0.99; None: it stays.
+        first_momentum: what param groups have instead before the first step: DeepSpeed's OneCycle starts low there,
+            though it tells the high one.
     """
+
+    name = ""
+    """Which of DeepSpeed's it is, where the JSON named it."""
 
     def __init__(
         self,
@@ -50,8 +57,10 @@ class Schedule:
         curve: Curve,
         last_batch_iteration: int = -1,
         momentum: Curve | None = None,
+        first_momentum: Sequence[float] = (),
     ) -> None:
         self.optimizer, self.curve, self.momentum = optimizer, curve, momentum
+        self.first_momentum = first_momentum
         self.last_batch_iteration = last_batch_iteration
         self._last = [float(group["lr"]) for group in optimizer.param_groups]
         if last_batch_iteration < 0:
@@ -85,18 +94,27 @@ class Schedule:
         self.last_batch_iteration = state["last_batch_iteration"]
         self._set()
         self._last = list(state["last_lr"])
-        for group, lr in zip(self.optimizer.param_groups, self._last, strict=True):
-            group["lr"] = lr
+        self._write_rates()
 
     def _groups(self) -> range:
         return range(len(self.optimizer.param_groups))
 
     def _set(self) -> None:
         self._last = self.get_lr()
+        self._write_rates()
+        betas = self.get_mom() or []
+        if self.last_batch_iteration < 0 and self.momentum is not None:
+            betas = [(momentum, SECOND_BETA) for momentum in self.first_momentum] or betas
+        for group, pair in zip(self.optimizer.param_groups, betas, strict=False):
+            group["betas"] = pair
+
+    def _write_rates(self) -> None:
+        """A rate that is a tensor stays one: compiled optimizers have it in hand."""
         for group, lr in zip(self.optimizer.param_groups, self._last, strict=True):
-            group["lr"] = lr
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or [], strict=False):
-            group["betas"] = betas
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
 
 def build_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> Any:
@@ -108,17 +126,23 @@ def build_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> Any:
     params = config.params
     if isinstance(params, TorchParams):
         return _torch_schedule(config.type, params, optimizer)
-    return Schedule(optimizer, *deepspeed_schedule(params, optimizer))
+    schedule = Schedule(optimizer, *deepspeed_schedule(params, optimizer))
+    schedule.name = config.type
+    return schedule
 
 
-def deepspeed_schedule(params: object, optimizer: Optimizer) -> tuple[Curve, int, Curve | None]:
+def deepspeed_schedule(
+    params: object, optimizer: Optimizer
+) -> tuple[Curve, int, Curve | None, Sequence[float]]:
     """What `Schedule` takes besides the optimizer, for the keywords of one of DeepSpeed's five."""
     assert isinstance(params, DeepSpeedParams)
     lrs = [float(group["lr"]) for group in optimizer.param_groups]
-    momentum = None
+    momentum: Curve | None = None
+    first: Sequence[float] = ()
     if isinstance(params, OneCycleParams) and params.cycle_momentum and "betas" in optimizer.defaults:
         momentum = one_cycle_momentum(params, len(lrs))
-    return _curve(params, lrs), params.last_batch_iteration, momentum
+        first = per_group("cycle_min_mom", params.cycle_min_mom, [0.0] * len(lrs))
+    return _curve(params, lrs), params.last_batch_iteration, momentum, first
 
 
 def _curve(params: DeepSpeedParams, lrs: list[float]) -> Curve:

@@ -195,6 +195,14 @@ class Hooks:
         finally:
             self._scales = False
 
+    def begin_scaled(self, gradient: torch.Tensor) -> None:
+        """A backward begins, outside of `scaling()`, of a loss that the engine has scaled: for a hook of that loss."""
+        self._scales = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_scaled)  # type: ignore[attr-defined]
+
+    def _end_scaled(self) -> None:
+        self._scales = False
+
     def _begin_backward(self) -> None:
         if self._in_backward:
             return

@@ -89,6 +89,34 @@ def test_step_inside_no_sync(pool: WorkerPool, stage: int) -> None:
     assert got == pytest.approx(want, rel=1e-5)
 
 
+def scaled_by_hand(ctx: RankContext, stage: int, fp16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after two steps with `engine.backward(loss)` and with `engine.scale(loss).backward()`, in turns."""
+    section = {"fp16": {"enabled": True, "loss_scale": 64}} if fp16 else {}
+    plain, by_turns = engines = [engine_of(config_of(stage, 2, **section)) for _ in range(2)]
+    for step in range(2):
+        for index, part in enumerate(microbatches(ctx, step, 2)):
+            for engine in engines:
+                loss = engine(*(value.half() if fp16 else value for value in part))
+                if engine is by_turns and index == 0:
+                    engine.scale(loss).backward()
+                else:
+                    engine.backward(loss)
+                engine.step()
+    for other in (torch.ones(2, requires_grad=True) * 2, torch.ones(())):
+        with pytest.raises(MisplacedCallError, match="scalar tensor"):
+            plain.scale(other)
+    return whole_weights(plain), whole_weights(by_turns)
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_the_engine_scales_has_a_backward_of_its_own(
+    pool: WorkerPool, stage: int, fp16: bool
+) -> None:
+    plain, by_hand = pool.run(scaled_by_hand, 2, stage, fp16)[0]
+    assert all(torch.equal(by_hand[name], value) for name, value in plain.items())
+
+
 def coalesced(ctx: RankContext, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
     """Weights after two steps of two backwards each, plain and in `coalesce_grad_reduction`; reductions of each
     backward and of the end of the `with`."""

@@ -21,6 +21,7 @@ from launcher.integrations.optimizer_kinds import (
     FP16_Optimizer,
     ZeROOptimizer,
 )
+from launcher.integrations.processes import init_distributed
 from launcher.integrations.utilities import required_torch_version
 from launcher.optim.build import from_client
 from tests.engine.driving import config_of, engine_of
@@ -85,3 +86,8 @@ def test_what_scripts_for_deepspeed_catch_is_caught() -> None:
         assert issubclass(error, AssertionError) and issubclass(error, LauncherError)
     with pytest.raises(UntestedOptimizerError, match="zero_allow_untested_optimizer"):
         from_client(type("Own", (torch.optim.SGD,), {})([torch.ones(1)]), untested_allowed=False)
+
+
+def test_a_process_group_that_must_be_there_is_not_made() -> None:
+    with pytest.raises(LauncherError, match="dist_init_required"):
+        init_distributed("gloo", dist_init_required=False)

@@ -43,10 +43,33 @@ def test_a_schedule_as_a_class_is_that_of_the_json(name: str) -> None:
     config = load({"train_batch_size": 1, "scheduler": {"type": name, "params": keywords}}).scheduler
     assert config is not None
     json = build_scheduler(config, optimizer())
+    assert [each for each in SCHEDULES if isinstance(json, getattr(lr_schedules, each))] == [name]
     for _ in range(25):
         mine.step()
         json.step()
         assert mine.get_last_lr() == json.get_last_lr()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rate_that_is_a_tensor_stays_that_tensor(name: str) -> None:
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    tensor, plain = torch.optim.SGD([torch.ones(1)], lr=rate), torch.optim.SGD([torch.ones(1)], lr=0.1)
+    schedules = [getattr(lr_schedules, name)(each, **SCHEDULES[name]) for each in (tensor, plain)]
+    for _ in range(3):
+        assert tensor.param_groups[0]["lr"] is rate
+        assert rate.item() == pytest.approx(plain.param_groups[0]["lr"], rel=1e-12)
+        for schedule in schedules:
+            schedule.step()
+    schedules[0].load_state_dict(schedules[1].state_dict())
+    assert tensor.param_groups[0]["lr"] is rate
+
+
+def test_one_cycle_tells_the_high_momentum_and_starts_with_the_low_one() -> None:
+    adam = optimizer()
+    schedule = lr_schedules.OneCycle(
+        adam, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_min_mom=0.8, cycle_max_mom=0.9
+    )
+    assert schedule.get_mom() == [(0.9, 0.99)] and adam.param_groups[0]["betas"] == (0.8, 0.99)
 
 
 def test_schedules_take_positions_and_name_what_they_do_not_take() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.parity_deepspeed.upstream import absent
 from tests.parity_deepspeed.upstream.areas import why_left_out
 from tests.parity_deepspeed.upstream.ranks import run_on_ranks
 
@@ -68,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     results = Results(config.getoption("--results"))
     config.pluginmanager.register(results, "upstream-results")
     config.stash[_RESULTS] = results
+    if os.environ["UPSTREAM_SIDE"] == "ours":
+        absent.serve()
     from unit import common, util
 
     util.bf16_required_version_check = lambda accelerator_check=True: True  # as in preload.py
