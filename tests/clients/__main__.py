@@ -27,7 +27,6 @@ def main() -> int:
     work = args.work.resolve()
     examples = args.examples and args.examples.resolve()
     make_models(work / "models")
-    verdicts = read()
     worst = 0
     for client in CLIENTS:
         if args.only and not any(part.lower() in client.key.lower() for part in args.only):
@@ -39,9 +38,8 @@ def main() -> int:
         verdict = judge(client, ours, theirs, examples)
         print(f"{client.key}: {verdict.text}", flush=True)
         worst |= not verdict.good
-        verdicts[client.key] = verdict
         if not args.ours:
-            write(verdicts)
+            write(read() | {client.key: verdict})
     return worst
 
 
