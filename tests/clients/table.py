@@ -142,9 +142,9 @@ def _examples() -> list[Client]:
     ]  # fmt: skip
     return [
         *cifar,
-        one("gan", "FakeData", f"{training}/gan/gan_deepspeed_train.py", "--dataset", "fake", "--ngf", "8",
+        one("gan", "FakeData; rounding grows from step to step", f"{training}/gan/gan_deepspeed_train.py", "--dataset", "fake", "--ngf", "8",
             "--ndf", "8", "--workers", "0", "--deepspeed_config", "gan_deepspeed_config.json",
-            "--tensorboard_path", "{out}", "--outf", "{out}", needs="cuda", local_rank=True),
+            "--tensorboard_path", "{out}", "--outf", "{out}", needs="cuda", local_rank=True, limit=1e-2),
         one("HelloDeepSpeed", "bf16", f"{training}/HelloDeepSpeed/train_bert_ds.py", "--checkpoint_dir", "{out}",
             "--tokenizer", "{models}/llama-tied", "--dtype", "bf16", "--num_iterations", "3", "--batch_size", "4",
             "--num_layers", "2", "--num_heads", "4", "--ff_dim", "64", "--h_dim", "32", "--log_every", "1",
