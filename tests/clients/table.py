@@ -142,7 +142,8 @@ def _examples() -> list[Client]:
     ]  # fmt: skip
     return [
         *cifar,
-        one("gan", "FakeData; rounding grows from step to step", f"{training}/gan/gan_deepspeed_train.py", "--dataset", "fake", "--ngf", "8",
+        one("gan", "FakeData; rounding grows from step to step",
+            f"{training}/gan/gan_deepspeed_train.py", "--dataset", "fake", "--ngf", "8",
             "--ndf", "8", "--workers", "0", "--deepspeed_config", "gan_deepspeed_config.json",
             "--tensorboard_path", "{out}", "--outf", "{out}", needs="cuda", local_rank=True, limit=1e-2),
         one("HelloDeepSpeed", "bf16", f"{training}/HelloDeepSpeed/train_bert_ds.py", "--checkpoint_dir", "{out}",
