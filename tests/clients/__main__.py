@@ -55,7 +55,7 @@ def judge(client: Client, ours: Outcome, theirs: Outcome, examples: Path | None)
     stages = "" if client.stage is None else str(client.stage)
     about = (client.name, version_of(client, examples), stages, client.setting)
     if ours.error:
-        both = f" (DeepSpeed: {theirs.error})" if theirs.error else ""
+        both = f" (DeepSpeed: {client.alone or theirs.error})" if theirs.error else ""
         return Verdict(*about, f"fails: {ours.error}{both}", good=False)
     losses = [loss for record in ours.losses for loss in record]
     if not all(loss == loss and abs(loss) < 1e9 for loss in losses):
