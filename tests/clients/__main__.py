@@ -27,7 +27,6 @@ def main() -> int:
     work = args.work.resolve()
     examples = args.examples and args.examples.resolve()
     make_models(work / "models")
-    verdicts = read()
     worst = 0
     for client in CLIENTS:
         if args.only and not any(part.lower() in client.key.lower() for part in args.only):
@@ -39,9 +38,8 @@ def main() -> int:
         verdict = judge(client, ours, theirs, examples)
         print(f"{client.key}: {verdict.text}", flush=True)
         worst |= not verdict.good
-        verdicts[client.key] = verdict
         if not args.ours:
-            write(verdicts)
+            write(read() | {client.key: verdict})
     return worst
 
 
@@ -57,7 +55,7 @@ def judge(client: Client, ours: Outcome, theirs: Outcome, examples: Path | None)
     stages = "" if client.stage is None else str(client.stage)
     about = (client.name, version_of(client, examples), stages, client.setting)
     if ours.error:
-        both = f" (DeepSpeed: {theirs.error})" if theirs.error else ""
+        both = f" (DeepSpeed: {client.alone or theirs.error})" if theirs.error else ""
         return Verdict(*about, f"fails: {ours.error}{both}", good=False)
     losses = [loss for record in ours.losses for loss in record]
     if not all(loss == loss and abs(loss) < 1e9 for loss in losses):

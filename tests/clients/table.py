@@ -100,7 +100,8 @@ def _trainers() -> list[Client]:
             Client("SentenceTransformerTrainer", "BERT", "sentence-transformers",
                    "sentence_transformers_trainer.py", ("--model", "{models}/bert", *to), stage),
             Client("SentenceTransformerTrainer", "BERT, save_model", "sentence-transformers",
-                   "sentence_transformers_trainer.py", ("--model", "{models}/bert", "--save", *to), stage),
+                   "sentence_transformers_trainer.py", ("--model", "{models}/bert", "--save", *to), stage,
+                   alone="it writes a file of empty tensors, in silence" if stage == 3 else ""),
             Client("Seq2SeqTrainer", "T5, tied, predict_with_generate", "transformers", "seq2seq_trainer.py",
                    ("--tokenizer", "{models}/llama-tied", "--tied", *to), stage),
             Client("Seq2SeqTrainer", "T5, untied, predict_with_generate", "transformers", "seq2seq_trainer.py",
@@ -137,26 +138,31 @@ def _examples() -> list[Client]:
             f"{training}/tensor_parallel/basic_example/autotp_example.py",
             "--model_name", "{models}/llama-untied", "--tp_size", "2", "--dp_size", "1", "--zero_stage", "1",
             "--precision", precision, "--seq_length", "32", "--num_steps", "3", "--learning_rate", "1e-3",
-            stage=1, needs="cuda", local_rank=True, limit=1e-2 if precision == "bf16" else 1e-5)
+            stage=1, needs="cuda seed", local_rank=True, limit=1e-2 if precision == "bf16" else 1e-5)
         for precision in ("fp32", "bf16")
     ]  # fmt: skip
     return [
         *cifar,
-        one("gan", "FakeData", f"{training}/gan/gan_deepspeed_train.py", "--dataset", "fake", "--ngf", "8",
+        one("gan", "FakeData; rounding grows from step to step",
+            f"{training}/gan/gan_deepspeed_train.py", "--dataset", "fake", "--ngf", "8",
             "--ndf", "8", "--workers", "0", "--deepspeed_config", "gan_deepspeed_config.json",
-            "--tensorboard_path", "{out}", "--outf", "{out}", needs="cuda", local_rank=True),
+            "--tensorboard_path", "{out}", "--outf", "{out}", needs="cuda", local_rank=True, limit=1e-2),
         one("HelloDeepSpeed", "bf16", f"{training}/HelloDeepSpeed/train_bert_ds.py", "--checkpoint_dir", "{out}",
             "--tokenizer", "{models}/llama-tied", "--dtype", "bf16", "--num_iterations", "3", "--batch_size", "4",
             "--num_layers", "2", "--num_heads", "4", "--ff_dim", "64", "--h_dim", "32", "--log_every", "1",
             needs="text", local_rank=True, limit=1e-2),
         *pipeline,
         *tensor,
-        one("offload_states", "fp32", f"{training}/offload_states/offload_states.py", "--dtype", "torch.float32",
-            "--hidden_dim", "64", "--iteration", "6", local_rank=True, stage=3),
     ]  # fmt: skip
 
 
 CLIENTS: list[Client] = [*_trl(), *_lightning(), *_trainers(), *_examples()]
 
-IMPOSSIBLE: dict[str, str] = {}
-"""Client -> why it cannot be run here."""
+IMPOSSIBLE: dict[str, str] = {
+    "accelerate's examples": "not tried yet: their data and models come from the hub",
+    "DeepSpeedExamples offload_states": "it asserts that memory of a device becomes free, and `engine.offload_states` "
+    "is not here",
+    "DeepSpeedExamples DeepSpeed-Chat, ZenFlow, SuperOffload": "not tried yet",
+    "LLaMA-Factory": "not tried yet: it asks for transformers 5.8 and torchaudio, which has no wheel for CPUs on PyPI",
+}
+"""Client -> why it has not been run."""

@@ -62,6 +62,10 @@ def _record(deepspeed: ModuleType) -> None:
 
     def initialize(*arguments: Any, **keywords: Any) -> Any:
         made = original(*arguments, **keywords)
+        if "seed" in os.environ.get("CLIENT_STAND_INS", ""):
+            import torch
+
+            torch.manual_seed(0)  # for a program that makes its data up and sets none
         kind = type(made[0])
         if "recorded" not in vars(kind):
             kind.recorded = True
@@ -117,11 +121,13 @@ def _without_operators() -> None:
 
 
 def _cifar(datasets: ModuleType) -> None:
-    """CIFAR10 of 512 random pictures, which nobody has to download."""
+    """CIFAR10 of 512 random pictures, which nobody has to download. Programs that read it set no seed."""
     import numpy
+    import torch
 
     def begin(self: Any, root: Any, train: bool = True, transform: Any = None, **others: Any) -> None:
         datasets.VisionDataset.__init__(self, root, transform=transform)
+        torch.manual_seed(0)
         random = numpy.random.default_rng(0)
         rows = 512 if train else 40
         self.data = random.integers(0, 256, (rows, 32, 32, 3), dtype=numpy.uint8)
@@ -175,5 +181,7 @@ if "CLIENT_LOSSES" in os.environ:
     sys.meta_path.insert(0, _After("deepspeed", then=_record))
     sys.meta_path.insert(0, _After("torchvision", first=_without_operators))
     for _word in os.environ.get("CLIENT_STAND_INS", "").split():
+        if _word == "seed":
+            continue
         _module, _then = _STAND_INS[_word]
         sys.meta_path.insert(0, _After(_module, then=_then))
