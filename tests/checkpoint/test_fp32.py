@@ -72,5 +72,5 @@ def test_tied_weights_have_all_their_names(pool: WorkerPool, tmp_path: Path, sta
     state = fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
     tiny_llama(tied=True, layers=2, seed=1).load_state_dict(state, strict=True)
-    fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out")
+    fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", safe_serialization=True)
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")

@@ -114,9 +114,9 @@ def test_reductions_run_on_or_are_waited_for(pool: WorkerPool, stage: int) -> No
 # ---- keys that change nothing here ----------------------------------------------------------------
 
 
-def other_values(stage: int) -> dict[str, bool]:
-    fields = ZeroConfig.model_fields
-    return {key: not fields[key].get_default() for key in ZeroConfig.without_effect}
+def other_values(stage: int) -> dict[str, Any]:
+    switches = {key: ZeroConfig.model_fields[key].get_default() for key in ZeroConfig.without_effect}
+    return {key: {} if default is None else not default for key, default in switches.items()}
 
 
 @pytest.mark.key(*(KEY + key for key in ZeroConfig.without_effect))
