@@ -321,7 +321,7 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say it explicitly, from now on; counting is off."""
         if not self.managed_gradient_accumulation():
-            raise ConfigError(
+            raise MisplacedCallError(
                 "set_gradient_accumulation_boundary() has nothing to say: every step() is a boundary",
                 where="managed_gradient_accumulation is false",
                 fix="call step() where an optimizer step is due, or set the key to true",
