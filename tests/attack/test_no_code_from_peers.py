@@ -54,7 +54,8 @@ def free_unpickling(path: Path) -> list[str]:
 
 
 def test_the_package_unpickles_nothing_freely() -> None:
-    handed_on = PACKAGE / "integrations" / "collectives.py"  # what scripts call themselves, as in torch.distributed
+    # What scripts call themselves, as in torch.distributed:
+    handed_on = PACKAGE / "integrations" / "collectives.py"
     files = [path for path in sorted(PACKAGE.rglob("*.py")) if path != handed_on]
     found = [line for path in files for line in free_unpickling(path)]
     assert len(found) == 1 and found[0].startswith("reader.py:") and "pickle.Unpickler" in found[0], found
