@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tests.clients.table import CLIENTS, IMPOSSIBLE, Client
+from tests.clients.table import CLIENTS, NOT_RUN, Client
 
 RECORD = Path(__file__).with_name("verdicts.json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
@@ -53,7 +53,7 @@ def write(verdicts: dict[str, Verdict]) -> None:
     RECORD.write_text(json.dumps({key: asdict(verdict) for key, verdict in known.items()}, indent=1) + "\n")
     lines = ["| client | version | stage | with | |", "|---|---|---|---|---|"]
     lines += [verdict.line for verdict in known.values()]
-    lines += [f"| {name} | | | | not run: {why} |" for name, why in IMPOSSIBLE.items()]
+    lines += [f"| {name} | | | | not run: {why} |" for name, why in NOT_RUN.items()]
     table = "\n".join([BEGIN, "", *lines, "", END])
     text = PAGE.read_text()
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: table, text, flags=re.DOTALL))

@@ -158,10 +158,9 @@ def _examples() -> list[Client]:
 
 CLIENTS: list[Client] = [*_trl(), *_lightning(), *_trainers(), *_examples()]
 
-IMPOSSIBLE: dict[str, str] = {
+NOT_RUN: dict[str, str] = {
     "accelerate's examples": "not tried yet: their data and models come from the hub",
-    "DeepSpeedExamples offload_states": "it asserts that memory of a device becomes free, and `engine.offload_states` "
-    "is not here",
+    "DeepSpeedExamples offload_states": "it asserts that memory of a device becomes free: it needs a GPU",
     "DeepSpeedExamples DeepSpeed-Chat, ZenFlow, SuperOffload": "not tried yet",
     "LLaMA-Factory": "not tried yet: it asks for transformers 5.8 and torchaudio, which has no wheel for CPUs on PyPI",
 }
