@@ -54,6 +54,7 @@ _FRAGMENTS = {
     for extent in ("full", "local")
     for what in ("fp32_param", "optimizer_state", "grad")
 }
+_FRAGMENTS["safe_update_full_grad_vectorized"] = "launcher.engine.fragments:safe_update_full_grad_vectorized"
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "": {
