@@ -8,7 +8,7 @@ the piece that this rank's optimizer steps, flat; empty where it owns none.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,16 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set the gradient that the step will use: the mean over dp."""
     _set(param, _gradient, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Replace gradients by `update_func(gradient, parameter)`, of those that have one."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
 
 
 # ---- local ---------------------------------------------------------------------------------------
@@ -203,8 +213,8 @@ def _local(param: Tensor, held: Held) -> Tensor | None:
     if place is None:
         return None
     with held(place) as mine:
-        if mine is None:
-            return None
+        if mine is None:  # of what it owns nothing of, a rank has an empty piece
+            return torch.empty(0, device=place.engine.device) if place.size == 0 else None
         return mine.float() / (place.divisor if held is _gradient else 1.0)
 
 
@@ -214,7 +224,8 @@ def _set(param: Tensor, held: Held, value: Tensor, *, local: bool = False) -> No
     with held(place) as mine:
         _check(place, value, torch.Size([place.size]) if local else place.slot.shape)
         piece = value if local else value.reshape(-1)[place.start : place.stop]
-        _copy(mine, piece * place.divisor if held is _gradient else piece, place)
+        kept = held is not _gradient or place.gradient.kept
+        _copy(mine, piece * place.divisor if held is _gradient else piece, place, kept=kept)
     if held is _gradient:
         place.slot.used = True
     if held is _weights:
@@ -230,8 +241,13 @@ def _check(place: _Place, value: Tensor, shape: torch.Size) -> None:
         )
 
 
-def _copy(mine: Tensor | None, value: Tensor, place: _Place) -> None:
-    if mine is None and (place.size or not place.gradient.kept):
+def _copy(mine: Tensor | None, value: Tensor, place: _Place, *, kept: bool = True) -> None:
+    """Fill this rank's piece.
+
+    Args:
+        kept: false: no rank has one now. Else a rank that owns nothing of the parameter has none, and that is fine.
+    """
+    if mine is None and (place.size or not kept):
         raise LauncherError(
             f"there is no such value of {place.slot.name} yet",
             fix="states come with the first step, gradients with a backward at an accumulation boundary",

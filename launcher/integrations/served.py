@@ -59,6 +59,7 @@ _FRAGMENTS = _from(
         for extent in ("full", "local")
         for what in ("fp32_param", "optimizer_state", "grad")
     ),
+    "safe_update_full_grad_vectorized",
 )
 _NAMES_OF_FILES = _from(
     f"{_ROOM}.files",

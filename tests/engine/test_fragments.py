@@ -81,6 +81,34 @@ def test_what_is_written_is_used(pool: WorkerPool, stage: int, local: bool) -> N
         torch.testing.assert_close(found["weights"], torch.full((16, 8), 3.0 - LR * 7.0))
 
 
+def every_parameter(ctx: RankContext, stage: int) -> list[int]:
+    """All states and gradients are set, whichever rank owns them; gives how much of each parameter this one owns."""
+    engine = engine_of(config_of(stage))
+    engine.backward(engine(*microbatches(ctx, 0)[0]))
+    params = [engine.module.get_parameter(name) for name in engine.zero.slots]
+    before = [fragments.safe_get_full_grad(param) for param in params]
+    fragments.safe_update_full_grad_vectorized(params, lambda gradient, param: gradient * 2 + param.dim())
+    for param, gradient in zip(params, before, strict=True):
+        torch.testing.assert_close(fragments.safe_get_full_grad(param), gradient * 2 + param.dim())
+    engine.step()
+    owned = []
+    for param in params:
+        value = torch.full_like(fragments.safe_get_full_fp32_param(param), 5.0)
+        fragments.safe_set_full_optimizer_state(param, value, "exp_avg")
+        assert torch.equal(fragments.safe_get_full_optimizer_state(param, "exp_avg"), value)
+        piece = fragments.safe_get_local_optimizer_state(param, "exp_avg")
+        assert piece.shape == fragments.safe_get_local_fp32_param(param).shape
+        fragments.safe_set_local_optimizer_state(param, piece, "exp_avg")
+        owned.append(piece.numel())
+    return owned
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_owns_nothing_of_a_parameter_takes_part(pool: WorkerPool, stage: int) -> None:
+    first, second = pool.run(every_parameter, 2, stage)
+    assert (0 in first or 0 in second) == (stage > 0)
+
+
 def refused(ctx: RankContext) -> list[str]:
     engine = engine_of(config_of(2))
     said = []
