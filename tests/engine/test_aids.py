@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, MisplacedCallError
 from tests.engine.driving import ROWS, STAGES, advance, config_of, engine_of, microbatches, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import points
@@ -61,7 +61,7 @@ def uneven(ctx: RankContext) -> list[int]:
     """Steps after one, two and three microbatches; the JSON says two."""
     engine = engine_of(config_of(1, 2, managed_gradient_accumulation=False))
     assert not engine.is_gradient_accumulation_boundary()
-    with pytest.raises(ConfigError, match="every step"):
+    with pytest.raises(MisplacedCallError, match="every step"):
         engine.set_gradient_accumulation_boundary(True)
     samples = []
     for count in (1, 2, 3):
