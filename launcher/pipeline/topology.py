@@ -74,6 +74,18 @@ class ProcessTopology:
             raise ConfigError(f"there is no rank {rank} among {len(self._coords)}")
         return self._coords[rank]
 
+    def get_rank_repr(
+        self,
+        rank: int,
+        omit_axes: Sequence[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
+    ) -> str:
+        """A rank's place in the name of a file: `model_00-seq_01`, without the axes that a file does not depend on."""
+        coord = self.get_coord(rank)
+        shown = [axis for axis in self.get_axis_names() if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
+
     def filter_match(self, **coords: int) -> list[int]:
         """The ranks that have these coordinates."""
         return [

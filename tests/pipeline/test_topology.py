@@ -22,6 +22,8 @@ def test_ranks_and_coordinates() -> None:
     for rank in range(12):
         assert topology.get_rank(**topology.get_coord(rank)._asdict()) == rank
     assert topology.get_coord(7).pipe == 1 and topology.get_coord(7).model == 1
+    assert topology.get_rank_repr(3) == "model_01" and topology.get_rank_repr(3, inner_sep="") == "model01"
+    assert topology.get_rank_repr(3, omit_axes=["model"], outer_sep="+").count("+") == 1
     assert topology.filter_match(pipe=0, model=1) == [1, 3, 5]
     assert topology.get_axis_list("pipe", 1) == list(range(6, 12))
 
