@@ -33,7 +33,7 @@ import os, pathlib, sys, time
 rank, attempt = os.environ["RANK"], os.environ["LAUNCHER_ATTEMPT"]
 pathlib.Path(f"world{attempt}-{rank}").write_text(os.environ["WORLD_SIZE"] + " of " + os.environ["CROSS_SIZE"])
 order = pathlib.Path(f"order{attempt}")
-while not order.exists():
+while not (order.exists() and order.read_text()):
     time.sleep(0.02)
 sys.exit(9 if order.read_text() == "fail" and rank == "0" else 0)
 """

@@ -28,9 +28,10 @@ WAITS = """
 print(f"rank {rank} waits", flush=True)
 pathlib.Path(f"ready{rank}.tmp").write_text(str(os.getpid()))
 pathlib.Path(f"ready{rank}.tmp").rename(f"ready{rank}")
-while not pathlib.Path(f"fail{rank}").exists():
+order = pathlib.Path(f"fail{rank}")
+while not (order.exists() and order.read_text()):  # a file is there before its text is
     time.sleep(0.05)
-exec(pathlib.Path(f"fail{rank}").read_text())
+exec(order.read_text())
 """
 WAITING = BEGINS + CHILD + WAITS
 QUICK = ("--node_timeout", "3")
