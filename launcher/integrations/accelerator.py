@@ -116,7 +116,9 @@ class Accelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        return torch.cuda.device_count() if _kind() == CUDA else 1
+        """On a CPU the ranks of this machine: scripts assert that there are not more of them than devices."""
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+        return torch.cuda.device_count() if _kind() == CUDA else int(ranks)
 
     def is_available(self) -> bool:
         return True

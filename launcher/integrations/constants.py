@@ -60,6 +60,7 @@ _VERSION = {
 }
 
 VALUES: Mapping[str, Mapping[str, Any]] = {
+    "runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 1024 * 1024},
     "constants": {
         "CROSS_RANK": "CROSS_RANK",
         "CROSS_SIZE": "CROSS_SIZE",

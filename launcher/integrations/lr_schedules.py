@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch.optim import Optimizer
 
 from launcher.config import load
+from launcher.errors import ConfigError
 from launcher.optim.schedules import Schedule, deepspeed_schedule
 
 
@@ -37,6 +38,10 @@ class _Named(Schedule, metaclass=_OfTheJson):
     ) -> None:
         keywords |= dict(zip(self.order, positional, strict=False))
         name = next(cls.__name__ for cls in type(self).__mro__ if _Named in cls.__bases__)
+        if keywords.get("warmup_num_steps", 0) is None:
+            raise ConfigError(
+                "warmup_num_steps is None", where=f"{name}()", fix="give a number of steps, or leave it out"
+            )
         given = {key: value for key, value in keywords.items() if value is not None}
         json = {"train_batch_size": 1, "scheduler": {"type": name, "params": given}}
         config = load(json, where=f"{name}()").scheduler

@@ -115,7 +115,7 @@ ENGINE: Mapping[Refusal, str] = {
     CONVERSION: "save_zero_checkpoint save_non_zero_checkpoint checkpoint_engine",
     SAMPLING: "random_ltd_enabled random_ltd_config random_ltd_scheduler set_custom_curriculum_learning_schedule "
     "set_data_post_process_func",
-    SCALES: "scale dynamic_loss_scale_args",
+    SCALES: "dynamic_loss_scale_args",
     Refusal(
         "weights are not loaded from a state dict once they are in shards",
         "load them into the model before initialize(), use load_checkpoint(), or copy them inside "
@@ -250,7 +250,6 @@ REFUSED: Mapping[str, Refusal] = {
     "runtime.sequence_parallel": SEQUENCES,
     "runtime.sparse_tensor": SPARSE,
     "runtime.state_dict_factory": CONVERSION,
-    "runtime.swap_tensor": PARTS,
     "runtime.superoffload": Refusal(
         "SuperOffload is not here", "offload_optimizer with device cpu steps on the host"
     ),

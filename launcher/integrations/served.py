@@ -235,6 +235,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "utils": {
         **_LEAVES,
         **_FRAGMENTS,
+        **_IS_LEAF,
         **_LOG,
         **_NESTED,
         **_from(_UTILITIES, "RepeatingLoader", "instrument_w_nvtx", "OnDevice"),

@@ -51,7 +51,7 @@ def initialize(
             where="deepspeed.initialize()",
             fix="name the others",
         )
-    init_distributed()
+    init_distributed(dist_init_required=keywords.get("dist_init_required"))
     check_accelerate()
     given = config if config is not None else config_params
     if isinstance(given, Mapping):

@@ -19,7 +19,7 @@ class TiledLinear(nn.Module):
 
     Args:
         in_features, out_features: of the whole.
-        bias: the first layer of each row of output has it.
+        bias: the last layer of each row of output has it, as in DeepSpeed.
         in_splits, out_splits: parts of the input and of the output.
         input_is_already_split: forward takes a list of parts.
         combine_out_splits: forward gives one tensor; false: a list of parts.
@@ -58,7 +58,7 @@ class TiledLinear(nn.Module):
         self.out_parts = partition_uniform(out_features, out_splits)
         self.linears = nn.ModuleList(
             nn.ModuleList(
-                linear_cls(ins, outs, bias=bias and number == 0, **kwargs)
+                linear_cls(ins, outs, bias=bias and number == in_splits - 1, **kwargs)
                 for number, ins in enumerate(_widths(self.in_parts))
             )
             for outs in _widths(self.out_parts)
@@ -103,7 +103,11 @@ class TiledLinear(nn.Module):
                     zip(row, pairwise(self.in_parts), strict=True)
                 ):
                     layer.weight.copy_(other.weight[top:bottom, left:right])
-                    if self.use_bias and number == 0 and getattr(other, "bias", None) is not None:
+                    if (
+                        self.use_bias
+                        and number == self.in_splits - 1
+                        and getattr(other, "bias", None) is not None
+                    ):
                         layer.bias.copy_(other.bias[top:bottom])
 
 

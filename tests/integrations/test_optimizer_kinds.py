@@ -13,7 +13,7 @@ from launcher.errors import (
     UntestedOptimizerError,
     UnusedParametersError,
 )
-from launcher.integrations import experts, moe_groups, optimizer_kinds
+from launcher.integrations import experts, moe_groups, optimizer_kinds, stand_ins
 from launcher.integrations.optimizer_kinds import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -91,3 +91,5 @@ def test_what_scripts_for_deepspeed_catch_is_caught() -> None:
 def test_a_process_group_that_must_be_there_is_not_made() -> None:
     with pytest.raises(LauncherError, match="dist_init_required"):
         init_distributed("gloo", dist_init_required=False)
+    with pytest.raises(LauncherError, match="dist_init_required"):
+        stand_ins.initialize(model=torch.nn.Linear(2, 2), config={}, dist_init_required=False)

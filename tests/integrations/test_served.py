@@ -42,6 +42,17 @@ from tests.pool.reference import tiny_llama
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
+def test_a_cpu_has_a_device_for_each_rank_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert get_accelerator().device_count() == 1
+    monkeypatch.setenv("LOCAL_SIZE", "3")
+    assert get_accelerator().device_count() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert get_accelerator().device_count() == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
 def test_a_cpu_answers_what_is_asked_of_an_accelerator() -> None:
     device = get_accelerator()
     assert (device.device_name(), device.device_name(1), device.current_device_name()) == (
@@ -255,6 +266,7 @@ def test_a_linear_layer_in_tiles_is_the_layer() -> None:
     x = torch.randn(4, 10)
     tiled = TiledLinear(10, 7, in_splits=3, out_splits=2, init_linear=whole)
     torch.testing.assert_close(tiled(x), whole(x))
+    assert [[part.bias is not None for part in row] for row in tiled.linears] == [[False, False, True]] * 2
     parts = TiledLinear(10, 7, out_splits=2, combine_out_splits=False, init_linear=whole)(x)
     assert [part.shape[-1] for part in parts] == [4, 3]
 

@@ -64,6 +64,15 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor(name: str) -> None:
     assert tensor.param_groups[0]["lr"] is rate
 
 
+def test_a_warmup_of_no_number_is_refused() -> None:
+    for schedule, more in (
+        (lr_schedules.WarmupLR, {}),
+        (lr_schedules.WarmupCosineLR, {"total_num_steps": 9}),
+    ):
+        with pytest.raises(ValueError, match="warmup_num_steps is None"):
+            schedule(optimizer(), warmup_num_steps=None, **more)
+
+
 def test_one_cycle_tells_the_high_momentum_and_starts_with_the_low_one() -> None:
     adam = optimizer()
     schedule = lr_schedules.OneCycle(

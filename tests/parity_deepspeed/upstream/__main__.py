@@ -41,6 +41,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="run what is in the results already, too")
     parser.add_argument("--reference", type=Path, help="another theirs.json")
     parser.add_argument(
+        "--left-out", action="store_true", help="ours also runs what is left out, where DeepSpeed passes"
+    )
+    parser.add_argument(
         "--all", action="store_true", help="ours also runs what fails with DeepSpeed or is left out"
     )
     parser.add_argument("--report", action="store_true", help="run nothing")
@@ -57,7 +60,7 @@ def main() -> int:
             subprocess.run(
                 _command(given, side), cwd=given.tests.parent, env=_environment(side, given), check=False
             )
-    return report.show(given.results)
+    return report.show(given.results, given.reference or given.results / "theirs.json")
 
 
 def _command(given: argparse.Namespace, side: str) -> list[str]:
@@ -88,7 +91,7 @@ def _command(given: argparse.Namespace, side: str) -> list[str]:
     words += ["--again"] if given.again else []
     reference = given.reference or given.results / "theirs.json"
     if side == "ours" and reference.exists() and not given.all:
-        words += ["--passed-in", str(reference.resolve())]
+        words += ["--passed-in", str(reference.resolve()), *(["--left-out"] if given.left_out else [])]
     words += ["-k", given.k] if given.k else []
     return words + [f"unit/{path}" for path in given.paths or AREAS]
 

@@ -62,6 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--passed-in", type=Path, help="results: only what passed there is run, and is not left out"
     )
+    group.addoption("--left-out", action="store_true", help="run what is left out, too")
     group.addoption("--again", action="store_true", help="run what is in the results already, too")
 
 
@@ -97,11 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     known = {} if config.getoption("--again") else config.stash[_RESULTS].outcomes
     items[:] = [item for item in items if item.nodeid not in known]
     if reference := config.getoption("--passed-in"):
-        passed = Results(reference).outcomes
+        passed, everything = Results(reference).outcomes, config.getoption("--left-out")
         items[:] = [
             item
             for item in items
-            if passed.get(item.nodeid, {}).get("outcome") == "passed" and not why_left_out(item.nodeid)
+            if passed.get(item.nodeid, {}).get("outcome") == "passed"
+            and (everything or not why_left_out(item.nodeid))
         ]
 
 
