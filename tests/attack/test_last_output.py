@@ -90,6 +90,7 @@ def sizes(process: subprocess.Popen[bytes]) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_who_does_not_read_can_leave(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PRINTS)
     with launching("-q", "--no_local_rank", "script.py", str(SIZE), "0", cwd=tmp_path) as process:

@@ -139,7 +139,7 @@ def save_and_die(ctx: RankContext, directory: Path, tag: str, after: int) -> int
     return calls
 
 
-@pytest.mark.parametrize("tag", ["step1", "step2"])
+@pytest.mark.parametrize("tag", [pytest.param("step1", marks=pytest.mark.full), "step2"])
 def test_a_save_killed_anywhere_spoils_nothing(pool: WorkerPool, tmp_path: Path, tag: str) -> None:
     """The same tag again, and another one."""
     _save(tmp_path / "whole", "step1", 1.0, step=1)

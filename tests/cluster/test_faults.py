@@ -65,7 +65,7 @@ def fault(hosts: Hosts, cwd: Path, process: subprocess.Popen[str], *verb: str) -
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        ("raise ValueError('bad batch')", 1, "ValueError: bad batch"),
+        pytest.param("raise ValueError('bad batch')", 1, "ValueError: bad batch", marks=pytest.mark.full),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
     ],
     ids=["raises", "killed"],
