@@ -94,8 +94,9 @@ def in_base64(path: str) -> str:
 
 def variables(path: str) -> dict[str, str]:
     """What accelerate's own launcher would tell the processes besides the JSON."""
-    section = checked(path).get("deepspeed_config") or {}
-    found = {"ACCELERATE_MIXED_PRECISION": precision_of(checked(path))}
+    tree = checked(path)
+    section = tree.get("deepspeed_config") or {}
+    found = {"ACCELERATE_MIXED_PRECISION": precision_of(tree)}
     if section.get("zero3_init_flag") is not None:
         found["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = str(section["zero3_init_flag"]).lower()
     if section.get("deepspeed_moe_layer_cls_names") is not None:

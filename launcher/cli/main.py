@@ -168,7 +168,11 @@ def _checked_config(path: str | None, *, needed: bool) -> Config | None:
 
 def _is_yaml(path: str | None) -> bool:
     """Whether it is accelerate's configuration, and not a JSON."""
-    return path is not None and path.endswith((".yaml", ".yml"))
+    if path is None:
+        return False
+    from launcher.config.accelerate_yaml import is_one
+
+    return is_one(path)
 
 
 def _source(path: str) -> str:

@@ -256,9 +256,7 @@ def _compression(work: Rewriter) -> None:
     section = work.get("compression_training")
     if not isinstance(section, dict) or not section.keys() <= COMPRESSION:
         return
-    if section and all(
-        [as_switch(switch) for switch in _switches(technique)] == [False] for technique in section.values()
-    ):
+    if section and all(_is_off(technique) for technique in section.values()):
         work.drop("compression_training", "left out: no technique of it is on")
 
 

@@ -6,7 +6,7 @@ gets torch's error that its data is not allocated. What rests in host memory or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -55,7 +55,8 @@ KINDS: dict[str, Callable[[Engine], Iterable[Tensor]]] = {
 class PuttingAway:
     """The part of an Engine that moves its states to host memory and back."""
 
-    _away: list[tuple[Storage, Tensor]]
+    # A default of the class: an Engine looks for what it lacks in its model, and every forward asks.
+    _away: Sequence[tuple[Storage, Tensor]] = ()
     _puts_away_on_cpu = False
 
     def _engine(self) -> Engine:
@@ -105,14 +106,14 @@ class PuttingAway:
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` has moved."""
-        for storage, kept in getattr(self, "_away", ()):
+        for storage, kept in self._away:
             storage.resize_(kept.numel())
             _bytes_of(storage).copy_(kept)
-        self._away = []
+        self._away = ()
 
     def check_states_are_here(self, who: str) -> None:
         """Raise LauncherError where states are away."""
-        if getattr(self, "_away", None):
+        if self._away:
             raise LauncherError(
                 f"{who} needs states that offload_states() has moved to host memory",
                 fix="call engine.reload_states() before",

@@ -1,6 +1,6 @@
 """Attributes that DeepSpeed puts on parameters, as scripts read them: `ds_id`, `ds_shape`, `ds_numel`, `ds_status`, ...
 
-`hasattr(parameter, "ds_id")` is how libraries ask whether a parameter is sharded, so only one that is has it. The
+`hasattr(parameter, "ds_id")` is how libraries ask whether a model is at stage 3, so below that none has it. The
 status is wanted of every parameter, and of modules what they use of others. A parameter that was saved for backward
 comes back as a plain tensor, with the values that are gathered then: it is asked, too.
 """
