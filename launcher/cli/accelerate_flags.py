@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import base64
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 from launcher.config.accelerate_yaml import checked, precision_of
-from launcher.config.load import read
 from launcher.errors import ConfigError
 
 logger = logging.getLogger("launcher")
@@ -85,11 +82,6 @@ def _whole(tree: Mapping[str, Any], key: str, path: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"{key} is {value!r}", where=path, fix="write a whole number")
     return value
-
-
-def in_base64(path: str) -> str:
-    """The YAML's configuration as every rank reads it: nothing of it has to lie on other nodes."""
-    return base64.urlsafe_b64encode(json.dumps(read(path).tree).encode()).decode()
 
 
 def variables(path: str) -> dict[str, str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 
 from launcher.cli import accelerate_flags
 from launcher.cli.shim import with_shim
 from launcher.config import accelerate_yaml
-from launcher.config.load import read
+from launcher.config.load import in_base64, read
 from launcher.errors import ConfigError
 from launcher.integrations.surface import SWITCH, TOLD
 
@@ -42,5 +40,4 @@ def variables(config: str | None) -> dict[str, str]:
 
 def _plain(config: str) -> str:
     """The JSON in base64: without comments, for accelerate reads it with Python's json."""
-    document = {"zero_optimization": {"stage": 0}, **read(config).tree}
-    return base64.urlsafe_b64encode(json.dumps(document).encode()).decode()
+    return in_base64({"zero_optimization": {"stage": 0}, **read(config).tree})

@@ -177,12 +177,10 @@ def _is_yaml(path: str | None) -> bool:
 
 def _source(path: str) -> str:
     """What the ranks read: the absolute path of the configuration, or its text in base64."""
-    from launcher.config.load import LONGEST_NAME
+    from launcher.config.load import LONGEST_NAME, in_base64, read
 
     if _is_yaml(path):
-        from launcher.cli import accelerate_flags
-
-        return accelerate_flags.in_base64(path)
+        return in_base64(read(path).tree)  # so nothing of it has to lie on other nodes
     return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 

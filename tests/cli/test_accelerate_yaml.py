@@ -12,7 +12,7 @@ import yaml
 
 from launcher.cli import accelerate_flags, hugging_face
 from launcher.cli.launch_flags import launch_parser
-from launcher.cli.main import main
+from launcher.cli.main import _source, main
 from launcher.config.load import load, read
 from launcher.errors import ConfigError
 
@@ -64,7 +64,7 @@ def test_the_json_is_the_one_that_accelerate_builds(tmp_path: Path) -> None:
         "bf16": {"enabled": True},
     }
     assert load(path).bf16.enabled is True
-    assert json.loads(base64.urlsafe_b64decode(accelerate_flags.in_base64(path))) == read(path).tree
+    assert json.loads(base64.urlsafe_b64decode(_source(path))) == read(path).tree
 
 
 def test_a_json_that_it_names_is_read_in_its_place(tmp_path: Path) -> None:
