@@ -1,7 +1,7 @@
-"""Many starts of a tiny training on a busy machine: `python -m tests.attack.starts [--starts N] [--busy N]`.
+"""Many starts of a tiny training on a busy machine: `python -m tests.attack.starts [--starts N] [--busy N] [--at_once N]`.
 
-Each start trains two ranks for two steps, beside processes that take the cores. Ends with 1 where a start did not
-end with 0, and shows what that one printed.
+Each start trains two ranks for two steps, beside processes that take the cores and beside other starts. Ends with 1
+where a start did not end with 0, and shows what that one printed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,8 +54,14 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def start(cwd: Path, number: int) -> str | None:
-    """What a start said that did not end with 0; None where it did."""
+def start(cwd: Path, number: int) -> tuple[str | None, float]:
+    """What a start said that did not end with 0, None where it did; and the seconds it took."""
+    began = time.monotonic()
+    said = _said(cwd, number)
+    return said, time.monotonic() - began
+
+
+def _said(cwd: Path, number: int) -> str | None:
     command = [sys.executable, "-m", "launcher.cli.main", *COMMAND, "--output-dir", f"out{number}"]
     variables = {**environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     try:
@@ -74,23 +81,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--starts", type=int, default=200)
     parser.add_argument("--busy", type=int, default=30, help="processes that take the cores")
+    parser.add_argument("--at_once", type=int, default=8, help="starts that run at the same time")
     flags = parser.parse_args()
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="starts-") as directory, busy(flags.busy):
+    with (
+        tempfile.TemporaryDirectory(prefix="starts-") as directory,
+        busy(flags.busy),
+        ThreadPoolExecutor(flags.at_once) as threads,
+    ):
         cwd = Path(directory)
         (cwd / "model.json").write_text(json.dumps(MODEL))
         (cwd / "ds.json").write_text(json.dumps(CONFIG))
         (cwd / "prose.txt").write_text("It was the best of times, it was the worst of times. " * 200)
-        for number in range(flags.starts):
-            began = time.monotonic()
-            said = start(cwd, number)
+        runs = threads.map(lambda number: start(cwd, number), range(flags.starts))
+        for number, (said, took) in enumerate(runs):
             failed += said is not None
-            took = time.monotonic() - began
             print(f"start {number + 1} of {flags.starts}: {took:.1f} s, {failed} failed", flush=True)
             if said is not None:
                 print(said, flush=True)
     print(
-        f"{flags.starts} starts beside {flags.busy} busy processes on {os.cpu_count()} cores: {failed} failed"
+        f"{flags.starts} starts, {flags.at_once} at once, beside {flags.busy} busy processes on {os.cpu_count()} cores: "
+        f"{failed} failed"
     )
     return 1 if failed else 0
 
