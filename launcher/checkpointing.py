@@ -45,8 +45,8 @@ def configure(
     Raises:
         ConfigError: contiguous_checkpointing without num_checkpoints, or partition_activations without mpu_.
     """
+    arguments = {key: value for key, value in locals().items() if value is not None}
     global _checkpointer, _arguments, unit
-    _arguments = {key: value for key, value in locals().items() if value is not None}
     given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
@@ -70,7 +70,7 @@ def configure(
             fix="pass mpu_=..., or leave partition_activations out",
         )
     _checkpointer = Checkpointer.of(section, _axis(mpu_), section.number_checkpoints or 0)
-    unit = mpu_
+    _arguments, unit = arguments, mpu_
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:

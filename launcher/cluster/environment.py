@@ -21,6 +21,8 @@ PREFIXES = (
     *("PYTHON", "CONDA_", "LAUNCHER_", "DEEPSPEED_", "DS_", "LC_"),
 )
 """Variables are passed on whose names begin so."""
+EXTRA_PREFIXES: list[str] = []
+"""And so; for programs that run the launcher in their own process."""
 NAMES = (
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "XDG_CACHE_HOME", "LANG", "TZ"),
     *(
@@ -61,7 +63,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if (name in NAMES or name.startswith(PREFIXES)) and name not in OF_THE_NODE
+        if (name in NAMES or name.startswith((*PREFIXES, *EXTRA_PREFIXES))) and name not in OF_THE_NODE
     }
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from launcher.comm.started_by import PORT, take_ranks
 from launcher.errors import ConfigError
 
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
@@ -26,6 +27,7 @@ def pick_device(wanted: str = "auto") -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch finds no GPU here", fix="use --device cpu")
+    take_ranks()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
@@ -36,30 +38,47 @@ def pick_device(wanted: str = "auto") -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def init_distributed(device: torch.device | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Start torch.distributed from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them, a world of one.
+def init_distributed(
+    device: torch.device | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    *,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    port: int = PORT,
+) -> None:
+    """Start torch.distributed from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or from what mpirun or srun set;
+    without them, a world of one.
 
     Safe to call again. NCCL for CUDA tensors, gloo for CPU tensors.
 
+    Args:
+        init_method, rank, world_size: as for torch.distributed.init_process_group(); they come before the environment.
+        port: where ranks of mpirun and srun meet, if MASTER_PORT does not say it.
+
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken; mpirun started ranks on several machines and MASTER_ADDR is not set.
     """
     if dist.is_initialized():
         return
+    take_ranks(port=port)
     device = device or pick_device()
     backend = BACKENDS[device.type]
-    device_id = device if device.type == "cuda" else None
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        try:
-            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
-        except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise ConfigError(
-                f"another program listens at {place}, where the ranks wanted to meet",
-                where="--master_port",
-                fix="leave it out, and a free port is picked and held; or name another",
-            ) from None
-    else:
+    if init_method is None and rank < 0 and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    device_id = device if device.type == "cuda" else None
+    try:
+        dist.init_process_group(
+            backend, init_method, timeout, world_size=world_size, rank=rank, device_id=device_id
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        place = init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ConfigError(
+            f"another program listens at {place}, where the ranks wanted to meet",
+            where="--master_port",
+            fix="leave it out, and a free port is picked and held; or name another "
+            "(MASTER_PORT, where `launch` does not start the ranks)",
+        ) from None

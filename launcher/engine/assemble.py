@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from launcher.config import Config, autos_of_hidden_size
 from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes, state_dtype
 from launcher.engine.engine import Engine
 from launcher.engine.given import check_mpu, loaded_config
+from launcher.engine.loaders import loader_of, share_of
 from launcher.engine.offloading import open_homes
 from launcher.engine.staging import (
     agree,
@@ -99,7 +99,7 @@ def initialize(
         mesh_param: sequence parallelism; refused.
         source: where parameters get their values from, instead of what `model` holds.
         homes: says where shards rest; default: where the JSON says.
-        seed: for a model on meta.
+        seed: for a model on meta, and for the order of `training_data`.
         device: default: this rank's GPU, else the CPU.
         auto: values for keys that say "auto", by dotted path.
         seq_length: tokens of a sequence, for an even cut of a Hugging Face model into stages; default: 2048, or as
@@ -173,7 +173,7 @@ def initialize(
         )
     )
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
-    loader = _dataloader(training_data, resolved, mesh, collate_fn, seed)
+    loader = _dataloader(training_data, resolved, mesh, collate_fn, seed=seed, in_stages=row is not None)
     runtime = runtime_of(staged, mesh, resolved)
     versions = versions_of(zero, staged, resolved)
     engine = Engine(
@@ -295,16 +295,28 @@ def _scheduler(config: Config, given: Any, optimizer: ShardedOptimizer | None) -
 
 
 def _dataloader(
-    data: Any, config: Config, mesh: Mesh, collate_fn: Callable[..., Any] | None, seed: int
+    data: Any,
+    config: Config,
+    mesh: Mesh,
+    collate_fn: Callable[..., Any] | None,
+    *,
+    seed: int,
+    in_stages: bool,
 ) -> Any:
+    """In random order; for a model in stages as the rows lie, as DeepSpeed's pipeline engine takes them."""
     if data is None:
         return None
-    sampling = config.data_efficiency.sampling
+    sampling, drop_last = config.data_efficiency.sampling, bool(config.dataloader_drop_last)
     seed = config.data_efficiency.seed if sampling else seed
-    sampler: Any = torch.utils.data.DistributedSampler(
-        data, mesh.dp.degree, mesh.dp.rank, seed=seed, drop_last=config.dataloader_drop_last
+    sampler = share_of(
+        data, mesh.dp.degree, mesh.dp.rank, shuffle=not in_stages, seed=seed, drop_last=drop_last
     )
-    make = partial(torch.utils.data.DataLoader, data, sampler=sampler, collate_fn=collate_fn)
-    if sampling:
-        make = partial(make, num_workers=sampling.num_workers, pin_memory=sampling.pin_memory)
-    return make(batch_size=config.train_micro_batch_size_per_gpu, drop_last=config.dataloader_drop_last)
+    return loader_of(
+        data,
+        config.train_micro_batch_size_per_gpu,
+        sampler,
+        collate_fn=collate_fn,
+        num_workers=sampling.num_workers if sampling else None,
+        pin_memory=sampling.pin_memory if sampling else False,
+        drop_last=drop_last,
+    )

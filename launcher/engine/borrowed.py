@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
+from launcher.engine.loaders import loader_of, share_of
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,15 +110,13 @@ class Borrowed:
             data_sampler: in place of ours.
         """
         engine = self._engine()
-        if data_sampler is None and not isinstance(dataset, IterableDataset):
-            dp = engine.mesh.dp
-            data_sampler = DistributedSampler(dataset, dp.degree, dp.rank, shuffle=route == "train")
-        return DataLoader(
+        dp = engine.mesh.dp
+        return loader_of(
             dataset,
-            batch_size=batch_size or engine.train_micro_batch_size_per_gpu(),
-            sampler=data_sampler,
+            batch_size or engine.train_micro_batch_size_per_gpu(),
+            data_sampler or share_of(dataset, dp.degree, dp.rank, shuffle=route == "train"),
             collate_fn=collate_fn,
-            num_workers=num_local_io_workers or 0,
+            num_workers=num_local_io_workers,
             pin_memory=pin_memory and engine.device.type == "cuda",
             drop_last=bool(engine.resolved.dataloader_drop_last),
         )

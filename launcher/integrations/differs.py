@@ -8,13 +8,16 @@ _DATA = "the keys of DeepSpeed's own files; launcher's checkpoints have no such 
 _KINDS = "answers isinstance(engine.optimizer, ...); one class steps at every stage"
 _OURS = "launcher's error, with what to write instead"
 _BY_RULE = "by launcher's own rule; `launch memory-estimate` traces the model and knows activations"
+_START = "the backend follows from the device; without a launcher, mpirun or srun there is one process"
 _KEPT = "as launcher.checkpointing; inputs are kept as the JSON's section says"
 _NVTX = "a profile has launcher's own ranges"
 
 DIFFERS: Mapping[str, str] = {
     "initialize": "config sections that cannot be done are errors; an mpu is taken where its sizes are the JSON's, "
     "and mesh_param is refused",
-    "init_distributed": "the backend follows from the device; without a launcher there is one process",
+    "init_distributed": _START,
+    "comm.init_distributed": _START,
+    "comm.comm.init_distributed": _START,
     "tp_model_init": "gives the model as it is: initialize() splits its layers, as the JSON says",
     "set_optimizer_flags": "does nothing: Muon finds its matrices by itself",
     "add_config_arguments": "the same flags",
@@ -45,7 +48,11 @@ DIFFERS: Mapping[str, str] = {
     "profiling.flops_profiler": "operations by torch's formulas for what ran; ignore_list is refused",
     "runtime.activation_checkpointing.checkpointing": _KEPT,
     "checkpointing": _KEPT,
+    "DeepSpeedOptimizer": _KINDS,
+    "launcher.runner.EXPORT_ENVS": "holds what a program adds; what goes to other nodes anyway is in docs/scale.md",
+    "runtime.base_optimizer.DeepSpeedOptimizer": _KINDS,
     "runtime.base_optimizer.ZeROOptimizer": _KINDS,
+    "runtime.checkpoint_engine": "load() takes tensors and plain values only",
     "runtime.bf16_optimizer.BF16_Optimizer": _KINDS,
     "runtime.fp16.fused_optimizer.FP16_Optimizer": _KINDS,
     "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": _KINDS,

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
+
+from launcher.engine.loaders import loader_of, share_of
 
 
 class DeepSpeedDataLoader:
@@ -16,7 +18,7 @@ class DeepSpeedDataLoader:
         batch_size: of one rank.
         data_sampler: default: this rank's share, in random order.
         tput_timer: started at each batch; None: there is none.
-        local_rank: not needed.
+        local_rank: below 0: there is one process, and rows come in torch's random order.
     """
 
     def __init__(
@@ -35,14 +37,16 @@ class DeepSpeedDataLoader:
         deepspeed_dataloader_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.dataset, self.batch_size, self.tput_timer = dataset, batch_size, tput_timer
-        self.data_sampler = data_sampler or _share(dataset, data_parallel_world_size, data_parallel_rank)
-        self.dataloader: DataLoader[Any] = DataLoader(
+        self.data_sampler = data_sampler or _share(
+            dataset, local_rank, data_parallel_world_size, data_parallel_rank
+        )
+        self.dataloader = loader_of(
             dataset,
-            batch_size=batch_size,
-            sampler=self.data_sampler,
-            pin_memory=pin_memory,
+            batch_size,
+            self.data_sampler,
             collate_fn=collate_fn,
-            num_workers=num_local_io_workers or 0,
+            num_workers=num_local_io_workers,
+            pin_memory=pin_memory,
             drop_last=dataloader_drop_last,
         )
         self.data: Iterator[Any] | None = None
@@ -64,12 +68,10 @@ class DeepSpeedDataLoader:
         return self.post_process_func(batch, self.data_sampler) if self.post_process_func else batch
 
 
-def _share(dataset: Dataset[Any], ranks: int | None, rank: int | None) -> Any:
-    if isinstance(dataset, IterableDataset):
-        return None
+def _share(dataset: Any, local_rank: int, ranks: int | None, rank: int | None) -> Any:
+    if local_rank < 0 and not isinstance(dataset, IterableDataset):
+        return RandomSampler(dataset)
     there = dist.is_initialized()
     ranks = ranks if ranks is not None else (dist.get_world_size() if there else 1)
     rank = rank if rank is not None else (dist.get_rank() if there else 0)
-    if ranks == 1:
-        return RandomSampler(dataset)  # type: ignore[arg-type]
-    return DistributedSampler(dataset, num_replicas=ranks, rank=rank)
+    return share_of(dataset, ranks, rank)

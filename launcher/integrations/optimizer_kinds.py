@@ -35,6 +35,7 @@ def _unsharded(dtype: torch.dtype) -> Callable[[ZeroPolicy], bool]:
     return lambda policy: not policy.shard_optim and policy.param_dtype == dtype
 
 
+DeepSpeedOptimizer = _kind("DeepSpeedOptimizer", lambda policy: True)
 DeepSpeedZeroOptimizer = _kind(
     "DeepSpeedZeroOptimizer", lambda policy: policy.shard_optim and not policy.shard_params
 )

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 import launcher
+from launcher.comm.started_by import PORT, take_ranks
 from launcher.errors import LauncherError
 
 logger = logging.getLogger("launcher")
@@ -25,18 +26,26 @@ AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, FusedLambBuilder = (
 
 def init_distributed(
     dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = PORT,
+    verbose: bool = True,
     timeout: timedelta = WAIT,
+    init_method: str | None = None,
     dist_init_required: bool | None = None,
-    **others: Any,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
 ) -> None:
-    """Start torch.distributed from the environment.
+    """Start torch.distributed from the environment, or as the arguments say.
 
     Args:
         dist_backend: not needed: NCCL for CUDA tensors, gloo for CPU tensors. None is what accelerate says where it
             has found no accelerator.
+        auto_mpi_discovery, verbose, config: not needed; ranks of mpirun are always found.
+        distributed_port: where ranks of mpirun meet, if MASTER_PORT does not say it.
         timeout: of a collective.
+        init_method, rank, world_size: as for torch.distributed.init_process_group().
         dist_init_required: false: there must be a process group already.
-        others: of DeepSpeed's; not needed.
 
     Raises:
         LauncherError: there is none, and none is to be made.
@@ -47,9 +56,16 @@ def init_distributed(
             where="deepspeed.init_distributed()",
             fix="start it before with torch.distributed.init_process_group(), or leave the argument out",
         )
-    launcher.init_distributed(timeout=timeout)
+    launcher.init_distributed(
+        timeout=timeout, init_method=init_method, rank=rank, world_size=world_size, port=distributed_port
+    )
     if dist_backend is None:
         _tell_accelerate()
+
+
+def mpi_discovery(distributed_port: int = PORT, verbose: bool = True) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT by what mpirun set."""
+    take_ranks(port=distributed_port)
 
 
 def is_initialized() -> bool:

@@ -285,7 +285,6 @@ REFUSED: Mapping[str, Refusal] = {
     # of the package itself
     "DeepSpeedHybridEngine": INFERENCE,
     "DeepSpeedInferenceConfig": INFERENCE,
-    "DeepSpeedOptimizer": PARTS,
     "DeepSpeedTransformerConfig": KERNELS,
     "DeepSpeedTransformerLayer": KERNELS,
     "DualPipeVEngine": PIPES,
@@ -335,13 +334,9 @@ ONLY_CALLS: Mapping[str, tuple[str, ...]] = {
     "ops.op_builder": ("GDSBuilder", "OpBuilder", "UtilsBuilder"),
     "ops.op_builder.builder": ("OpBuilder",),
     "ops.transformer": ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
-    "runtime.base_optimizer": ("DeepSpeedOptimizer",),
-    "runtime.checkpoint_engine": ("TorchCheckpointEngine",),
-    "runtime.checkpoint_engine.torch_checkpoint_engine": ("TorchCheckpointEngine",),
     "runtime.data_pipeline.data_sampling.data_analyzer": ("DataAnalyzer",),
     "runtime.data_pipeline.data_sampling.indexed_dataset": ("MMapIndexedDataset",),
     "runtime.domino.transformer": ("DominoTransformer",),
-    "runtime.fp16.loss_scaler": ("CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase"),
     "runtime.hybrid_engine": ("DeepSpeedHybridEngine",),
     "runtime.sequence_parallel.ulysses_sp": (
         "TiledFusedLogitsLoss",

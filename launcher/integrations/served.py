@@ -14,7 +14,7 @@ _ROOM = "launcher.integrations"
 _HERE, _BEFORE = f"{_ROOM}.stand_ins", f"{_ROOM}.processes"
 _OPTIMIZERS, _UTILITIES = f"{_ROOM}.optimizers", f"{_ROOM}.utilities"
 _ENUMERATIONS, _GROUPS = f"{_ROOM}.enumerations", f"{_ROOM}.groups"
-_DEVICE = f"{_ROOM}.accelerator"
+_DEVICE, _KINDS = f"{_ROOM}.accelerator", f"{_ROOM}.optimizer_kinds"
 
 
 def _from(home: str, *names: str) -> dict[str, str]:
@@ -67,6 +67,7 @@ _NAMES_OF_FILES = _from(
     "get_model_ckpt_name_for_rank",
     "get_zero_ckpt_name_for_rank",
 )
+_TORCH_FILES = _from(f"{_ROOM}.files", "TorchCheckpointEngine")
 _NESTED = _from(f"{_ROOM}.nested", "recursive_getattr", "recursive_setattr")
 _LOG = _from(_UTILITIES, "log_dist", "log_dist_once", "set_log_level_from_string")
 _PIPE = _from("launcher.pipe", "LayerSpec", "PipelineModule", "TiedLayerSpec")
@@ -85,7 +86,6 @@ _COMM_FIRST = {
 _MEMORY = f"{_ROOM}.memory_needs"
 _BUILDER = _from(_BEFORE, "AsyncIOBuilder")
 _BUILDERS = _from(_BEFORE, "AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder")
-_KINDS = f"{_ROOM}.optimizer_kinds"
 _BWC = _from(
     f"{_ROOM}.groups",
     "bwc_pipeline_parallel_group",
@@ -107,6 +107,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "PipelineModule": "launcher.pipe:PipelineModule",
         "PipelineEngine": "launcher.engine:Engine",
         "DeepSpeedDataLoader": f"{_ROOM}.loading:DeepSpeedDataLoader",
+        "DeepSpeedOptimizer": f"{_KINDS}:DeepSpeedOptimizer",
         "OnDevice": f"{_UTILITIES}:OnDevice",
         "log_dist": f"{_UTILITIES}:log_dist",
         "logger": f"{_BEFORE}:logger",
@@ -129,8 +130,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "clone_tensors_for_torch_save": f"{_HERE}:clone_tensors_for_torch_save",
     },
     "checkpointing": {},
-    "comm": _COMM_FIRST,
-    "comm.comm": _COMM_FIRST,
+    "comm": {**_COMM_FIRST, **_from(_BEFORE, "mpi_discovery")},
+    "comm.comm": {**_COMM_FIRST, **_from(_BEFORE, "mpi_discovery")},
     "comm.constants": {},
     "comm.pg_utils": {},
     "comm.reduce_op": {"ReduceOp": f"{_ROOM}.collectives:ReduceOp"},
@@ -147,6 +148,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": f"{_BEFORE}:DEEPSPEED_ENVIRONMENT_NAME",
         "main": "launcher.cli.main:main",
+        **_from(f"{_ROOM}.hostfiles", "EXPORT_ENVS", "fetch_hostfile", "parse_inclusion_exclusion"),
     },
     "moe.layer": _from(f"{_ROOM}.experts", "MoE"),
     "moe.utils": _from(f"{_ROOM}.experts", "is_moe_param"),
@@ -170,10 +172,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "profiling.constants": {},
     "profiling.flops_profiler": {},
     "profiling.flops_profiler.profiler": {},
-    "runtime.activation_checkpointing.checkpointing": {},
-    "runtime.base_optimizer": _from(_KINDS, "ZeROOptimizer"),
+    "runtime.activation_checkpointing.checkpointing": _from(_HERE, "CheckpointFunction"),
+    "runtime.checkpoint_engine": _TORCH_FILES,
+    "runtime.checkpoint_engine.torch_checkpoint_engine": _TORCH_FILES,
+    "runtime.base_optimizer": _from(_KINDS, "DeepSpeedOptimizer", "ZeROOptimizer"),
     "runtime.bf16_optimizer": _from(_KINDS, "BF16_Optimizer"),
     "runtime.fp16.fused_optimizer": _from(_KINDS, "FP16_Optimizer"),
+    "runtime.fp16.loss_scaler": {},
     "runtime.fp16.unfused_optimizer": _from(_KINDS, "FP16_UnfusedOptimizer"),
     "runtime.config": {**_CONFIG, "DtypeEnum": f"{_ENUMERATIONS}:DtypeEnum"},
     "runtime.constants": _from(_ENUMERATIONS, "ValidationMode"),
@@ -184,12 +189,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "RepeatingLoader": f"{_UTILITIES}:RepeatingLoader",
         "DeepSpeedDataLoader": f"{_ROOM}.loading:DeepSpeedDataLoader",
     },
-    "runtime.engine": {**_ENGINE, **_from(f"{_ROOM}.experts", "MoE")},
+    "runtime.engine": {**_ENGINE, **_from(f"{_ROOM}.experts", "MoE"), **_from(_HERE, "autocast_if_enabled")},
     "inference.config": _from(_ENUMERATIONS, "DtypeEnum"),
     "runtime.lr_schedules": {"VALID_LR_SCHEDULES": f"{_BEFORE}:VALID_LR_SCHEDULES"},
     "runtime.pipe": _PIPE,
     "runtime.pipe.engine": {**_ENGINE, "PipelineEngine": "launcher.engine:Engine"},
     "runtime.pipe.module": {**_PIPE, **_from(_ENUMERATIONS, "PipelineError")},
+    "runtime.pipe.p2p": {},
     "runtime.pipe.schedule": {},
     "runtime.pipe.topology": {},
     "runtime.utils": {
@@ -299,9 +305,11 @@ REST: Mapping[str, tuple[str, ...]] = {
     "runtime.lr_schedules": (f"{_ROOM}.lr_schedules",),
     "runtime.pipe": ("launcher.pipe",),
     "runtime.pipe.module": ("launcher.pipe",),
+    "runtime.fp16.loss_scaler": (f"{_ROOM}.loss_scalers",),
+    "runtime.pipe.p2p": (f"{_ROOM}.stage_sends",),
     "runtime.pipe.schedule": (f"{_ROOM}.pipe_schedule",),
     "runtime.pipe.topology": ("launcher.pipe", f"{_ROOM}.grid"),
-    "runtime.utils": (_UTILITIES, f"{_ROOM}.norms"),
+    "runtime.utils": (_UTILITIES, f"{_ROOM}.norms", f"{_ROOM}.partitioned_tensor"),
     "utils.groups": (_GROUPS,),
     "utils.logging": (_UTILITIES,),
     "utils.timer": (f"{_ROOM}.timing",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import launcher
+from launcher.checkpointing import checkpoint
 from launcher.engine import Engine
 from launcher.errors import ConfigError
 from launcher.integrations.marks import mark_small  # the module puts DeepSpeed's attributes on parameters
@@ -122,6 +123,22 @@ class _Offload:
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         pass
+
+
+def autocast_if_enabled(engine: Engine) -> AbstractContextManager[Any]:
+    """What the engine's forward runs in: autocast where the JSON's torch_autocast says so."""
+    return engine._autocasting()
+
+
+class CheckpointFunction:
+    """`checkpointing.checkpoint()`, as DeepSpeed calls it inside."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """run_function(*args), whose outputs are added to a list, too."""
+        outputs = checkpoint(run_function, *args)
+        all_outputs += outputs if isinstance(outputs, tuple) else [outputs]
+        return outputs
 
 
 # ---- parameters -----------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Many starts of a tiny training on a busy machine: `python -m tests.attack.starts [--starts N] [--busy N] [--at_once N]`.
+"""Many starts of a tiny training on a busy machine.
+
+    python -m tests.attack.starts [--starts N] [--busy N] [--at_once N]
 
 Each start trains two ranks for two steps, beside processes that take the cores and beside other starts. Ends with 1
 where a start did not end with 0, and shows what that one printed.
@@ -100,8 +102,8 @@ def main() -> int:
             if said is not None:
                 print(said, flush=True)
     print(
-        f"{flags.starts} starts, {flags.at_once} at once, beside {flags.busy} busy processes on {os.cpu_count()} cores: "
-        f"{failed} failed"
+        f"{flags.starts} starts, {flags.at_once} at once, beside {flags.busy} busy processes "
+        f"on {os.cpu_count()} cores: {failed} failed"
     )
     return 1 if failed else 0
 

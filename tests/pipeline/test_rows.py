@@ -204,6 +204,7 @@ def surface(ctx: RankContext, directory: str) -> dict[str, Any]:
         device=torch.device("cpu"),
     )
     engine.set_batch_fn(lambda ids: (ids, ids))
+    as_they_lie = next(iter(loader))[0].equal(rows[0])
     first = [float(engine.train_batch()) for _ in range(2)]  # of training_data
     engine.set_dataiterator(iter([ids.unsqueeze(0).repeat(2, 1) for ids in rows[:4]]))
     again = float(engine.train_batch())
@@ -232,6 +233,7 @@ def refusal(function: Any, *args: Any) -> str:
 
 def test_deepspeed_surface(pool: WorkerPool, tmp_path: Path) -> None:
     start, end = pool.run(surface, 2, str(tmp_path))
+    assert start["as_they_lie"] and end["as_they_lie"]
     assert start["first"] == end["first"] and start["again"] == end["again"]
     assert (start["ends"], end["ends"]) == ((True, False, 0, 2), (False, True, 1, 2))
     plain = row(True).build(0, 9)
