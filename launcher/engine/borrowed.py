@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from launcher.engine.loaders import loader_of, share_of
 from launcher.errors import ConfigError
+from launcher.zero import GatheredParameters
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -150,3 +151,40 @@ class Borrowed:
             destination.update(found)
             return cast(dict[str, Tensor], destination)
         return dict(found)
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Load the weights of the model, and the optimizer's copy of them, at every stage. Collective; rank 0's are
+        taken, and every rank holds the whole model meanwhile.
+
+        Args:
+            checkpoint: {"module": a state dict of the model}.
+            strict: names that lack or are left over are an error.
+            custom_load_fn: loads in place of load_state_dict(): called with src=the state dict, dst=the model.
+            fetch_z3_params, z3_params_to_fetch: not needed: all parameters are gathered.
+            allowed_missing_keys: names that may lack though `strict` is true.
+
+        Raises:
+            RuntimeError: names lack or are left over, or a shape is another one.
+        """
+        module = self._engine().module
+        with GatheredParameters(list(module.parameters()), modifier_rank=0):
+            if custom_load_fn is not None:
+                custom_load_fn(src=checkpoint["module"], dst=module)
+                return
+            found = module.load_state_dict(
+                checkpoint["module"], strict=strict and allowed_missing_keys is None
+            )
+        missing = set(found.missing_keys) - set(allowed_missing_keys or ())
+        if strict and (missing or found.unexpected_keys):
+            raise RuntimeError(
+                f"load_module_state_dict(): the state dict lacks {sorted(missing)} and has besides "
+                f"{sorted(found.unexpected_keys)}"
+            )

@@ -117,11 +117,6 @@ ENGINE: Mapping[Refusal, str] = {
     "set_data_post_process_func",
     SCALES: "dynamic_loss_scale_args",
     Refusal(
-        "weights are not loaded from a state dict once they are in shards",
-        "load them into the model before initialize(), use load_checkpoint(), or copy them inside "
-        "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
-    ): "load_module_state_dict",
-    Refusal(
         "gradients are reduced while backward goes on", "call backward() and step(); no_sync() puts it off"
     ): "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback coalesce_grad_reduction",
     Refusal(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import launcher
+from launcher.engine.fragments import safe_get_full_fp32_param
 from launcher.errors import ConfigError, LauncherError
 from launcher.integrations import (
     collectives,
@@ -412,3 +413,29 @@ def weights(ctx: RankContext) -> list[bool]:
 
 def test_the_state_dict_of_an_engine(pool: WorkerPool) -> None:
     assert pool.run(weights, 1) == [[True, True, True]]
+
+
+def loaded(ctx: RankContext, stage: int) -> list[bool]:
+    model = tiny_llama(layers=1, tied=True)
+    wanted = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    engine = launcher.initialize(model=model, config=config_of(stage, train_batch_size=2), device=CPU)[0]
+    wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    engine.load_module_state_dict({"module": wanted})
+    found = [
+        torch.equal(safe_get_full_fp32_param(param), wanted[name])  # type: ignore[arg-type]
+        for name, param in engine.module.named_parameters()
+    ]
+    with GatheredParameters(list(engine.module.parameters())):
+        found += [torch.equal(param, wanted[name]) for name, param in engine.module.named_parameters()]
+    del wanted["model.norm.weight"]
+    engine.load_module_state_dict({"module": wanted}, allowed_missing_keys=["model.norm.weight"])
+    for keywords in ({}, {"allowed_missing_keys": []}):
+        with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):
+            engine.load_module_state_dict({"module": wanted}, **keywords)  # type: ignore[arg-type]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_of_a_state_dict_reach_the_optimizer(pool: WorkerPool, stage: int) -> None:
+    assert all(all(found) for found in pool.run(loaded, 2, stage))
