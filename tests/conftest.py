@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.pool import WorkerPool
-from tests.thinning import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (pytest calls them)
+from tests.thinning import deselect, pytest_addoption  # noqa: F401  (pytest calls the second)
 
 # Ranks inherit these: several ranks share few cores, and nothing may wait for a download.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +27,22 @@ settings.load_profile("launcher")
 # The comparison with DeepSpeed takes minutes and needs the package: it runs when asked for.
 _PARITY = os.environ.get("LAUNCHER_TEST_PARITY") == "1" and importlib.util.find_spec("deepspeed") is not None
 collect_ignore = [] if _PARITY else ["parity_deepspeed"]
+
+# Two workers take whole files, in this order: what takes long begins early, so that they end together.
+LONG = (
+    "test_killed_saves.py",
+    "test_transformers.py",
+    "test_recipes.py",
+    "test_dry_run.py",
+    "test_recipe.py",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """After `-k` and `-m` have chosen."""
+    deselect(config, items)
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 def pytest_collection_finish() -> None:

@@ -66,7 +66,10 @@ def test_what_is_asked_for_by_name_is_run(pytester: pytest.Pytester) -> None:
 
 def ended(pytester: pytest.Pytester, *flags: str) -> pytest.RunResult:
     root = Path(__file__).parents[1]
-    pytester.makeconftest("from tests.thinning import pytest_addoption, pytest_collection_modifyitems")
+    pytester.makeconftest(
+        "from tests.thinning import deselect, pytest_addoption\n"
+        "def pytest_collection_modifyitems(config, items): deselect(config, items)"
+    )
     pytester.makeini("[pytest]\nmarkers = full: left out\n    pairwise: thinned")
     pytester.makepyfile(test_cases=FILE)
     pytester.syspathinsert(root)

@@ -26,9 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rest", action="store_true", help="run only what `make test` leaves out")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects, after `-k` and `-m` have chosen."""
+def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out of `items` what this run does not run."""
     if config.getoption("--full"):
         return
     left, rest = _left_out(items), config.getoption("--rest")

@@ -99,7 +99,15 @@ def judged(tree: Path, mutant: Mutant, flags: Sequence[str]) -> Verdict:
 
 def first_failure(tree: Path, arguments: Sequence[str]) -> str:
     """The name of the test that fails first; empty where all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "--numprocesses=2", "--dist=loadfile"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "--numprocesses=2",
+        "--dist=loadfile",
+        "--no-loadscope-reorder",
+    ]
     command += ["--ignore=tests/mutants", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}"]
     command += ["--tb=no", "-rfE", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree)}

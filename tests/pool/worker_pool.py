@@ -37,6 +37,7 @@ PRELOAD = (
     "launcher.zero.apply",
     "launcher.offload.nvme",
     "tests.pool.worker",
+    "tests.pool.frozen",
 )
 START_LIMIT_S = 120.0
 GRACE_S = 2.0  # after the first failure: time for the other ranks to tell theirs
