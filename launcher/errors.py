@@ -42,7 +42,7 @@ class LauncherError(Exception):
         if self.where:
             lines.append(f"  where: {self.where}")
         if self.fix:
-            lines.append(f"  to mend it: {self.fix}")
+            lines.append(f"  fix: {self.fix}")
         return printable("\n".join(lines))
 
 

@@ -30,7 +30,7 @@ def flags() -> FlagParser:
     parser.add_argument(
         "--packed",
         action="store_true",
-        help="lay rows end to end instead of padding them; none attends to those before it",
+        help="pack sequences instead of padding; no sequence attends to another",
     )
     parser.add_argument(
         "--sample", metavar="PROMPT", help="print what the model answers to it, before and after the training"

@@ -66,7 +66,7 @@ def bench(argv: Sequence[str]) -> int:
     if flags.what == "device":
         return _device(flags.num_gpus, flags.out)
     if flags.path is None:
-        raise ConfigError("no directory is named", where="command line", fix="launch bench io /local_nvme")
+        raise ConfigError("no directory is named", fix="launch bench io /local_nvme")
     from rich.console import Console
 
     from launcher.offload.measure import bench as made

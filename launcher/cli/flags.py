@@ -75,11 +75,11 @@ class FlagParser(argparse.ArgumentParser):
         kind = "unknown flag" if token.startswith("-") else "unexpected argument"
         fix = hint or self._nearest(token) or f"see `{self.prog} --help`"
         name = shortened(token.partition("=")[0])
-        raise ConfigError(f"{kind} {name}", where="command line", fix=fix)
+        raise ConfigError(f"{kind} {name}", fix=fix)
 
     def error(self, message: str) -> NoReturn:
         """argparse's own complaints (a missing value, a wrong type or choice) as a `ConfigError`."""
-        raise ConfigError(shortened(message, 300), where="command line", fix=f"see `{self.prog} --help`")
+        raise ConfigError(shortened(message, 300), fix=f"see `{self.prog} --help`")
 
     def _nearest(self, token: str) -> str | None:
         spelled = {_plain(known): known for known in self._option_string_actions}

@@ -42,9 +42,7 @@ def ssh(argv: Sequence[str]) -> int:
     """
     own, words = split_argv(launch_parser(), argv)
     if not words:
-        raise ConfigError(
-            "launch ssh needs a command", where="command line", fix="launch ssh -H hosts 'nvidia-smi -L'"
-        )
+        raise ConfigError("launch ssh needs a command", fix="launch ssh -H hosts 'nvidia-smi -L'")
     job = _job(own)
     with ThreadPoolExecutor(job.limits.fan_out) as pool:
         return max(pool.map(lambda host: _run(job, host, " ".join(words)), job.hosts))

@@ -108,7 +108,7 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="submit this as a Slurm job instead; TEXT goes to sbatch: --submit='-p gpu'",
     )
     hosts.add_argument("--ssh_port", type=_port, metavar="PORT", help="port of the nodes' sshd")
-    hosts.add_argument("--venv_script", metavar="PATH", help="a shell script that is read on each node first")
+    hosts.add_argument("--venv_script", metavar="PATH", help="script sourced on each node before launch")
     hosts.add_argument(
         "--export",
         action="append",
@@ -204,7 +204,7 @@ def _add_script_flags(parser: FlagParser) -> None:
     script.add_argument(
         "--no_deepspeed_shim",
         action="store_true",
-        help="`import deepspeed` in a script is DeepSpeed itself; else it is this package's engine",
+        help="let `import deepspeed` in a script find the real DeepSpeed; without this flag it uses this engine",
     )
     script.add_argument(
         "--bind_cores_to_rank",
@@ -269,9 +269,9 @@ def refuse_unsupported(flags: argparse.Namespace) -> None:
     """Raise `ConfigError` for a flag that is known but cannot be honoured by this version."""
     for name in NOT_THERE_YET:
         if getattr(flags, name):
-            raise ConfigError(f"--{name} is not implemented yet", where="command line", fix="leave it out")
+            raise ConfigError(f"--{name} is not implemented yet", fix="leave it out")
     if flags.no_python and flags.module:
-        raise ConfigError("--module and --no_python exclude each other", where="command line")
+        raise ConfigError("--module and --no_python exclude each other")
 
 
 def _port(text: str) -> int:

@@ -149,8 +149,7 @@ def _checked_config(path: str | None, *, needed: bool) -> Config | None:
     if path is None:
         if needed:
             raise ConfigError(
-                "no configuration is named",
-                where="command line",
+                "--config is missing",
                 fix="launch --config DS.json ...; examples are in " + str(shared_directory("ds_configs")),
             )
         return None

@@ -106,16 +106,13 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
     """
     for name in NOT_HERE:
         if getattr(flags, name):
-            raise ConfigError(
-                f"--{name} means nothing in a manifest", where="command line", fix="leave it out"
-            )
+            raise ConfigError(f"--{name} means nothing in a manifest", fix="leave it out")
     for name, meaning in (("num_nodes", "pods"), ("num_gpus", "ranks of a pod")):
         if getattr(flags, name) is None:
-            raise ConfigError(f"--{name} is missing: the number of {meaning}", where="command line")
+            raise ConfigError(f"--{name} is missing: the number of {meaning}")
     if flags.num_nodes > 1 and not (flags.token_secret or flags.token_file or flags.insecure):
         raise ConfigError(
             "--token_secret is missing: pods let in who knows the token that it holds",
-            where="command line",
             fix='kubectl create secret generic launch-token --from-literal=token="$(openssl rand -hex 16)", then '
             "--token_secret launch-token",
         )
@@ -159,11 +156,10 @@ def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
         return
     check_flags(path, arguments)
     if flags.config is None:
-        raise ConfigError("no configuration is named", where="command line", fix="add --config DS.json")
+        raise ConfigError("--config is missing", fix="add --config DS.json")
     if value_of(arguments, "--output-dir") is None:
         raise ConfigError(
             "--output-dir is missing: a pod's own directories are gone with it",
-            where="command line",
             fix=f"name one on a volume that all pods have: --volume CLAIM:/data ... {name} --output-dir /data/run",
         )
 

@@ -47,7 +47,7 @@ def compare(variants: Sequence[Variant], device: int | None) -> None:
     """Other ways of the same run, on their fullest ranks."""
     from rich.table import Table
 
-    table = Table(title="the same run by other ways, the fullest rank", title_justify="left")
+    table = Table(title="Alternatives (most loaded rank)", title_justify="left")
     for name in ("", "states", "peak", "host", "NVMe", *(["fits"] if device is not None else [])):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for one in variants:

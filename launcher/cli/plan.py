@@ -158,7 +158,7 @@ def _show(inputs: dict[str, Any], place: Place, choices: Sequence[Choice], why: 
     for name in ("s/step", "tokens/s", "TFLOP/s", "GiB"):
         table.add_column(name, justify="right")
     table.add_column("layout")
-    table.add_column("of its time")
+    table.add_column("time breakdown")
     names = [field.name for field in fields(choices[0].time)]
     for choice in choices:
         total = choice.time.total
@@ -171,7 +171,7 @@ def _show(inputs: dict[str, Any], place: Place, choices: Sequence[Choice], why: 
     console.print(table)
     reached = place.device.calibrated_on or "default shares of the peaks"
     console.print(f"Predicted from the data sheet of {place.device.title} and {reached}.", markup=False)
-    console.print("\nThe first, with one thing changed:", markup=False)
+    console.print("\nVariations of the best layout:", markup=False)
     for line in why:
         console.print(f"  {line}", markup=False)
 

@@ -46,7 +46,7 @@ def find_recipe(name: str) -> tuple[Path, bool]:
     if name in recipe_names():
         path = shared_directory("recipes") / f"{name}.py"
         return path, _has_flags(path)
-    raise ConfigError(f"there is no recipe {name!r}", where="command line", fix=_known(name))
+    raise ConfigError(f"there is no recipe {name!r}", fix=_known(name))
 
 
 def _has_flags(path: Path) -> bool:

@@ -57,7 +57,6 @@ def hosts_of(flags: argparse.Namespace, runner: str) -> list[Host]:
     if flags.launcher:
         raise ConfigError(
             f"--launcher {flags.launcher} needs hosts",
-            where="command line",
             fix="name them: --hostfile PATH"
             + (", or start inside of an allocation" if runner == "slurm" else ""),
         )
@@ -73,7 +72,6 @@ def joining_place(flags: argparse.Namespace) -> tuple[str, int]:
     if flags.master_addr is None or flags.node_rank is None:
         raise ConfigError(
             "--no_ssh needs --node_rank and --master_addr",
-            where="command line",
             fix="start the same command on every node: --no_ssh --node_rank R --master_addr ADDRESS_OF_NODE_0",
         )
     return flags.master_addr, flags.master_port or JOINING_PORT
@@ -103,13 +101,11 @@ def check_bounds(flags: argparse.Namespace, hosts: int) -> None:
         if bound is not None and bound > hosts:
             raise ConfigError(
                 f"{name} {bound}: the number of hosts is {hosts}",
-                where="command line",
                 fix="ask for fewer, or name more: --hostfile",
             )
     if flags.min_nodes is not None and flags.max_nodes is not None and flags.min_nodes > flags.max_nodes:
         raise ConfigError(
             f"--min_nodes {flags.min_nodes} is above --max_nodes {flags.max_nodes}",
-            where="command line",
             fix="swap the two",
         )
 

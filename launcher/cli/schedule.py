@@ -101,7 +101,6 @@ def _made(flags: argparse.Namespace, measured: Timeline | None) -> Schedule:
     if missing:
         raise ConfigError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-            where="command line",
             fix="for example: launch schedule 1f1b --stages 4 --microbatches 8",
         )
     return make(wanted["NAME"], wanted["--stages"], wanted["--microbatches"], chunks)
@@ -120,7 +119,6 @@ def _costs(flags: argparse.Namespace, made: Schedule) -> Costs:
     except argparse.ArgumentTypeError as error:
         raise ConfigError(
             f"--costs {text}: {error}",
-            where="command line",
             fix="F,I,W, for example 1,1,1; or that for each virtual stage, separated by /",
         ) from None
     if len(rows) == 1:
@@ -188,7 +186,7 @@ def _write(out: Path, made: Schedule, predicted: Timeline, measured: Timeline | 
     elif out.suffix == ".json":
         text = json.dumps(trace(predicted, *([measured] if measured else []))) + "\n"
     else:
-        raise ConfigError(f"--out {out}: of no known type", where="command line", fix="FILE.svg or FILE.json")
+        raise ConfigError(f"--out {out}: of no known type", fix="FILE.svg or FILE.json")
     write(out, text, "--out", over=True)
     print(f"written: {out}")
 

@@ -112,7 +112,8 @@ def common(job: Job, output_dir: Path, device: str) -> Share:
 
         variables |= hugging_face.variables(flags.config)
         logger.info(
-            "`import deepspeed` in %s is this package's engine (--no_deepspeed_shim: it is not)", run.name
+            "`import deepspeed` in %s uses this engine; pass --no_deepspeed_shim for the real DeepSpeed",
+            run.name,
         )
     bind = flags.bind_cores_to_rank or flags.bind_core_list
     return Share(

@@ -49,7 +49,6 @@ def shim(argv: Sequence[str]) -> int:
     if command and flags.action != "run":
         raise ConfigError(
             f"launch shim {flags.action} takes no arguments: {' '.join(command)}",
-            where="command line",
             fix="launch shim --help",
         )
     match flags.action:
@@ -85,14 +84,12 @@ def place() -> Path:
 
 def _run(command: Sequence[str]) -> None:
     if not command:
-        raise ConfigError(
-            "no command is named", where="command line", fix="launch shim run -- accelerate launch train.py"
-        )
+        raise ConfigError("no command is named", fix="launch shim run -- accelerate launch train.py")
     sys.stdout.flush()
     try:
         os.execvpe(command[0], list(command), with_shim(os.environ))
     except OSError as error:
-        raise ConfigError(f"{command[0]} cannot be started: {error.strerror}", where="command line") from None
+        raise ConfigError(f"{command[0]} cannot be started: {error.strerror}") from None
 
 
 def _install() -> None:

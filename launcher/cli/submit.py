@@ -44,9 +44,7 @@ def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
         ConfigError: the number of nodes is not said, or sbatch is not there.
     """
     if flags.num_nodes is None:
-        raise ConfigError(
-            "--submit needs to know how many nodes", where="command line", fix="add --num_nodes N"
-        )
+        raise ConfigError("--submit needs to know how many nodes", fix="add --num_nodes N")
     directory = Path(value_of(run.arguments, "--output-dir") or Path("runs") / run.name).absolute()
     if printable(str(directory)) != str(directory) or "\n" in str(directory):
         raise ConfigError(

@@ -107,7 +107,7 @@ def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: st
     if record is not None and record.kind in SAID:
         own = last_own_line(record.traceback)
         called = f"\n  called at: {own}" if own else ""
-        return f"{record.message}{called}\n  said by: {who}; log: {log}"
+        return f"{record.message}{called}\n  reported by {who}; log: {log}"
     if record is not None and record.kind == "exception":
         lines = [
             f"{who} failed: {record.message}",
@@ -185,11 +185,11 @@ def _manner(failure: Failure) -> str:
 def _advice(failure: Failure) -> list[str]:
     if failure.disk_full:
         full = f"  the disk of {Path(failure.log).parent} is full: what ranks print cannot be kept"
-        return [full, "  to mend it: make room there, or name another --output-dir"]
+        return [full, "  fix: make room there, or name another --output-dir"]
     if failure.exit_code != -signal.SIGKILL:
         return []
     if failure.memory_killer:
-        return [f"  to mend it: {ALLOWANCE}"]
+        return [f"  fix: {ALLOWANCE}"]
     return ["  if the kernel's memory killer did it, `dmesg | tail` says so: use less memory per rank"]
 
 

@@ -48,7 +48,7 @@ def token_of(environment: Mapping[str, str], file: str | None, *, insecure: bool
     """
     if insecure:
         if file is not None:
-            raise ConfigError("--insecure and --token_file exclude each other", where="command line")
+            raise ConfigError("--insecure and --token_file exclude each other")
         logger.warning("--insecure: whoever reaches the port of node 0 can run code on every node")
         return ""
     token, where = environment.get(TOKEN, ""), TOKEN

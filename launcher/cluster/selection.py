@@ -27,11 +27,11 @@ def select(
         ConfigError: the flags contradict each other, name what is not there, or leave nothing.
     """
     if include and exclude:
-        raise ConfigError("--include and --exclude exclude each other", where="command line", fix="keep one")
+        raise ConfigError("--include and --exclude exclude each other", fix="keep one")
     for flag, value in (("--num_nodes", num_nodes), ("--num_gpus", num_gpus)):
         if value is not None and (include or exclude):
             other = "--include" if include else "--exclude"
-            raise ConfigError(f"{flag} and {other} exclude each other", where="command line", fix="keep one")
+            raise ConfigError(f"{flag} and {other} exclude each other", fix="keep one")
     chosen = list(hosts)
     if include:
         wanted = _parse(include, "--include", hosts)
@@ -43,14 +43,12 @@ def select(
         if not chosen:
             raise ConfigError(
                 f"--exclude {exclude} leaves no slot of {len(hosts)} hosts",
-                where="command line",
                 fix="exclude less",
             )
     if num_nodes is not None:
         if num_nodes > len(chosen):
             raise ConfigError(
                 f"--num_nodes {num_nodes}: the number of hosts is {len(chosen)}",
-                where="command line",
                 fix="ask for fewer, or name more: --hostfile",
             )
         chosen = chosen[:num_nodes]
@@ -66,7 +64,6 @@ def first_slots(host: Host, count: int) -> Host:
     if count > len(host.slots):
         raise ConfigError(
             f"--num_gpus {count}: {host.name} has {len(host.slots)} slots",
-            where="command line",
             fix=f"write --num_gpus {len(host.slots)}, or give the host more slots in the hostfile",
         )
     return replace(host, slots=host.slots[:count])

@@ -12,7 +12,7 @@ class ActivationCheckpointingConfig(Section):
     """Recompute the inside of transformer blocks in backward (Chen et al. 2016, arXiv:1604.06174).
 
     DeepSpeed reads this section only for models that call its own checkpoint function. Here its presence
-    checkpoints the blocks of every model; leave the section out to keep all activations. A block whose inside
+    checkpoints the blocks of every model; remove the section to keep all activations. A block whose inside
     calls `launcher.checkpointing.checkpoint` is recomputed once, not twice.
     """
 

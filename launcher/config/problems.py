@@ -67,7 +67,7 @@ class ConfigProblems(ConfigError):
         for problem in self.problems[:MOST]:
             lines.append(f"  {described(problem.path)}: {problem.what}")
             if problem.fix:
-                lines.append(f"      to mend it: {problem.fix}")
+                lines.append(f"      fix: {problem.fix}")
         if count > MOST:
             lines.append(f"  and {count - MOST:,} more")
         super().__init__("\n".join(lines))

@@ -56,7 +56,7 @@ class SchedulerConfig(Section):
             )
         near = nearest(name, PARAMS)
         meant = f'did you mean "{near}"?' if near else f"use one of {', '.join(PARAMS)}"
-        raise complaint(f"there is no schedule {show(name)}", meant)
+        raise complaint(f"unknown scheduler type {show(name)}", meant)
 
     @classmethod
     def section_of(cls, key: str, tree: Mapping[str, Any]) -> ParamsClass | None:

@@ -173,7 +173,7 @@ def unknown_key(
     if far:
         meant = everywhere[far][0]
         return Problem(path, "unknown key", f"did you mean `{meant}`?", meant)
-    return Problem(path, "unknown key, and no known one is near", _choices(siblings))
+    return Problem(path, "unknown key", _choices(siblings))
 
 
 def _is_around(place: str, path: Path) -> bool:
@@ -184,7 +184,7 @@ def _is_around(place: str, path: Path) -> bool:
 def _choices(siblings: list[str]) -> str:
     if len(siblings) > _LISTED:
         return "delete it"
-    return f"delete it; the keys here are {', '.join(sorted(siblings))}"
+    return f"delete it; valid keys here: {', '.join(sorted(siblings))}"
 
 
 def not_written(known: Known, value: Any, path: Path) -> Problem:

@@ -31,7 +31,7 @@ def in_words(error: ErrorDetails) -> tuple[str, str | None]:
     if kind == "complaint":
         return context["what"], context["fix"]
     if kind == "missing":
-        return "is required and not written", "write it"
+        return "required key is missing", "add it"
     if kind not in _MUST_BE:
         return f"{show(given)} is not valid: {error['msg']}", None
     fix = "delete it to have the default" if kind == "greater_than_equal" else _nearly(given, kind, context)

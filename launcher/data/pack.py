@@ -33,7 +33,7 @@ class PackedDataset(torch.utils.data.Dataset[torch.Tensor | dict[str, torch.Tens
     Args:
         path: a directory that `pack` made.
         separator: the token that ends documents, where they are kept apart: `ds[i]` is then {"input_ids", "labels",
-            "position_ids"}. Positions start anew with each document, and its first token is not learned.
+            "position_ids"}. Positions start anew with each document, and no loss is computed on its first token.
     """
 
     def __init__(self, path: str | Path, separator: int | None = None) -> None:

@@ -173,7 +173,7 @@ def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: 
     if row.get("text"):
         return [Segment(row["text"] + eos, True)]
     raise ConfigError(
-        f"A row with {', '.join(map(repr, row)) or 'nothing'} is none that can be trained on.",
+        f"unsupported row format (columns: {', '.join(map(repr, row)) or 'none'})",
         where=where,
         fix=f"Rows are {ROW_KINDS}.",
     )
@@ -249,7 +249,7 @@ def _render(
 
 
 def _packed(rows: Sequence[Row], seq_length: int) -> list[Row]:
-    """The rows end to end, cut in items of `seq_length`; the first token of a row is not learned."""
+    """Pack rows one after the other into items of `seq_length`; no loss is computed on the first token of a row."""
     if not rows:
         return []
     ids = np.concatenate([row.input_ids for row in rows])

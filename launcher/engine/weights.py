@@ -73,7 +73,7 @@ def weights_directory(name: str) -> Path | None:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:
         raise CheckpointError(
-            f"the weights of {name!r} cannot be had from the Hugging Face hub: {error}",
+            f"could not download the weights of {name!r} from the Hugging Face Hub: {error}",
             where=f"--model {name}",
             fix="give a local directory written by save_pretrained, or a bare config.json to start from scratch",
         ) from error

@@ -1,4 +1,4 @@
-"""One run by other ways: stages and offload side by side, and what to change so that a run fits. All is estimated."""
+"""Alternatives to one run: stages and offload side by side, and what to change so that a run fits. All is estimated."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def device(name: str) -> Device:
     row, defaults = _measured(name) if name.endswith(".json") else _row(name), _table()["defaults"]
     if row is None:
         known = ", ".join(str(each["names"][0]).lower().replace(" ", "-") for each in _table()["devices"])
-        raise ConfigError(f"no data of a device {name!r}", where="--gpu", fix=f"one of {known}")
+        raise ConfigError(f"unknown device {name!r}", where="--gpu", fix=f"one of {known}")
     shares = {**defaults, **row}
     return Device(
         title=row["title"],

@@ -136,7 +136,7 @@ def print_summary(
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in summary["degrees"].items() if degree > 1)
-    rows = [("ranks", f"{summary['world_size']} ({degrees or 'no axis is split'})")]
+    rows = [("ranks", f"{summary['world_size']}{f' ({degrees})' if degrees else ''}")]
     rows += [("steps", str(summary["steps"])), ("tokens", short_number(summary["tokens"]))]
     rows += [("training time", duration(summary["train_time_s"]))]
     for name, key in (("final loss", "final_loss"), ("final eval loss", "final_eval_loss")):
@@ -156,7 +156,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ):
         if summary["ranks"]:
             most = max(rank[key] for rank in summary["ranks"])
-            rows.append((f"{label}, most of a rank", f"{most / 2**20:.1f} MiB"))
+            rows.append((f"{label} (max over ranks)", f"{most / 2**20:.1f} MiB"))
     if summary.get("pipeline"):
         rows += _pipeline_rows(summary["pipeline"], summary["ranks"])
     return rows

@@ -23,9 +23,7 @@ def pareto(choices: Sequence[Choice], limit: float) -> Figure:
     seconds = [choice.time.total for choice in choices]
     axes.plot(peaks, seconds, "o", color="#9db8d9", label="fastest of a mesh")
     front = _front(sorted(zip(peaks, seconds, strict=True)))
-    axes.plot(
-        *zip(*front, strict=True), "o-", color="#1f4e8c", label="none is better in both"
-    ) if front else None
+    axes.plot(*zip(*front, strict=True), "o-", color="#1f4e8c", label="Pareto front") if front else None
     for choice, x, y in zip(choices, peaks, seconds, strict=True):
         tp, pp, dp = choice.layout.mesh
         axes.annotate(

@@ -82,7 +82,7 @@ def test_typo_in_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["pretrain"], "no configuration is named"),
+        (["pretrain"], "--config is missing"),
         (["--config", "absent.json"], "absent.json"),
         (["--config", "{config}", "pretrian"], "did you mean 'pretrain'?"),
         (["--config", "{config}", "pretrian"], "finetune"),

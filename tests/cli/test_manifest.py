@@ -165,7 +165,7 @@ def test_one_pod_and_no_second_try(capsys: pytest.CaptureFixture[str]) -> None:
         ([*PLAIN, "--volume", "data", "m"], "needs CLAIM:/PATH"),
         ([*PLAIN, "--shm", "16 Gi", "m"], "needs a size such as 16Gi"),
         ([*PLAIN, "--min_nodes", "3", "--module", "m"], "--min_nodes 3: the number of hosts is 2"),
-        ([*PLAIN, "pretrain", "--max-steps", "3"], "no configuration is named"),
+        ([*PLAIN, "pretrain", "--max-steps", "3"], "--config is missing"),
         ([*PLAIN, "--config", "{}", "pretrain"], "--output-dir is missing"),
         ([*PLAIN, "--config", "{}", "pretrain", "--max-stepz", "3"], "--max-steps"),
         ([*PLAIN, "--config", '{"train_batch_sze": 3}', "--module", "m"], "train_batch_size"),

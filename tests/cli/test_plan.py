@@ -26,7 +26,7 @@ def test_the_first_choice_is_a_configuration_that_runs(
     config = load(written)
     assert "4 x NVIDIA A100 SXM 80 GB, 32 sequences of 128 tokens a step" in said
     assert f"dp {config.dp_degree(4)}, ZeRO {config.zero_optimization.stage}" in said
-    assert "The first, with one thing changed" in said
+    assert "Variations of the best layout" in said
     page = report.read_text()
     assert page.count("<svg") >= 2 and not re.search(r'(src|href)="(http|//)', page)
     assert "<svg" in picture.read_text()
@@ -55,7 +55,7 @@ def test_where_nothing_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--gpu", "abacus"], "no data of a device 'abacus'"),
+        (["--gpu", "abacus"], "unknown device 'abacus'"),
         (["--gpu", "missing.json"], "missing.json cannot be read"),
         (["--hostfile", "missing"], "the hostfile missing does not exist"),
     ],

@@ -181,7 +181,7 @@ def test_mistake_found_by_all_ranks_is_printed_once_without_traceback(tmp_path: 
     done = launch("--num_gpus", "3", script, "--output-dir", "out", cwd=tmp_path)
     assert done.returncode == 2
     assert (done.stdout + done.stderr).count("no such model") == 1
-    assert "to mend it: name another" in done.stderr
+    assert "fix: name another" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     # The rank that said it; others may have been stopped before they came so far.
     assert any("no such model" in log.read_text() for log in (tmp_path / "out/logs").glob("rank*.log"))

@@ -37,17 +37,17 @@ def test_all_problems_of_a_file_at_once_in_its_order() -> None:
     assert str(caught.value) == (
         """x.json has 7 problems:
   x.json:2:3 train_batch_sze: unknown key
-      to mend it: did you mean `train_batch_size`?
+      fix: did you mean `train_batch_size`?
   x.json:3:12 fp16.enabled: fp16.enabled and bf16.enabled are both true, and parameters have one dtype
-      to mend it: set one of fp16.enabled and bf16.enabled to false
+      fix: set one of fp16.enabled and bf16.enabled to false
   x.json:3:29 fp16.hysteresys: unknown key
-      to mend it: did you mean `fp16.hysteresis`?
+      fix: did you mean `fp16.hysteresis`?
   x.json:5:25 zero_optimization.stage: must be one of 0, 1, 2 or 3, not 4
   x.json:6:45 optimizer.params.lr: must be a number, not the text "1e-3x"
   x.json:6:60 optimizer.params.betas: must be a list of two numbers, not the list [0.9]
-      to mend it: write [first, second]
+      fix: write [first, second]
   x.json:7:22 flops_profiler.enabledd: unknown key
-      to mend it: did you mean `flops_profiler.enabled`?"""
+      fix: did you mean `flops_profiler.enabled`?"""
     )
 
 

@@ -48,7 +48,7 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
 @pytest.mark.parametrize(
     ("kind", "params", "words"),
     [
-        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: is required"),
+        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: required key is missing"),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "WarmupCosineLR has no such key"),
         ("WarmupLR", {"warmup_type": "linaer"}, 'did you mean "linear"?'),
         ("WarmupLR", {"warmup_num_step": 9}, "did you mean `scheduler.params.warmup_num_steps`?"),
@@ -57,7 +57,7 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
         ("WarmupLR", {"warmup_max_lr": "fast"}, "must be a number from 0, or a list"),
         ("WarmupLR", {"warmup_max_lr": [0.1, -1]}, "must be a number from 0, or a list"),
         ("WarmpLR", {}, 'did you mean "WarmupLR"?'),
-        ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr: is required"),
+        ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr: required key is missing"),
         ("OneCycle", CYCLE | {"cycle_max_lr": 1e-5}, "cycle_max_lr: 1e-05 is below cycle_min_lr 0.0001"),
         ("OneCycle", CYCLE | {"cycle_min_lr": [1e-4, 1]}, "cycle_max_lr: 0.001 is below cycle_min_lr 1"),
         ("OneCycle", CYCLE | {"cycle_min_mom": 0.95}, "cycle_max_mom: 0.9 is below cycle_min_mom 0.95"),
@@ -74,7 +74,7 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
             {"lr_range_test_stair": True},
             "did you mean `scheduler.params.lr_range_test_staircase`?",
         ),
-        ("CosineAnnealingLR", {}, "scheduler.params.T_max: is required"),
+        ("CosineAnnealingLR", {}, "scheduler.params.T_max: required key is missing"),
         ("CosineAnnealingLR", {"T_max": "auto"}, ""),
         ("StepLR", {"step_size": 3, "T_max": 9}, "StepLR has no such key, another type has"),
         ("StepLR", {"step_size": 3, "last_epoch": 7}, "needs an `initial_lr` in every param group"),
@@ -85,17 +85,17 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.01}, "max_lr: 0.01 is below base_lr 0.1"),
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "mode": "trianglar"}, 'did you mean "triangular"?'),
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "scale_fn": "lambda"}, "use `mode`"),
-        ("OneCycleLR", {"max_lr": 0.1}, "total_steps: is required, or both epochs and steps_per_epoch are"),
+        ("OneCycleLR", {"max_lr": 0.1}, "total_steps: required key is missing, or both epochs and steps_per_epoch are"),
         (
             "LambdaLR",
             {},
-            f"LambdaLR needs a function of Python\n      to mend it: use another type, {PYTHON}",
+            f"LambdaLR needs a function of Python\n      fix: use another type, {PYTHON}",
         ),
         ("MultiplicativeLR", {}, "needs a function of Python"),
         ("SequentialLR", {}, "needs schedules that Python has built"),
         ("ChainedScheduler", {}, "needs schedules that Python has built"),
         ("ReduceLROnPlateau", {}, "needs a metric at each step"),
-        ("Nothing", {}, 'there is no schedule the text "Nothing"'),
+        ("Nothing", {}, "unknown scheduler type"),
     ],
 )
 @pytest.mark.key("scheduler.type")

@@ -125,7 +125,7 @@ def test_keys_without_effect_say_so() -> None:
 
 RULE = {"patterns": [".*"]}
 BAD_RULES: list[tuple[Any, str, str]] = [  # the rule, the key that is named, what is wrong
-    ({}, "[0].patterns", "is required"),
+    ({}, "[0].patterns", "required key is missing"),
     ({"patterns": []}, "[0].patterns", "must be a list of regular expressions"),
     ({"patterns": ".*"}, "[0].patterns", "must be a list of regular expressions"),
     ({"patterns": [".*", "(a"]}, "[0].patterns[1]", '"(a" is no regular expression: missing )'),
