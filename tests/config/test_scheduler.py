@@ -85,7 +85,7 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.01}, "max_lr: 0.01 is below base_lr 0.1"),
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "mode": "trianglar"}, 'did you mean "triangular"?'),
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "scale_fn": "lambda"}, "use `mode`"),
-        ("OneCycleLR", {"max_lr": 0.1}, "total_steps: required key is missing, or both epochs and steps_per_epoch are"),
+        ("OneCycleLR", {"max_lr": 0.1}, "total_steps: is required, or both epochs and steps_per_epoch are"),
         (
             "LambdaLR",
             {},
