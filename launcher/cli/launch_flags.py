@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from launcher import __version__
 from launcher.cli.flags import FlagParser, positive, shown, whole
 from launcher.cli.recipes import recipe_names
 from launcher.errors import ConfigError
@@ -15,6 +16,23 @@ NOT_THERE_YET = {
     "autotuning": "{tune,run}",
     "save_pid": None,
 }
+
+_RANKS = "--num_gpus N: the number of ranks on each machine"
+_NODES = "--num_nodes N with --hostfile HOSTS, or --no_ssh --node_rank R --master_addr NODE0 on each machine"
+_ENGINE = "nothing: `launch` always gives scripts this engine; --no_deepspeed_shim is for the real DeepSpeed"
+PEERS = {
+    **dict.fromkeys(("nproc-per-node", "num-processes", "nproc", "ngpus"), f"write {_RANKS}"),
+    **dict.fromkeys(("num-machines", "nnodes"), f"write {_NODES}"),
+    **dict.fromkeys(("use-deepspeed", "deepspeed", "multi-gpu"), f"write {_ENGINE}"),
+    **dict.fromkeys(("config-file", "deepspeed-config-file", "ds-config"), "write --config DS.json"),
+    **dict.fromkeys(("main-process-ip", "rdzv-endpoint"), "write --master_addr ADDR"),
+    "main-process-port": "write --master_port PORT",
+    "machine-rank": "write --node_rank R, with --no_ssh",
+    "m": "write --module before the module's name",
+    "cpu": "write --device cpu",
+    "standalone": "leave it out: without --hostfile this machine alone is used",
+}
+"""Flags of torchrun, accelerate and the like -> what to write here."""
 
 EPILOG = """\
 examples:
@@ -57,6 +75,7 @@ def launch_parser() -> FlagParser:
         epilog=EPILOG,
     )
     run = parser.add_argument_group("the run")
+    run.add_argument("--version", action="version", version=f"launcher {__version__}")
     run.add_argument(
         "--config",
         "--deepspeed_config",
@@ -255,6 +274,8 @@ def split_argv(parser: FlagParser, argv: Sequence[str]) -> tuple[list[str], list
 
 
 def _refuse_flag(parser: FlagParser, name: str) -> None:
+    if (hint := PEERS.get(name.lstrip("-").replace("_", "-"))) is not None:
+        parser.refuse(name, hint=hint)
     from launcher.cli.recipe_flags import training_parser
 
     recipe_flag = training_parser("pretrain", "").canonical(name)

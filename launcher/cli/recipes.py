@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.cli.flags import FlagParser
 from launcher.errors import ConfigError
 
 DEFAULT_RECIPE = "pretrain"
@@ -79,8 +80,21 @@ def check_flags(path: Path, arguments: Sequence[str]) -> argparse.Namespace | No
         parser = scope["flags"]()
     except NameError:  # it uses more of the recipe: the ranks will check
         return None
+    _, unknown = parser.parse_known_args(list(arguments))
+    if unknown:
+        _refuse_launchers(parser, unknown[0], path.stem)
     parsed: argparse.Namespace = parser.parse_args(list(arguments))
     return parsed
+
+
+def _refuse_launchers(parser: FlagParser, token: str, recipe: str) -> None:
+    """A flag of the launcher's behind the recipe's name: say where it goes."""
+    from launcher.cli.launch_flags import launch_parser
+
+    launcher = launch_parser()
+    flag = launcher.canonical(token.partition("=")[0])
+    if flag in launcher.known_flags():
+        parser.refuse(token, hint=f"write it before the recipe's name: `launch {flag} ... {recipe} ...`")
 
 
 def _serves_flags(statement: ast.stmt) -> bool:

@@ -15,6 +15,14 @@ from launcher.config.suggest import nearest, plain
 _LISTED = 12
 """A section with no more keys than this is listed in full when nothing is near."""
 
+SYNONYMS = {
+    **{"learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "wd": "weight_decay"},
+    **{"cpu_offload_optimizer": "offload_optimizer", "cpu_offload_param": "offload_param"},
+    **{"num_warmup_steps": "warmup_num_steps", "warmup_steps": "warmup_num_steps"},
+    **{"num_training_steps": "total_num_steps", "total_steps": "total_num_steps"},
+}
+"""Name of a key in other libraries -> its name in sections of DeepSpeed's that have such a key."""
+
 _ITS_OWN = (
     "zero_optimization",
     "optimizer",
@@ -158,6 +166,9 @@ def unknown_key(
         return Problem(path, f"{kind} has no such key, another type has", _choices(siblings))
     if plain(key).lstrip("_/#").startswith("comment"):
         return Problem(path, "unknown key", "write comments as `// text`")
+    if (synonym := SYNONYMS.get(plain(key), "")) in siblings:
+        meant = dotted((*path[:-1], synonym))
+        return Problem(path, "unknown key", f"did you mean `{meant}`?", meant)
     close = nearest(key, siblings, furthest=1)
     elsewhere = [place for place in everywhere.get(key, []) if not _is_around(place, path)]
     near = close or (None if elsewhere else nearest(key, siblings))

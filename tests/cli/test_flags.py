@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+import launcher
 from launcher.cli.flags import FlagParser, value_of
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
+from launcher.cli.main import main
 from launcher.cli.recipe_flags import training_parser
+from launcher.cli.recipes import check_flags, find_recipe
 from launcher.errors import ConfigError
 
 
@@ -39,12 +42,28 @@ def test_launcher_flags_end_at_the_recipe() -> None:
         (["--num_gpu", "2"], "did you mean --num_gpus?"),
         (["--confg", "x"], "did you mean --config?"),
         (["--max_steps", "3"], "a recipe's flags come after its name"),
+        (["--nproc-per-node", "2"], "write --num_gpus N"),
+        (["--num_processes=2"], "write --num_gpus N"),
+        (["--config_file", "a.yaml"], "write --config DS.json"),
+        (["-m", "package.train"], "write --module"),
     ],
 )
 def test_unknown_launcher_flag_says_what_to_write(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match="unknown flag") as error:
         split_argv(launch_parser(), argv)
     assert said in str(error.value)
+
+
+def test_a_flag_of_the_launcher_behind_the_recipe_is_told_its_place() -> None:
+    with pytest.raises(
+        ConfigError, match=r"write it before the recipe.s name: `launch --num_gpus \.\.\. pretrain"
+    ):
+        check_flags(find_recipe("pretrain")[0], ["--max-steps", "3", "--num-gpus", "2"])
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"launcher {launcher.__version__}\n"
 
 
 @pytest.mark.parametrize(

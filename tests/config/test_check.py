@@ -198,3 +198,18 @@ def test_hostile_trees_end_in_problems_not_in_crashes() -> None:
     found = refused({"optimizer": {"type": 3, "params": 4}, "scheduler": [], "fp16": "on", "aio": 7})
     assert set(found) == {"optimizer.type", "optimizer.params", "scheduler", "fp16", "aio"}
     assert load(json.dumps({"": 1, "ä": {"b": [None]}})) == load({})  # a script's own
+
+
+@pytest.mark.parametrize(
+    ("tree", "meant"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 0.1}}}, "optimizer.params.lr"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
+            "scheduler.params.warmup_num_steps",
+        ),
+    ],
+)
+def test_a_name_of_other_libraries_is_known(tree: dict[str, Any], meant: str) -> None:
+    with pytest.raises(ConfigProblems, match=f"did you mean `{meant}`"):
+        load({"train_batch_size": 4, **tree})
