@@ -54,7 +54,7 @@ DIFFERS: Mapping[str, str] = {
     "runtime.config.DeepSpeedConfig": "read-only; keys that are wrong are all told at once",
     "runtime.config.DeepSpeedConfigError": _OURS,
     "runtime.engine.DeepSpeedEngine": "launcher's engine",
-    "runtime.engine.DeepSpeedEngine.backward": "returns the loss as it was given, detached",
+    "runtime.engine.DeepSpeedEngine.backward": "the loss that it returns is detached",
     "runtime.engine.DeepSpeedEngine.compile": "compiles the blocks of the model, one by one",
     "runtime.engine.DeepSpeedEngine.config": "the JSON resolved, as a dict",
     "runtime.engine.DeepSpeedEngine.no_sync": "works at every stage; stages 2 and 3 hold the whole gradient meanwhile",
