@@ -134,7 +134,8 @@ def initialize(
     else:  # before it is built it has no parameters to give: none means all
         model_parameters = list(model_parameters or ()) or None
         chosen = choose(resolved, optimizer, model_parameters, row.whole())
-        staged = own = cut_row(row, mesh, resolved, training_data, collate_fn)
+        taken = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
+        staged = own = cut_row(row, mesh, resolved, training_data, collate_fn, taken=taken)
         model = own.part
     release(model)  # from an engine that it had before
     source = source or _source(model, seed)
