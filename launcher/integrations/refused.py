@@ -81,8 +81,8 @@ KEYS = Refusal(
     "write the key as a string, as docs/config.md lists it",
 )
 SECTIONS = Refusal(
-    "this section of the JSON is not a class of its own here",
-    "read it from deepspeed.DeepSpeedConfig(...) or engine.config",
+    "it belongs to DeepSpeed's way of reading the JSON",
+    "read sections from deepspeed.DeepSpeedConfig(...) or engine.config",
 )
 PIPES = Refusal(
     "it belongs to the inside of DeepSpeed's pipeline engine, and launcher's stages run by a schedule of their own",

@@ -101,6 +101,6 @@ def test_what_projects_use_is_here() -> None:
 
 
 def test_the_package_tells_its_version_in_parts() -> None:
-    find = surface.getter("")
-    parts = [find(f"__version_{part}__") for part in ("major", "minor", "patch")]
-    assert ".".join(map(str, parts)) == find("__version__") and find("__git_hash__") == find("__git_branch__")
+    parts = [surface.look_up("", f"__version_{part}__") for part in ("major", "minor", "patch")]
+    assert ".".join(map(str, parts)) == surface.look_up("", "__version__")
+    assert surface.look_up("", "__git_hash__") and surface.look_up("", "__git_branch__")
