@@ -51,7 +51,7 @@ class ConfigError(LauncherError, ValueError):
 
 
 class ArgumentsError(ConfigError, AssertionError):
-    """A call lacks what it cannot do without, or was given it twice."""
+    """A call lacks what it cannot do without, was given it twice, or was given what contradicts the JSON."""
 
 
 class UntestedOptimizerError(ConfigError, AssertionError):

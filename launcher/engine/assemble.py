@@ -171,7 +171,7 @@ def initialize(
             chosen[1],
             chosen[0],
             int(resolved.zero_optimization.sub_group_size),
-            state_dtype(resolved),
+            state_dtype(resolved, optimizer),
         )
     )
     if stepper is not None and optimizer is None and resolved.optimizer is not None:

@@ -86,6 +86,7 @@ class DeepSpeedCPUAdam(_Adam):
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(model_params, decoupled=adamw_mode, bias_correction=bias_correction, **options)
+        self.fp32_optimizer_states = fp32_optimizer_states
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):

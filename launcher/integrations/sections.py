@@ -50,10 +50,12 @@ class _Shown:
 
     @classmethod
     def _read(cls, keys: Mapping[str, Any]) -> Any:
-        stage = 3 if cls.key.startswith("offload") else 0  # at which nothing contradicts it
-        tree = {"stage": stage, cls.key: dict(keys)} if cls.key else dict(keys)
+        """Without a stage beside it nothing contradicts it: at stage 3 every key has a meaning."""
+        tree = {"stage": 3, **({cls.key: dict(keys)} if cls.key else keys)}
         zero = load({"train_batch_size": 1, "zero_optimization": tree}, where=cls.__name__).zero_optimization
-        return getattr(zero, cls.key) if cls.key else zero
+        if cls.key:
+            return getattr(zero, cls.key)
+        return zero if "stage" in keys else zero.model_copy(update={"stage": 0})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

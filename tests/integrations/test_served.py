@@ -199,6 +199,7 @@ def test_sections_as_classes() -> None:
     assert zero.offload_param.device == OffloadDeviceEnum.cpu and zero.offload_optimizer is None
     assert zero.leaf_module.classes == sections.DEFAULT_LEAF_MODULE_CLASSES
     assert sections.DeepSpeedZeroConfig(leaf_module={"names": "a"}).leaf_module.names == ["a"]
+    assert sections.DeepSpeedZeroConfig(zero_hpz_partition_size=4).stage == 0
     offload = sections.DeepSpeedZeroOffloadOptimizerConfig
     assert not offload(pipeline_read=False, pipeline_write=False).pipeline and offload(ratio=0.3).pipeline
     assert sections.DeepSpeedZeroConfig(stage=2).model_dump()["reduce_bucket_size"] == 500_000_000
