@@ -51,8 +51,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     name = ""
     """Its type in the JSON, where that named it."""
 
-    @property
-    def __class__(self) -> type[Any]:  # type: ignore[override]  # scripts look whether it is an AdamW
+    @property  # type: ignore[misc]  # scripts look whether it is an AdamW
+    def __class__(self) -> type[Any]:
         return type(self.inner) if "inner" in self.__dict__ else type(self)
 
     def __init__(

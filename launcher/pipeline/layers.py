@@ -100,7 +100,7 @@ class PipelineModule(nn.Module):
         if stage is None or self.partition_method == "profile":  # which has to measure first
             return None
         boundaries = self.boundaries(self.num_stages or 1)
-        self.build(*boundaries[stage : stage + 2], made=self.made)
+        self.build(boundaries[stage], boundaries[stage + 1], made=self.made)
         for home in sorted(self.made):
             self.add_module(self._names[home], self.made[home])
         return boundaries

@@ -114,8 +114,9 @@ def number_of(config: Any, name: str) -> int:
 
 def _of_model(model: nn.Module) -> dict[str, str]:
     """The plan that a model brings: transformers gathers what its parts say in `tp_plan`."""
-    if hasattr(model, "tp_plan"):
-        return dict(model.tp_plan or {})
+    gathered: Any = getattr(model, "tp_plan", None)
+    if gathered is not None:
+        return dict(gathered)
     of_config = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     rows = {**(of_config or {}), **(getattr(model, "_tp_plan", None) or {})}
     unknown = sorted({style for style in rows.values() if style not in STYLES})
