@@ -6,10 +6,12 @@ import argparse
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config PATH`, as deepspeed.add_config_arguments does."""
+    """Add `--deepspeed`, `--deepspeed_config PATH` and the former names of both: deepspeed.add_config_arguments."""
     group = parser.add_argument_group("DeepSpeed", "configuration of the training engine")
     group.add_argument(
         "--deepspeed", action="store_true", help="kept for scripts that ask for it; has no effect of its own"
     )
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON")
+    group.add_argument("--deepscale", action="store_true", help="the former name of --deepspeed")
+    group.add_argument("--deepscale_config", type=str, default=None, help="of --deepspeed_config")
     return parser

@@ -8,6 +8,7 @@ DeepSpeed's module `deepspeed.checkpointing`, by its names; it runs what `activa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from launcher.config import ActivationCheckpointingConfig, Config, load
 from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer
 
+logger = logging.getLogger("launcher")
 _checkpointer: Checkpointer | None = None
 _arguments: dict[str, Any] = {}
 unit: Any = None
@@ -36,14 +38,14 @@ def configure(
     """Say how `checkpoint` keeps inputs. Arguments that are given beat the JSON.
 
     Args:
-        mpu_: has get_model_parallel_group, _rank and _world_size; needed to split inputs over ranks.
+        mpu_: has get_model_parallel_group, _rank and _world_size; without it nothing is split over ranks.
         deepspeed_config: its section `activation_checkpointing` is read.
         partition_activations, checkpoint_in_cpu, synchronize, profile: the keys of the section.
         contiguous_checkpointing: the key contiguous_memory_optimization; needs num_checkpoints.
         num_checkpoints: calls of `checkpoint` in one forward.
 
     Raises:
-        ConfigError: contiguous_checkpointing without num_checkpoints, or partition_activations without mpu_.
+        ConfigError: contiguous_checkpointing without num_checkpoints.
     """
     arguments = {key: value for key, value in locals().items() if value is not None}
     global _checkpointer, _arguments, unit
@@ -64,10 +66,9 @@ def configure(
             fix="pass num_checkpoints=N: the calls of checkpoint() in one forward",
         )
     if section.partition_activations and mpu_ is None:
-        raise ConfigError(
-            "partition_activations splits inputs over model-parallel ranks, and there is no mpu_ to name them",
-            where="checkpointing.configure()",
-            fix="pass mpu_=..., or leave partition_activations out",
+        logger.warning(
+            "checkpointing.configure(): partition_activations splits inputs over model-parallel ranks; there is no mpu_ "
+            "to name them, so each rank keeps its own whole"
         )
     _checkpointer = Checkpointer.of(section, _axis(mpu_), section.number_checkpoints or 0)
     _arguments, unit = arguments, mpu_

@@ -50,6 +50,10 @@ class ConfigError(LauncherError, ValueError):
     """The JSON, or a flag, says something that cannot be done."""
 
 
+class ArgumentsError(ConfigError, AssertionError):
+    """A call lacks what it cannot do without, was given it twice, or was given what contradicts the JSON."""
+
+
 class UntestedOptimizerError(ConfigError, AssertionError):
     """An optimizer that is not known to be elementwise, without `zero_allow_untested_optimizer`."""
 

@@ -10,14 +10,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from launcher.config.data_types import Names
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Count, Section, Whole, complaint, whole
+from launcher.config.section import AUTO, Conflict, Count, Section, Whole, complaint, lower, whole
 
 Kind: TypeAlias = Literal["column", "row", "skip"]
 Shape: TypeAlias = tuple[int | tuple[int, ...], ...]
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _compiles(pattern: str) -> str:
@@ -67,7 +63,7 @@ class LayerSpec(Section):
     patterns: Annotated[tuple[Annotated[str, AfterValidator(_compiles)], ...], BeforeValidator(_patterns)]
     """Regular expressions for names of parameters, as `named_parameters()` gives them; matched from the start."""
 
-    partition_type: Annotated[Kind, BeforeValidator(_lower)] = "column"
+    partition_type: Annotated[Kind, BeforeValidator(lower)] = "column"
     """"column": the outputs of the layer are split. "row": its inputs are, and the results are summed over the ranks.
     "skip": every rank has the whole parameter."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, complaint
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, complaint, lower
 
 METHODS = ("best", "uniform", "parameters", "profile")
 TYPE = "type:"
@@ -23,10 +23,6 @@ ASYNCHRONOUS = {
 """Schedules whose gradients are those of older weights -> of which ones."""
 MUCH = 0.2
 """Share of its time that a rank may stand still before it is worth a word."""
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
 
 
 def method_of(text: Any) -> str | None:
@@ -117,7 +113,7 @@ class PipelineConfig(Section):
     """DeepSpeed has two flavours of checkpointing."""
 
     schedule: Annotated[
-        Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "pipedream", "2bw"], BeforeValidator(_lower)
+        Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "pipedream", "2bw"], BeforeValidator(lower)
     ] = "1f1b"
     """The order of work: "gpipe" all forwards first (arXiv:1811.06965); "1f1b" each forward after a backward, which
     keeps at most as many microbatches as stages (arXiv:2006.09503); "interleaved" several chunks a rank

@@ -27,7 +27,7 @@ from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
 from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig, cycled_without_momentum, remarks_on_momentum
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section, lower
 from launcher.config.tensor_parallel import TensorParallelConfig
 from launcher.config.timers import TimersConfig
 from launcher.config.zero import ZeroConfig
@@ -106,7 +106,7 @@ class Config(Section):
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 never clips. Default 1.0 since DeepSpeed of June 2026, 0 before."""
 
-    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = "mean"
     """What the gradients of the data-parallel ranks become: their mean, or their sum (microbatches are averaged)."""
 
     communication_data_type: Dtype | None = None

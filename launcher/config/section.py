@@ -259,6 +259,11 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def lower(value: Any) -> Any:
+    """A word in small letters; everything else is left for the type to refuse."""
+    return value.lower() if isinstance(value, str) else value
+
+
 def _pair(value: Any) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise complaint(f"must be a list of two numbers, not {show(value)}", "write [first, second]")

@@ -9,15 +9,11 @@ from pydantic import BeforeValidator, Field
 
 from launcher.config.data_types import Dtype
 from launcher.config.partition import PartitionConfig
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, lower
 
 
 def _null_is_true(value: Any) -> Any:
     return True if value is None else value
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
 
 
 class TpConfig(Section):
@@ -90,7 +86,7 @@ class TensorParallelConfig(Section):
     preset_model: (
         Annotated[
             Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"],
-            BeforeValidator(_lower),
+            BeforeValidator(lower),
         ]
         | None
     ) = None

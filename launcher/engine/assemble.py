@@ -30,7 +30,7 @@ from launcher.engine.staging import (
     versions_of,
 )
 from launcher.engine.watch import open_monitor
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ArgumentsError, ConfigError, LauncherError
 from launcher.models.initialize import initializer
 from launcher.models.initialize_plan import plan_of
 from launcher.models.units import ends_of, unit_modules
@@ -85,7 +85,8 @@ def initialize(
     """Make an engine of `model`, as deepspeed.initialize does.
 
     Args:
-        args: only `args.deepspeed_config` is read, when `config` is not given.
+        args: only `args.deepspeed_config`, and its former name `args.deepscale_config`, is read, when `config` is not
+            given.
         model: any nn.Module; on meta it gets its values unit by unit, so that no rank ever holds all of them. Of a
             PipelineModule a rank builds its own layers only.
         optimizer: a torch optimizer or a callable that takes the parameters; beats the JSON's.
@@ -112,7 +113,7 @@ def initialize(
         ConfigError: the JSON, or the combination of arguments, cannot be done; it says what to write.
     """
     if model is None:
-        raise ConfigError("initialize() needs a model", fix="pass model=...")
+        raise ArgumentsError("initialize() needs a model", fix="pass model=...")
     if mesh_param is not None:
         what = "mesh_param shares sequences over ranks, which is not implemented here"
         raise ConfigError(what, where="initialize()", fix="leave it out")
@@ -133,7 +134,8 @@ def initialize(
     else:  # before it is built it has no parameters to give: none means all
         model_parameters = list(model_parameters or ()) or None
         chosen = choose(resolved, optimizer, model_parameters, row.whole())
-        staged = own = cut_row(row, mesh, resolved, training_data, collate_fn)
+        taken = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
+        staged = own = cut_row(row, mesh, resolved, training_data, collate_fn, taken=taken)
         model = own.part
     release(model)  # from an engine that it had before
     source = source or _source(model, seed)
@@ -169,9 +171,11 @@ def initialize(
             chosen[1],
             chosen[0],
             int(resolved.zero_optimization.sub_group_size),
-            state_dtype(resolved),
+            state_dtype(resolved, optimizer),
         )
     )
+    if stepper is not None and optimizer is None and resolved.optimizer is not None:
+        stepper.name = resolved.optimizer.type
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
     loader = _dataloader(training_data, resolved, mesh, collate_fn, seed=seed, in_stages=row is not None)
     runtime = runtime_of(staged, mesh, resolved)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from launcher.config import Config
-from launcher.errors import ConfigError
+from launcher.errors import ArgumentsError, ConfigError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+STATES = "fp32_optimizer_states"
 SAFE_MODULES = "torch_autocast.lower_precision_safe_modules"
 
 
@@ -27,9 +29,23 @@ def scales_loss(config: Config) -> bool:
     return bool(config.fp16.enabled) or autocast_dtype(config) is torch.float16
 
 
-def state_dtype(config: Config) -> torch.dtype:
-    """The least precise dtype of optimizer states: 16 bits where the JSON asks for them and master weights have 16."""
-    narrow = config.optimizer is not None and not config.optimizer.params.fp32_optimizer_states
+def state_dtype(config: Config, client: Any = None) -> torch.dtype:
+    """The least precise dtype of optimizer states: 16 bits where somebody asks for them and master weights have 16.
+
+    Args:
+        client: the script's own optimizer, in place of the JSON's.
+
+    Raises:
+        ArgumentsError: the JSON asks for it, and the script's optimizer for float32.
+    """
+    asked = client if client is not None else config.optimizer and config.optimizer.params
+    narrow = not getattr(asked, STATES, True)
+    if client is not None and not narrow and config.bf16.bf16_optimizer_states and hasattr(asked, STATES):
+        raise ArgumentsError(
+            f"bf16.bf16_optimizer_states is true, and {type(client).__name__} was made with float32 states",
+            where="initialize(optimizer=...)",
+            fix=f"make it with {STATES}=False, or set bf16_optimizer_states to false",
+        )
     if config.bf16.enabled and (
         config.bf16.bf16_optimizer_states or (narrow and config.bf16.bf16_master_weights_and_grads)
     ):

@@ -162,22 +162,23 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
             scale_wrt_gas: divide by gradient_accumulation_steps; false when the caller has weighted the loss.
 
         Returns:
-            The loss as it was given, detached; DeepSpeed returns the scaled one.
+            The loss, detached, divided as it was for the backward; without the loss scale.
         """
         self._refuse_stages("engine.backward()")
         self._announce_boundary()
         self._backwards += 1
-        scaled = self._scaled(loss, scale_wrt_gas)
+        divided = self._divided(loss, scale_wrt_gas)
         self.watch.loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
         with self.watch.phase("backward", self), self.zero.hooks.scaling():
-            scaled.backward(retain_graph=retain_graph)
-        return loss.detach()
+            self._scaled(divided).backward(retain_graph=retain_graph)
+        return divided.detach()
 
-    def _scaled(self, loss: Tensor, scale_wrt_gas: bool) -> Tensor:
-        scaled = loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
-        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
-            scaled = scaled / self.gradient_accumulation_steps()
-        return scaled
+    def _divided(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        steps = self.gradient_accumulation_steps()
+        return loss / steps if scale_wrt_gas and steps > 1 else loss
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, over the accumulation steps: `engine.scale(loss).backward()` gives the
@@ -193,7 +194,7 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
                 where="engine.scale()",
                 fix="give it the loss; for other tensors use tensor.backward(gradient)",
             )
-        scaled = self._scaled(loss, scale_wrt_gas=True)
+        scaled = self._scaled(self._divided(loss))
         scaled = scaled.clone() if scaled is loss else scaled  # the hook is not to stay on the caller's own
         scaled.register_hook(self.zero.hooks.begin_scaled)
         return scaled
@@ -277,10 +278,13 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
     def _divisor(self) -> float:
         """Of the gradients that are there at the end of a step, clipping apart."""
         mean = self._config.gradient_allreduce_op == "mean"
-        ranks = self.zero.mean_divisor if mean else self.zero.sum_divisor
+        return self.divisor_of_local() * (self.zero.mean_divisor if mean else self.zero.sum_divisor)
+
+    def divisor_of_local(self) -> float:
+        """Of gradients that no other rank has had a part in."""
         kinds = self.zero.hooks.kinds
         check_scales(kinds, self.loss_scaler.scale, self.gradient_accumulation_steps())
-        return ranks * (self.gradient_accumulation_steps() if kinds == {False} else self.loss_scaler.scale)
+        return self.gradient_accumulation_steps() if kinds == {False} else self.loss_scaler.scale
 
     @contextmanager
     def _whole_step(self) -> Iterator[None]:

@@ -42,9 +42,10 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The gradient, the mean over dp, whole: from the end of backward at an accumulation boundary to the step. None
-    where no gradient has come."""
-    return _full(param, _gradient)
+    """The gradient, whole. From the end of backward at an accumulation boundary to the step: the mean over dp. Before
+    that: what this rank alone has added up, since the last reduction. None where no gradient has come."""
+    place = _found(param)
+    return _own(place) if place is not None and place.local else _full(param, _gradient)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -58,7 +59,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Set the gradient that the step will use: the mean over dp."""
+    """Set the gradient that the step will use, the mean over dp; before the reduction: what this rank adds to it."""
     _set(param, _gradient, value)
 
 
@@ -87,7 +88,11 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """This rank's piece of the gradient, as `safe_get_full_grad` has it."""
-    return _local(param, _gradient)
+    place = _found(param)
+    if place is None or not place.local:
+        return _local(param, _gradient)
+    own = _own(place)
+    return None if own is None else own.reshape(-1)[place.start : place.stop].float()
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -126,9 +131,14 @@ class _Place:
         return next(one for one in self.engine.zero.gradients if one.flat is self.flat)
 
     @property
+    def local(self) -> bool:
+        """Its gradient is not reduced yet."""
+        return self.engine.zero.reducer.holds_local(self.gradient)
+
+    @property
     def divisor(self) -> float:
-        """What is kept of gradients, divided by this, is their mean."""
-        return self.engine._divisor()
+        """What is kept of gradients, divided by this, is their mean; before the reduction, this rank's own."""
+        return self.engine.divisor_of_local() if self.local else self.engine._divisor()
 
     @property
     def at(self) -> slice:
@@ -185,6 +195,11 @@ def _gradient(place: _Place) -> Iterator[Tensor | None]:
         gradient.rest()
 
 
+def _own(place: _Place) -> Tensor | None:
+    found = place.gradient.local(place.slot)
+    return None if found is None else found.view(place.slot.shape) / place.divisor
+
+
 def _full(param: Tensor, held: Held) -> Tensor | None:
     place = _found(param)
     if place is None:
@@ -221,8 +236,14 @@ def _local(param: Tensor, held: Held) -> Tensor | None:
 def _set(param: Tensor, held: Held, value: Tensor, *, local: bool = False) -> None:
     """Copy a whole value, or this rank's piece of one, and do what has to follow."""
     place = _place_of(param)
+    _check(place, value, torch.Size([place.size]) if local else place.slot.shape)
+    if held is _gradient and place.local:
+        found = place.gradient.local(place.slot)
+        whole = None if found is None else found.view(-1)
+        mine = whole if whole is None or not local else whole[place.start : place.stop]
+        _copy(mine, value.reshape(-1) * place.divisor, place, kept=found is not None)
+        return
     with held(place) as mine:
-        _check(place, value, torch.Size([place.size]) if local else place.slot.shape)
         piece = value if local else value.reshape(-1)[place.start : place.stop]
         kept = held is not _gradient or place.gradient.kept
         _copy(mine, piece * place.divisor if held is _gradient else piece, place, kept=kept)

@@ -10,7 +10,7 @@ from torch import nn
 
 from launcher.comm import Mesh
 from launcher.config import Config, load
-from launcher.errors import ConfigError
+from launcher.errors import ArgumentsError, ConfigError
 
 logger = logging.getLogger("launcher")
 
@@ -28,16 +28,17 @@ def loaded_config(args: Any, config: Any) -> Config:
     """The configuration; what a person should know of its keys is logged, on rank 0.
 
     Raises:
-        ConfigError: it is given twice or not at all, or cannot be done.
+        ArgumentsError: it is given twice or not at all.
+        ConfigError: it cannot be done.
     """
-    named = getattr(args, "deepspeed_config", None)
-    if config is not None and named is not None:
-        raise ConfigError(
-            "the config is given twice: config=... and args.deepspeed_config", fix="give it once"
-        )
-    config = config if config is not None else named
-    if config is None:
-        raise ConfigError("initialize() needs a config", fix="pass config=PATH or config={...}")
+    given = {"config=...": config}
+    given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise ArgumentsError(f"the config is given twice: {' and '.join(given)}", fix="give it once")
+    if not given:
+        raise ArgumentsError("initialize() needs a config", fix="pass config=PATH or config={...}")
+    config = next(iter(given.values()))
     if isinstance(config, Config):
         return config
     read = load(config)

@@ -61,11 +61,17 @@ def cut_row(
     config: Config,
     data: Any = None,
     collate_fn: Callable[..., Any] | None = None,
+    *,
+    taken: bool = False,
 ) -> StagedRow:
     """This rank's layers of a row, built; says how even the stages are.
 
     Args:
         data, collate_fn: a data set, of which "profile" measures a microbatch.
+        taken: a script has given parameters of the row to an optimizer.
+
+    Raises:
+        ConfigError: they are of other stages.
     """
     axes, section = mesh.axes, config.pipeline
     row.check_degrees(pipe=axes["pp"].degree, data=mesh.dp.degree, model=axes["tp"].degree)
@@ -77,7 +83,12 @@ def cut_row(
         boundaries = row.boundaries(stages, seconds)
         if mesh.rank == 0:
             _tell(row.balance(boundaries, seconds).lines())
-    return StagedRow(row, boundaries, _rank_of(mesh, config), axes["pp"].rank)
+    staged = StagedRow(row, boundaries, _rank_of(mesh, config), axes["pp"].rank)
+    if taken:
+        _check_cut(row, staged)
+    if row.cut != boundaries:
+        row.give_up_own()
+    return staged
 
 
 def cut_model(
@@ -94,6 +105,17 @@ def cut_model(
         lines = balance(model, costs, boundaries, whole, seconds=bool(measured)).lines()
         _tell([measured, *lines] if measured else lines)
     return StagedModel(model, boundaries, _rank_of(mesh, config), pp.rank, split_model.sequence)
+
+
+def _check_cut(row: PipelineModule, staged: StagedRow) -> None:
+    if row.cut not in (None, staged.boundaries):
+        raise ConfigError(
+            f"the JSON cuts the row of layers at {staged.boundaries}, and PipelineModule() cut it at {row.cut}: the "
+            "parameters that initialize() was given are those of other stages",
+            where="initialize(optimizer=..., model_parameters=...)",
+            fix="leave them out, or delete partition and schedule in the JSON's section pipeline and give "
+            "PipelineModule(partition_method=...)",
+        )
 
 
 def _tell(lines: list[str]) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from launcher.config import Config, ZeroConfig, load
+from launcher.config import Config, load
 from launcher.config.load import read
 from launcher.engine.dtypes import DTYPES
 from launcher.engine.getters import value_at
 from launcher.errors import ConfigError
-from launcher.integrations.enumerations import ZeroStageEnum
 from launcher.integrations.refused import NotHere, missing
+from launcher.integrations.sections import MONITORS, DeepSpeedMonitorConfig, DeepSpeedZeroConfig
 
 PATHS: Mapping[str, str] = {
     **{
@@ -119,9 +119,9 @@ class DeepSpeedConfig:
         return self._config.checkpoint.tag_validation == "Fail"
 
     @property
-    def monitor_config(self) -> dict[str, Any]:
+    def monitor_config(self) -> DeepSpeedMonitorConfig:
         """The sections of the monitors, for `MonitorMaster`."""
-        return {name: self._param_dict[name] for name in MONITORS if name in self._param_dict}
+        return DeepSpeedMonitorConfig(**{name: getattr(self._config, name).given() for name in MONITORS})
 
     def __getattr__(self, name: str) -> Any:
         if name in PATHS:
@@ -145,39 +145,6 @@ class DeepSpeedConfig:
         print(f"{name}:")
         for key, value in sorted(self._config.to_dict().items()):
             print(f"  {key} = {value}")
-
-
-MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
-
-
-class DeepSpeedZeroConfig:
-    """The section zero_optimization, by DeepSpeed's names: those of stage 3 without `stage3_`.
-
-    Args:
-        section: of a JSON that was read; else its keys are given by name.
-    """
-
-    def __init__(self, section: ZeroConfig | None = None, **keys: Any) -> None:
-        if section is None:
-            section = load({"train_batch_size": 1, "zero_optimization": keys}).zero_optimization
-        self._section = section
-
-    @property
-    def stage(self) -> ZeroStageEnum:
-        return ZeroStageEnum(int(self._section.stage))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        for key in (name, f"stage3_{name}"):
-            if hasattr(type(self._section), "model_fields") and key in type(self._section).model_fields:
-                return getattr(self._section, key)
-        what, how = missing(f"runtime.zero.config.DeepSpeedZeroConfig.{name}", f"zero_config.{name}")
-        raise NotHere(what, **how)
-
-    def model_dump(self, **others: Any) -> dict[str, Any]:
-        """As a plain dict."""
-        return dict(self._section.to_dict())
 
 
 def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:

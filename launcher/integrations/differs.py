@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _DATA = "the keys of DeepSpeed's own files; launcher's checkpoints have no such files"
+_SHOWN = "read-only; defaults are those of docs/config.md, and keys that contradict each other are refused"
 _KINDS = "answers isinstance(engine.optimizer, ...); one class steps at every stage"
 _OURS = "launcher's error, with what to write instead"
 _BY_RULE = "by launcher's own rule; `launch memory-estimate` traces the model and knows activations"
@@ -60,8 +61,13 @@ DIFFERS: Mapping[str, str] = {
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": _KINDS,
     "runtime.config.DeepSpeedConfig": "read-only; keys that are wrong are all told at once",
     "runtime.config.DeepSpeedConfigError": _OURS,
+    "runtime.zero.config.DeepSpeedZeroConfig": _SHOWN,
+    "runtime.zero.leaf_module_config.DeepSpeedZeroLeafModuleConfig": _SHOWN,
+    "runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig": _SHOWN,
+    "runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig": _SHOWN,
+    "monitor.config.DeepSpeedMonitorConfig": _SHOWN,
     "runtime.engine.DeepSpeedEngine": "launcher's engine",
-    "runtime.engine.DeepSpeedEngine.backward": "returns the loss as it was given, detached",
+    "runtime.engine.DeepSpeedEngine.backward": "the loss that it returns is detached",
     "runtime.engine.DeepSpeedEngine.compile": "compiles the blocks of the model, one by one",
     "runtime.engine.DeepSpeedEngine.config": "the JSON resolved, as a dict",
     "runtime.engine.DeepSpeedEngine.no_sync": "works at every stage; stages 2 and 3 hold the whole gradient meanwhile",

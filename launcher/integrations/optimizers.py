@@ -13,6 +13,7 @@ import torch
 from launcher.errors import ConfigError
 from launcher.optim.lamb import Lamb
 from launcher.optim.lion import Lion
+from launcher.optim.sharded import ShardedOptimizer
 
 
 class _Adam(torch.optim.Adam):
@@ -39,7 +40,17 @@ class _Adam(torch.optim.Adam):
             self.steps_as = torch.optim.AdamW if decoupled else torch.optim.Adam
 
 
-class FusedAdam(_Adam):
+class _OfTheJson(type):
+    """A class of which the optimizer of an engine is also an instance, at stage 0, where the JSON says Adam."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        of_engine = type(instance) is ShardedOptimizer and not instance.zero.policy.shard_optim
+        return of_engine and instance.name in ("Adam", "AdamW")
+
+
+class FusedAdam(_Adam, metaclass=_OfTheJson):
     """deepspeed.ops.adam.FusedAdam."""
 
     def __init__(
@@ -75,6 +86,7 @@ class DeepSpeedCPUAdam(_Adam):
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(model_params, decoupled=adamw_mode, bias_correction=bias_correction, **options)
+        self.fp32_optimizer_states = fp32_optimizer_states
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):

@@ -81,8 +81,8 @@ KEYS = Refusal(
     "write the key as a string, as docs/config.md lists it",
 )
 SECTIONS = Refusal(
-    "sections of the JSON are not classes of their own here",
-    "read them from deepspeed.DeepSpeedConfig(...) or engine.config",
+    "it belongs to DeepSpeed's way of reading the JSON",
+    "read sections from deepspeed.DeepSpeedConfig(...) or engine.config",
 )
 PIPES = Refusal(
     "it belongs to the inside of DeepSpeed's pipeline engine, and launcher's stages run by a schedule of their own",
@@ -173,7 +173,7 @@ REFUSED: Mapping[str, Refusal] = {
     "module_inject.containers": INFERENCE,
     "moe": EXPERTS,
     "monitor": Refusal(
-        "writers of metrics are not classes of their own here",
+        "it belongs to the inside of DeepSpeed's writers of metrics",
         "use deepspeed.monitor.monitor.MonitorMaster, or tensorboard, csv_monitor, wandb and comet of the JSON",
     ),
     "nvme": Refusal("the tools that measure NVMe are not here", "write `launch bench io`"),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 VERSION = "0.19.8"
 """Of the DeepSpeed whose names these are; scripts ask for 0.18.2 at least."""
+MAJOR, MINOR, PATCH = (int(part) for part in VERSION.split("."))
 
 _ROOM = "launcher.integrations"
 _HERE, _BEFORE = f"{_ROOM}.stand_ins", f"{_ROOM}.processes"
@@ -86,6 +87,8 @@ _COMM_FIRST = {
 _MEMORY = f"{_ROOM}.memory_needs"
 _BUILDER = _from(_BEFORE, "AsyncIOBuilder")
 _BUILDERS = _from(_BEFORE, "AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder")
+_SECTIONS = f"{_ROOM}.sections"
+_OFFLOADS = _from(_SECTIONS, "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
 _BWC = _from(
     f"{_ROOM}.groups",
     "bwc_pipeline_parallel_group",
@@ -115,6 +118,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "dist": f"{_ROOM}.collectives:",
         "version": f"{_ROOM}.served:VERSION",
         "__version__": f"{_ROOM}.served:VERSION",
+        "__version_major__": f"{_ROOM}.served:MAJOR",
+        "__version_minor__": f"{_ROOM}.served:MINOR",
+        "__version_patch__": f"{_ROOM}.served:PATCH",
+        "__git_hash__": f"{_ROOM}.version_report:git_hash",
+        "__git_branch__": f"{_ROOM}.version_report:git_branch",
         "load_ds_config": f"{_ROOM}.configuration:load_ds_config",
     },
     "accelerator": _ACCELERATOR,
@@ -153,7 +161,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "moe.layer": _from(f"{_ROOM}.experts", "MoE"),
     "moe.utils": _from(f"{_ROOM}.experts", "is_moe_param"),
     "monitor": {},
+    "monitor.comet": _from(f"{_ROOM}.monitors", "CometMonitor"),
+    "monitor.config": _from(_SECTIONS, "DeepSpeedMonitorConfig"),
+    "monitor.csv_monitor": _from(f"{_ROOM}.monitors", "csvMonitor"),
     "monitor.monitor": _from(f"{_ROOM}.monitors", "MonitorMaster", "Monitor"),
+    "monitor.tensorboard": _from(f"{_ROOM}.monitors", "TensorBoardMonitor"),
+    "monitor.wandb": _from(f"{_ROOM}.monitors", "WandbMonitor"),
     "ops": {"__compatible_ops__": f"{_BEFORE}:COMPATIBLE_OPS"},
     "ops.adagrad": _from(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
     "ops.adagrad.cpu_adagrad": _from(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
@@ -202,8 +215,22 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "bwc_tensor_model_parallel_rank": f"{_GROUPS}:bwc_tensor_model_parallel_rank",
     },
     "runtime.zero": _ZERO,
-    "runtime.zero.config": _from(_ENUMERATIONS, "ZeroStageEnum"),
-    "runtime.zero.offload_config": _from(_ENUMERATIONS, "OffloadDeviceEnum", "OffloadStateTypeEnum"),
+    "runtime.zero.config": {
+        **_from(_ENUMERATIONS, "ZeroStageEnum"),
+        **_OFFLOADS,
+        **_from(_SECTIONS, "DeepSpeedZeroConfig", "DeepSpeedZeroLeafModuleConfig"),
+    },
+    "runtime.zero.leaf_module_config": _from(
+        _SECTIONS,
+        "DEFAULT_LEAF_MODULE_CLASSES",
+        "DEFAULT_LEAF_MODULE_NAMES",
+        "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
+        "DeepSpeedZeroLeafModuleConfig",
+    ),
+    "runtime.zero.offload_config": {
+        **_from(_ENUMERATIONS, "OffloadDeviceEnum", "OffloadStateTypeEnum"),
+        **_OFFLOADS,
+    },
     "runtime.zero.partition_parameters": {
         **{name: home for name, home in _ZERO.items() if "Tiled" not in name and "unwrap" not in name},
         # transformers puts its own in place of the first one, for zero.Init to use: ours leaves dtypes alone

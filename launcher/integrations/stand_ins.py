@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import launcher
+import launcher.integrations.lr_schedules  # puts DeepSpeed's attributes on schedules
 from launcher.checkpointing import checkpoint
 from launcher.engine import Engine
 from launcher.errors import ConfigError

@@ -14,6 +14,10 @@ from launcher.integrations.utilities import partition_uniform
 from launcher.zero import GatheredParameters
 
 
+class TilesError(ConfigError, RuntimeError):
+    """Features that cannot be shared among so many parts."""
+
+
 class TiledLinear(nn.Module):
     """y = x W^T + b, in `out_splits` x `in_splits` layers of their own.
 
@@ -27,7 +31,7 @@ class TiledLinear(nn.Module):
         init_linear: a layer whose values are taken.
 
     Raises:
-        ConfigError: fewer features than parts.
+        TilesError: fewer features than parts.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class TiledLinear(nn.Module):
         super().__init__()
         for name, parts, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= parts <= features:
-                raise ConfigError(
+                raise TilesError(
                     f"{name}_splits {parts} parts of {features} features cannot be",
                     where="TiledLinear()",
                     fix=f"give a number from 1 to {features}",

@@ -50,6 +50,8 @@ class Schedule:
 
     name = ""
     """Which of DeepSpeed's it is, where the JSON named it."""
+    params: DeepSpeedParams | None = None
+    """Its keywords, where it is one of DeepSpeed's."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class Schedule:
         self.optimizer, self.curve, self.momentum = optimizer, curve, momentum
         self.first_momentum = first_momentum
         self.last_batch_iteration = last_batch_iteration
-        self._last = [float(group["lr"]) for group in optimizer.param_groups]
+        self.base_lrs = self._last = [float(group["lr"]) for group in optimizer.param_groups]
         if last_batch_iteration < 0:
             self._set()
 
@@ -126,16 +128,16 @@ def build_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> Any:
     params = config.params
     if isinstance(params, TorchParams):
         return _torch_schedule(config.type, params, optimizer)
+    assert isinstance(params, DeepSpeedParams)
     schedule = Schedule(optimizer, *deepspeed_schedule(params, optimizer))
-    schedule.name = config.type
+    schedule.name, schedule.params = config.type, params
     return schedule
 
 
 def deepspeed_schedule(
-    params: object, optimizer: Optimizer
+    params: DeepSpeedParams, optimizer: Optimizer
 ) -> tuple[Curve, int, Curve | None, Sequence[float]]:
     """What `Schedule` takes besides the optimizer, for the keywords of one of DeepSpeed's five."""
-    assert isinstance(params, DeepSpeedParams)
     lrs = [float(group["lr"]) for group in optimizer.param_groups]
     momentum: Curve | None = None
     first: Sequence[float] = ()

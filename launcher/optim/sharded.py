@@ -43,11 +43,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_dtype: least precise dtype of the optimizer's state and arithmetic: 16-bit master weights are widened to
             fp32 for their step unless it is theirs (`bf16_optimizer_states`).
 
-    `param_groups`, `state` and `defaults` are the inner optimizer's own, live. `overflow` says whether
-    the last step was left out because of one.
+    `param_groups`, `state` and `defaults` are the inner optimizer's own, live, and isinstance() answers for its class,
+    too. `overflow` says whether the last step was left out because of one.
     """
 
     overflow = False
+    name = ""
+    """Its type in the JSON, where that named it."""
+
+    @property  # type: ignore[misc]  # scripts look whether it is an AdamW
+    def __class__(self) -> type[Any]:
+        return type(self.inner) if "inner" in self.__dict__ else type(self)
 
     def __init__(
         self,

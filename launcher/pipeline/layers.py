@@ -32,11 +32,12 @@ from launcher.pipeline.specs import (
     row_of,
 )
 from launcher.pipeline.stage import Call, PipelineStage, drawn_from, number_of
-from launcher.pipeline.topology import ProcessTopology, stages_of
+from launcher.pipeline.topology import ProcessTopology, stage_of_this_rank, stages_of
 
 
 class PipelineModule(nn.Module):
-    """A row of layers. It keeps what layers are made from; `build` makes those of a stage.
+    """A row of layers. It keeps what layers are made from; `build` makes those of a stage. Where there is a process
+    group already, and the number of stages is known, the layers of this rank's stage are made at once: its submodules.
 
     Args:
         layers: LayerSpecs, modules and functions; or an nn.Sequential, whose names stay. Modules that are there already
@@ -55,6 +56,8 @@ class PipelineModule(nn.Module):
 
     Attributes:
         tied: key -> indices of the layers; of a module that stands in the row twice the key is "layer {first index}".
+        made: modules of this rank's stage that are there before initialize(), by the index of their home.
+        cut: the boundaries of the stages that they are of; None: there are none.
 
     Raises:
         ConfigError: what stands in `layers` is no layer, ties contradict each other, or stages do.
@@ -88,6 +91,26 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = None if checkpointable_layers is None else tuple(checkpointable_layers)
         self.dynamic_shape = dynamic_shape
+        self.made: dict[int, nn.Module] = {}
+        self.cut = self._make_own()
+
+    def _make_own(self) -> list[int] | None:
+        """Scripts give the parameters of their stage to an optimizer, or count them, before initialize()."""
+        stage = stage_of_this_rank(self.num_stages)
+        if stage is None or self.partition_method == "profile":  # which has to measure first
+            return None
+        boundaries = self.boundaries(self.num_stages or 1)
+        self.build(boundaries[stage], boundaries[stage + 1], made=self.made)
+        for home in sorted(self.made):
+            self.add_module(self._names[home], self.made[home])
+        return boundaries
+
+    def give_up_own(self) -> None:
+        """Forget what was made of a stage that this rank does not run after all."""
+        for home in self.made:
+            delattr(self, self._names[home])
+        self.made.clear()
+        self.cut = None
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -214,7 +237,11 @@ class PipelineModule(nn.Module):
 
     def name_of(self, index: int) -> str:
         """Under which the module of a layer stands: the first part of the names of its parameters."""
-        return self._names[self._layers[index].home]
+        return self._names[self.home_of(index)]
+
+    def home_of(self, index: int) -> int:
+        """The index of the layer whose module a layer runs."""
+        return self._layers[index].home
 
     def whole(self) -> nn.Module:
         """All layers under their names, for names and shapes: what is not built yet is on meta."""
@@ -254,6 +281,8 @@ class PipelineModule(nn.Module):
     def _shapes(self, index: int) -> nn.Module:
         """A layer for its shapes: on meta, and for real where its class cannot be built there."""
         source = self._layers[index].source
+        if index in self.made:
+            return self.made[index]
         try:
             with torch.device("meta"), drawn_from(0):
                 return source.build() if isinstance(source, LayerSpec) else self._module(index, 0)

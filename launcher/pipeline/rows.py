@@ -98,6 +98,7 @@ class StagedRow:
         rank: this one.
 
     Attributes:
+        boundaries: as given.
         part: the layers of this rank.
         blocks: (name, module) of those that have parameters and run once, as they are; others belong to the root unit.
         shared, elsewhere: see `Staged`.
@@ -107,14 +108,16 @@ class StagedRow:
         self, row: PipelineModule, boundaries: Sequence[int], rank_of: Sequence[int], rank: int
     ) -> None:
         self.rank_of, self.virtual_stages = list(rank_of), len(rank_of)
-        made: dict[int, nn.Module] = {}
+        self.boundaries = list(boundaries)
+        made = dict(row.made)
         spans = list(pairwise(boundaries))
         stages = {
             k: row.build(first, last, made=made)
             for k, (first, last) in enumerate(spans)
             if self.rank_of[k] == rank
         }
-        modules = {row.name_of(home): made[home] for home in sorted(made)}
+        own = {row.home_of(index) for k in stages for index in range(*spans[k])}
+        modules = {row.name_of(home): made[home] for home in sorted(own & set(made))}
         self.part = RowPart(modules, stages, self.virtual_stages - 1, row.loss_fn)
         self.blocks = _blocks(modules, stages.values())
         self.shared = _shared(row, spans, self.rank_of)

@@ -8,6 +8,8 @@ from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch.distributed as dist
+
 from launcher.errors import ConfigError
 
 OUR_AXES = ("pipe", "data", "model")
@@ -122,6 +124,13 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+def stage_of_this_rank(stages: int | None) -> int | None:
+    """Stages are outermost; None where there is no process group, or the stages do not divide it."""
+    if stages is None or not dist.is_initialized() or dist.get_world_size() % stages:
+        return None
+    return dist.get_rank() * stages // dist.get_world_size()
 
 
 def stages_of(num_stages: int | None, topology: ProcessTopology | None) -> int | None:

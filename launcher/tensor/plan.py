@@ -1,10 +1,10 @@
 """The plan of a model: which modules and parameters are split, and how. Plans are data.
 
-A plan maps name patterns to rules. `*` stands for a number, as in `model.layers.*.self_attn.q_proj`. A pattern may name
-a module or a parameter. What no pattern names is replicated.
+A plan maps name patterns to rules. `*` stands for a number, as in `model.layers.*.self_attn.q_proj`; in front of all it
+stands for any path. A pattern may name a module or a parameter. What no pattern names is replicated.
 
-A plan is the model's own in transformers (`base_model_tp_plan`), with the rows of our table (`plans.py`) over it, and
-the JSON's own rules (`user_plan.py`) over both.
+A plan is the model's own (`tp_plan` of transformers' models; `base_model_tp_plan` of its config and `_tp_plan` of any
+other), with the rows of our table (`plans.py`) over it, and the JSON's own rules (`user_plan.py`) over both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, R
         ConfigError: there is none, or a rule of the JSON does not fit the model.
     """
     kind = model_type_of(model)
-    rows = {**(getattr(model, "tp_plan", None) or {}), **_of_table(model, kind)}
+    rows = {**_of_model(model), **_of_table(model, kind)}
     plan = {pattern: row if isinstance(row, Rule) else Rule(row) for pattern, row in rows.items()}
     if own is not None:
         return {**_rows_of(own, model, kind, planned=_named(plan, model)), **plan}
@@ -112,6 +112,23 @@ def number_of(config: Any, name: str) -> int:
     return int(attrgetter(name)(config))
 
 
+def _of_model(model: nn.Module) -> dict[str, str]:
+    """The plan that a model brings: transformers gathers what its parts say in `tp_plan`."""
+    gathered: Any = getattr(model, "tp_plan", None)
+    if gathered is not None:
+        return dict(gathered)
+    of_config = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    rows = {**(of_config or {}), **(getattr(model, "_tp_plan", None) or {})}
+    unknown = sorted({style for style in rows.values() if style not in STYLES})
+    if unknown:
+        raise ConfigError(
+            f"the plan of {type(model).__name__} has styles that are not known: {', '.join(unknown)}",
+            where=WHERE,
+            fix=f"write one of {', '.join(STYLES)}",
+        )
+    return rows
+
+
 def _of_table(model: nn.Module, kind: str) -> dict[str, str | Rule]:
     names = (getattr(model, "base_model_prefix", ""), "model")
     prefix = next((f"{name}." for name in names if name and hasattr(model, name)), "")
@@ -125,7 +142,8 @@ def _of_table(model: nn.Module, kind: str) -> dict[str, str | Rule]:
 
 def matching(pattern: str) -> re.Pattern[str]:
     """The pattern as a regular expression on whole names."""
-    return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+    path, rest = (".+", pattern[1:]) if pattern.startswith("*.") else ("", pattern)
+    return re.compile(path + re.escape(rest).replace(r"\*", r"\d+"))
 
 
 def _how_to_write_one(model: nn.Module) -> str:

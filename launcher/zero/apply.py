@@ -364,7 +364,8 @@ def lay_out(
         buffer, gradient: what they are made of.
     """
     cut = homes.cut * axes.shard.degree
-    planning = assign_units(module, with_leaves(module, blocks), policy, splits, holders, cut)
+    units = with_leaves(module, blocks) if policy.shard_params else blocks
+    planning = assign_units(module, units, policy, splits, holders, cut)
     chosen = choose_homes(planning, homes, policy, axes.shard.degree)
     for planned in planning:
         flats = []

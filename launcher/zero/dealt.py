@@ -129,7 +129,7 @@ class DealtInit:
 
     A module keeps its parameters whole until it becomes a part of another one, or the `with` ends. Inside the `with`
     whatever touches one gathers it for that moment, on all ranks, and rank 0's changes are kept: so a model's own
-    `__init__` can fill them in (`self.apply(self._init_weights)`). On one rank nothing is changed.
+    `__init__` can fill them in (`self.apply(self._init_weights)`). One rank keeps a slice that is the whole.
 
     Args:
         module: an existing module: its parameters are dealt out at once.
@@ -139,7 +139,7 @@ class DealtInit:
 
     def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **others: Any) -> None:
         init_distributed()
-        self.enabled = enabled and dist.get_world_size() > 1
+        self.enabled = enabled
         self._hooks: list[Any] = []
         self._dealer = Dealer()
         if module is not None and self.enabled:

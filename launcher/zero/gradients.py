@@ -46,6 +46,7 @@ class FlatGradient:
         self._touched = False  # the shard was asked for since it rests
         self._summed = False  # over the shard groups, in this step
         self.reduced = False  # what is kept whole is the sum over ranks (on each, of what it owns)
+        self._mixed = False  # what is kept whole has a share of an earlier sum in it
         self._filled = False  # holds the gradient of an earlier microbatch of this step
         self._shown: set[Slot] = set()  # whose leaf's `.grad` is a view of it
 
@@ -178,7 +179,22 @@ class FlatGradient:
         full[: share.start].zero_()
         full[share.stop :].zero_()
         full[share].mul_(self._predivide)
-        self.reduced = False
+        self.reduced, self._mixed = False, self.closed
+
+    def local(self, slot: Slot) -> Tensor | None:
+        """What this rank alone has added up for a parameter [its shape] since the last reduction, to read and to write;
+        None where no gradient has come."""
+        if self._mixed:
+            raise LauncherError(
+                f"the gradient of {slot.name} was reduced, and then another backward came: what this rank alone has "
+                "added to it cannot be told from the rest",
+                fix="ask before the reduction, or after the next one",
+            )
+        if self.sharded:
+            return slot.leaf.grad
+        if self._filled or any(one.leaf.grad is not None for one in self.flat.slots):
+            self.collect()
+        return self._full_buffer()[slot.span].view(slot.shape) if slot.used else None
 
     def _move(self, full: Tensor, *, accumulate: bool) -> None:
         into: list[Tensor] = []
@@ -227,7 +243,7 @@ class FlatGradient:
 
     def reduce(self, wire: Tensor, chunk: slice) -> Pending:
         """Start the reduction of one chunk of a collected gradient."""
-        self.reduced = not self.sharded
+        self.reduced, self._mixed = not self.sharded, False
         flat, tag = self.flat, f"{self.flat.name}/backward"
         if not self._scatters:
             return all_reduce(wire[chunk], flat.axis, tag)
@@ -272,7 +288,7 @@ class FlatGradient:
 
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
-        self._filled = self._summed = self.reduced = False
+        self._filled = self._summed = self.reduced = self._mixed = False
         if self.moves:
             self._shard_buffer().drop()
             self._squares, self._touched = None, False

@@ -48,6 +48,13 @@ class Removable(Protocol):
 R = TypeVar("R", bound=Removable)
 
 
+def _transformed() -> bool:
+    """Whether this is the forward of torch.func's grad, vjp, jacrev, ..."""
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() == functorch.TransformType.Grad for interpreter in stack)
+
+
 class Hooks:
     """Connects units to their modules, and to autograd.
 
@@ -157,9 +164,10 @@ class Hooks:
 
     def _watch_outputs(self, output: object, hook: Callable[[Tensor], None]) -> bool:
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        if outputs:
-            register_multi_grad_hook(outputs, hook, mode="any")
-        return bool(outputs)
+        if not outputs or _transformed():  # its backward is of inputs, and comes to no parameter
+            return False
+        register_multi_grad_hook(outputs, hook, mode="any")
+        return True
 
     # ---- saved tensors ----------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def set_z3_leaf_modules(
         raise_if_not_found: none found is an error.
 
     Raises:
-        ConfigError: no module is of these classes, or one is a container without a forward.
+        ConfigError: no module is of these classes.
     """
     return _mark_classes(model, list(leaf_module_classes), True, raise_if_not_found)
 
@@ -109,11 +109,6 @@ def _mark_names(
 
 def _mark(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
     for module in modules:
-        if flag and isinstance(module, CONTAINERS):
-            raise ConfigError(
-                f"a {type(module).__name__} cannot be a leaf: it has no forward that would ask for its parameters",
-                fix="name the module around it, or those inside",
-            )
         set_z3_leaf_module(module, flag)
     return modules
 
@@ -145,7 +140,11 @@ def _mark_fine(module: nn.Module, threshold: int, found: list[nn.Module]) -> Non
 
 
 def with_leaves(model: nn.Module, blocks: Blocks) -> Blocks:
-    """The modules that are units: `blocks`, and the outermost leaves that are not inside one. In the model's order."""
+    """The modules that are units: `blocks`, and the outermost leaves that are not inside one. In the model's order.
+
+    Raises:
+        ConfigError: such a leaf is a container without a forward.
+    """
     leaves = list(_outermost_leaves(model))
     if not leaves:
         return blocks
@@ -154,9 +153,19 @@ def with_leaves(model: nn.Module, blocks: Blocks) -> Blocks:
     inside_leaf = {inner for _, leaf in leaves for inner in leaf.modules()}
     inside_block = {inner for _, block in blocks for inner in block.modules() if inner is not block}
     units = [(name, block) for name, block in blocks if block not in inside_leaf]
-    units += [(name, leaf) for name, leaf in leaves if leaf not in inside_block]
+    units += [(name, _called(name, leaf)) for name, leaf in leaves if leaf not in inside_block]
     place = {module: i for i, module in enumerate(model.modules())}
     return sorted(units, key=lambda unit: place[unit[1]])
+
+
+def _called(name: str, leaf: nn.Module) -> nn.Module:
+    if isinstance(leaf, CONTAINERS):
+        raise ConfigError(
+            f"{name} is a {type(leaf).__name__}, which cannot be a leaf: it has no forward that would ask for its "
+            "parameters",
+            fix="mark the module around it, or those inside",
+        )
+    return leaf
 
 
 def _outermost_leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -54,7 +54,7 @@ class Reducer:
         self.sync = True  # false inside no_sync: gradients stay on the leaves
         self.boundary = True  # the last microbatch of a step
         self.taker: Taker | None = None  # for that one
-        self._unsent = False  # the leaves hold gradients of a backward inside no_sync
+        self.unsent = False  # the leaves hold gradients of a backward inside no_sync
         self._turn = 0
         self._ready: set[Unit] = set()
         self._in_flight: deque[tuple[int, int, Callable[[], None]]] = deque()  # turn, elements, completion
@@ -78,15 +78,19 @@ class Reducer:
         for unit in self.left:
             self._launch(unit)
         self.abandon()
-        self._unsent = not self.sync
+        self.unsent = not self.sync
 
     def settle(self) -> None:
         """Reduce what was accumulated without communication: the step comes after backwards that did not know it."""
         for gradient in self.gradients:
-            if self._unsent if gradient.sharded else not gradient.reduced:
+            if self.holds_local(gradient):
                 self._reduce(gradient, gradient.collect())
         self.abandon()
-        self._unsent = False
+        self.unsent = False
+
+    def holds_local(self, gradient: FlatGradient) -> bool:
+        """Whether what has come since the last reduction is this rank's alone; the same on all ranks."""
+        return self.unsent if gradient.sharded else not gradient.reduced
 
     def abandon(self) -> None:
         """Wait for what is under way, launch no more, and be ready for the next backward."""

@@ -68,7 +68,9 @@ def advance_one(engine: Any, parts: list[tuple[Tensor, Tensor]]) -> float:
     """One optimizer step."""
     total = torch.zeros((), dtype=torch.float64)
     for part in parts:
-        total += engine.backward(engine(*part)).double() / len(parts)
+        loss = engine(*part)
+        engine.backward(loss)
+        total += loss.detach().double() / len(parts)
         engine.step()
     dist.all_reduce(total)
     return float(total) / engine.world_size

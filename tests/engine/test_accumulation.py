@@ -42,7 +42,8 @@ def counted(ctx: RankContext, stage: int, explicit: bool) -> tuple[list[float], 
                 engine.set_gradient_accumulation_boundary(index == 1)
             assert engine.is_gradient_accumulation_boundary() == (index == 1)
             loss = engine(*part)
-            losses.append(float(engine.backward(loss / 2 if explicit else loss)) * (2 if explicit else 1))
+            assert float(engine.backward(loss / 2 if explicit else loss)) == float(loss) / 2
+            losses.append(float(loss))
             engine.step()
             applied = engine.was_step_applied()
             counts.append((engine.micro_steps, engine.global_steps, engine.global_samples, applied))
@@ -262,7 +263,7 @@ def resize(ctx: RankContext, stage: int) -> tuple[list[float], list[tuple[int, i
         parts = zip(x.chunk(2 * accumulation), y.chunk(2 * accumulation), strict=True)
         total = torch.zeros((), dtype=torch.float64)
         for part in list(parts)[ctx.rank :: 2]:
-            total += engine.backward(engine(*part)).double() / accumulation
+            total += engine.backward(engine(*part)).double()
             engine.step()
         torch.distributed.all_reduce(total)
         losses.append(float(total) / 2)

@@ -81,6 +81,42 @@ def test_what_is_written_is_used(pool: WorkerPool, stage: int, local: bool) -> N
         torch.testing.assert_close(found["weights"], torch.full((16, 8), 3.0 - LR * 7.0))
 
 
+def before_the_reduction(ctx: RankContext, stage: int) -> dict[str, Any]:
+    """Two backwards inside no_sync(); this rank then doubles what it has, and the step takes that."""
+    engine = engine_of(config_of(stage, 2, optimizer=SGD))
+    param, parts = first_weight(engine), microbatches(ctx, 0, 2)
+    found: dict[str, Any] = {"none": fragments.safe_get_full_grad(param)}
+    with engine.no_sync():
+        for part in parts:
+            engine.backward(engine(*part))
+            found["own"] = fragments.safe_get_full_grad(param)
+        found["piece"] = fragments.safe_get_local_grad(param)
+        if ctx.rank == 0:
+            fragments.safe_set_full_grad(param, found["own"] * 2)
+            fragments.safe_set_local_grad(param, found["piece"] * 2)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    return found | {"weights": whole_weights(engine)["blocks.0.up.weight"]}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_before_the_reduction_a_rank_has_its_own_gradient(pool: WorkerPool, stage: int) -> None:
+    want = []
+    for rank in range(2):
+        model = stack()
+        for part in microbatches(RankContext(rank, 2, None), 0, 2):
+            (model(*part) / 2).backward()
+        want.append(model.blocks[0].up.weight.grad)  # type: ignore[union-attr]
+    ranks = pool.run(before_the_reduction, 2, stage)
+    for found, own in zip(ranks, want, strict=True):
+        assert found["none"] is None
+        torch.testing.assert_close(found["own"], own, rtol=1e-5, atol=1e-7)
+        step = (2 * want[0] + want[1]) / 2 * LR
+        torch.testing.assert_close(found["weights"], stack().blocks[0].up.weight - step, rtol=1e-5, atol=1e-7)  # type: ignore[union-attr]
+    piece = ranks[0]["piece"]
+    torch.testing.assert_close(piece, want[0].reshape(-1)[: piece.numel()], rtol=1e-5, atol=1e-7)
+
+
 def every_parameter(ctx: RankContext, stage: int) -> list[int]:
     """All states and gradients are set, whichever rank owns them; gives how much of each parameter this one owns."""
     engine = engine_of(config_of(stage))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from launcher.errors import ConfigError
+import launcher
+from launcher.arguments import add_config_arguments
+from launcher.errors import ArgumentsError, ConfigError
 from tests.engine.driving import advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
+from tests.zero.models import stack
 
 
 def mpu_of(**answers: int) -> Any:
@@ -55,6 +59,23 @@ def test_an_mpu_must_say_what_the_json_says(pool: WorkerPool) -> None:
         assert "2 pipeline stages, and pipeline.stages is 1" in staged
         assert "1 data-parallel ranks, and here there are 2" in data
         assert "counts this rank as" in order and "shares sequences" in sequence
+
+
+def configured(ctx: RankContext) -> None:
+    args = SimpleNamespace(deepscale_config=config_of(1), deepspeed_config=None)
+    engine = launcher.initialize(args, model=stack())[0]
+    assert engine.zero_optimization_stage() == 1
+    args.deepspeed_config = config_of(2)
+    for given in ({"args": args, "model": stack()}, {"model": stack()}, {"config": config_of(1)}):
+        with pytest.raises(ArgumentsError) as caught:
+            launcher.initialize(**given)
+        assert isinstance(caught.value, AssertionError) and isinstance(caught.value, ValueError)
+
+
+def test_the_config_is_given_once_also_by_its_former_name(pool: WorkerPool) -> None:
+    pool.run(configured, 1)
+    given = add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepscale_config", "ds.json"])
+    assert (given.deepscale_config, given.deepspeed_config, given.deepscale) == ("ds.json", None, False)
 
 
 def told(ctx: RankContext) -> list[tuple[int, str]]:

@@ -21,11 +21,14 @@ from launcher.integrations.optimizer_kinds import (
     FP16_Optimizer,
     ZeROOptimizer,
 )
+from launcher.integrations.optimizers import FusedAdam
 from launcher.integrations.processes import init_distributed
 from launcher.integrations.utilities import required_torch_version
 from launcher.optim.build import from_client
-from tests.engine.driving import config_of, engine_of
+from launcher.optim.sharded import ShardedOptimizer
+from tests.engine.driving import advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
+from tests.zero.models import stack
 
 KINDS = {
     0: set(),
@@ -54,6 +57,20 @@ def ask(ctx: RankContext) -> None:
                 engine.save_checkpoint(empty)
     engine = engine_of(config_of(0, bf16={"enabled": True}))
     assert isinstance(engine.optimizer, BF16_Optimizer)
+
+
+def ask_for_torch_classes(ctx: RankContext) -> None:
+    json, own = engine_of(config_of(0)), stack()
+    assert isinstance(json.optimizer, ShardedOptimizer) and isinstance(json.optimizer, torch.optim.AdamW)
+    assert isinstance(json.optimizer, FusedAdam) and not isinstance(json.optimizer, torch.optim.SGD)
+    engine = engine_of(config_of(0), own, optimizer=torch.optim.SGD(own.parameters(), lr=0.1))
+    assert isinstance(engine.optimizer, torch.optim.SGD) and not isinstance(engine.optimizer, FusedAdam)
+    assert not isinstance(engine_of(config_of(1)).optimizer, FusedAdam)
+    advance(engine, ctx, [0])
+
+
+def test_an_optimizer_is_of_the_class_that_steps(pool: WorkerPool) -> None:
+    pool.run(ask_for_torch_classes, 1)
 
 
 def test_an_optimizer_is_of_the_class_of_its_stage(pool: WorkerPool) -> None:

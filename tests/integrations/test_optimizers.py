@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.errors import ConfigError
+from launcher.errors import ArgumentsError, ConfigError
 from launcher.integrations import optimizers
 from launcher.optim import one_pass
 from tests.engine.driving import advance, config_of, engine_of, whole_weights
@@ -52,6 +52,22 @@ def test_they_step_as_the_json_says(pool: WorkerPool, name: str) -> None:
     assert fast == as_fast
     for key, value in json.items():
         assert torch.equal(mine[key], value), key
+
+
+def states(ctx: RankContext) -> None:
+    """bfloat16 moments by the argument, where the JSON does not say otherwise."""
+    low = {"enabled": True, "bf16_master_weights_and_grads": True}
+    model = stack()
+    narrow = optimizers.DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)
+    engine = engine_of(config_of(1, bf16=low, optimizer=None), model, optimizer=narrow)
+    assert engine.optimizer.dtype_of("blocks.0.up.weight") == torch.bfloat16
+    model, json = stack(), config_of(1, bf16=low | {"bf16_optimizer_states": True}, optimizer=None)
+    with pytest.raises(ArgumentsError, match="fp32_optimizer_states=False"):
+        engine_of(json, model, optimizer=optimizers.DeepSpeedCPUAdam(model.parameters()))
+
+
+def test_the_dtype_of_moments_may_be_an_argument(pool: WorkerPool) -> None:
+    pool.run(states, 1)
 
 
 def test_they_are_classes() -> None:

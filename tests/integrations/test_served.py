@@ -21,16 +21,18 @@ from launcher.integrations import (
     moe_groups,
     norms,
     pipe_schedule,
+    sections,
 )
 from launcher.integrations.accelerator import get_accelerator
-from launcher.integrations.configuration import DeepSpeedConfig, DeepSpeedZeroConfig, load_ds_config
+from launcher.integrations.configuration import DeepSpeedConfig, load_ds_config
 from launcher.integrations.enumerations import DtypeEnum, OffloadDeviceEnum, ZeroParamStatus
 from launcher.integrations.grid import PipelineParallelGrid
 from launcher.integrations.loading import DeepSpeedDataLoader
-from launcher.integrations.monitors import MonitorMaster
+from launcher.integrations.monitors import MonitorMaster, csvMonitor
 from launcher.integrations.profiles import FlopsProfiler, get_model_profile
 from launcher.integrations.refused import NotHere
 from launcher.integrations.rng_trackers import CudaRNGStatesTracker
+from launcher.integrations.sections import DeepSpeedMonitorConfig
 from launcher.integrations.tiling import TiledLinear, TiledLinearReturnBias
 from launcher.integrations.timing import SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from launcher.pipeline.topology import PipeModelDataParallelTopology
@@ -188,8 +190,24 @@ def test_a_config_by_the_attributes_that_scripts_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="stage"):
         DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"stage": 9}})
     assert load_ds_config(str(path))["gradient_clipping"] == 0.5
-    assert DeepSpeedZeroConfig(stage=2).reduce_bucket_size == 500_000_000
     assert DtypeEnum.from_str("half") is DtypeEnum.fp16
+
+
+def test_sections_as_classes() -> None:
+    zero = sections.DeepSpeedZeroConfig(stage=3, cpu_offload_param=True, stage3_prefetch_bucket_size=7)
+    assert zero.prefetch_bucket_size == zero.stage3_prefetch_bucket_size == 7
+    assert isinstance(zero.offload_param, sections.DeepSpeedZeroOffloadParamConfig)
+    assert zero.offload_param.device == OffloadDeviceEnum.cpu and zero.offload_optimizer is None
+    assert zero.leaf_module.classes == sections.DEFAULT_LEAF_MODULE_CLASSES
+    assert sections.DeepSpeedZeroConfig(leaf_module={"names": "a"}).leaf_module.names == ["a"]
+    assert sections.DeepSpeedZeroConfig(zero_hpz_partition_size=4).stage == 0
+    offload = sections.DeepSpeedZeroOffloadOptimizerConfig
+    assert not offload(pipeline_read=False, pipeline_write=False).pipeline and offload(ratio=0.3).pipeline
+    assert sections.DeepSpeedZeroConfig(stage=2).model_dump()["reduce_bucket_size"] == 500_000_000
+    with pytest.raises(NotHere, match=r"DeepSpeedZeroConfig\.nothing"):
+        zero.nothing  # noqa: B018
+    with pytest.raises(ConfigError, match="stage"):
+        sections.DeepSpeedZeroConfig(stage=7)
 
 
 def test_an_elastic_batch_is_that_of_the_section() -> None:
@@ -216,6 +234,14 @@ def test_metrics_are_written_without_an_engine(tmp_path: Path) -> None:
     master.close()
     assert master.enabled and any("1.5" in path.read_text() for path in tmp_path.rglob("*.csv"))
     assert not MonitorMaster({}).enabled
+    one = csvMonitor(DeepSpeedConfig({"train_batch_size": 1, **sections}).monitor_config.csv_monitor)
+    one.write_events([("Train/alone", 2.5, 4)])
+    one.close()
+    assert one.enabled and one.job_name == "job" and any("alone" in path.name for path in tmp_path.rglob("*"))
+    assert (
+        not csvMonitor({}).enabled
+        and csvMonitor({}).output_path == DeepSpeedMonitorConfig().csv_monitor.output_path
+    )
 
 
 # ---- helpers -----------------------------------------------------------------------------------------
@@ -278,8 +304,9 @@ def test_a_linear_layer_in_tiles_is_the_layer() -> None:
     apart = TiledLinearReturnBias(10, 7, in_splits=2, out_splits=2, linear_cls=Apart, init_linear=whole)
     product, bias = apart(x)
     torch.testing.assert_close(product + bias, whole(x))
-    with pytest.raises(ConfigError, match="out_splits 8"):
+    with pytest.raises(ConfigError, match="out_splits 8") as caught:
         TiledLinear(10, 7, out_splits=8)
+    assert isinstance(caught.value, RuntimeError)
 
 
 def test_estimates_count_shards(capsys: pytest.CaptureFixture[str]) -> None:

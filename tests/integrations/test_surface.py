@@ -98,3 +98,9 @@ def test_what_projects_use_is_here() -> None:
     """Every name has a verdict, and most of those that DeepSpeed 0.19.8 still has work."""
     names, here, weighed, weighed_here = api_page.uses()
     assert names > 400 and here / names > 0.77 and weighed_here / weighed > 0.87
+
+
+def test_the_package_tells_its_version_in_parts() -> None:
+    parts = [surface.look_up("", f"__version_{part}__") for part in ("major", "minor", "patch")]
+    assert ".".join(map(str, parts)) == surface.look_up("", "__version__")
+    assert surface.look_up("", "__git_hash__") and surface.look_up("", "__git_branch__")

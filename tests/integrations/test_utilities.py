@@ -44,10 +44,14 @@ def test_a_schedule_as_a_class_is_that_of_the_json(name: str) -> None:
     assert config is not None
     json = build_scheduler(config, optimizer())
     assert [each for each in SCHEDULES if isinstance(json, getattr(lr_schedules, each))] == [name]
+    shown = [each for each in lr_schedules.ATTRIBUTES if hasattr(mine, each)]
+    assert shown and all(getattr(json, each) == getattr(mine, each) for each in shown)
+    with pytest.raises(AttributeError):  # the curve would not change with it
+        setattr(mine, shown[0], 3)
     for _ in range(25):
         mine.step()
         json.step()
-        assert mine.get_last_lr() == json.get_last_lr()
+        assert mine.get_last_lr() == json.get_last_lr() and mine.get_lr_ratio() == json.get_lr_ratio()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -79,6 +83,19 @@ def test_one_cycle_tells_the_high_momentum_and_starts_with_the_low_one() -> None
         adam, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_min_mom=0.8, cycle_max_mom=0.9
     )
     assert schedule.get_mom() == [(0.9, 0.99)] and adam.param_groups[0]["betas"] == (0.8, 0.99)
+
+
+def test_a_schedule_shows_its_keywords() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.2)]
+    warm = lr_schedules.WarmupLR(torch.optim.SGD(groups, lr=0.1), warmup_num_steps=1)
+    assert (warm.min_lrs, warm.max_lrs, warm.warmup_num_steps) == ([0.0, 0.0], [0.1, 0.2], 2)
+    cosine = lr_schedules.WarmupCosineLR(optimizer(), total_num_steps=9, warmup_num_steps=4)
+    assert (cosine.warmup_type, cosine.total_num_steps, cosine.get_lr_ratio()) == ("log", 9, 0.0)
+    cosine.step(4)
+    assert cosine.get_lr_ratio() == pytest.approx(cosine.get_lr()[0] / 0.1)
+    cycle = lr_schedules.OneCycle(optimizer(), cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=6)
+    assert (cycle.min_lrs, cycle.max_moms, cycle.step_ratio) == ([0.1], [(0.9, 0.99)], 0.5)
+    assert not hasattr(cycle, "warmup_type")
 
 
 def test_schedules_take_positions_and_name_what_they_do_not_take() -> None:

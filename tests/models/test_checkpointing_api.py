@@ -52,8 +52,12 @@ def test_arguments_beat_the_json() -> None:
     gradient(checkpointing.checkpoint)
     with pytest.raises(ConfigError, match="num_checkpoints"):
         checkpointing.configure(contiguous_checkpointing=True)
-    with pytest.raises(ConfigError, match="mpu_"):
-        checkpointing.configure(partition_activations=True)
+
+
+def test_without_an_mpu_nothing_is_split(caplog: pytest.LogCaptureFixture) -> None:
+    checkpointing.configure(partition_activations=True)
+    assert "there is no mpu_" in caplog.text
+    assert torch.equal(gradient(checkpointing.checkpoint), gradient(lambda function, *args: function(*args)))
 
 
 class Mpu:

@@ -47,8 +47,8 @@ MUTANTS = {
     # zero: shards, gathers, reductions, the norm
     "settle-leaves-out-whole-gradients": Mutant(
         "zero/reduce.py",
-        "if self._unsent if gradient.sharded else not gradient.reduced:",
-        "if self._unsent:",
+        "return self.unsent if gradient.sharded else not gradient.reduced",
+        "return self.unsent",
         "with managed_gradient_accumulation false, gradients of stages 0 and 1 are never reduced",
         near="engine/test_aids.py",
     ),

@@ -74,9 +74,11 @@ def pairs(step: int, rank: int, world: int, microbatches: int) -> list[tuple[Ten
     return [(ids, ids) for ids in share(batch(step), rank, world, microbatches)]
 
 
-def train(ctx: RankContext, module: nn.Module, config: dict[str, Any], make: Any = pairs) -> dict[str, Any]:
+def train(
+    ctx: RankContext, module: nn.Module, config: dict[str, Any], make: Any = pairs, **given: Any
+) -> dict[str, Any]:
     """What `STEPS` steps leave, of all stages."""
-    engine = engine_of(config, module)
+    engine = engine_of(config, module, **given)
     losses, norms, dp = [], [], engine.mesh.dp
     for step in range(STEPS):
         parts = make(step, dp.rank, dp.degree, engine.gradient_accumulation_steps())
@@ -154,6 +156,28 @@ def test_any_cut_trains_alike(pool: WorkerPool, ranks: int) -> None:
             assert len(got["names"]) < len(got["weights"]) or config["pipeline"].get("stages", 1) == 1
 
 
+def from_own_parameters(ctx: RankContext) -> tuple[int, dict[str, Any], str]:
+    """A script asks a row for its parameters before initialize(): those of this rank's stage."""
+    module = row(False, num_stages=2)
+    count = torch.tensor(sum(parameter.numel() for parameter in module.parameters()))
+    torch.distributed.all_reduce(count)
+    weights = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    rest = [parameter for parameter in module.parameters() if parameter.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": weights}, {"params": rest}], lr=LR, weight_decay=0.1)
+    config = config_of(1, 4, {})
+    found = train(ctx, module, {**config, "optimizer": None}, optimizer=optimizer)
+    other = row(False, num_stages=2)
+    uneven = config_of(0, 4, {"schedule": "interleaved"})
+    return int(count), found, refusal(engine_of, uneven, other, model_parameters=list(other.parameters()))
+
+
+def test_a_stage_is_there_before_initialize(pool: WorkerPool) -> None:
+    for count, found, refused in pool.run(from_own_parameters, 2):
+        assert count == sum(weight.numel() for weight in truth(False)["weights"].values())
+        assert_same(found, truth(False))
+        assert "those of other stages" in refused
+
+
 def sequential() -> nn.Sequential:
     torch.manual_seed(1)
     layers = [nn.Linear(VOCAB, WIDTH), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
@@ -225,9 +249,9 @@ def surface(ctx: RankContext, directory: str) -> dict[str, Any]:
     return locals() | {"engine": None, "loader": None, "module": None, "ctx": None}
 
 
-def refusal(function: Any, *args: Any) -> str:
+def refusal(function: Any, *args: Any, **given: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        function(*args)
+        function(*args, **given)
     return str(error.value)
 
 

@@ -44,7 +44,9 @@ def advance(engine: Any, steps: Iterable[int]) -> tuple[list[float], list[float]
         total = torch.zeros((), dtype=torch.float64)
         parts = share(batch(step), dp.rank, dp.degree, engine.gradient_accumulation_steps())
         for ids in parts:
-            total += engine.backward(engine(input_ids=ids, labels=ids).loss).double() / len(parts)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            total += loss.detach().double() / len(parts)
             engine.step()
         all_reduce(total, dp, "test").wait()
         losses.append(float(total) / dp.degree)

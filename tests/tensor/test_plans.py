@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from launcher.comm import Axis, Mesh
 from launcher.errors import ConfigError
@@ -115,6 +117,40 @@ def test_rows_over_those_of_transformers() -> None:
     plan = plan_of(model)
     assert plan["model.layers.*.mlp.up_proj"].style == "colwise"
     assert plan["model.layers.*.mlp.act_fn"].style == "replicated_with_grad_allreduce"
+
+
+class _Blocks(nn.Module):
+    """A model of nobody's, whose config has a plan."""
+
+    def __init__(self, plan: dict[str, str]) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(base_model_tp_plan=plan)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in "12"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer["down"](layer["up"](x))  # type: ignore[index]
+        return x
+
+
+def own_plan(ctx: RankContext) -> tuple[Tensor, list[tuple[int, ...]]]:
+    torch.manual_seed(0)
+    model = _Blocks({"*.up": "colwise", "layers.*.down": "rowwise"})
+    apply(model, Mesh.build(CPU, tp=ctx.world).axes["tp"], Options(), device=CPU)
+    return model(torch.ones(2, 4)).detach(), [tuple(p.shape) for p in model.parameters()][:4]
+
+
+def test_a_plan_of_the_models_own(pool: WorkerPool) -> None:
+    """`*` in front is any path, further on a number."""
+    torch.manual_seed(0)
+    want = _Blocks({})(torch.ones(2, 4))
+    for output, shapes in pool.run(own_plan, 2):
+        torch.testing.assert_close(output, want)
+        assert shapes == [(4, 4), (4,), (4, 4), (4,)]
+    with pytest.raises(ConfigError, match="styles that are not known: colwse"):
+        plan_of(_Blocks({"*.up": "colwse"}))
 
 
 def test_the_table_holds_together() -> None:

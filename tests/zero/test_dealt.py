@@ -32,10 +32,10 @@ def trained(ctx: RankContext, stage: int, dealt: bool) -> tuple[list[float], dic
     return advance(engine, ctx, range(3)), whole_weights(engine)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_dealt_model_trains_as_one_that_was_whole(pool: WorkerPool, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2), (3, 1)])
+def test_a_dealt_model_trains_as_one_that_was_whole(pool: WorkerPool, stage: int, ranks: int) -> None:
     for (losses, weights), (expected, truth) in zip(
-        pool.run(trained, 2, stage, True), pool.run(trained, 2, stage, False), strict=True
+        pool.run(trained, ranks, stage, True), pool.run(trained, ranks, stage, False), strict=True
     ):
         assert losses == expected
         assert all(torch.equal(weights[name], value) for name, value in truth.items())
@@ -63,8 +63,9 @@ def changed(ctx: RankContext) -> dict[str, Tensor]:
     return whole_weights(engine)
 
 
-def test_what_is_done_to_a_dealt_model_reaches_the_engine(pool: WorkerPool) -> None:
-    for weights in pool.run(changed, 2):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_done_to_a_dealt_model_reaches_the_engine(pool: WorkerPool, ranks: int) -> None:
+    for weights in pool.run(changed, ranks):
         assert torch.equal(weights["0.weight"], torch.full((4, 4), 2.0))
         assert torch.equal(weights["0.bias"], torch.full((4,), 3.0))
         assert torch.equal(weights["2.weight"], torch.full((4, 4), 7.0))

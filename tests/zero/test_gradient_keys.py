@@ -28,7 +28,7 @@ def test_sum_is_as_many_times_the_mean_as_there_are_ranks(pool: WorkerPool, stag
     """SGD with a sum over 2 ranks is SGD of twice the rate with a mean."""
     model = stack()
     want = truth(torch.optim.SGD(model.parameters(), lr=2 * 0.02), model, range(4), parts=4)
-    losses, norm, weights = pool.run(run, 2, stage, {"gradient_allreduce_op": "sum"})[0]
+    losses, norm, weights = pool.run(run, 2, stage, {"gradient_allreduce_op": "SUM"})[0]
     assert losses == pytest.approx(want, rel=1e-5)
     for name, p in model.named_parameters():
         torch.testing.assert_close(weights[name], p.detach(), rtol=1e-5, atol=1e-6)

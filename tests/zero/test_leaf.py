@@ -13,6 +13,7 @@ from launcher.comm import record_collectives
 from launcher.config import load
 from launcher.engine.assemble import mark_leaves
 from launcher.errors import ConfigError
+from launcher.zero.leaf import with_leaves
 from tests.engine.driving import advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import Block, Stack, stack
@@ -87,6 +88,10 @@ LEAVES = {
         {"stage3_module_granularity_threshold": 13},
         [*BLOCKS, "neck", *INNER, "root"],
     ),
+    "a list inside of another leaf": (
+        {"leaf_module": {"names": ["encoder"], "name_suffixes": ["encoder.layers"]}},
+        [*BLOCKS, "encoder", "root"],
+    ),
     "the whole": ({"leaf_module": {"classes": [f"{__name__}.Model"]}}, ["root"]),
 }
 
@@ -129,10 +134,17 @@ def test_marked_in_code(pool: WorkerPool) -> None:
     [
         ({"classes": ["Encodr"]}, "no module is of the class Encodr"),
         ({"names": "blocks.7"}, r"no module is named, or ends in, blocks\.7"),
-        ({"name_suffixes": ["encoder.layers"]}, "a ModuleList cannot be a leaf"),
     ],
 )
 def test_what_cannot_be_a_leaf_is_said(leaf: dict[str, Any], said: str) -> None:
     model, config = model_of(), load({"zero_optimization": {"stage": 3, "leaf_module": leaf}})
     with pytest.raises(ConfigError, match=said):
         mark_leaves(model, config)
+
+
+def test_a_list_of_modules_is_no_unit() -> None:
+    """It has no forward, before which its parameters could be gathered."""
+    model = model_of()
+    assert launcher.zero.set_z3_leaf_modules_by_name(model, ["encoder.layers"])[0] == [model.encoder.layers]
+    with pytest.raises(ConfigError, match=r"encoder\.layers is a ModuleList, which cannot be a leaf"):
+        with_leaves(model, [])

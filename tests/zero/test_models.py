@@ -50,10 +50,9 @@ def run(
         for i, (x, y) in enumerate(parts):
             if no_sync and i < len(parts) - 1:
                 with engine.no_sync():
-                    loss = engine.backward(engine(x, y, step in spare_steps))
+                    total += engine.backward(engine(x, y, step in spare_steps)).double()
             else:
-                loss = engine.backward(engine(x, y, step in spare_steps))
-            total += loss.double() / accumulation
+                total += engine.backward(engine(x, y, step in spare_steps)).double()
             engine.step()
         dist.all_reduce(total)
         losses.append(float(total) / ctx.world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from tests.engine.driving import config_of, engine_of, whole_weights
+from tests.engine.driving import advance, config_of, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import tiny_llama
+from tests.zero.models import points, stack
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 IDS = torch.arange(16).view(2, 8) % 11
@@ -116,3 +118,24 @@ def test_generate_is_that_of_one_process(pool: WorkerPool, kind: str) -> None:
     want = MODELS[kind]().eval().generate(IDS, max_new_tokens=5, do_sample=False)  # type: ignore[operator]
     for tokens in pool.run(generated, 2, kind):
         assert torch.equal(tokens, want)
+
+
+def transformed(ctx: RankContext, stage: int) -> None:
+    """torch.func through the engine: gradients of inputs, and nothing of it in the step that follows."""
+    plain, engine = stack(), engine_of(config_of(stage, 2, optimizer=SGD))
+    x, y = points(0, 4)
+    for transform in (torch.func.grad, torch.func.jacrev):
+        torch.testing.assert_close(transform(lambda x: engine(x, y))(x), transform(lambda x: plain(x, y))(x))
+
+    def by_row(model: Any) -> Tensor:
+        one = torch.func.grad(lambda x, y: model(x, y))
+        return torch.func.vmap(one)(x.unsqueeze(1), y.unsqueeze(1))
+
+    torch.testing.assert_close(by_row(engine), by_row(plain))
+    untouched = advance(engine_of(config_of(stage, 2, optimizer=SGD)), ctx, [0, 1])
+    assert advance(engine, ctx, [0, 1]) == untouched
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_transforms_of_torch_are_no_backward_of_a_step(pool: WorkerPool, stage: int) -> None:
+    pool.run(transformed, 2, stage)

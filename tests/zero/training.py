@@ -82,7 +82,8 @@ def train(ctx: RankContext, case: Case) -> Trained:
         with record_collectives() as last:
             for ids in share(batch(step, SEQUENCES), ctx.rank, ctx.world, case.accumulation):
                 loss = engine(input_ids=ids, labels=ids).loss
-                total += engine.backward(loss).double() / case.accumulation
+                engine.backward(loss)
+                total += loss.detach().double() / case.accumulation
                 engine.step()
         dist.all_reduce(total)
         losses.append(float(total) / ctx.world)
