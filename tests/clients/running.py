@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -47,7 +48,7 @@ def run(client: Client, engine: str, work: Path, examples: Path | None) -> Outco
     config.write_text(json.dumps(json_of(client), indent=2))
     places = {
         "out": out, "json": config, "models": work / "models", "programs": HERE / "programs",
-        "examples": examples or "", "cwd": directory / "cwd",
+        "examples": examples or "", "cwd": directory / "cwd", "older": Path(sys.prefix, "older"),
     }  # fmt: skip
     arguments = [argument.format(**places) for argument in client.arguments]
     program = client.program
@@ -93,19 +94,18 @@ def _copied(source: Path, directory: Path) -> Path:
 
 
 def _starter(client: Client, engine: str) -> list[str]:
+    """Two ranks: by `launch`; by DeepSpeed's own launcher where it has to say `--local_rank`, else by torchrun's."""
     if engine == OURS:
         start = ["-m", "launcher.cli.main", "--num_gpus", str(RANKS), "--device", "cpu"]
         if not client.local_rank:
             start.append("--no_local_rank")
         return [sys.executable, *start, *(["--module"] if client.module else [])]
-    start = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(RANKS),
-        "--master-port",
-        str(_free_port()),
-    ]
+    port = str(_free_port())
+    if client.local_rank:
+        slots = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(RANKS))}).encode()).decode()
+        start = ["-m", "deepspeed.launcher.launch", "--world_info", slots, "--master_port", port]
+        return [sys.executable, *start, *(["--module"] if client.module else [])]
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", port]
     return [sys.executable, *start, *(["-m"] if client.module else [])]
 
 

@@ -13,7 +13,8 @@ OURS, THEIRS = "ours", "deepspeed"
 
 @dataclass(frozen=True)
 class Client:
-    """One program in one setting. Arguments may hold {out}, {models}, {json}, {cwd} and {examples}."""
+    """One program in one setting. Arguments may hold {out}, {models}, {json},
+    {cwd}, {older} and {examples}."""
 
     name: str
     setting: str
@@ -184,8 +185,8 @@ def _deepspeeds_larger_examples(one: Callable[..., Client]) -> list[Client]:
             f"{chat}/training/step1_supervised_finetuning/main.py", "--model_name_or_path", "{models}/opt-tied",
             "--data_output_path", "{out}/data", "--max_seq_len", "32", "--per_device_train_batch_size", "2",
             "--per_device_eval_batch_size", "4", "--dtype", "bf16", "--zero_stage", str(stage), "--deepspeed",
-            "--output_dir", "{out}", "--dropout", "0.0", *(("--lora_dim", "4") if lora else ()),
-            stage=stage, needs="data", local_rank=True, limit=1e-2, paths=("{examples}/" + chat,),
+            "--dropout", "0.0", *(("--lora_dim", "4") if lora else ()),
+            stage=stage, needs="data no_init_weights", local_rank=True, limit=1e-2, paths=("{examples}/" + chat,),
             environment={"PYTHONDONTWRITEBYTECODE": "1"})
         for stage, lora in ((2, False), (3, False), (2, True))
     ]  # fmt: skip
@@ -258,7 +259,7 @@ def _accelerates() -> list[Client]:
 
 
 def _factory() -> list[Client]:
-    """LLaMA-Factory's command line; it asks for older packages, and is told not to."""
+    """LLaMA-Factory's command line, with the versions of packages that it asks for."""
     home = "LLaMA-Factory"
     flags = {
         "model_name_or_path": "{models}/llama-untied", "stage": "sft", "do_train": "true", "dataset": "identity",
@@ -272,7 +273,7 @@ def _factory() -> list[Client]:
         made.append(
             Client("LLaMA-Factory SFT", f"llama, untied, {kind}", home, f"{home}/src/train.py",
                    (*arguments, "--finetuning_type", kind), stage, stand_ins="torchaudio",
-                   environment={"DISABLE_VERSION_CHECK": "1"})
+                   paths=("{older}", "{examples}/LLaMA-Factory/src"), environment={"PYTHONDONTWRITEBYTECODE": "1"})
         )  # fmt: skip
     return made
 

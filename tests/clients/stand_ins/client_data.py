@@ -60,6 +60,13 @@ def from_hub(datasets: Any) -> None:
     datasets.load_dataset = load
 
 
+def older_names(modeling: Any) -> None:
+    """A name that transformers has moved since, and that a program imports without a use for it."""
+    from transformers import initialization
+
+    modeling.no_init_weights = initialization.no_init_weights
+
+
 def metrics(evaluate: ModuleType) -> None:
     """Metrics of the hub are the accuracy, under the names that GLUE's have."""
 

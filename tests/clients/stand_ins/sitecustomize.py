@@ -138,6 +138,7 @@ _STAND_INS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "accelerators": ("accelerate.test_utils.testing", client_devices.two_accelerators),
     "torch_accelerators": ("transformers.testing_utils", client_devices.two_accelerators),
     "fp16": ("deepspeed", client_devices.half_precision),
+    "no_init_weights": ("transformers.modeling_utils", client_data.older_names),
 }
 """Words of CLIENT_STAND_INS -> the module that is changed, and how. `seed` is read above."""
 
