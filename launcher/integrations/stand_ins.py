@@ -143,9 +143,7 @@ class _Unsplit:
         return config and {key: value for key, value in config.items() if key != "tensor_parallel"}
 
 
-def Init(
-    module: nn.Module | None = None, *, dtype: torch.dtype | None = None, **keywords: Any
-) -> DealtInit:
+def Init(module: nn.Module | None = None, *, dtype: torch.dtype | None = None, **keywords: Any) -> DealtInit:
     """`DealtInit`, in which transformers reads weights, with parameters in the 16 bits of the JSON.
 
     It renames none of them where it sees tensor parallelism, for DeepSpeed has split the layers by then. Here
