@@ -101,9 +101,10 @@ $(VENV)/.installed-parity: $(VENV)/.installed-test
 	$(PIP) --no-build-isolation -e ".[test,parity]"
 	touch $@
 
-$(CLIENTS)/.installed: constraints.txt pyproject.toml tests/clients/requirements.txt
+$(CLIENTS)/.installed: constraints.txt pyproject.toml tests/clients/requirements.txt tests/clients/older.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --quiet --no-compile -c constraints.txt torch setuptools wheel ninja hatchling editables
 	$(CLIENTS)/bin/pip install --quiet --no-compile -c constraints.txt --no-build-isolation -e ".[test,parity]" \
 		-r tests/clients/requirements.txt
+	$(CLIENTS)/bin/pip install --quiet --no-compile --no-deps --upgrade --target $(CLIENTS)/older -r tests/clients/older.txt
 	touch $@

@@ -11,6 +11,8 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.getters import Getters
+from launcher.engine.watch import Watch
+from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
@@ -29,6 +31,7 @@ class Answers(Getters):
     curriculum: Curriculum
     global_steps: int
     timers: Timers
+    watch: Watch
     _config: Config
     _norm: float | None
     _applied: bool
@@ -88,6 +91,11 @@ class Answers(Getters):
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of each phase of the last step, by our names (forward, backward, reduce, step); {} when off."""
         return dict(self.timers.last_step)
+
+    @property
+    def tput_timer(self) -> Throughput:
+        """Sequences per second; it measures where `timers.throughput` and `steps_per_print` ask for it."""
+        return self.watch.throughput
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

@@ -76,6 +76,7 @@ DIFFERS: Mapping[str, str] = {
     "runtime.engine.DeepSpeedEngine.load_checkpoint": "launcher's format; custom_load_fn is refused",
     "runtime.engine.DeepSpeedEngine.get_wall_clock_timers": "milliseconds by launcher's names of the phases",
     "runtime.engine.DeepSpeedEngine.timers": "launcher's timers: `with timers(name)`",
+    "runtime.engine.DeepSpeedEngine.tput_timer": "the engine alone starts and stops it; off without steps_per_print",
     "runtime.pipe.engine.PipelineEngine": "the same engine: a model in stages is trained with train_batch()",
     "runtime.pipe.engine.DeepSpeedEngine": "launcher's engine",
     "DeepSpeedEngine": "launcher's engine",

@@ -122,7 +122,7 @@ ENGINE: Mapping[Refusal, str] = {
     Refusal(
         "its timers have other names",
         "get_wall_clock_timers(), or wall_clock_breakdown and timers in the JSON",
-    ): "engine_timers engine_timers_cache tput_timer print_forward_breakdown fwd_duration",
+    ): "engine_timers engine_timers_cache print_forward_breakdown fwd_duration",
     Refusal(
         "the engine keeps no copy of what initialize() was given", "keep it yourself"
     ): "client_optimizer client_lr_scheduler basic_optimizer collate_fn training_data",

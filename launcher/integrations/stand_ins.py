@@ -14,6 +14,7 @@ from torch import nn
 import launcher
 import launcher.integrations.lr_schedules  # puts DeepSpeed's attributes on schedules
 from launcher.checkpointing import checkpoint
+from launcher.config.load import read
 from launcher.engine import Engine
 from launcher.errors import ConfigError
 from launcher.integrations.marks import mark_small  # the module puts DeepSpeed's attributes on parameters
@@ -160,14 +161,28 @@ class _Unsplit:
         return config and {key: value for key, value in config.items() if key != "tensor_parallel"}
 
 
-def Init(*args: Any, **keywords: Any) -> DealtInit:
-    """`DealtInit`, in which transformers reads weights. It renames none of them where it sees tensor parallelism, for
-    DeepSpeed has split the layers by then. Here initialize() splits them, so it is not to see that section."""
-    module = sys.modules.get("transformers.integrations.deepspeed")
-    known = getattr(module, "deepspeed_config", None)
+def Init(module: nn.Module | None = None, *, dtype: torch.dtype | None = None, **keywords: Any) -> DealtInit:
+    """`DealtInit`, in which transformers reads weights, with parameters in the 16 bits of the JSON.
+
+    It renames none of them where it sees tensor parallelism, for DeepSpeed has split the layers by then. Here
+    initialize() splits them, so it is not to see that section.
+    """
+    hugging = sys.modules.get("transformers.integrations.deepspeed")
+    known = getattr(hugging, "deepspeed_config", None)
     if known is not None and not isinstance(known, _Unsplit):
-        setattr(module, "deepspeed_config", _Unsplit(known))  # noqa: B010
-    return DealtInit(*args, **keywords)
+        setattr(hugging, "deepspeed_config", _Unsplit(known))  # noqa: B010
+    config = keywords.get("config_dict_or_path") or keywords.get("config")
+    return DealtInit(module, dtype=dtype or (_sixteen_bits(config) if config else None), **keywords)
+
+
+def _sixteen_bits(config: Any) -> torch.dtype | None:
+    """Of a JSON that may not be complete yet, and is checked by initialize()."""
+    tree = read(config).tree
+    for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        section = tree.get(key)
+        if isinstance(section, dict) and section.get("enabled") is True:
+            return dtype
+    return None
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:

@@ -17,6 +17,10 @@ class Throughput:
         enabled: False makes every call do nothing.
         synchronized: on CUDA wait for queued work at both ends; False measures how fast work is handed over.
         device: of this rank.
+
+    Attributes:
+        global_step_count: steps that were measured.
+        epoch_count: epochs that the script has told of.
     """
 
     def __init__(self, *, enabled: bool, synchronized: bool, device: torch.device) -> None:
@@ -24,7 +28,8 @@ class Throughput:
         self._device = device if synchronized and device.type == "cuda" else None
         self._began: float | None = None
         self._last = (0, 0.0)  # samples and seconds of the last step
-        self._steps, self._samples, self._seconds = 0, 0, 0.0
+        self.global_step_count, self.epoch_count = 0, 0
+        self._samples, self._seconds = 0, 0.0
 
     def start(self) -> None:
         """A forward begins; only the first one of a step counts."""
@@ -37,13 +42,21 @@ class Throughput:
             return
         seconds, self._began = self._now() - self._began, None
         self._last = (samples, seconds)
-        self._steps += 1
-        if self._steps > WARM_UP:
+        self.global_step_count += 1
+        if self.global_step_count > WARM_UP:
             self._samples, self._seconds = self._samples + samples, self._seconds + seconds
+
+    def update_epoch_count(self) -> None:
+        """An epoch is over: nothing but the number changes."""
+        self.epoch_count += 1
+
+    def avg_samples_per_sec(self) -> float:
+        """Over the steps that count; minus infinity before there are some, as in DeepSpeed."""
+        return self._samples / self._seconds if self._seconds else float("-inf")
 
     def line(self) -> str:
         """One line for people; empty when nothing was measured."""
-        if self._steps == 0:
+        if self.global_step_count == 0:
             return ""
         mean = f", mean {self._samples / self._seconds:.2f}" if self._seconds else ""
         samples, seconds = self._last

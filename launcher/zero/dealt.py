@@ -34,11 +34,12 @@ class Dealt:
         values: whole, on every rank; rank 0's count.
         name: for messages.
         device: where they are gathered.
-        dealer: who deals them out.
+        dealer: who deals them out, and in which dtype.
     """
 
     def __init__(self, values: Tensor, name: str, device: torch.device, dealer: Dealer | None = None) -> None:
-        self.name, self.shape, self.dtype, self.device = name, values.shape, values.dtype, device
+        self.name, self.shape, self.device = name, values.shape, device
+        self.dtype = values.dtype if dealer is None else dealer.dtype_of(values)
         self._dealer = dealer
         self.trainable = values.requires_grad
         self.whole: Tensor | None = None
@@ -97,22 +98,27 @@ def dealt_of(parameter: Tensor) -> Dealt:
 class Dealer:
     """Puts handles in the place of parameters, one for each, however many modules show it.
 
+    Args:
+        dtype: of what is floating-point, from now on; None: its own.
+
     Attributes:
         building: a model is being built: what is touched is gathered.
     """
 
-    def __init__(self) -> None:
-        self.device, self.building = pick_device(), False
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.device, self.building, self._dtype = pick_device(), False, dtype
         self._handles: Any = WeakIdKeyDictionary()
 
     def deal(self, module: nn.Module, prefix: str = "") -> None:
         """Deal out every parameter inside `module` that is not yet, and is not on meta. A collective of all ranks."""
         for path, inner in module.named_modules(prefix=prefix or type(module).__name__):
             for attribute, parameter in inner._parameters.items():
-                if parameter is None or isinstance(parameter, ShardedParameter):
+                if parameter is None or isinstance(parameter, ShardedParameter) or parameter.is_meta:
                     continue
-                if not parameter.is_meta:
-                    inner._parameters[attribute] = self.handle(parameter, f"{path}.{attribute}")  # type: ignore[assignment]
+                inner._parameters[attribute] = self.handle(parameter, f"{path}.{attribute}")  # type: ignore[assignment]
+
+    def dtype_of(self, values: Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and values.is_floating_point() else values.dtype
 
     def handle(self, parameter: Tensor, name: str) -> ShardedParameter:
         """What stands for it from now on."""
@@ -134,14 +140,22 @@ class DealtInit:
     Args:
         module: an existing module: its parameters are dealt out at once.
         enabled: false makes this do nothing.
+        dtype: of the parameters, as soon as they are dealt out; None: their own.
         others: accepted for DeepSpeed's callers; the JSON is read by initialize().
     """
 
-    def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **others: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> None:
         init_distributed()
         self.enabled = enabled
         self._hooks: list[Any] = []
-        self._dealer = Dealer()
+        self._dealer = Dealer(dtype)
         if module is not None and self.enabled:
             self._dealer.deal(module)
 

@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 from tests.clients.page import Verdict, read, version_of, write
-from tests.clients.running import HERE, OURS, THEIRS, Outcome, run
-from tests.clients.table import CLIENTS, Client
+from tests.clients.running import HERE, Outcome, run
+from tests.clients.suites import compared
+from tests.clients.table import CLIENTS, OURS, THEIRS, Client
 
 
 def main() -> int:
@@ -45,7 +46,7 @@ def main() -> int:
 
 def make_models(directory: Path) -> None:
     if not directory.exists():
-        paths = {"PYTHONPATH": str(HERE / "stand_ins"), "CLIENT_LOSSES": ""}
+        paths = {"PYTHONPATH": str(HERE / "stand_ins"), "CLIENT_STAND_INS": ""}
         subprocess.run(
             [sys.executable, str(HERE / "programs" / "models.py"), str(directory)], check=True, env=paths
         )
@@ -57,6 +58,8 @@ def judge(client: Client, ours: Outcome, theirs: Outcome, examples: Path | None)
     if ours.error:
         both = f" (DeepSpeed: {client.alone or theirs.error})" if theirs.error else ""
         return Verdict(*about, f"fails: {ours.error}{both}", good=False)
+    if client.tests:
+        return Verdict(*about, *compared(client, ours.tests, theirs.tests))
     losses = [loss for record in ours.losses for loss in record]
     if not all(loss == loss and abs(loss) < 1e9 for loss in losses):
         return Verdict(*about, "fails: losses are not finite", good=False)

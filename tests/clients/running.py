@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -10,15 +11,16 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from tests.clients.table import Client, json_of
+from tests.clients import suites
+from tests.clients.table import OURS, Client, json_of
 from tests.parity_deepspeed import operators
 from tests.parity_deepspeed.conftest import _free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RANKS, LIMIT_S = 2, 200.0
-OURS, THEIRS = "ours", "deepspeed"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Outcome:
 
     error: str = ""
     losses: list[list[float]] = field(default_factory=list)
+    tests: dict[str, str] = field(default_factory=dict)
+    """Of a test suite: name -> "passed", "skipped", or why it failed."""
 
 
 def run(client: Client, engine: str, work: Path, examples: Path | None) -> Outcome:
@@ -44,30 +48,43 @@ def run(client: Client, engine: str, work: Path, examples: Path | None) -> Outco
     config.write_text(json.dumps(json_of(client), indent=2))
     places = {
         "out": out, "json": config, "models": work / "models", "programs": HERE / "programs",
-        "examples": examples or "",
+        "examples": examples or "", "cwd": directory / "cwd", "older": Path(sys.prefix, "older"),
     }  # fmt: skip
     arguments = [argument.format(**places) for argument in client.arguments]
     program = client.program
     if not client.module:
         own = HERE / "programs" / client.program
         program = str(own if own.exists() else Path(examples or "") / client.program)
-    cwd = Path(program).parent if examples and Path(program).is_relative_to(examples) else directory
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*_starter(client, engine), program, *arguments],
-            cwd=_copied(cwd, directory) if cwd != directory else cwd,
-            env=_environment(client, engine, directory, work),
-            stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # so that it ends its ranks; killed, it would leave them behind
-            process.wait(LIMIT_S)
-            return Outcome(f"has not ended in {LIMIT_S:g} s")
+    if client.tests:
+        cwd = _copied(Path(examples or "") / client.version_of, directory)
+    elif examples and Path(program).is_relative_to(examples):
+        cwd = _copied(Path(program).parent, directory)
+    else:
+        cwd = directory
+    environment = _environment(client, engine, places)
+    command = suites.command(client, engine) if client.tests else [*_starter(client, engine), program]
+    code = _code([*command, *arguments], cwd, environment, directory / "log", client.limit_s)
+    if code is None:
+        return Outcome(f"has not ended in {client.limit_s:g} s")
+    if client.tests:
+        return Outcome(tests=suites.outcomes(cwd)) if suites.reported(cwd) else Outcome("no test was run")
     if code:
         return Outcome(_last_words((directory / "log").read_text(errors="replace")))
     return _found(directory, engine)
+
+
+def _code(
+    command: list[str], cwd: Path, environment: dict[str, str], log: Path, limit_s: float
+) -> int | None:
+    """The exit status of a command; None: it has not ended in time."""
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # so that it ends its ranks; killed, it would leave them behind
+            process.wait(LIMIT_S)
+            return None
 
 
 def _copied(source: Path, directory: Path) -> Path:
@@ -77,29 +94,33 @@ def _copied(source: Path, directory: Path) -> Path:
 
 
 def _starter(client: Client, engine: str) -> list[str]:
+    """Two ranks: by `launch`; by DeepSpeed's own launcher where it has to say `--local_rank`, else by torchrun's."""
     if engine == OURS:
         start = ["-m", "launcher.cli.main", "--num_gpus", str(RANKS), "--device", "cpu"]
         if not client.local_rank:
             start.append("--no_local_rank")
         return [sys.executable, *start, *(["--module"] if client.module else [])]
-    start = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(RANKS),
-        "--master-port",
-        str(_free_port()),
-    ]
+    port = str(_free_port())
+    if client.local_rank:
+        slots = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(RANKS))}).encode()).decode()
+        start = ["-m", "deepspeed.launcher.launch", "--world_info", slots, "--master_port", port]
+        return [sys.executable, *start, *(["--module"] if client.module else [])]
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", port]
     return [sys.executable, *start, *(["-m"] if client.module else [])]
 
 
-def _environment(client: Client, engine: str, directory: Path, work: Path) -> dict[str, str]:
-    path = [*([str(ROOT)] if engine == OURS else []), str(HERE / "stand_ins")]
+def _environment(client: Client, engine: str, places: dict[str, Any]) -> dict[str, str]:
+    """Both engines find the same packages, models and stand-ins."""
+    own = [*([str(ROOT)] if engine == OURS else []), str(HERE / "stand_ins")]
+    theirs = [path.format(**places) for path in client.paths]
+    directory = places["out"].parent
+    losses = {} if client.tests else {"CLIENT_LOSSES": str(directory / "losses")}
     return {
-        **os.environ, **operators.environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path),
-        "CLIENT_LOSSES": str(directory / "losses"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "hf"),
-        "TOKENIZERS_PARALLELISM": "false", "CLIENT_MODELS": str(work / "models"),
-        **client.environment,
+        **os.environ, **operators.environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(own + theirs),
+        "CLIENT_STAND_INS": client.stand_ins, **losses,
+        "HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "hf"), "HF_HUB_CACHE": str(places["models"] / "hub"),
+        "TOKENIZERS_PARALLELISM": "false", "CLIENT_MODELS": str(places["models"]),
+        **{name: value.format(**places) for name, value in client.environment.items()},
     }  # fmt: skip
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 AUTO = "auto"
+OURS, THEIRS = "ours", "deepspeed"
+"""The engines."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """One program in one setting. Arguments may hold {out}, {models}, {json} and {examples}."""
+    """One program in one setting. Arguments may hold {out}, {models}, {json},
+    {cwd}, {older} and {examples}."""
 
     name: str
     setting: str
     version_of: str
     """The Python package, or the directory below EXAMPLES, whose version the table tells."""
-    program: str
+    program: str = ""
     """Of `programs/`, or below EXAMPLES."""
     arguments: tuple[str, ...] = ()
     stage: int | None = None
@@ -24,6 +28,11 @@ class Client:
     sections: dict[str, Any] = field(default_factory=dict)
     """Of that JSON, besides."""
     environment: dict[str, str] = field(default_factory=dict)
+    """Variables that it gets; values may hold the same words as arguments."""
+    stand_ins: str = ""
+    """What this machine lacks, and gets stood in: words of stand_ins/sitecustomize.py."""
+    paths: tuple[str, ...] = ()
+    """Directories in which it finds packages of its own."""
     local_rank: bool = False
     """It has a flag --local_rank, as programs for DeepSpeed's launcher have."""
     limit: float = 1e-5
@@ -32,11 +41,17 @@ class Client:
     """The program is a module's name."""
     alone: str = ""
     """Why DeepSpeed does not run it on a CPU, where that is known."""
+    tests: tuple[str, ...] = ()
+    """Files below its checkout; then it is a test suite, and has no program."""
+    least: float = 1.0
+    """Of a test suite: the share of what DeepSpeed passes that has to pass here."""
+    limit_s: float = 200.0
+    """How long it may run."""
 
     @property
     def own(self) -> bool:
         """Its program is of `programs/`, or of an installed package."""
-        return self.module or "/" not in self.program
+        return not self.tests and (self.module or "/" not in self.program)
 
     @property
     def key(self) -> str:
@@ -118,8 +133,9 @@ def _examples() -> list[Client]:
     home, training = "DeepSpeedExamples", "DeepSpeedExamples/training"
 
     def one(name: str, setting: str, program: str, *arguments: str, needs: str = "", **others: Any) -> Client:
-        others.setdefault("environment", {"CLIENT_STAND_INS": needs})
-        return Client(f"DeepSpeedExamples {name}", setting, home, program, arguments, **others)
+        return Client(
+            f"DeepSpeedExamples {name}", setting, home, program, arguments, stand_ins=needs, **others
+        )
 
     flags = ("--deepspeed", "--epochs", "1", "--dtype", "fp32", "--log-interval", "1", "--stage")
     cifar = [
@@ -150,18 +166,140 @@ def _examples() -> list[Client]:
         one("HelloDeepSpeed", "bf16", f"{training}/HelloDeepSpeed/train_bert_ds.py", "--checkpoint_dir", "{out}",
             "--tokenizer", "{models}/llama-tied", "--dtype", "bf16", "--num_iterations", "3", "--batch_size", "4",
             "--num_layers", "2", "--num_heads", "4", "--ff_dim", "64", "--h_dim", "32", "--log_every", "1",
-            needs="text", local_rank=True, limit=1e-2),
+            needs="data", local_rank=True, limit=1e-2),
         *pipeline,
         *tensor,
+        *_deepspeeds_larger_examples(one),
     ]  # fmt: skip
 
 
-CLIENTS: list[Client] = [*_trl(), *_lightning(), *_trainers(), *_examples()]
+def _deepspeeds_larger_examples(one: Callable[..., Client]) -> list[Client]:
+    training, chat = "DeepSpeedExamples/training", "DeepSpeedExamples/applications/DeepSpeed-Chat"
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    bf16 = {"bf16": {"enabled": True}, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}  # fmt: skip
+    host = {"device": "cpu", "pin_memory": False}
+    superoffload = {**host, "ratio": 0.8, "super_offload": True}
+    sft = [
+        one("DeepSpeed-Chat step 1", f"OPT, SFT, bf16{', LoRA' if lora else ''}",
+            f"{chat}/training/step1_supervised_finetuning/main.py", "--model_name_or_path", "{models}/opt-tied",
+            "--data_output_path", "{out}/data", "--max_seq_len", "32", "--per_device_train_batch_size", "2",
+            "--per_device_eval_batch_size", "4", "--dtype", "bf16", "--zero_stage", str(stage), "--deepspeed",
+            "--dropout", "0.0", *(("--lora_dim", "4") if lora else ()),
+            stage=stage, needs="data no_init_weights", local_rank=True, limit=1e-2, paths=("{examples}/" + chat,),
+            environment={"PYTHONDONTWRITEBYTECODE": "1"})
+        for stage, lora in ((2, False), (3, False), (2, True))
+    ]  # fmt: skip
+    model = ("--model_name", "{models}/llama-untied", "--deepspeed_config", "{json}", "--lr", "1e-3")
+    model += ("--batch_size", "2", "--num_train_epochs", "1", "--output_dir", "{out}")
+    zenflow = {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": False}
+    return [
+        *sft,
+        one("ZenFlow finetuning", "llama, bf16", f"{training}/DeepSpeed-ZenFlow/finetuning/finetune_llama.py", *model,
+            stage=2, needs="data", local_rank=True, limit=1e-2,
+            sections={**bf16, "optimizer": adam, "zero_allow_untested_optimizer": True,
+                      "zero_optimization": {"offload_optimizer": host, "zenflow": zenflow}}),
+        one("SuperOffload", "llama, bf16", f"{training}/DeepSpeed-SuperOffload/finetune_zero3.py", *model,
+            "--attn_implementation", "sdpa", "--max_length", "64", "--bench_steps", "4", "--warmup_steps", "0",
+            stage=3, needs="data", local_rank=True, limit=1e-2,
+            sections={**bf16, "zero_optimization": {"offload_optimizer": superoffload}}),
+        one("offload_states", "asserts that memory becomes free", f"{training}/offload_states/offload_states.py",
+            "--hidden_dim", "64", "--iteration", "4", "--warmup", "1", "--dtype", "torch.float32",
+            stage=3, needs="seed", local_rank=True),
+    ]  # fmt: skip
 
-NOT_RUN: dict[str, str] = {
-    "accelerate's examples": "not tried yet: their data and models come from the hub",
-    "DeepSpeedExamples offload_states": "it asserts that memory of a device becomes free: it needs a GPU",
-    "DeepSpeedExamples DeepSpeed-Chat, ZenFlow, SuperOffload": "not tried yet",
-    "LLaMA-Factory": "not tried yet: it asks for transformers 5.8 and torchaudio, which has no wheel for CPUs on PyPI",
-}
+
+def _accelerates() -> list[Client]:
+    """accelerate's examples; its environment variables say what `accelerate launch` would."""
+    home = "accelerate"
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{json}",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
+    model = ("--model_name_or_path", "{models}/llama-untied", "--tokenizer_name", "{models}/llama-untied")
+    text = (
+        *model,
+        "--dataset_name",
+        "wikitext",
+        "--block_size",
+        "32",
+        "--seed",
+        "1",
+        "--output_dir",
+        "{out}",
+    )
+    steps = ("--per_device_train_batch_size", "4", "--max_train_steps", "6", "--num_warmup_steps", "2")
+    adamw = {"optimizer": {"type": "AdamW", "params": {"lr": AUTO, "weight_decay": AUTO}}}
+    warmup = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": AUTO, "total_num_steps": AUTO}}
+    rows: list[tuple[str, str, tuple[str, ...], int, dict[str, Any]]] = [
+        ("nlp_example", "BERT", (), 2, {}),
+        ("nlp_example", "BERT", (), 3, {}),
+        ("complete_nlp_example", "BERT, a checkpoint an epoch",
+         ("--checkpointing_steps", "epoch", "--output_dir", "{out}"), 3, {}),
+        ("by_feature/checkpointing", "BERT", ("--checkpointing_steps", "2", "--output_dir", "{out}"), 2, {}),
+        ("by_feature/gradient_accumulation", "BERT, 2 microbatches",
+         ("--gradient_accumulation_steps", "2"), 3, {"gradient_accumulation_steps": 2}),
+        ("by_feature/gradient_accumulation_for_autoregressive_models", "llama",
+         ("--gradient_accumulation_steps", "2"), 2, {"gradient_accumulation_steps": 2}),
+        ("by_feature/cross_validation", "BERT, 2 folds", ("--num_folds", "2"), 2, {}),
+        ("by_feature/early_stopping", "BERT", (), 3, {}),
+        ("by_feature/memory", "BERT", (), 2, {}),
+        ("by_feature/multi_process_metrics", "BERT", (), 3, {}),
+        ("by_feature/tracking", "BERT", ("--project_dir", "{out}"), 2, {}),
+        ("by_feature/deepspeed_with_config_support", "llama", (*text, *steps), 2, {}),
+        ("by_feature/deepspeed_with_config_support", "llama, optimizer and scheduler of the JSON",
+         (*text, *steps, "--checkpointing_steps", "epoch", "--load_best_model"), 3, adamw | {"scheduler": warmup}),
+    ]  # fmt: skip
+    return [
+        Client(f"accelerate {name.rpartition('/')[2]}", setting, home, f"{home}/examples/{name}.py", arguments, stage,
+               sections=sections, environment=variables, stand_ins="data metrics")
+        for name, setting, arguments, stage, sections in rows
+    ]  # fmt: skip
+
+
+def _factory() -> list[Client]:
+    """LLaMA-Factory's command line, with the versions of packages that it asks for."""
+    home = "LLaMA-Factory"
+    flags = {
+        "model_name_or_path": "{models}/llama-untied", "stage": "sft", "do_train": "true", "dataset": "identity",
+        "dataset_dir": "{examples}/LLaMA-Factory/data", "template": "default", "cutoff_len": "32", "max_samples": "24",
+        "output_dir": "{out}", "per_device_train_batch_size": "2", "max_steps": "4", "report_to": "none",
+        "deepspeed": "{json}", "learning_rate": "1e-3", "logging_steps": "1", "save_strategy": "no",
+    }  # fmt: skip
+    made = []
+    for stage, kind in ((2, "full"), (3, "full"), (3, "lora")):
+        arguments = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        made.append(
+            Client("LLaMA-Factory SFT", f"llama, untied, {kind}", home, f"{home}/src/train.py",
+                   (*arguments, "--finetuning_type", kind), stage, stand_ins="torchaudio",
+                   paths=("{older}", "{examples}/LLaMA-Factory/src"), environment={"PYTHONDONTWRITEBYTECODE": "1"})
+        )  # fmt: skip
+    return made
+
+
+def _suites() -> list[Client]:
+    """Tests of other projects. Those of slow and of several devices, too: they start two ranks themselves."""
+    cases = {"RUN_SLOW": "1"}
+    return [
+        Client("accelerate's tests", "tests/deepspeed, as if there were accelerators with fp16", "accelerate",
+               tests=("tests/deepspeed",), paths=("{cwd}/src",), environment=cases, limit_s=1500,
+               stand_ins="data metrics accelerators fp16"),
+        Client("transformers' tests", "test_trainer_distributed_deepspeed.py, as if there were accelerators with fp16",
+               "transformers", tests=("tests/trainer/distributed/test_trainer_distributed_deepspeed.py",),
+               environment=cases, limit_s=2400, least=0.95, stand_ins="data torch_accelerators fp16"),
+    ]  # fmt: skip
+
+
+CLIENTS: list[Client] = [
+    *_trl(),
+    *_lightning(),
+    *_trainers(),
+    *_examples(),
+    *_accelerates(),
+    *_factory(),
+    *_suites(),
+]
+
+NOT_RUN: dict[str, str] = {}
 """Client -> why it has not been run."""

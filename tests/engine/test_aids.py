@@ -140,7 +140,10 @@ def test_samples_per_second_are_of_the_steps_alone(monkeypatch: pytest.MonkeyPat
     for _ in range(4):
         timer.start()
         timer.stop(8)
+        timer.update_epoch_count()
     assert timer.line() == "samples/s: 2.00, mean 2.67"
+    assert timer.avg_samples_per_sec() == pytest.approx(16 / 6)
+    assert (timer.global_step_count, timer.epoch_count) == (4, 4)
 
 
 @pytest.mark.key("dump_state")

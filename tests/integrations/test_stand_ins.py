@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from launcher.errors import ConfigError
-from launcher.integrations.stand_ins import _as_meant, initialize
+from launcher.integrations.stand_ins import Init, _as_meant, initialize
 from tests.engine.driving import config_of
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import stack
@@ -40,6 +42,19 @@ def test_the_data_parallel_degree_that_follows_is_left_out(degree: int, kept: bo
     """Another one is refused, as a key that is not implemented."""
     given = {"tensor_parallel": {"autotp_size": 2}, "data_parallel_size": degree}
     assert ("data_parallel_size" in _as_meant(given, 4)) is kept
+
+
+def dtypes_inside_init(ctx: RankContext, sections: dict[str, Any]) -> set[torch.dtype]:
+    with Init(config_dict_or_path={"train_batch_size": "auto", **sections}):
+        model = stack()
+    return {parameter.dtype for parameter in model.parameters()}
+
+
+def test_the_json_says_in_which_dtype_a_model_is_built(pool: WorkerPool) -> None:
+    """`auto` says nothing yet."""
+    cases = [("bf16", True, torch.bfloat16), ("fp16", True, torch.half), ("bf16", "auto", torch.float32)]
+    for section, enabled, dtype in cases:
+        assert pool.run(dtypes_inside_init, 1, {section: {"enabled": enabled}}) == [{dtype}]
 
 
 def marks(ctx: RankContext) -> list[list[int]]:

@@ -41,6 +41,24 @@ def test_a_dealt_model_trains_as_one_that_was_whole(pool: WorkerPool, stage: int
         assert all(torch.equal(weights[name], value) for name, value in truth.items())
 
 
+def in_sixteen_bits(ctx: RankContext) -> tuple[set[torch.dtype], Tensor, Tensor]:
+    """Dtypes of the parameters, and a weight with what it is rounded from; integers stay as they are."""
+    with DealtInit(dtype=torch.bfloat16):
+        model = nn.Sequential(stack(5), nn.Linear(2, 2))
+        model[1].steps = nn.Parameter(torch.zeros(1, dtype=torch.long), requires_grad=False)
+    weight = next(model[0].parameters())
+    with GatheredParameters(weight):
+        got = weight.detach().clone()
+    return {p.dtype for p in model.parameters()}, got, next(stack(5).parameters()).detach()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_are_dealt_out_in_the_dtype_of_training(pool: WorkerPool, world: int) -> None:
+    for dtypes, got, truth in pool.run(in_sixteen_bits, world):
+        assert dtypes == {torch.bfloat16, torch.long}
+        assert torch.equal(got, truth.bfloat16())
+
+
 def changed(ctx: RankContext) -> dict[str, Tensor]:
     """Edits of a dealt parameter, a frozen one, a tied one, a new one; then an engine."""
     with DealtInit():

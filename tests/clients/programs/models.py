@@ -1,14 +1,15 @@
 """Tiny models and a tokenizer on disk, as the hub would give them.
 
-models.py DIRECTORY     (writes DIRECTORY/llama-tied, llama-untied, qwen2-tied, ...)
+models.py DIRECTORY     (writes DIRECTORY/llama-tied, llama-untied, qwen2-tied, ..., and DIRECTORY/hub)
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>", "<mask>"]
 WORDS = [f"w{i}" for i in range(128 - len(SPECIAL))]
@@ -22,6 +23,7 @@ TEMPLATE = (
     "{% endfor %}"
 )
 KINDS = {"llama": "Llama", "qwen2": "Qwen2", "opt": "OPT"}
+REVISION = "0" * 40
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -49,22 +51,93 @@ def main(directory: Path) -> None:
             place = directory / f"{name}-{'tied' if tied else 'untied'}"
             model.save_pretrained(place)
             tokenizer().save_pretrained(place)
-    bert(directory / "bert")
+    transformers.set_seed(1)
+    transformers.BertModel(bert()).save_pretrained(directory / "bert")
+    tokenizer().save_pretrained(directory / "bert")
+    hub(directory / "hub")
 
 
-def bert(place: Path) -> None:
-    sizes = {
-        key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    }
-    config = transformers.BertConfig(
-        **sizes,
-        num_attention_heads=4,
+def bert() -> transformers.BertConfig:
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return transformers.BertConfig(
+        **{key: SIZES[key] for key in keys},
         pad_token_id=0,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    transformers.BertModel(config).save_pretrained(place)
-    tokenizer().save_pretrained(place)
+
+
+# ---- a cache of the hub ---------------------------------------------------------------------------
+
+
+def _gpt2() -> transformers.PreTrainedModel:
+    sizes = {"vocab_size": 1024, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+
+
+def _gptj() -> transformers.PreTrainedModel:
+    sizes = {"vocab_size": 128, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    return transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes, bos_token_id=1, eos_token_id=1))
+
+
+def _t5() -> transformers.PreTrainedModel:
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+def _distilbert() -> transformers.PreTrainedModel:
+    sizes = {"vocab_size": 128, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
+    return transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(**sizes))
+
+
+def _qwen2_moe() -> transformers.PreTrainedModel:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    shared = {"shared_expert_intermediate_size": 16}
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SIZES, **experts, **shared))
+
+
+def _causal(kind: str) -> Callable[[], transformers.PreTrainedModel]:
+    def make() -> transformers.PreTrainedModel:
+        return transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, f"{kind}Config")(**SIZES, tie_word_embeddings=False)
+        )
+
+    return make
+
+
+HUB: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "gpt2": _gpt2,
+    "sshleifer/tiny-gpt2": _gpt2,
+    "hf-internal-testing/tiny-random-gpt2": _gpt2,
+    "hf-internal-testing/tiny-random-gptj": _gptj,
+    "hf-internal-testing/tiny-random-LlamaForCausalLM": _causal("Llama"),
+    "HuggingFaceTB/SmolLM-360M": _causal("Llama"),
+    "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": _causal("Qwen2"),
+    "peft-internal-testing/tiny-random-qwen-1.5-MoE": _qwen2_moe,
+    "patrickvonplaten/t5-tiny-random": _t5,
+    "bert-base-cased": lambda: transformers.BertForPreTraining(bert()),
+    "distilbert-base-uncased": _distilbert,
+}
+"""Name on the hub -> a model of that kind."""
+
+
+def hub(directory: Path) -> None:
+    """What a cache of the hub holds after these models were downloaded: enough for a machine without a network."""
+    for name, make in HUB.items():
+        transformers.set_seed(1)
+        place = cached(directory, name)
+        make().save_pretrained(place)
+        words: PreTrainedTokenizerBase = transformers.T5Tokenizer() if "t5" in name else tokenizer()
+        words.save_pretrained(place)
+    transformers.MobileViTConfig().save_pretrained(cached(directory, "apple/mobilevit-xx-small"))
+
+
+def cached(directory: Path, name: str) -> Path:
+    """Where the files of a repository are."""
+    place = directory / f"models--{name.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(REVISION)
+    return place / "snapshots" / REVISION
 
 
 if __name__ == "__main__":

@@ -10,9 +10,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import client_data
+import client_devices
 
 
 class _After(importlib.abc.MetaPathFinder):
@@ -117,71 +121,38 @@ def _without_operators() -> None:
     sys.modules["torchvision._meta_registrations"] = ModuleType("torchvision._meta_registrations")
 
 
-# ---- data, and devices ----------------------------------------------------------------------------
+# ---- packages, data, and devices ----------------------------------------------------------------------------
 
 
-def _cifar(datasets: ModuleType) -> None:
-    """CIFAR10 of 512 random pictures, which nobody has to download. Programs that read it set no seed."""
-    import numpy
-    import torch
-
-    def begin(self: Any, root: Any, train: bool = True, transform: Any = None, **others: Any) -> None:
-        datasets.VisionDataset.__init__(self, root, transform=transform)
-        torch.manual_seed(0)
-        random = numpy.random.default_rng(0)
-        rows = 512 if train else 40
-        self.data = random.integers(0, 256, (rows, 32, 32, 3), dtype=numpy.uint8)
-        self.targets = [row % 10 for row in range(rows)]
-
-    datasets.CIFAR10.__init__ = begin
+def _pretend(package: str) -> None:
+    module = ModuleType(package)
+    module.__spec__ = importlib.machinery.ModuleSpec(package, None)
+    sys.modules[package] = module
 
 
-def _text(datasets: ModuleType) -> None:
-    """Data sets of the hub are random words under a column `text`."""
-    import random
-
-    words = random.Random(0)
-    texts = [" ".join(f"w{words.randrange(120)}" for _ in range(24)) for _ in range(64)]
-    made = lambda *arguments, **keywords: datasets.Dataset.from_dict({"text": texts})  # noqa: E731
-    datasets.load_dataset = made  # type: ignore[attr-defined]
-
-
-def _no_devices(torch: Any) -> None:
-    """A program that asks for CUDA devices by name gets the CPU."""
-    real = torch.device
-
-    class Kind(type):
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, real)
-
-    class Device(metaclass=Kind):
-        def __new__(cls, kind: Any = "cpu", *index: Any) -> Any:
-            return real("cpu") if str(kind).startswith("cuda") else real(kind, *index)
-
-    def set_device(*arguments: Any) -> None: ...
-
-    def synchronize(*arguments: Any) -> None: ...
-
-    def device_count() -> int:
-        return 1
-
-    torch.device = Device
-    for function in (set_device, synchronize, device_count):
-        setattr(torch.cuda, function.__name__, function)
-
-
-_STAND_INS: dict[str, tuple[str, Callable[[ModuleType], None]]] = {
-    "cifar": ("torchvision.datasets", _cifar),
-    "text": ("datasets", _text),
-    "cuda": ("torch", _no_devices),
+_STAND_INS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "cifar": ("torchvision.datasets", client_data.cifar),
+    "data": ("datasets", client_data.from_hub),
+    "metrics": ("evaluate", client_data.metrics),
+    "cuda": ("torch", client_devices.no_devices),
+    "accelerators": ("accelerate.test_utils.testing", client_devices.two_accelerators),
+    "torch_accelerators": ("transformers.testing_utils", client_devices.two_accelerators),
+    "fp16": ("deepspeed", client_devices.half_precision),
+    "no_init_weights": ("transformers.modeling_utils", client_data.older_names),
 }
-"""Words of CLIENT_STAND_INS -> the module that is changed, and how."""
+"""Words of CLIENT_STAND_INS -> the module that is changed, and how. `seed` is read above."""
 
-if "CLIENT_LOSSES" in os.environ:
-    sys.meta_path.insert(0, _After("deepspeed", then=_record))
+_PACKAGES = {"torchaudio": "llamafactory"}
+"""Words of CLIENT_STAND_INS that are packages without a wheel for this machine -> the program that imports them, and
+uses nothing of them here."""
+
+if "CLIENT_STAND_INS" in os.environ:
+    if os.environ.get("CLIENT_LOSSES"):
+        sys.meta_path.insert(0, _After("deepspeed", then=_record))
     sys.meta_path.insert(0, _After("torchvision", first=_without_operators))
-    for _word in os.environ.get("CLIENT_STAND_INS", "").split():
-        if _word == "seed":
-            continue
-        _module, _then = _STAND_INS[_word]
-        sys.meta_path.insert(0, _After(_module, then=_then))
+    for _word in os.environ["CLIENT_STAND_INS"].split():
+        if _word in _PACKAGES:
+            sys.meta_path.insert(0, _After(_PACKAGES[_word], first=partial(_pretend, _word)))
+        elif _word != "seed":
+            _module, _then = _STAND_INS[_word]
+            sys.meta_path.insert(0, _After(_module, then=_then))
