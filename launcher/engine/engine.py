@@ -98,6 +98,10 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         self._autocast = autocast_dtype(config)
         self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
         self.inputs = SameInputs(mesh.axes["tp"], mesh.device)
+        if runtime is None and self.inputs.active:  # also where a script calls the module itself
+            zero.hooks.until_removed(self.inputs.follow(self.module))
+        if optimizer is not None:
+            optimizer.engine = weakref.ref(self)
         self.saver = Saver(config.checkpoint, mesh.rank)
         self.watch = Watch(config, mesh, monitor or Monitor(), checkpointer)
         weakref.finalize(self, self.watch.last_words)
@@ -135,7 +139,6 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         self._announce_boundary()
         if self.module.training:
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
-        self.inputs.look((args, kwargs), training=self.module.training and torch.is_grad_enabled())
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
         self.blame.keep(args, kwargs)
@@ -215,11 +218,20 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         self._applied = False
         if boundary:
             with self.watch.phase("step", self):
+                self.zero.edits.take_over()
                 self.zero.reducer.settle()
                 self._optimizer_step(lr_kwargs or {})
             self.watch.after_step(self)
         self._microbatches = 0 if boundary else self._microbatches + 1
         self.micro_steps += 1
+
+    def step_without_schedule(self) -> None:
+        """`step()` for a script that calls the optimizer's: its schedule is stepped by the script, too."""
+        schedule, self.lr_scheduler = self.lr_scheduler, None
+        try:
+            self.step()
+        finally:
+            self.lr_scheduler = schedule
 
     def _announce_boundary(self) -> None:
         self.zero.reducer.boundary = self.is_gradient_accumulation_boundary()
@@ -272,7 +284,7 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         if self.versions is not None:
             self.versions.advance(needed)
         if not overflow:
-            self.optimizer.step(clip_factor(norm, float(self._config.gradient_clipping)) / scale)
+            self.optimizer.step_scaled(clip_factor(norm, float(self._config.gradient_clipping)) / scale)
         return overflow
 
     def _divisor(self) -> float:

@@ -2,8 +2,9 @@
 
 Looked at in two ways, neither of which costs time:
 
-- the first forwards are compared before any layer sees the inputs, by a collective of two numbers each. That finds a
-  sampler over all ranks, also where shapes differ, which the layers' own collectives would not survive;
+- the first forwards of training, and all of evaluation, are compared before any layer sees the inputs, by a collective
+  of two numbers each. That finds a sampler over all ranks, also where shapes differ, which the layers' own collectives
+  would not survive;
 - every step after that is compared by one number more in the collective of the gradients' norm, before weights change.
 """
 
@@ -15,14 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from launcher.comm import Axis, all_gather
 from launcher.errors import LauncherError
 
 TAG = "root/inputs"
-FIRST = 3  # forwards, of training and of evaluation, that are compared at once
+FIRST = 3  # forwards of training that are compared at once
 _BITS = 31  # of a digest: sums of it over all ranks are exact in fp64
 _MASK = (1 << _BITS) - 1
 _ODD = 2_654_435_761
@@ -43,19 +45,27 @@ class SameInputs:
         self._looked: Counter[bool] = Counter()
         self._step = torch.zeros((), dtype=torch.int64, device=device)
 
+    def follow(self, module: nn.Module) -> RemovableHandle:
+        """Look at the inputs of every forward of the whole model, whoever calls it."""
+
+        def before_forward(called: nn.Module, args: Any, keywords: Any) -> None:
+            self.look((args, keywords), training=called.training and torch.is_grad_enabled())
+
+        return module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
+
     def look(self, inputs: Any, *, training: bool) -> None:
         """Every rank of the axis calls it before the forward of `inputs`, as often as the others.
 
         Raises:
-            LauncherError: on every rank of the axis: they differ, and this is one of the first forwards.
+            LauncherError: on every rank of the axis: they differ, and this is one of the first forwards, or evaluates.
         """
         if not self.active:
             return
         mine = digest(inputs, self.device)
         if training:
             self._step = (self._step * 31 + mine) & _MASK
-        if self._looked[training] < FIRST:
-            self._looked[training] += 1
+        self._looked[training] += 1
+        if not training or self._looked[training] <= FIRST:
             kind = "forward" if training else "evaluation"
             self._compare(mine, f"{kind} number {self._looked[training]}")
 

@@ -14,19 +14,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from launcher.comm import Pending
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, MisplacedCallError
 from launcher.offload.resting import Part
 from launcher.optim import one_pass
 from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.gradients import FlatGradient
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
 
 logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -48,6 +51,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     overflow = False
+    engine: Callable[[], Engine | None] = staticmethod(
+        lambda: None
+    )  # a weak reference: it has this optimizer
     name = ""
     """Its type in the JSON, where that named it."""
 
@@ -76,7 +82,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = list(groups)
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
-        self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]  # perhaps the user has it in hand
+        self._inner_step = self.inner.step
+        self.inner.zero_grad, self.inner.step = self.zero_grad, self.step  # type: ignore[method-assign]  # perhaps the user has it in hand
         self._widen_first_state()
         self._inherit()
         self.states = {
@@ -119,8 +126,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point():
                     self.inner.state[tensor][key] = value.to(self.dtype_of(name))
 
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Do what `engine.step()` does, but for the schedule, which is the caller's then.
+
+        Raises:
+            MisplacedCallError: no engine has this optimizer.
+        """
+        loss = None if closure is None else closure()
+        engine = self.engine()
+        if engine is None:
+            raise MisplacedCallError(
+                "this optimizer belongs to no engine any more", fix="call initialize() again"
+            )
+        engine.step_without_schedule()
+        return loss
+
     @torch.no_grad()
-    def step(self, scale: float = 1.0) -> None:  # type: ignore[override]
+    def step_scaled(self, scale: float = 1.0) -> None:
         """Step every parameter that got a gradient.
 
         Args:
@@ -245,7 +267,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for tile in _tiles(used, self.sub_group_size):
             for piece in tile:
                 self._widen(piece, masters[piece.name])
-            self.inner.step()
+            self._inner_step()
             for piece in tile:
                 self._narrow(piece, masters[piece.name])
 

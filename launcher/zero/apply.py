@@ -20,6 +20,7 @@ from launcher.zero.axes import ShardAxes
 from launcher.zero.checks import StepChecks
 from launcher.zero.copies import check_copies
 from launcher.zero.dealt import Dealer, is_dealt
+from launcher.zero.edits import Edits
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.forgetting import ClaimedLeaves, follow_zero_grad, tell_once
@@ -87,8 +88,10 @@ class ZeroModel:
         self.hooks.keeps = self  # while modules call the hooks
         self.slots: dict[str, Slot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
-        claimed = [slot.leaf for g in self.gradients if not g.shows for slot in g.flat.slots]
-        self.hooks.until_removed(ClaimedLeaves(claimed))
+        hidden = [slot.leaf for g in self.gradients if not g.shows for slot in g.flat.slots]
+        watched = [slot.leaf for flat in self.flats if flat.own_master for slot in flat.slots]
+        self.hooks.until_removed(ClaimedLeaves(hidden, watched))
+        self.edits = Edits(self.flats)
         follow_zero_grad(live_models)
         self.serial: int = max((model.serial for model in _live), default=0) + 1
         _live.add(self)

@@ -23,7 +23,7 @@ second        with hpZ: slice r of what was gathered last, r being the rank on a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -319,6 +319,8 @@ class FlatBuffer:
     def _attach(self) -> None:
         assert self.full is not None
         for slot in self.slots:
+            if self.sharded and self.trainable and slot.leaf.requires_grad != slot.handle.requires_grad:
+                slot.leaf.requires_grad_(slot.handle.requires_grad)  # the script has it in hand, and froze it
             slot.leaf.data = self.full[slot.span].view(slot.shape)
             slot.show(slot.leaf)
 
@@ -360,6 +362,20 @@ class FlatBuffer:
         size = max(ALIGN, self.policy.allgather_bucket_size // self.axis.degree)
         parts = [slice(at, at + size) for at in range(0, self.shard.numel(), size)]
         return [all_gather(self.full, self.axis, tag, within=part) for part in parts]
+
+    def take_edits(self, edited: Iterable[Slot]) -> None:
+        """Put what differs from the master weights into them; not for sharded parameters."""
+        assert self.full is not None
+        master, owned = self.master, self.owned
+        for slot in edited:
+            start, stop = max(slot.span.start, owned.start), min(slot.span.stop, owned.stop)
+            if start < stop:
+                kept, now = (
+                    master[start - owned.start : stop - owned.start],
+                    self.full[start:stop].to(master.device),
+                )
+                kept.copy_(torch.where(kept.to(now.dtype) == now, kept, now.to(kept.dtype)))
+        self.rest(changed=True)
 
     def take_back(self, edited: Slot, source: int) -> None:
         """Make a gathered parameter of rank `source` everybody's: parameter, shard and master weights."""

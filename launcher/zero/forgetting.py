@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from launcher.errors import LauncherError
 from launcher.models.gradients import put_gradient, seen_gradient
+from launcher.zero.watched import WatchedLeaf
 
 if TYPE_CHECKING:
     from launcher.zero.apply import ZeroModel
@@ -65,6 +66,16 @@ def tell_once(rank: int) -> None:
         )
 
 
+@cache
+def tell_of_late_hooks() -> None:
+    """Say what a hook on the accumulated gradient finds."""
+    logger.warning(
+        "a hook that is registered after initialize() with register_post_accumulate_grad_hook() finds p.grad None: the "
+        "gradient is kept elsewhere, sharded or in another dtype; register it before, or call p.register_hook() (this is "
+        "said once)"
+    )
+
+
 class GradientElsewhere:
     """A parameter whose gradient is kept elsewhere: `.grad` is None between backwards. `p.grad = None` throws away what
     is kept; a tensor cannot be set."""
@@ -86,8 +97,12 @@ class GradientElsewhere:
             model.forget([self])  # type: ignore[list-item]
 
 
-class LeafElsewhere(GradientElsewhere, nn.Parameter):
+class LeafElsewhere(GradientElsewhere, WatchedLeaf):
     """What a leaf becomes; copies of it are plain parameters."""
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        tell_of_late_hooks()
+        return super().register_post_accumulate_grad_hook(hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copy = nn.Parameter(self.data.clone(), self.requires_grad)
@@ -98,12 +113,20 @@ class LeafElsewhere(GradientElsewhere, nn.Parameter):
 
 
 class ClaimedLeaves:
-    """Leaves that are `LeafElsewhere` until `remove`; those of a class of their own stay what they are."""
+    """Leaves that are of a class of ours until `remove`; those of a class of their own stay what they are.
 
-    def __init__(self, leaves: Iterable[nn.Parameter]) -> None:
-        self._leaves = [leaf for leaf in leaves if type(leaf) is nn.Parameter]
-        for leaf in self._leaves:
-            leaf.__class__ = LeafElsewhere
+    Args:
+        elsewhere: leaves whose gradients are kept elsewhere.
+        watched: leaves whose optimizer steps another copy of them.
+    """
+
+    def __init__(self, elsewhere: Iterable[nn.Parameter], watched: Iterable[nn.Parameter]) -> None:
+        self._leaves: list[nn.Parameter] = []
+        for leaves, kind in ((elsewhere, LeafElsewhere), (watched, WatchedLeaf)):
+            for leaf in leaves:
+                if type(leaf) is nn.Parameter:
+                    leaf.__class__ = kind
+                    self._leaves.append(leaf)
 
     def remove(self) -> None:
         """They are plain parameters again."""

@@ -89,7 +89,10 @@ class Hooks:
                 self._handles.append(slot.leaf.register_post_accumulate_grad_hook(self._arrival(unit)))
                 if slot.flat.sharded:
                     move = self._from_handle(unit, slot)
-                    self._handles.append(slot.handle.register_post_accumulate_grad_hook(move))
+                    register = (
+                        torch.Tensor.register_post_accumulate_grad_hook
+                    )  # the handle's own is for scripts
+                    self._handles.append(register(slot.handle, move))
         outside.watch(self)
 
     def until_removed(self, thing: R) -> R:

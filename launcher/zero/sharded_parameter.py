@@ -39,6 +39,17 @@ class Holder(Protocol):
     def whole(self) -> torch.Tensor | None: ...
 
 
+class _Both:
+    """Handles of one hook in two places."""
+
+    def __init__(self, *handles: Any) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
 _METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
@@ -104,6 +115,31 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
         """0 while it is sharded."""
         whole = self.zero_holder.whole
         return 0 if whole is None else whole.data_ptr()
+
+    def register_hook(self, hook: Any) -> Any:
+        """As on a plain parameter: gradients come to what stands in its place while it is gathered."""
+        leaf = getattr(self.zero_holder, "leaf", None)
+        if leaf is None:
+            raise self._too_early("register_hook()")
+        return _Both(leaf.register_hook(hook), super().register_hook(hook))
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        raise (
+            self._too_early("register_post_accumulate_grad_hook()")
+            if not hasattr(self.zero_holder, "leaf")
+            else ShardedParameterError(
+                f"a hook on the accumulated gradient of '{self.zero_holder.name}' would find none: it is kept sharded",
+                where="register_post_accumulate_grad_hook()",
+                fix="register it before initialize(), or call register_hook()",
+            )
+        )
+
+    def _too_early(self, what: str) -> ShardedParameterError:
+        return ShardedParameterError(
+            f"{what} on '{self.zero_holder.name}', which no engine trains yet",
+            where=f"parameter {self.zero_holder.name}",
+            fix="call register_hook() after initialize()",
+        )
 
     def _whole(self, who: str) -> torch.Tensor:
         """The full data while it is gathered."""

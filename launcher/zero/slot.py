@@ -97,7 +97,9 @@ class Slot:
         with torch.enable_grad():  # an alias is made without the data, which need not be there
             aliases = [torch.ops.aten.alias.default(tensor) for tensor in shown]
         return any(
-            torch._C._will_engine_execute_node(alias.grad_fn.next_functions[0][0]) for alias in aliases
+            alias.grad_fn is not None
+            and torch._C._will_engine_execute_node(alias.grad_fn.next_functions[0][0])
+            for alias in aliases
         )
 
     def show(self, parameter: Tensor) -> None:

@@ -234,8 +234,8 @@ MUTANTS = {
     ),
     "clips-the-undivided-norm": Mutant(
         "engine/engine.py",
-        "self.optimizer.step(clip_factor(norm, float(self._config.gradient_clipping)) / scale)",
-        "self.optimizer.step(clip_factor(norm * scale, float(self._config.gradient_clipping)) / scale)",
+        "self.optimizer.step_scaled(clip_factor(norm, float(self._config.gradient_clipping)) / scale)",
+        "self.optimizer.step_scaled(clip_factor(norm * scale, float(self._config.gradient_clipping)) / scale)",
         "clipping takes the norm of the sum over ranks, times the loss scale, for that of the gradient",
     ),
     "random-state-of-dp-rank-0": Mutant(

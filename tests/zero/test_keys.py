@@ -77,13 +77,13 @@ def tiles(ctx: RankContext, stage: int, size: int) -> list[int]:
     """Elements that each call of the inner optimizer steps."""
     engine = engine_of(config_of(stage, zero_optimization={"stage": stage, "sub_group_size": size}))
     seen: list[int] = []
-    inner, step = engine.optimizer.inner, engine.optimizer.inner.step
+    inner, step = engine.optimizer, engine.optimizer._inner_step
 
     def watched() -> None:
         seen.append(sum(p.numel() for g in inner.param_groups for p in g["params"] if p.grad is not None))
         step()
 
-    inner.step = watched
+    inner._inner_step = watched
     advance(engine, ctx, [0])
     return seen
 
