@@ -67,8 +67,8 @@ def configure(
         )
     if section.partition_activations and mpu_ is None:
         logger.warning(
-            "checkpointing.configure(): partition_activations splits inputs over model-parallel ranks; there is no mpu_ "
-            "to name them, so each rank keeps its own whole"
+            "checkpointing.configure(): partition_activations splits inputs over model-parallel ranks; there is no "
+            "mpu_ to name them, so each rank keeps its own whole"
         )
     _checkpointer = Checkpointer.of(section, _axis(mpu_), section.number_checkpoints or 0)
     unit = mpu_

@@ -50,6 +50,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     overflow = False
     name = ""
     """Its type in the JSON, where that named it."""
+    scales = False
+    """Losses are scaled."""
 
     @property  # type: ignore[misc]  # scripts look whether it is an AdamW
     def __class__(self) -> type[Any]:
@@ -265,6 +267,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zero.zero_grad()
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must go through `engine.scale()` before its own backward()."""
+        return self.scales
 
     # ---- state ------------------------------------------------------------------------------
 
