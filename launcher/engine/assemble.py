@@ -14,7 +14,14 @@ from torch import nn
 
 from launcher.comm import Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size
-from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes, state_dtype
+from launcher.engine.dtypes import (
+    DTYPES,
+    autocast_dtype,
+    cast_buffers,
+    scales_loss,
+    special_dtypes,
+    state_dtype,
+)
 from launcher.engine.engine import Engine
 from launcher.engine.given import check_mpu, loaded_config
 from launcher.engine.loaders import loader_of, share_of
@@ -174,8 +181,9 @@ def initialize(
             state_dtype(resolved, optimizer),
         )
     )
-    if stepper is not None and optimizer is None and resolved.optimizer is not None:
-        stepper.name = resolved.optimizer.type
+    if stepper is not None:
+        stepper.scales = scales_loss(resolved)
+        stepper.name = resolved.optimizer.type if optimizer is None and resolved.optimizer else ""
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
     loader = _dataloader(training_data, resolved, mesh, collate_fn, seed=seed, in_stages=row is not None)
     runtime = runtime_of(staged, mesh, resolved)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,14 @@ from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.gradients import FlatGradient
 
-if TYPE_CHECKING:
-    from launcher.engine.engine import Engine
-
 logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class _Steps(Protocol):
+    """The engine that has an optimizer."""
+
+    def step_without_schedule(self) -> None: ...
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -51,11 +54,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     overflow = False
-    engine: Callable[[], Engine | None] = staticmethod(
+    engine: Callable[[], _Steps | None] = staticmethod(
         lambda: None
     )  # a weak reference: it has this optimizer
     name = ""
     """Its type in the JSON, where that named it."""
+    scales = False
+    """Losses are scaled."""
 
     @property  # type: ignore[misc]  # scripts look whether it is an AdamW
     def __class__(self) -> type[Any]:
@@ -287,6 +292,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zero.zero_grad()
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must go through `engine.scale()` before its own backward()."""
+        return self.scales
 
     # ---- state ------------------------------------------------------------------------------
 

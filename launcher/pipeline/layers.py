@@ -97,7 +97,8 @@ class PipelineModule(nn.Module):
     def _make_own(self) -> list[int] | None:
         """Scripts give the parameters of their stage to an optimizer, or count them, before initialize()."""
         stage = stage_of_this_rank(self.num_stages)
-        if stage is None or self.partition_method == "profile":  # which has to measure first
+        measures = self.partition_method == "profile"
+        if stage is None or measures or not _built_as_ever():
             return None
         boundaries = self.boundaries(self.num_stages or 1)
         self.build(boundaries[stage], boundaries[stage + 1], made=self.made)
@@ -288,6 +289,12 @@ class PipelineModule(nn.Module):
                 return source.build() if isinstance(source, LayerSpec) else self._module(index, 0)
         except (RuntimeError, NotImplementedError):  # its __init__ looks at values
             return self._module(index, self.base_seed)
+
+
+def _built_as_ever() -> bool:
+    """Modules keep the parameters that they are built with: this is not inside zero.Init."""
+    watched = nn.modules.module._global_module_registration_hooks
+    return not watched and torch.get_default_device().type != "meta"
 
 
 def _named(layers: Iterable[Source]) -> list[tuple[str, Source]]:

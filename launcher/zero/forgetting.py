@@ -71,8 +71,8 @@ def tell_of_late_hooks() -> None:
     """Say what a hook on the accumulated gradient finds."""
     logger.warning(
         "a hook that is registered after initialize() with register_post_accumulate_grad_hook() finds p.grad None: the "
-        "gradient is kept elsewhere, sharded or in another dtype; register it before, or call p.register_hook() (this is "
-        "said once)"
+        "gradient is kept elsewhere, sharded or in another dtype; register it before, or call p.register_hook() "
+        "(this is said once)"
     )
 
 

@@ -147,7 +147,7 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
         if (whole := holder.whole) is None:
             raise ShardedParameterError(
                 f"{who} needs the data of parameter '{holder.name}' (shape {tuple(self.shape)}), "
-                "which ZeRO-3 keeps sharded: no rank holds it whole",
+                "which ZeRO-3 keeps sharded until it is gathered",
                 where=f"parameter {holder.name}",
                 fix="read or change it inside `with launcher.zero.GatheredParameters([parameter]):`, on every rank",
             )

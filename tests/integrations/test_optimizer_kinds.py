@@ -56,7 +56,8 @@ def ask(ctx: RankContext) -> None:
             with pytest.raises(ConfigError, match="save_dir is"):
                 engine.save_checkpoint(empty)
     engine = engine_of(config_of(0, bf16={"enabled": True}))
-    assert isinstance(engine.optimizer, BF16_Optimizer)
+    assert isinstance(engine.optimizer, BF16_Optimizer) and not engine.optimizer.needs_scaler()
+    assert engine_of(config_of(1, fp16={"enabled": True})).optimizer.needs_scaler()
 
 
 def ask_for_torch_classes(ctx: RankContext) -> None:
