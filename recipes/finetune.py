@@ -75,7 +75,12 @@ def main() -> None:
     run.describe(
         engine,
         f"{name} ({made.how})",
-        f"{args.dataset}: {len(train_set):,} rows of {seq_length} tokens",
+        f"{args.dataset}: {len(train_set):,} rows of {seq_length} tokens, {len(eval_set):,} held out for evaluation"
+        + (
+            ""
+            if tokenizer.chat_template
+            else "; no chat template: messages are written `role:`, content, <eos>"
+        ),
     )
 
     def sample(when: str) -> None:

@@ -126,7 +126,7 @@ def check_sizes(directory: Path, stamps: Mapping[str, Stamp]) -> None:
             raise CheckpointError(
                 f"{path} {state}.",
                 where=str(path),
-                fix="the checkpoint is incomplete or damaged; load another tag",
+                fix="the checkpoint is incomplete or damaged; load another checkpoint (tag)",
             )
 
 
@@ -154,7 +154,7 @@ def damaged(path: Path, place: str = "") -> CheckpointError:
     return CheckpointError(
         f"{path} is damaged: its checksum is wrong{place and f' {place}'}.",
         where=str(path),
-        fix="load another tag; if you have changed the file yourself, restore it",
+        fix="load another checkpoint (tag); if you have changed the file yourself, restore it",
     )
 
 

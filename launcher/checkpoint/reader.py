@@ -78,7 +78,7 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(
             f"{path} cannot be read: {error}",
             where=str(path),
-            fix="the checkpoint is incomplete or corrupted, or not ours; load another tag",
+            fix="the checkpoint is incomplete or corrupted, or not ours; load another checkpoint (tag)",
         ) from error
     metadata.storage_meta = StorageMeta()
     return metadata
@@ -165,7 +165,7 @@ class SafeReader(FileSystemReader):
                 raise CheckpointError(
                     f"{path} cannot be read: {error}",
                     where=str(path),
-                    fix="the file is missing, incomplete or corrupted; load another tag",
+                    fix="the file is missing, incomplete or corrupted; load another checkpoint (tag)",
                 ) from error
         done: Future[None] = Future()
         done.set_result(None)

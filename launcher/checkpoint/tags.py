@@ -294,7 +294,7 @@ def read_meta(path: Path) -> Meta:
         raise CheckpointError(
             f"{file} cannot be read: {error}",
             where=str(file),
-            fix="the checkpoint is corrupted; load another tag",
+            fix="the checkpoint is corrupted; load another checkpoint (tag)",
         ) from error
     if version not in (1, FORMAT):
         raise CheckpointError(

@@ -14,11 +14,23 @@ from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
 from launcher.errors import ConfigError
 
+SSH_HELP = """\
+usage: launch ssh [-H HOSTS] [launcher flags] COMMAND
+
+Runs a shell command on every host at once; each line of output follows the host's name.
+Ends with 0, or the largest exit code. Example: launch ssh -H hosts 'nvidia-smi -L'"""
+REPORT_HELP = """\
+usage: launch report [-H HOSTS] [launcher flags]
+
+Prints versions, memory, devices and addresses of every host. Ends with 1 where one does not answer."""
 ROWS = ("host", "python", "executable", "cores", "memory", "gpus", "mask", "addresses")
 
 
 def report(argv: Sequence[str]) -> int:
     """`launch report [launcher flags]`: a table of every host; 1 where one does not answer."""
+    if {"-h", "--help"} & {*argv}:
+        print(REPORT_HELP)
+        return 0
     job = _job(argv)
     front_end = job.front_end()
     nodes = front_end.crew.nodes
@@ -41,6 +53,9 @@ def ssh(argv: Sequence[str]) -> int:
         0, or the largest exit code.
     """
     own, words = split_argv(launch_parser(), argv)
+    if {"-h", "--help"} & {*own, *words[:1]}:
+        print(SSH_HELP)
+        return 0
     if not words:
         raise ConfigError("launch ssh needs a command", fix="launch ssh -H hosts 'nvidia-smi -L'")
     job = _job(own)

@@ -126,7 +126,8 @@ class Checker:
             written = {}
         here = (*path, key)
         if not isinstance(written, dict):
-            example = '{"stage": 1}' if key == "zero_optimization" else "{...}"
+            stage = written if written in (0, 1, 2, 3) and written is not True else 1
+            example = f'{{"stage": {stage}}}' if key == "zero_optimization" else "{...}"
             self.problems.append(
                 Problem(here, f"must be an object, not {show(written)}", f'write "{key}": {example}')
             )

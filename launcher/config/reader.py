@@ -104,7 +104,8 @@ class _Parser(Tokens):
         elif self.at_key():  # Hjson: the outermost braces can be left out
             self.found.tree = self.members((), "", self.at)
         else:
-            raise self.error("the config must be a JSON object", "start the file with `{`")
+            kind = {"": "empty", "[": "a list"}.get(self.peek(), "no JSON object")
+            raise self.error(f"the config is {kind}, and must be a JSON object", "start the file with `{`")
         if self.peek():
             raise self.error("there is more text after the closing `}`", "delete it, or check the braces")
         return self.found

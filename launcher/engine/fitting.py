@@ -148,7 +148,7 @@ def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -
         raise CheckpointError(
             f"The checkpoint has {len(strange)} tensors that belong to none of its parameters: {_some(strange)}.",
             where=str(path),
-            fix="it is damaged; load another tag",
+            fix="it is damaged; load another checkpoint (tag)",
         )
     for names in _alike(engine, stored):
         every = set().union(*(states[name] for name in names))
@@ -161,7 +161,7 @@ def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -
             raise CheckpointError(
                 f"The checkpoint is incomplete: {_some(lacking)}.",
                 where=str(path),
-                fix="it is damaged; load another tag, or pass load_optimizer_states=False",
+                fix="it is damaged; load another checkpoint (tag), or pass load_optimizer_states=False",
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -36,8 +37,15 @@ def loaded_config(args: Any, config: Any) -> Config:
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         raise ArgumentsError(f"the config is given twice: {' and '.join(given)}", fix="give it once")
+    if not given and (of_launch := os.environ.get("LAUNCHER_CONFIG")):
+        if dist.get_rank() == 0:
+            logger.info("initialize() was given no config: it takes that of `launch --config`, %s", of_launch)
+        given = {"launch --config": of_launch}
     if not given:
-        raise ArgumentsError("initialize() needs a config", fix="pass config=PATH or config={...}")
+        raise ArgumentsError(
+            "initialize() needs a config",
+            fix="pass config=PATH or config={...}, or start the script with `launch --config PATH`",
+        )
     config = next(iter(given.values()))
     if isinstance(config, Config):
         return config

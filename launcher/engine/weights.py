@@ -67,6 +67,12 @@ def weights_directory(name: str) -> Path | None:
         return None
     if path.is_dir():
         return path if any(path.glob("*.safetensors")) else None
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise CheckpointError(
+            f"there is no directory or file {name}",
+            where=f"--model {name}",
+            fix="give a local directory written by save_pretrained, a config.json, or a name on the Hugging Face Hub",
+        )
     from huggingface_hub import snapshot_download
 
     try:

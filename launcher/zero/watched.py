@@ -11,7 +11,7 @@ _DATA: Any = torch.Tensor.data
 
 
 class WatchedLeaf(nn.Parameter):
-    """A leaf with master weights elsewhere. It notes that somebody asked for `.data`, through which it can be edited."""
+    """A leaf with master weights elsewhere. It notes that `.data` was asked for, through which it can be edited."""
 
     zero_touched: bool
 

@@ -73,7 +73,7 @@ def test_all_problems_of_a_file_at_once_in_its_order() -> None:
         ("zero_optimization.stage", [0, 1], "not the list [0, 1]"),
         ("zero_optimization.reduce_bucket_size", 5e8 + 0.5, "must be a whole number"),
         ("zero_optimization.overlap_comm", "", "must be true or false"),
-        ("zero_optimization", 2, 'must be an object, not 2 | write "zero_optimization": {"stage": 1}'),
+        ("zero_optimization", 2, 'must be an object, not 2 | write "zero_optimization": {"stage": 2}'),
         ("fp16", 3, "must be an object, not 3"),
         ("fp16.loss_scale", -1, "must be at least 0"),
         ("fp16.loss_scale", True, "must be a number, not true"),

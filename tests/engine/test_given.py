@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import launcher
 from launcher.arguments import add_config_arguments
@@ -115,3 +119,15 @@ def test_faster_offloads_of_deepspeeds_train_as_without_them(pool: WorkerPool) -
         {"offload_param": {"device": "cpu", "pin_memory": True}},
     ):
         assert pool.run(losses, 2, zero) == plain
+
+
+def from_the_launcher(ctx: RankContext, path: str) -> int:
+    """A script for DeepSpeed that names no JSON itself."""
+    os.environ["LAUNCHER_CONFIG"] = path
+    engine = launcher.initialize(model=nn.Linear(2, 2), device=torch.device("cpu"))[0]
+    return int(engine.train_batch_size())
+
+
+def test_the_config_of_the_command_line_is_taken(pool: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 6}')
+    assert pool.run(from_the_launcher, 1, str(tmp_path / "ds.json")) == [6]

@@ -155,6 +155,6 @@ def test_a_damaged_file_is_named_on_every_rank_and_another_tag_loads(
     for damaged in (flip(whole), whole[: len(whole) // 2]):
         victim.write_bytes(damaged)
         for message, weights in pool.run(load_damaged, 2, stage, tmp_path):
-            assert str(victim) in message and "load another tag" in message
+            assert str(victim) in message and "load another checkpoint" in message
             for name, value in want.items():
                 assert torch.equal(weights[name], value), name
