@@ -195,7 +195,8 @@ def _deepspeeds_larger_examples(one: Callable[..., Client]) -> list[Client]:
     zenflow = {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": False}
     return [
         *sft,
-        one("ZenFlow finetuning", "llama, bf16; rank 0 alone saves at the end", f"{training}/DeepSpeed-ZenFlow/finetuning/finetune_llama.py", *model,
+        one("ZenFlow finetuning", "llama, bf16; rank 0 alone saves at the end",
+            f"{training}/DeepSpeed-ZenFlow/finetuning/finetune_llama.py", *model,
             stage=2, needs="data", local_rank=True, limit=1e-2,
             sections={**bf16, "optimizer": adam, "zero_allow_untested_optimizer": True,
                       "zero_optimization": {"offload_optimizer": host, "zenflow": zenflow}}),
@@ -303,6 +304,7 @@ CLIENTS: list[Client] = [
 
 NOT_RUN: dict[str, str] = {
     "accelerate's examples of computer vision": "they ask for timm and its weights",
+    "DeepSpeedExamples pipeline_parallelism, LLaMA-Factory": "prepared, and not run to a verdict yet",
     "transformers' model zoo of DeepSpeed tests": "fp16 with example scripts and 28 models of the hub",
 }
 """Client -> why it has not been run."""
