@@ -120,10 +120,10 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
             Unwritten(self) if self._only_looked_at() else self._whole("untyped_storage()").untyped_storage()
         )
 
-    def contiguous(self, **keywords: Any) -> torch.Tensor:
+    def contiguous(self, *args: Any, **keywords: Any) -> torch.Tensor:
         """What is about to be written; it would be itself, and be written as nothing."""
         with self.zero_holder.touched(changed=False):
-            return self._whole("contiguous()").contiguous(**keywords)
+            return self._whole("contiguous()").contiguous(*args, **keywords)
 
     def _only_looked_at(self) -> bool:
         """Hugging Face's `save_pretrained` is called on every rank, with the weights on rank 0. The others write
