@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.errors import ShardedParameterError
@@ -51,6 +52,23 @@ class _Both:
 
 
 _METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class Unwritten:
+    """The memory of a sharded parameter, on a rank that only asks which it is: each handle says another, for of tied
+    ones the values would be read next."""
+
+    def __init__(self, parameter: ShardedParameter) -> None:
+        self._parameter = parameter
+
+    def data_ptr(self) -> int:
+        return id(self._parameter)
+
+    def nbytes(self) -> int:
+        return self._parameter.nbytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parameter._whole(f"storage().{name}").untyped_storage(), name)
 
 
 class ShardedParameter(GradientElsewhere, torch.Tensor):
@@ -106,10 +124,22 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
         return self._whole("saving it").clone().__reduce_ex__(protocol)
 
     def storage(self) -> Any:
-        return self._whole("storage()").storage()
+        return Unwritten(self) if self._only_looked_at() else self._whole("storage()").storage()
 
     def untyped_storage(self) -> Any:
-        return self._whole("untyped_storage()").untyped_storage()
+        return (
+            Unwritten(self) if self._only_looked_at() else self._whole("untyped_storage()").untyped_storage()
+        )
+
+    def contiguous(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        """What is about to be written; it would be itself, and be written as nothing."""
+        with self.zero_holder.touched(changed=False):
+            return self._whole("contiguous()").contiguous(*args, **keywords)
+
+    def _only_looked_at(self) -> bool:
+        """Hugging Face's `save_pretrained` is called on every rank, with the weights on rank 0. The others write
+        nothing, and only look at their parameters."""
+        return self.zero_holder.whole is None and dist.is_initialized() and dist.get_rank() > 0
 
     def data_ptr(self) -> int:
         """0 while it is sharded."""

@@ -35,7 +35,7 @@ class Verdict:
 
 def version_of(client: Client, examples: Path | None) -> str:
     """Of a package its version, of a checkout its date and commit."""
-    if client.own:
+    if client.own or not (examples and (examples / client.version_of / ".git").exists()):
         return metadata.version(client.version_of)
     command = ["git", "-C", str((examples or Path()) / client.version_of), "log", "-1", "--format=%cs, %h"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import launcher
 from launcher.engine.weights import model_with_source
-from launcher.errors import CheckpointError, ConfigError
+from launcher.errors import CheckpointError, ConfigError, ShardedParameterError
 from launcher.models.build import load_config
 from tests.engine.driving import CPU, advance, config_of, counted_reads, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
@@ -92,6 +92,23 @@ def advance_one_more(engine: Any, ctx: RankContext) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_whole_state_dict_is_on_rank_0(pool: WorkerPool, stage: int, tied: bool) -> None:
     pool.run(consolidate, 2, stage, tied)
+
+
+def save_as_scripts_do(ctx: RankContext, tied: bool, directory: Path) -> None:
+    """Every rank saves; the weights are on rank 0, and the others have None."""
+    engine = trained(ctx, "gpt2", tied, 3, {})
+    weights, state = whole_weights(engine), engine._zero3_consolidated_16bit_state_dict()
+    engine.module.save_pretrained(directory, is_main_process=ctx.rank == 0, state_dict=state)
+    if ctx.rank == 0:
+        with pytest.raises(ShardedParameterError, match="keeps sharded until it is gathered"):
+            engine.module.save_pretrained(directory / "without")
+        found = dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_rank_calls_save_pretrained(pool: WorkerPool, tied: bool, tmp_path: Path) -> None:
+    pool.run(save_as_scripts_do, 2, tied, tmp_path)
 
 
 def export_odd(ctx: RankContext, directory: Path) -> None:

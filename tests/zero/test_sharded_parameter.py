@@ -35,8 +35,9 @@ TOUCHES: dict[str, Callable[[Any], Any]] = {
     "pickle": pickle.dumps,
     "torch.save": lambda p: torch.save({"weight": p}, io.BytesIO()),
     "deepcopy": copy.deepcopy,
-    "p.storage()": lambda p: p.storage(),
-    "p.untyped_storage()": lambda p: p.detach().untyped_storage(),
+    "p.contiguous()": lambda p: p.contiguous(),
+    "p.storage()": lambda p: p.storage().tolist(),
+    "p.untyped_storage()": lambda p: p.detach().untyped_storage().tolist(),
 }
 
 

@@ -41,6 +41,8 @@ COLUMNS: dict[str, Callable[[random.Random, int], Rows]] = {
 }
 """Data set on the hub -> its columns; every other is of texts."""
 ROWS = {"train": 64, "validation": 32, "test": 32}
+MORE = {"Salesforce/wikitext": {"train": 500, "validation": 32, "test": 32}}
+"""Rows, where a program takes the first so many."""
 
 
 def from_hub(datasets: Any) -> None:

@@ -1,5 +1,6 @@
 """What a machine without GPUs says when programs ask for them."""
 
+import os
 from typing import Any
 
 
@@ -43,3 +44,14 @@ def two_accelerators(testing: Any) -> None:
 def half_precision(deepspeed: Any) -> None:
     """DeepSpeed asks whether the CPU has instructions for fp16 before it trains in it; torch computes without them."""
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
+
+
+def gloo(state: Any) -> None:
+    """accelerate looks for a backend among accelerators, and believes in one process where it finds none."""
+    prepare = state.PartialState._prepare_backend
+
+    def prepared(self: Any, cpu: bool = False, *arguments: Any, **keywords: Any) -> tuple[str | None, Any]:
+        backend, kind = prepare(self, cpu, *arguments, **keywords)
+        return backend or ("gloo" if "LOCAL_RANK" in os.environ and not cpu else None), kind
+
+    state.PartialState._prepare_backend = prepared

@@ -137,6 +137,7 @@ _STAND_INS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "cuda": ("torch", client_devices.no_devices),
     "accelerators": ("accelerate.test_utils.testing", client_devices.two_accelerators),
     "torch_accelerators": ("transformers.testing_utils", client_devices.two_accelerators),
+    "gloo": ("accelerate.state", client_devices.gloo),
     "fp16": ("deepspeed", client_devices.half_precision),
     "no_init_weights": ("transformers.modeling_utils", client_data.older_names),
 }
