@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -88,7 +89,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
         self._inner_step = self.inner.step
-        self.inner.zero_grad, self.inner.step = self.zero_grad, self.step  # type: ignore[method-assign]  # perhaps the user has it in hand
+        # perhaps the user has it in hand; bound to it, for schedulers of torch wrap the function of this method
+        self.inner.step = MethodType(lambda inner, closure=None: self.step(closure), self.inner)  # type: ignore[method-assign]
+        self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._widen_first_state()
         self._inherit()
         self.states = {

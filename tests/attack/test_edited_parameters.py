@@ -52,6 +52,8 @@ def stepped(ctx: RankContext, stage: int, how: str) -> list[Any]:
     mine = torch.optim.SGD(model.parameters(), lr=1.0) if how == "own" else None
     engine, optimizer, *_ = engine_of(stage, mine, model, gradient_clipping=0.5)
     rule = {"engine": engine, "returned": optimizer, "own": mine}[how]
+    if how != "engine":
+        torch.optim.lr_scheduler.StepLR(rule, 5)  # wraps the step
     backward(engine)
     rule.step()
     found = values(engine)
