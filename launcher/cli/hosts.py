@@ -12,7 +12,8 @@ from launcher.cli.request import Request
 from launcher.cluster.facts import PACKAGES
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
-from launcher.errors import ConfigError
+from launcher.cluster.secret import masked
+from launcher.errors import ConfigError, printable
 
 ROWS = ("host", "python", "executable", "cores", "memory", "gpus", "mask", "addresses")
 
@@ -26,7 +27,7 @@ def report(argv: Sequence[str]) -> int:
         for _ in front_end.crew.connect(nodes, job.hello):
             pass
         for node in nodes:
-            print("\n".join(_lines(node)))
+            print(printable(masked("\n".join(_lines(node)))))
     except KeyboardInterrupt:
         return 130
     finally:
@@ -55,7 +56,7 @@ def _job(argv: Sequence[str]) -> Job:
 
 
 def _run(job: Job, host: Host, line: str) -> int:
-    name = f"{host.name}: "
+    name = printable(f"{host.name}: ")
     process = subprocess.Popen(
         job.shell_command(host, line),
         stdin=subprocess.DEVNULL,

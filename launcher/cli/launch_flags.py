@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from launcher import __version__
 from launcher.cli.flags import FlagParser, positive, shown, whole
 from launcher.cli.recipes import recipe_names
+from launcher.cluster.hostfile import MOST_NODES
 from launcher.errors import ConfigError
 
 # DeepSpeed's flags that are known, and refused.
@@ -114,7 +115,7 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument("-H", "--hostfile", metavar="PATH", help="lines of `NAME slots=COUNT`")
     hosts.add_argument("-i", "--include", metavar="SPEC", help="only these: node1@node2:0,2-3")
     hosts.add_argument("-e", "--exclude", metavar="SPEC", help="all but these")
-    hosts.add_argument("--num_nodes", type=positive, metavar="N", help="the first N hosts")
+    hosts.add_argument("--num_nodes", type=_nodes, metavar="N", help="the first N hosts")
     hosts.add_argument(
         "--launcher",
         metavar="NAME",
@@ -293,6 +294,12 @@ def refuse_unsupported(flags: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is not implemented yet", fix="leave it out")
     if flags.no_python and flags.module:
         raise ConfigError("--module and --no_python exclude each other")
+
+
+def _nodes(text: str) -> int:
+    if positive(text) > MOST_NODES:
+        raise argparse.ArgumentTypeError(f"a run has at most {MOST_NODES:,} hosts, not {shown(text)}")
+    return int(text)
 
 
 def _port(text: str) -> int:
