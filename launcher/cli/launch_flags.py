@@ -10,7 +10,7 @@ from launcher import __version__
 from launcher.cli.flags import FlagParser, positive, shown, whole
 from launcher.cli.recipes import recipe_names
 from launcher.cluster.hostfile import MOST_NODES
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, printable
 
 # DeepSpeed's flags that are known, and refused.
 NOT_THERE_YET = {
@@ -95,7 +95,10 @@ def launch_parser() -> FlagParser:
     )
     run.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto")
     run.add_argument(
-        "--master_addr", metavar="ADDR", help="default: one of the first node that the others reach"
+        "--master_addr",
+        type=_address,
+        metavar="ADDR",
+        help="default: one of the first node that the others reach",
     )
     run.add_argument("--master_port", type=_port, metavar="PORT", help="default: a free port is picked")
     _add_script_flags(parser)
@@ -300,6 +303,16 @@ def _nodes(text: str) -> int:
     if positive(text) > MOST_NODES:
         raise argparse.ArgumentTypeError(f"a run has at most {MOST_NODES:,} hosts, not {shown(text)}")
     return int(text)
+
+
+def _address(text: str) -> str:
+    try:
+        text.encode("idna")  # as sockets do it
+    except UnicodeError:
+        text = ""
+    if not text or printable(text) != text:
+        raise argparse.ArgumentTypeError("needs the address or the name of a host")
+    return text
 
 
 def _port(text: str) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from launcher.cluster import handshake
 from launcher.cluster.handshake import Session
 from launcher.cluster.node import Node
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
 from launcher.files import read_small
 
 TOKEN = "LAUNCHER_TOKEN"
@@ -170,6 +170,10 @@ def knock(
     while True:
         try:
             connection = socket.create_connection((addr, port), timeout=ANSWER_S)
+        except UnicodeError:
+            raise ConfigError(
+                f"{shortened(addr)!r} is no name of a host", where="--master_addr", fix="name node 0"
+            ) from None
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
