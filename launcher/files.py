@@ -10,12 +10,13 @@ from launcher.errors import ConfigError
 LARGEST = 16 << 20  # bytes; of what people write by hand
 
 
-def read_small(path: Path, what: str, *, where: str, fix: str) -> str:
+def read_small(path: Path, what: str, *, where: str, fix: str, errors: str = "strict") -> str:
     """The text of a file, without a byte-order mark.
 
     Args:
         what: it is, for messages: "the config file".
         where, fix: of the error where it cannot be read.
+        errors: what becomes of bytes that are no UTF-8, as `open` takes it.
 
     Raises:
         ConfigError: it is not there, no regular file (a pipe would be waited for), too large, or no UTF-8.
@@ -29,7 +30,7 @@ def read_small(path: Path, what: str, *, where: str, fix: str) -> str:
         if found.st_size > LARGEST:
             size = f"{found.st_size >> 20:,} MiB"
             raise ConfigError(f"{what} {path} has {size}: it is something else", where=where, fix=fix)
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig", errors=errors)
     except ConfigError:
         raise
     except FileNotFoundError:

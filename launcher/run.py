@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from launcher import owner
+from launcher.cluster.secret import without_secrets
 from launcher.comm import init_distributed, pick_device
 from launcher.comm.plain import told_by_first
 from launcher.config import Config, load
@@ -192,7 +193,7 @@ class Run:
         self.say(f"output  {self.output_dir}")
 
     def write_config(self, resolved: dict[str, Any]) -> None:
-        """Write config.json as resolved, and the recipe's flags."""
+        """Write config.json as resolved, and the recipe's flags; without secrets, as others may read them."""
         if self.rank == 0:
-            write_json(self.output_dir / "config.json", resolved)
-            write_json(self.output_dir / "flags.json", vars(self.args))
+            write_json(self.output_dir / "config.json", without_secrets(resolved))
+            write_json(self.output_dir / "flags.json", without_secrets(vars(self.args)))

@@ -7,7 +7,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from launcher.cli.flags import LONGEST_COUNT
+from launcher.cluster.hostfile import check_size
 from launcher.config.accelerate_yaml import checked, precision_of
+from launcher.config.problems import show
 from launcher.errors import ConfigError
 
 logger = logging.getLogger("launcher")
@@ -35,6 +38,7 @@ def _spelt(name: str, value: Any) -> str:
 def _flags_of(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Raises `ConfigError` where a number is none, or processes are not dealt out evenly."""
     nodes, ranks = _whole(tree, "num_machines", path) or 1, _whole(tree, "num_processes", path)
+    check_size(nodes, ranks or nodes, path)
     if ranks is not None and ranks % nodes:
         raise ConfigError(
             f"num_processes {ranks} is not a multiple of num_machines {nodes}",
@@ -63,7 +67,7 @@ def _of_several(tree: Mapping[str, Any], nodes: int, path: str) -> dict[str, Any
         return found | {"no_ssh": True, "num_nodes": nodes, "node_rank": rank}
     if runner not in RUNNERS:
         raise ConfigError(
-            f"deepspeed_multinode_launcher is {runner}",
+            f"deepspeed_multinode_launcher is {show(runner)}",
             where=path,
             fix=f"write one of {', '.join([*RUNNERS, 'standard', 'nossh'])}, or --launcher slurm on the command line",
         )
@@ -79,8 +83,8 @@ def _whole(tree: Mapping[str, Any], key: str, path: str) -> int | None:
     value = tree.get(key)
     if value is None or value == -1:  # accelerate's word for "not said"
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{key} is {value!r}", where=path, fix="write a whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 10**LONGEST_COUNT:
+        raise ConfigError(f"{key} is {show(value)}", where=path, fix="write a whole number")
     return value
 
 

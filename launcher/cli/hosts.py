@@ -12,7 +12,8 @@ from launcher.cli.request import Request
 from launcher.cluster.facts import PACKAGES
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
-from launcher.errors import ConfigError
+from launcher.cluster.secret import masked
+from launcher.errors import ConfigError, printable
 
 SSH_HELP = """\
 usage: launch ssh [-H HOSTS] [launcher flags] COMMAND
@@ -38,7 +39,7 @@ def report(argv: Sequence[str]) -> int:
         for _ in front_end.crew.connect(nodes, job.hello):
             pass
         for node in nodes:
-            print("\n".join(_lines(node)))
+            print(printable(masked("\n".join(_lines(node)))))
     except KeyboardInterrupt:
         return 130
     finally:
@@ -70,7 +71,7 @@ def _job(argv: Sequence[str]) -> Job:
 
 
 def _run(job: Job, host: Host, line: str) -> int:
-    name = f"{host.name}: "
+    name = printable(f"{host.name}: ")
     process = subprocess.Popen(
         job.shell_command(host, line),
         stdin=subprocess.DEVNULL,

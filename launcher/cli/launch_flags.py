@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from launcher import __version__
 from launcher.cli.flags import FlagParser, positive, shown, whole
 from launcher.cli.recipes import recipe_names
-from launcher.errors import ConfigError
+from launcher.cluster.hostfile import MOST_NODES
+from launcher.errors import ConfigError, printable
 
 # DeepSpeed's flags that are known, and refused.
 NOT_THERE_YET = {
@@ -94,7 +95,10 @@ def launch_parser() -> FlagParser:
     )
     run.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto")
     run.add_argument(
-        "--master_addr", metavar="ADDR", help="default: one of the first node that the others reach"
+        "--master_addr",
+        type=_address,
+        metavar="ADDR",
+        help="default: one of the first node that the others reach",
     )
     run.add_argument("--master_port", type=_port, metavar="PORT", help="default: a free port is picked")
     _add_script_flags(parser)
@@ -114,7 +118,7 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument("-H", "--hostfile", metavar="PATH", help="lines of `NAME slots=COUNT`")
     hosts.add_argument("-i", "--include", metavar="SPEC", help="only these: node1@node2:0,2-3")
     hosts.add_argument("-e", "--exclude", metavar="SPEC", help="all but these")
-    hosts.add_argument("--num_nodes", type=positive, metavar="N", help="the first N hosts")
+    hosts.add_argument("--num_nodes", type=_nodes, metavar="N", help="the first N hosts")
     hosts.add_argument(
         "--launcher",
         metavar="NAME",
@@ -293,6 +297,22 @@ def refuse_unsupported(flags: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is not implemented yet", fix="leave it out")
     if flags.no_python and flags.module:
         raise ConfigError("--module and --no_python exclude each other")
+
+
+def _nodes(text: str) -> int:
+    if positive(text) > MOST_NODES:
+        raise argparse.ArgumentTypeError(f"a run has at most {MOST_NODES:,} hosts, not {shown(text)}")
+    return int(text)
+
+
+def _address(text: str) -> str:
+    try:
+        text.encode("idna")  # as sockets do it
+    except UnicodeError:
+        text = ""
+    if not text or printable(text) != text:
+        raise argparse.ArgumentTypeError("needs the address or the name of a host")
+    return text
 
 
 def _port(text: str) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
 from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, shared_directory
-from launcher.cluster.secret import masked, secrets_of
+from launcher.cluster.secret import hide, hide_inherited, masked, secret_arguments, secrets_of
 from launcher.errors import ConfigError, LauncherError, printable
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 2 for a mistake in flags or configuration (`launch check`: 1 when it refuses the JSON); else how the run
         ended (128 + n for signal n).
     """
+    hide_inherited(os.environ)
     try:
         return _launch(list(sys.argv[1:] if argv is None else argv))
     except LauncherError as error:
@@ -103,10 +104,14 @@ def _launch(argv: list[str]) -> int:
 
         accelerate_flags.take(flags)
     run = Request(flags, recipe)
+    hide(value for _, value in secret_arguments(run.arguments))
     if not run.is_ours and run.asks_for_help:
         os.execv(sys.executable, [sys.executable, run.target, *run.arguments])
     said = check_flags(Path(run.target), run.arguments) if run.is_ours else None
     config = _checked_config(flags.config, needed=run.is_ours)
+    if config is not None and config.comet.api_key:
+        # In base64 it is the text of the JSON.
+        hide([config.comet.api_key, *([] if os.path.exists(flags.config) else [flags.config])])
     if config is not None and said is not None:
         from launcher.config.complete import complete, flags_for_json
 
@@ -123,7 +128,8 @@ def _launch(argv: list[str]) -> int:
     if flags.dry_run:
         from launcher.cli.rehearsal import rehearse
 
-        print(printable(masked("\n".join(rehearse(job)))))
+        for line in rehearse(job):
+            print(printable(masked(line)))
         return 0
     outcome = job.front_end().run()
     sys.stdout.flush()
@@ -184,10 +190,10 @@ def _source(path: str) -> str:
 
 
 class _Masking(logging.Formatter):
-    """Without secrets."""
+    """Without secrets, and without what acts on a terminal: names of hosts come from files and other machines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return masked(super().format(record))
+        return printable(masked(super().format(record)))
 
 
 def _set_up_logging(level: str) -> None:

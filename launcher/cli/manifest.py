@@ -9,14 +9,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.cli.flags import FlagParser, value_of, without
+from launcher.cli.flags import FlagParser, shown, value_of, without
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
-from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, find_recipe
+from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, check_name, find_recipe
 from launcher.cli.request import check_bounds, restarts_of
 from launcher.cluster import environment
 from launcher.cluster.kubernetes import KINDS, Pods, manifest
-from launcher.cluster.secret import masked, secrets_of
-from launcher.errors import ConfigError
+from launcher.cluster.secret import has_secret, hide, masked, secret_arguments, secrets_of, without_secrets
+from launcher.errors import ConfigError, printable, shortened
 
 DESCRIPTION = """\
 Prints a manifest for Kubernetes that starts a run with one pod a node: a PyTorchJob of the Training Operator, or a
@@ -37,7 +37,10 @@ NOT_HERE = (
 )
 """Flags that say how nodes are reached: the manifest does."""
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-_SIZE = re.compile(r"[0-9]+([KMGT]i?)?")
+_SIZE = re.compile(r"[0-9]{1,12}([KMGT]i?)?")
+_OBJECT = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
+_KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
+_IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]{0,1023}", re.ASCII)
 
 
 def manifest_parser() -> FlagParser:
@@ -49,9 +52,9 @@ def manifest_parser() -> FlagParser:
     )
     own = parser.add_argument_group("the manifest")
     own.add_argument("--kind", choices=tuple(KINDS), required=True, help="what starts the pods")
-    own.add_argument("--image", required=True, metavar="IMAGE", help="of the container")
+    own.add_argument("--image", type=_image, required=True, metavar="IMAGE", help="of the container")
     own.add_argument("--name", type=_name, default="launch", help="of the run (default: launch)")
-    own.add_argument("--namespace", metavar="NAME", help="default: that of kubectl")
+    own.add_argument("--namespace", type=_object, metavar="NAME", help="default: that of kubectl")
     own.add_argument("--shm", type=_size, metavar="SIZE", help="most of /dev/shm: 16Gi")
     own.add_argument(
         "--volume",
@@ -63,6 +66,7 @@ def manifest_parser() -> FlagParser:
     )
     own.add_argument(
         "--token_secret",
+        type=_object,
         metavar="NAME",
         help="a Secret whose key `token` all nodes must know (LAUNCHER_TOKEN)",
     )
@@ -118,10 +122,14 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
         )
     asked = environment.asked_for(flags.export, os.environ)
     if secret := next(iter(secrets_of(asked)), None):
-        raise ConfigError(
-            f"{secret} looks like a secret, which a manifest does not hold",
-            where=f"--export {secret}",
-            fix=f"--secret {secret}=NAME_OF_A_KUBERNETES_SECRET",
+        raise _refused(secret, f"--export {secret}", f"--secret {secret}=NAME_OF_A_KUBERNETES_SECRET")
+    told = without(own, *OWN, *SAID_ELSEWHERE)
+    for name, value in (*secret_arguments(told), *secret_arguments(recipe)):
+        hide([value])
+        raise _refused(
+            shortened(name) or "an argument",
+            shortened(" ".join(recipe[:1])),
+            "let the script read a variable, and add --secret VARIABLE=NAME_OF_A_KUBERNETES_SECRET",
         )
     _check_recipe(flags, recipe)
     check_bounds(flags, flags.num_nodes)
@@ -130,7 +138,7 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
         name=flags.name,
         image=flags.image,
         nodes=flags.num_nodes,
-        flags=without(own, *OWN, *SAID_ELSEWHERE),
+        flags=told,
         recipe=recipe,
         gpus=0 if flags.device == "cpu" else flags.num_gpus,
         config=_config_text(flags.config),
@@ -146,10 +154,16 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
     )
 
 
+def _refused(name: str, where: str, fix: str) -> ConfigError:
+    return ConfigError(f"{name} looks like a secret, which a manifest does not hold", where=where, fix=fix)
+
+
 def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
     """Raise `ConfigError` for mistakes that can be seen here; a script may be in the image only."""
     name, *arguments = recipe
-    if flags.module or flags.no_python or (name.endswith(".py") and not Path(name).exists()):
+    if flags.module or flags.no_python or (name.endswith(".py") and not os.path.exists(name)):
+        kind = "module" if flags.module else "program" if flags.no_python else "script"
+        check_name(name, kind)
         return
     path, is_ours = find_recipe(name)
     if not is_ours:
@@ -165,42 +179,73 @@ def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
 
 
 def _config_text(source: str | None) -> str | None:
-    """The JSON as it is written, found right."""
+    """The JSON as it is written, found right.
+
+    Raises:
+        ConfigError: it is not, or has a secret, be it in a comment.
+    """
     if source is None:
         return None
+    from launcher.config.accelerate_yaml import is_one
     from launcher.config.load import inspect, read
 
     document = read(source)
-    inspect(document).required()
-    if Path(source[:255]).is_file():
-        return Path(source).read_text(encoding="utf-8")
-    return json.dumps(document.tree, indent=2)
+    config = inspect(document).required()
+    if config.comet.api_key:
+        hide([config.comet.api_key])
+        fix = "delete it, and add --secret COMET_API_KEY=NAME_OF_A_KUBERNETES_SECRET"
+        raise _refused("comet.api_key", config.where("comet.api_key"), fix)
+    text = json.dumps(document.tree, indent=2)
+    if os.path.isfile(source) and not is_one(source):
+        text = Path(source).read_text(encoding="utf-8-sig")
+    if without_secrets(document.tree) != document.tree or has_secret(text):
+        where = f"--config {shortened(source)}"
+        raise _refused("a value in the JSON", where, "delete it; the script can read a variable: --secret")
+    return text
 
 
 def _name(text: str) -> str:
     if not _NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"needs up to 40 small letters, digits and dashes, a letter first, not {text!r}"
+            f"needs up to 40 small letters, digits and dashes, a letter first, not {shown(text)}"
+        )
+    return text
+
+
+def _image(text: str) -> str:
+    if not _IMAGE.fullmatch(text) or has_secret(text):
+        raise argparse.ArgumentTypeError(f"needs the name of an image, not {shown(masked(text))}")
+    return text
+
+
+def _object(text: str) -> str:
+    if not _OBJECT.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"needs the name of an object: small letters, digits, dashes and dots, not {shown(masked(text))}"
         )
     return text
 
 
 def _size(text: str) -> str:
     if not _SIZE.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"needs a size such as 16Gi, not {text!r}")
+        raise argparse.ArgumentTypeError(f"needs a size such as 16Gi, not {shown(text)}")
     return text
 
 
 def _secret(text: str) -> tuple[str, tuple[str, str]]:
     name, _, source = text.partition("=")
     secret, _, key = source.partition(":")
-    if not name.isidentifier() or not secret:
-        raise argparse.ArgumentTypeError(f"needs NAME=SECRET or NAME=SECRET:KEY, not {masked(text)!r}")
+    if not (
+        name.isidentifier() and name.isascii() and _OBJECT.fullmatch(secret) and _KEY.fullmatch(key or name)
+    ):
+        raise argparse.ArgumentTypeError(f"needs NAME=SECRET or NAME=SECRET:KEY, not {shown(masked(text))}")
     return name, (secret, key or name)
 
 
 def _volume(text: str) -> tuple[str, str]:
     claim, _, path = text.partition(":")
-    if not claim or not path.startswith("/"):
-        raise argparse.ArgumentTypeError(f"needs CLAIM:/PATH, not {text!r}")
+    if not (
+        _OBJECT.fullmatch(claim) and path.startswith("/") and printable(path) == path and ":" not in path
+    ):
+        raise argparse.ArgumentTypeError(f"needs CLAIM:/PATH, not {shown(text)}")
     return claim, path

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.cli.flags import FlagParser
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, printable, shortened
 
 DEFAULT_RECIPE = "pretrain"
+LONGEST_NAME = 4095  # of a path, on Linux
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -25,6 +27,17 @@ def shared_directory(name: str) -> Path:
 def recipe_names() -> list[str]:
     """Names that can be given to `launch`, sorted."""
     return sorted(path.stem for path in shared_directory("recipes").glob("*.py") if path.stem[0] != "_")
+
+
+def check_name(name: str, kind: str) -> None:
+    """Raise `ConfigError` where what stands on the command line cannot be the name of a module or a program."""
+    if not name or name.startswith("-") or len(name) > LONGEST_NAME or printable(name) != name:
+        flag = {"module": "--module", "program": "--no_python"}.get(kind)
+        raise ConfigError(
+            f"{shortened(name)!r} is no name of a {kind}",
+            where=flag,
+            fix=f"write it where the script's name would stand{f': {flag} NAME' if flag else ''}",
+        )
 
 
 def find_recipe(name: str) -> tuple[Path, bool]:
@@ -40,14 +53,16 @@ def find_recipe(name: str) -> tuple[Path, bool]:
         ConfigError: no such recipe or file; the message lists the recipes and the nearest name.
     """
     if name.endswith(".py"):
-        path = Path(name).resolve()
-        if not path.is_file():
-            raise ConfigError(f"there is no file {name}", where=str(path), fix=_known(name[:-3]))
+        path = Path(name).absolute()
+        if len(name) > LONGEST_NAME or not os.path.isfile(path):  # isfile takes any name
+            where = shortened(str(path), 300)
+            raise ConfigError(f"there is no file {shortened(name, 300)}", where=where, fix=_known(path.stem))
+        path = path.resolve()
         return path, path.parent == shared_directory("recipes").resolve() and _has_flags(path)
     if name in recipe_names():
         path = shared_directory("recipes") / f"{name}.py"
         return path, _has_flags(path)
-    raise ConfigError(f"there is no recipe {name!r}", fix=_known(name))
+    raise ConfigError(f"there is no recipe {shortened(name)!r}", fix=_known(name))
 
 
 def _has_flags(path: Path) -> bool:
@@ -114,6 +129,6 @@ def _is_read(node: ast.AST) -> bool:
 
 def _known(name: str) -> str:
     names = recipe_names()
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name[:80], names, n=1)
     guess = f"did you mean {near[0]!r}? " if near else ""
     return f"{guess}recipes: {', '.join(names) or 'none found'}; or give the path of a .py file"

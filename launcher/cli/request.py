@@ -8,9 +8,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from launcher.cli.recipes import DEFAULT_RECIPE, find_recipe
+from launcher.cli.recipes import DEFAULT_RECIPE, check_name, find_recipe
 from launcher.cluster import join
-from launcher.cluster.hostfile import Host, read_hostfile
+from launcher.cluster.hostfile import MOST_SLOTS, TOO_MANY, Host, check_size, read_hostfile
 from launcher.cluster.selection import first_slots, select
 from launcher.errors import ConfigError
 
@@ -27,10 +27,9 @@ class Request:
         name, *self.arguments = recipe or [DEFAULT_RECIPE]
         self.kind, self.target, self.is_ours = "script", name, False
         self.name = Path(name).stem
-        if flags.module:
-            self.kind = "module"
-        elif flags.no_python:
-            self.kind = "program"
+        if flags.module or flags.no_python:
+            self.kind = "module" if flags.module else "program"
+            check_name(name, self.kind)
         else:
             path, self.is_ours = find_recipe(name)
             self.target = str(path)
@@ -74,7 +73,18 @@ def joining_place(flags: argparse.Namespace) -> tuple[str, int]:
             "--no_ssh needs --node_rank and --master_addr",
             fix="start the same command on every node: --no_ssh --node_rank R --master_addr ADDRESS_OF_NODE_0",
         )
+    if flags.num_nodes is not None:
+        check_node_rank(flags, flags.num_nodes)
     return flags.master_addr, flags.master_port or JOINING_PORT
+
+
+def check_node_rank(flags: argparse.Namespace, hosts: int) -> None:
+    """Raise `ConfigError` where a run of so many hosts has no such node, which would be waited for in vain."""
+    if flags.node_rank is not None and flags.node_rank >= hosts:
+        raise ConfigError(
+            f"--node_rank {flags.node_rank}: the number of hosts is {hosts}",
+            fix=f"number the nodes from 0 to {hosts - 1}, or write a larger --num_nodes",
+        )
 
 
 def joining_token(flags: argparse.Namespace) -> str:
@@ -96,7 +106,17 @@ def restarts_of(flags: argparse.Namespace) -> tuple[int, int | None]:
 
 
 def check_bounds(flags: argparse.Namespace, hosts: int) -> None:
-    """Raise `ConfigError` where --min_nodes and --max_nodes do not fit each other and the number of hosts."""
+    """Raise `ConfigError` where --min_nodes, --max_nodes, --node_rank and --num_gpus do not fit each other and the
+    number of hosts."""
+    if flags.no_ssh:
+        check_node_rank(flags, hosts)
+    if flags.num_gpus is not None:
+        if flags.num_gpus > MOST_SLOTS:
+            place = "this machine" if hosts == 1 else "each host"
+            raise ConfigError(
+                f"{flags.num_gpus:,} ranks on {place}: {TOO_MANY}", where="--num_gpus", fix="write fewer"
+            )
+        check_size(hosts, hosts * flags.num_gpus, "--num_nodes, --num_gpus")
     for name, bound in (("--min_nodes", flags.min_nodes), ("--max_nodes", flags.max_nodes)):
         if bound is not None and bound > hosts:
             raise ConfigError(

@@ -18,7 +18,7 @@ from launcher.cluster.hostfile import MOST_SLOTS, Host
 from launcher.cluster.node import Node
 from launcher.cluster.selection import first_ranks
 from launcher.cluster.share import Share
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
 from launcher.integrations.surface import SWITCH
 from launcher.owner import check_free
 
@@ -210,7 +210,9 @@ def _shown(job: Job, total: int) -> list[int]:
     ranks = sorted({0, *(int(text) for text in wanted.split(","))})
     if ranks[-1] >= total:
         raise ConfigError(
-            f"there is no rank {ranks[-1]}", where=f"--tee {wanted}", fix=f"the last is {total - 1}"
+            f"there is no rank {ranks[-1]}",
+            where=f"--tee {shortened(wanted)}",
+            fix=f"the last is {total - 1}",
         )
     return ranks
 

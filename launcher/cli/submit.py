@@ -15,7 +15,7 @@ from launcher.cli.flags import value_of, without
 from launcher.cli.request import Request
 from launcher.cluster import environment
 from launcher.cluster.secret import masked, secrets_of
-from launcher.errors import ConfigError, printable
+from launcher.errors import ConfigError, printable, shortened
 
 TEMPLATE = """\
 #!/bin/sh
@@ -54,7 +54,8 @@ def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
         )
     script = directory / "launch.sbatch"
     secrets = secrets_of(environment.asked_for(flags.export, os.environ))
-    text = batch_script(flags, run, by_name(argv, secrets), directory)
+    own = len(argv) - len(run.arguments) - 1
+    text = batch_script(flags, run, [*by_name(argv[:own], secrets), *argv[own:]], directory)
     command = ["sbatch", *shlex.split(flags.submit), str(script)]
     if flags.dry_run:
         print(
@@ -62,10 +63,19 @@ def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
             end="",
         )
         return 0
-    directory.mkdir(parents=True, exist_ok=True)
-    script.unlink(missing_ok=True)  # one that is there may be open to others
-    with open(os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        script.unlink(missing_ok=True)  # one that is there may be open to others
+        with open(
+            os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{shortened(str(script))} cannot be written: {error.strerror}",
+            where="--output-dir",
+            fix="name a directory that can be written",
+        ) from None
     try:
         # Slurm passes the variables of sbatch on to the job.
         return subprocess.run(command, check=False, env={**os.environ, **secrets}).returncode
@@ -77,14 +87,21 @@ def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
         ) from None
 
 
-def by_name(argv: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
-    """The command line with `--export NAME` for what has a value of these."""
-    names = {f"{name}={value}": name for name, value in secrets.items()}
-    return [
-        names.get(token)
-        or (f"--export={names[token[9:]]}" if token[:9] == "--export=" and token[9:] in names else token)
-        for token in argv
-    ]
+def by_name(own: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
+    """The launcher's tokens with `--export NAME` for what has a value of these, and every name once: a value that a
+    later `--export` replaces may be a secret, too."""
+    kept: dict[str, tuple[str, ...]] = {}
+    tokens = iter(own)
+    for position, token in enumerate(tokens):
+        flag, equals, value = token.partition("=")
+        if flag != "--export":
+            kept[f"{position} {token}"] = (token,)
+            continue
+        name, _, _ = export = (value if equals else next(tokens, "")).partition("=")
+        said = name if name in secrets else "".join(export)
+        kept.pop(name, None)  # what replaces it stands where it stands
+        kept[name] = (f"--export={said}",) if equals else ("--export", said)
+    return [token for pair in kept.values() for token in pair]
 
 
 def batch_script(flags: argparse.Namespace, run: Request, argv: Sequence[str], directory: Path) -> str:

@@ -5,12 +5,14 @@ They travel in the first line of the control stream: byte for byte, past every s
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.cluster.secret import hide, masked, secrets_of
-from launcher.errors import ConfigError
+from launcher.cluster.secret import hide, is_secret, masked
+from launcher.errors import ConfigError, shortened
+from launcher.files import read_small
 
 PREFIXES = (
     *("NCCL_", "GLOO_", "UCX_", "UCC_", "FI_", "IBV_", "RDMAV_", "MV2_", "I_MPI_"),
@@ -51,7 +53,7 @@ FILE = ".deepspeed_env"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(
     r"""(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*
-    (?: "(?P<double>(?:[^"\\]|\\.)*)" | '(?P<single>[^']*)' | (?P<plain>[^\n]*?) )
+    (?: "(?P<double>(?:[^"\\]|\\.)*+)" | '(?P<single>[^']*)' | (?P<plain>(?:[^\n\#]|(?<![ \t])\#)*+) )
     [ \t\r]* (?:(?<=[ \t])\#[^\n]*)? (?:\n|\Z)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -79,24 +81,39 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
     found: dict[str, str] = {}
     name = environment.get("DS_ENV_FILE", FILE)
     for directory in (Path.home(), Path.cwd()):
-        path = directory / name
-        if path.is_file():
-            found |= parse_file(path.read_text(encoding="utf-8", errors="surrogateescape"), str(path))
+        path = str(directory / name)
+        if os.path.exists(path) and not os.path.isdir(path):
+            text = read_small(
+                Path(path),
+                "the file of variables",
+                where="DS_ENV_FILE" if "DS_ENV_FILE" in environment else FILE,
+                fix="write lines of NAME=VALUE into a file",
+                errors="surrogateescape",
+            )
+            found |= parse_file(text, path)
     for export in exports:
         name, equals, value = export.partition("=")
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{masked(name)!r} is no name of a variable",
+                f"{shortened(masked(name))!r} is no name of a variable",
                 where="--export",
                 fix="write NAME or NAME=VALUE",
             )
         if not equals and name not in environment:
             raise ConfigError(
-                f"{name} is not set here", where=f"--export {export}", fix=f"write {name}=VALUE"
+                f"{shortened(name)} is not set here",
+                where=f"--export {shortened(export)}",
+                fix=f"write {shortened(name)}=VALUE",
             )
-        found[name] = value if equals else environment[name]
-    hide(secrets_of(found).values())
+        _put(found, name, value if equals else environment[name])
     return found
+
+
+def _put(found: dict[str, str], name: str, value: str) -> None:
+    """A value that another one replaces later is a secret, too."""
+    found[name] = value
+    if is_secret(name, value):
+        hide([value])
 
 
 def parse_file(text: str, name: str) -> dict[str, str]:
@@ -105,7 +122,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
     Inside double quotes a backslash takes the next character as it is, and quoted values may have several lines.
 
     Raises:
-        ConfigError: a line that is none of these.
+        ConfigError: a line that is none of these, or has a character that no variable can have.
     """
     found: dict[str, str] = {}
     position = 0
@@ -118,16 +135,23 @@ def parse_file(text: str, name: str) -> dict[str, str]:
         if match is None or (match["plain"] or "").startswith(('"', "'")):
             number = text.count("\n", 0, position) + 1
             line = text[position:].split("\n", 1)[0].strip()
-            line = masked(line.partition("=")[0]) + ("=..." if "=" in line else "")
+            line = shortened(masked(line.partition("=")[0])) + ("=..." if "=" in line else "")
             raise ConfigError(
                 f"{line!r} sets no variable",
                 where=f"{name}:{number}",
                 fix="write NAME=VALUE, quoted where needed",
             )
         if match["double"] is not None:
-            found[match["name"]] = re.sub(r"\\(.)", r"\1", match["double"], flags=re.DOTALL)
+            value = re.sub(r"\\(.)", r"\1", match["double"], flags=re.DOTALL)
         else:
-            found[match["name"]] = match["single"] if match["single"] is not None else match["plain"].rstrip()
+            value = match["single"] if match["single"] is not None else match["plain"].rstrip()
+        if "\0" in value:
+            raise ConfigError(
+                f"the value of {shortened(match['name'])} has a NUL character, which no variable can hold",
+                where=f"{name}:{text.count(chr(10), 0, position) + 1}",
+                fix="delete it; a file of text has none",
+            )
+        _put(found, match["name"], value)
         position = match.end()
     return found
 

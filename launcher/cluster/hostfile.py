@@ -10,14 +10,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.errors import ConfigError, shortened
+from launcher.errors import ConfigError, printable, shortened
 from launcher.files import read_small
 
 _LINE = re.compile(
     r"(?P<name>\S+)\s+slots=(?P<slots>\S+)(?:\s+max[_-]slots=\d+)?"
 )  # Open MPI's, without meaning here
-MOST_SLOTS = 4096
+MOST_SLOTS, MOST_NODES, MOST_RANKS = 4096, 1 << 14, 1 << 18
+"""Of a machine, and of a run. Larger numbers are mistakes, which would take hours and all memory to be found."""
 TOO_MANY = f"no machine has more than {MOST_SLOTS:,}"
+LONGEST_NAME = 320  # of a user, and of a host as the DNS has it
 FORM = 'write "NAME slots=COUNT", or "NAME slots=0,2,5-7" for certain slots'
 
 
@@ -48,6 +50,7 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     """The same of a text; `name` is what errors call it."""
     hosts: list[Host] = []
     lines: dict[str, int] = {}
+    ranks = 0
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.partition("#")[0].strip()
         if not entry:
@@ -57,14 +60,18 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
         if match is None:
             raise ConfigError(f"{shortened(entry)!r} names no host with its slots", where=where, fix=FORM)
         host = match["name"]
-        if host.startswith("-"):
-            raise ConfigError(f"{host!r} cannot be a host's name", where=where, fix=FORM)
+        if host.startswith("-") or len(host) > LONGEST_NAME or printable(host) != host:
+            raise ConfigError(f"{shortened(host)!r} cannot be a host's name", where=where, fix=FORM)
         if host in lines:
             raise ConfigError(
-                f"the host {host} stands twice", where=where, fix=f"delete this line or line {lines[host]}"
+                f"the host {shortened(host)} stands twice",
+                where=where,
+                fix=f"delete this line or line {lines[host]}",
             )
         lines[host] = number
         hosts.append(Host(host, _slots(match["slots"], where)))
+        ranks += len(hosts[-1].slots)
+        check_size(len(hosts), ranks, where)
     if not hosts:
         raise ConfigError(f"the hostfile {name} names no host", where="--hostfile", fix=FORM)
     return hosts
@@ -82,8 +89,17 @@ def _slots(text: str, where: str) -> tuple[int, ...]:
             raise ConfigError(f"slots={shortened(text)}: {TOO_MANY}", where=where, fix=FORM)
         return tuple(range(int(text)))
     if "," not in text and "-" not in text:
-        raise ConfigError(f"slots={text} is no number", where=where, fix=FORM)
+        raise ConfigError(f"slots={shortened(text)} is no number", where=where, fix=FORM)
     return numbers(text, where)
+
+
+def check_size(nodes: int, ranks: int, where: str) -> None:
+    """Raise `ConfigError` where a run is larger than any machine."""
+    for count, most, noun in ((nodes, MOST_NODES, "hosts"), (ranks, MOST_RANKS, "ranks")):
+        if count > most:
+            raise ConfigError(
+                f"{count:,} {noun}: a run has at most {most:,}", where=where, fix="start a smaller run"
+            )
 
 
 def numbers(text: str, where: str, noun: str = "slot") -> tuple[int, ...]:

@@ -22,7 +22,8 @@ from pathlib import Path
 from launcher.cluster import handshake
 from launcher.cluster.handshake import Session
 from launcher.cluster.node import Node
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
+from launcher.files import read_small
 
 TOKEN = "LAUNCHER_TOKEN"
 SHORTEST_TOKEN = 16
@@ -72,14 +73,9 @@ def token_of(environment: Mapping[str, str], file: str | None, *, insecure: bool
 
 
 def _first_line(file: str) -> str:
-    try:
-        lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
-        mode = os.stat(file).st_mode
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error.strerror}", where="--token_file", fix="name a file with one line"
-        ) from None
-    if mode & stat.S_IROTH:
+    fix = "name a file with one line"
+    lines = read_small(Path(file), "the token file", where="--token_file", fix=fix).splitlines()
+    if os.stat(file).st_mode & stat.S_IROTH:
         raise ConfigError(
             f"everybody on this machine can read {file}",
             where="--token_file",
@@ -174,6 +170,10 @@ def knock(
     while True:
         try:
             connection = socket.create_connection((addr, port), timeout=ANSWER_S)
+        except UnicodeError:
+            raise ConfigError(
+                f"{shortened(addr)!r} is no name of a host", where="--master_addr", fix="name node 0"
+            ) from None
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(

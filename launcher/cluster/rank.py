@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import gc
 import io
@@ -21,7 +22,7 @@ import sys
 import time
 import traceback
 import types
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SHOW_STACKS = signal.SIGRTMIN + 7  # SIGUSR1 and SIGUSR2 are the script's
@@ -34,7 +35,7 @@ def main() -> None:
     os.dup2(1, 2)
     bind_cores()
     if kind == "program":
-        os.execvp(name, [name, *arguments])
+        become(name, arguments)
     faulthandler.enable()
     stacks = os.environ.get("LAUNCHER_STACKS")
     if stacks:
@@ -63,6 +64,23 @@ def main() -> None:
         record(kind, error)
         failed_with.append(2 if kind == "mendable" else 1)
         sys.exit(failed_with[0])
+
+
+def become(program: str, arguments: list[str]) -> NoReturn:
+    """Run a program in the place of this process; where that cannot be, say why."""
+    try:
+        os.execvp(program, [program, *arguments])
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        fixes = {
+            errno.EACCES: f"chmod +x {program}",
+            errno.ENOENT: "see that it is on this machine, and on its PATH or named by its path, as its interpreter is",
+            errno.ENOEXEC: "write the program that runs it into its first line: #!/bin/sh",
+        }
+        fix = fixes.get(getattr(error, "errno", 0), "name a program that runs by itself")
+        text = f"the program {program} cannot be run: {why}\n  where: --no_python\n  fix: {fix}"
+        record("mendable", OSError(text))
+        os._exit(2)
 
 
 def leave(failed_with: list[int]) -> None:

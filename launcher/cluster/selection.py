@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launcher.cluster.hostfile import Host, numbers
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
 
 
 def select(
@@ -42,7 +42,7 @@ def select(
         chosen = [replace(host, slots=tuple(sorted(left[host.name]))) for host in hosts if left[host.name]]
         if not chosen:
             raise ConfigError(
-                f"--exclude {exclude} leaves no slot of {len(hosts)} hosts",
+                f"--exclude {shortened(exclude)} leaves no slot of {len(hosts)} hosts",
                 fix="exclude less",
             )
     if num_nodes is not None:
@@ -85,20 +85,20 @@ def _parse(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, 
     there = {host.name: host.slots for host in hosts}
     found: dict[str, set[int]] = {}
     for node in _nodes(text, there):
-        where = f"{flag} {text}"
+        where = f"{flag} {shortened(text)}"
         name, colon, slots = (node, "", "") if node in there else node.rpartition(":")
         if name not in there:
             name = name or node
             near = difflib.get_close_matches(name, there, n=1)
             raise ConfigError(
-                f"{name!r} is no host of this run",
+                f"{shortened(name)!r} is no host of this run",
                 where=where,
                 fix=f"did you mean {near[0]!r}?" if near else f"hosts: {_few(list(there))}",
             )
         chosen = numbers(slots, where) if colon else there[name]
         missing = sorted(set(chosen) - set(there[name]))
         if missing:
-            has = ",".join(map(str, there[name]))
+            has = shortened(",".join(map(str, there[name])))
             raise ConfigError(f"{name} has no slot {missing[0]}", where=where, fix=f"its slots are {has}")
         found.setdefault(name, set()).update(chosen)
     return {name: tuple(sorted(slots)) for name, slots in found.items()}
@@ -139,7 +139,7 @@ def masked_devices(mask: str | None, slots: Sequence[int], where: str) -> str | 
     shown = [entry.strip() for entry in mask.split(",") if entry.strip()]
     if slots and max(slots) >= len(shown):
         raise ConfigError(
-            f"slot {max(slots)} is wanted and the mask of devices shows {len(shown)}: {mask!r}",
+            f"slot {max(slots)} is wanted and the mask of devices shows {len(shown)}: {shortened(mask)!r}",
             where=where,
             fix="use fewer slots there, or change the mask",
         )

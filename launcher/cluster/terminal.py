@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.cluster.share import open_log
 
-ESCAPE_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-Z0-9])")
+ESCAPE_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*+(?:\x07|\x1b\\)|[()][A-Z0-9])")
 LONGEST = 1 << 20
 """Bytes that are kept of a line whose end has not come."""
 SHOW_CURSOR = b"\x1b[?25h\x1b[0m"

@@ -13,7 +13,7 @@ from typing import Any
 from launcher.config.problems import show
 from launcher.config.reader import Document, read_file
 from launcher.config.suggest import nearest
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
 from launcher.files import read_small
 
 ENDINGS = (".yaml", ".yml")
@@ -129,6 +129,7 @@ def checked(path: str) -> dict[str, Any]:
         raise ConfigError(f"deepspeed_config is {show(section)}", where=path, fix="write a section of keys")
     _check_keys(tree, TOP | IDLE | ELSEWHERE.keys(), path)
     _check_keys(section, {*SECTIONS, *OF_MACHINES, *OF_SCRIPT, FILE}, f"{path} deepspeed_config")
+    _check_plain({key: tree[key] for key in TOP & tree.keys() - {"deepspeed_config"}} | section, path)
     for key, instead in ELSEWHERE.items():
         if tree.get(key):
             raise ConfigError(f"{key} asks for another engine", where=path, fix=f"delete it; here: {instead}")
@@ -153,7 +154,8 @@ def _parsed(path: str) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"this is not YAML: {' '.join(str(error).split())}", where=path) from None
+        reason = shortened(" ".join(str(error).split()), 300)
+        raise ConfigError(f"this is not YAML: {reason}", where=path) from None
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(
             "this is not a configuration of accelerate's", where=path, fix="`accelerate config` makes one"
@@ -161,12 +163,20 @@ def _parsed(path: str) -> dict[str, Any]:
     return tree
 
 
+def _check_plain(values: Mapping[str, Any], path: str) -> None:
+    """Raise `ConfigError` for lists and sections: with aliases, no memory holds what they are when written out."""
+    for key, value in values.items():
+        if isinstance(value, list | dict):
+            kind = "a list" if isinstance(value, list) else "a section"
+            raise ConfigError(f"{key} is {kind}", where=path, fix="write one value")
+
+
 def _check_keys(tree: Mapping[str, Any], known: set[str], where: str) -> None:
     for key in tree:
         if key not in known:
             near = nearest(str(key), known)
             raise ConfigError(
-                f"{key} is not a key of accelerate's",
+                f"{shortened(key)} is not a key of accelerate's",
                 where=where,
                 fix=f"did you mean {near}?" if near else "delete it",
             )

@@ -100,5 +100,5 @@ class CometConfig(Section):
 
     def remarks(self) -> Iterator[Remark]:
         if self.api_key is not None:
-            what = "is copied into the run's config.json; the environment variable COMET_API_KEY keeps it out"
+            what = "is for whoever reads this file; the environment variable COMET_API_KEY keeps it out"
             yield Remark("api_key", what)

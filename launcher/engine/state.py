@@ -11,6 +11,7 @@ from torch import Tensor
 
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
+from launcher.cluster.secret import without_secrets
 from launcher.comm.values import decode, encode
 from launcher.engine.fitting import Stored, look, parts_of
 from launcher.engine.random_state import random_states, restore_random_states
@@ -119,7 +120,7 @@ def _meta(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
         if engine.optimizer
         else None,
         "world_size": engine.world_size,
-        "config": engine.config,
+        "config": without_secrets(engine.config),
         "model": settings_of(engine.module),
         "tied": tied_names(engine),
         "client_state": client_state,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from launcher.cluster.secret import without_secrets
 from launcher.config import Config, load
 from launcher.config.load import read
 from launcher.engine.dtypes import DTYPES
@@ -138,12 +139,12 @@ class DeepSpeedConfig:
 
     def print_user_config(self) -> None:
         """The JSON as it was written."""
-        print(json.dumps(self._param_dict, indent=4, sort_keys=True, default=str))
+        print(json.dumps(without_secrets(self._param_dict), indent=4, sort_keys=True, default=str))
 
     def print(self, name: str) -> None:
         """Every key with its value."""
         print(f"{name}:")
-        for key, value in sorted(self._config.to_dict().items()):
+        for key, value in sorted(without_secrets(self._config.to_dict()).items()):
             print(f"  {key} = {value}")
 
 

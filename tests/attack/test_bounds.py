@@ -12,19 +12,23 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from launcher.cli.main import main
+from launcher.cli import hosts
+from launcher.cli.main import _Masking, main
 from launcher.cli.request import Request
 from launcher.cli.submit import batch_script, submit
-from launcher.cluster.hostfile import read_hostfile
+from launcher.cluster.environment import asked_for
+from launcher.cluster.hostfile import Host, read_hostfile
+from launcher.cluster.node import Node
 from launcher.data.sft import load_sft
 from launcher.data.text import load_text
 from launcher.data.tokenizer import load_tokenizer
 from launcher.errors import ConfigError
-from tests.cluster.launching import environment
+from tests.cluster.launching import environment, launch
 
 LIMIT_S, LIMIT_MIB = 2.0, 200
 FILES: dict[str, tuple[str, str]] = {
@@ -43,6 +47,7 @@ FILES: dict[str, tuple[str, str]] = {
     "largest": ("{\"train_batch_size\": 9223372036854775807, \"gradient_accumulation_steps\": 7}", "must equal"),
     "word": ("{\"train_batch_size\": \x1bred}", "`\\x1bred` is not a value"),
 }  # fmt: skip
+JOINING = ("--no_ssh", "--num_nodes", "2", "--master_addr", "127.0.0.1")
 FLAGS = [
     (["--num_gpus", "100000", "--device", "cpu"], "100,000 ranks"),
     (["--num_gpus", "9" * 18, "--device", "cpu"], "ranks on this machine"),
@@ -60,6 +65,25 @@ FLAGS = [
     (["--config", "fifo"], "is a pipe or a device"),
     (["--config", '{"fp16": {"a\x1b[2J": 1}}'], "a\\x1b[2J"),
     (["--\x1b[2Jx"], "unknown flag --\\x1b[2Jx"),
+    (["--no_ssh", "--num_nodes", "3000000", "--node_rank", "0", "--insecure"], "at most 16,384 hosts"),
+    ([*JOINING, "--node_rank", "5"], "--node_rank 5: the number of hosts is 2"),
+    ([*JOINING, "--node_rank", "5", "--dry_run"], "--node_rank 5: the number of hosts is 2"),
+    (["--num_gpus", "100000000", "--dry_run"], "100,000,000 ranks on this machine"),
+    (["--hostfile", "crowd", "--dry_run"], "a run has at most 262,144"),
+    (["--hostfile", "escape"], "'a\\x1b[31m' cannot be a host's name"),
+    (["--hostfile", "bom", "--include", f"node1:{'9' * 5000}"], "no range of slots"),
+    (["--hostfile", "bom", "--exclude", "x" * 5000], "no host of this run"),
+    ([*JOINING, "--node_rank", "0", "--token_file", "fifo"], "is a pipe or a device"),
+    ([*JOINING, "--node_rank", "0", "--token_file", "/dev/zero"], "is a pipe or a device"),
+    ([*JOINING, "--node_rank", "1", "--master_addr", "x" * 5000], "the name of a host"),
+    (["--config", "alias.yaml"], "this is not YAML"),
+    (["--config", "lists.yaml"], "num_machines is a list"),
+    (["--config", "digits.yaml"], "a number of 4000 digits"),
+    (["--module", ""], "'' is no name of a module"),
+    (["--no_python", ""], "'' is no name of a program"),
+    (["--no_python", "x" * 5000], "is no name of a program"),
+    (["x" * 5000 + ".py"], "there is no file"),
+    (["x" * 300 + ".py"], "there is no file"),
 ]
 
 
@@ -71,6 +95,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{name}.json").write_text(text)
     (tmp_path / "many").write_text("node1 slots=99999999999\n")
     (tmp_path / "bom").write_bytes(b"\xef\xbb\xbfnode1 slots=2\nnode2 slots=2\n")
+    (tmp_path / "crowd").write_text("".join(f"node{i} slots=4096\n" for i in range(20_000)))
+    (tmp_path / "escape").write_text("a\x1b[31m slots=1\n")
+    (tmp_path / "alias.yaml").write_text(f"num_processes: *{'x' * 4000}\n")
+    laugh = "x"
+    for name in "abcdefghi":
+        laugh = f"[&{name} [{laugh}]{f', *{name}' * 9}]"
+    (tmp_path / "lists.yaml").write_text(f"num_machines: {laugh}\n")
+    (tmp_path / "digits.yaml").write_text(f"num_processes: {'9' * 4000}\n")
     (tmp_path / "script.py").write_text("print(1)\n")
     os.mkfifo(tmp_path / "fifo")
     return tmp_path
@@ -141,6 +173,67 @@ def test_ranks_that_the_cores_cannot_carry_are_asked_for(
     cores = len(os.sched_getaffinity(0))
     assert main(["--num_gpus", str(8 * cores + 1), "--device", "cpu", "script.py"]) == 2
     assert f"at most {8 * cores}, or --oversubscribe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--image", "i", "--num_nodes", "99999999"], "at most 16,384 hosts"),
+        (["--image", "i", "--num_nodes", "1", "--num_gpus", "99999999"], "99,999,999 ranks"),
+        (["--image", "a\nb"], "the name of an image, not 'a"),
+        (["--image", "i", "--namespace", "a\nb"], "the name of an object"),
+        (["--image", "i", "--token_secret", ""], "the name of an object"),
+        (["--image", "i", "--volume", "a\nb:/data"], "needs CLAIM:/PATH"),
+        (["--image", "i", "--module", ""], "'' is no name of a module"),
+        (["--image", "i", "x" * 5000 + ".py"], "is no name of a script"),
+    ],
+)
+def test_a_manifest_has_bounds_too(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["manifest", "--kind", "jobset", "--num_gpus", "1", "--num_nodes", "1"]
+    assert (
+        main([*common, *flags, *([] if flags[-2] == "--module" or flags[-1].endswith(".py") else ["m.py"])])
+        == 2
+    )
+    said = capsys.readouterr().err
+    assert says in said and len(said) < 500
+
+
+def test_a_file_of_variables_is_read_as_carefully(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(".deepspeed_env").write_bytes(b'A="x\0y"\n')
+    with pytest.raises(ConfigError, match=r"A has a NUL character(?s:.)*\.deepspeed_env:1"):
+        asked_for([], {})
+    for name in ("fifo", "/dev/zero"):
+        with pytest.raises(ConfigError, match="is a pipe or a device"):
+            asked_for([], {"DS_ENV_FILE": name})
+    Path(".deepspeed_env").write_bytes(b"A = b c  # d\nB=x#y\nC='1 # 2' # 3\nD=\xff\n")
+    assert asked_for([], {}) == {"A": "b c", "B": "x#y", "C": "1 # 2", "D": "\udcff"}
+    assert asked_for([], {"DS_ENV_FILE": "x" * 5000}) == {}
+
+
+@pytest.mark.parametrize(
+    ("program", "fix"),
+    [("./nope", "named by its path"), ("./script.py", "chmod +x"), ("./plain", "#!/bin/sh")],
+)
+def test_a_program_that_cannot_be_run(place: Path, program: str, fix: str) -> None:
+    Path("plain").touch(0o755)
+    done = launch("--no_python", program, cwd=place)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"the program {program} cannot be run: " in done.stderr and fix in done.stderr
+
+
+def test_names_of_hosts_do_not_act_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may also come from a scheduler, and facts from any machine."""
+    host = Host("a\x1b[31m", (0,))
+    crew = SimpleNamespace(nodes=[Node(host, 0, [])], connect=lambda *_: (), close=lambda: None)
+    job = SimpleNamespace(hosts=[host], front_end=lambda: SimpleNamespace(crew=crew), hello=None)
+    job.shell_command, job.limits = (lambda *_: ["echo", "x"]), SimpleNamespace(fan_out=1)
+    monkeypatch.setattr(hosts, "_job", lambda _: job)
+    hosts.report([])
+    hosts.ssh(["true"])
+    said = capsys.readouterr().out + _Masking().format(logging.makeLogRecord({"msg": "a\x1b[31m"}))
+    assert unprintable(said) == [] and said.count("a\\x1b[31m") == 3
 
 
 def test_a_hostfile_of_windows_is_read(place: Path) -> None:
