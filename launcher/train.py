@@ -120,6 +120,7 @@ class Training:
         self.engine.watch.say = progress.message
         with progress, self._trace() as trace:
             while self.engine.global_steps < self.total_steps and not self._diverged():
+                self.run.check_ownership()
                 place = self.loader.state_dict()
                 try:
                     with trace.step(self.engine.global_steps + 1):
