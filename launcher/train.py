@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.checkpoint.tags import latest_tag
 from launcher.comm import all_reduce, log_summary
 from launcher.comm.plain import gather_plain
 from launcher.data.documents import IGNORED
@@ -21,7 +23,7 @@ from launcher.data.vocabulary import check_vocabulary
 from launcher.engine import Engine, report
 from launcher.engine.blame import weights_are_finite
 from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
-from launcher.errors import ConfigError, NotFiniteError
+from launcher.errors import CheckpointError, ConfigError, NotFiniteError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
 from launcher.monitor.plot import plot_loss
@@ -309,10 +311,11 @@ class Training:
 
     def _failure(self) -> NotFiniteError:
         """Why this run has no model to show."""
-        step, latest = self.engine.global_steps, self.run.checkpoints / "latest"
+        step, tag = self.engine.global_steps, None
+        with suppress(CheckpointError):  # why this run ends says more
+            tag = latest_tag(self.run.checkpoints)
         count = f"the last {self.nonfinite} steps are" if self.nonfinite > 1 else "the last step is"
         what = f"{count} not finite" if self.nonfinite else "the weights are not finite"
-        tag = latest.read_text().strip() if latest.is_file() else None
         back = (
             f"the checkpoint before is {self.run.checkpoints / tag}"
             if tag
@@ -349,6 +352,7 @@ class Training:
             parameters=parameters,
             records=read_metrics(metrics),
             ranks=ranks,
+            dynamic_loss_scale=engine.loss_scaler.dynamic,
             zero_stage=stage,
             device=str(engine.device),
             **more,

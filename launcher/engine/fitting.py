@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.checkpoint.ranks import Ranks
 from launcher.checkpoint.reader import read_metadata
+from launcher.checkpoint.tags import META_FILE
 from launcher.engine.whole import of_stages
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 Stored = dict[str, TensorStorageMetadata]
 STATES = ("optimizer", "scalar", "number")
 """Kinds of names that hold the states of a parameter."""
+META: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("global_steps", "global_samples", "micro_steps", "skipped_steps"), int),
+    **dict.fromkeys(("loss_scale", "client_state"), dict),
+    **dict.fromkeys(("optimizer", "scheduler"), (dict, type(None))),
+}
+"""What `state.py` reads of a checkpoint's meta, and of which type."""
 KINDS = ("model", "buffer", *STATES, "rng", "rng_python", "rng_numpy", "rng_cuda")
 
 
@@ -54,6 +61,7 @@ def look(
     known = set().union(*of_stages(engine, sorted(mine)))
 
     def check() -> Stored:
+        _check_meta(path, meta)
         entries = read_metadata(path).state_dict_metadata.items()
         stored = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         if strict:
@@ -69,6 +77,21 @@ def look(
     if strict and not allow_model_changes:  # last, and on all ranks: names and shapes say more
         ranks.together(lambda: _check_settings(engine, path, meta))
     return stored
+
+
+def _check_meta(path: Path, meta: dict[str, Any]) -> None:
+    """A file without checksums, or one that another program wrote, may lack what is loaded from it."""
+    wrong = [
+        f"{key} is {'missing' if key not in meta else f'of type {type(meta[key]).__name__}'}"
+        for key, kinds in META.items()
+        if key not in meta or not isinstance(meta[key], kinds)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{path / META_FILE} is no record of a run: {'; '.join(wrong)}.",
+            where=str(path / META_FILE),
+            fix="it is damaged; load another tag",
+        )
 
 
 def _shapes(engine: Engine) -> dict[str, Size]:
