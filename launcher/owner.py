@@ -59,7 +59,14 @@ class Owner:
             TypeError, ValueError: it is no owner.
         """
         owner = cls(**content)
-        for name, kind in (("host", str), ("space", str), ("boot", str), ("run", str), ("pid", int), ("started", int)):
+        for name, kind in (
+            ("host", str),
+            ("space", str),
+            ("boot", str),
+            ("run", str),
+            ("pid", int),
+            ("started", int),
+        ):
             if type(getattr(owner, name)) is not kind:
                 raise TypeError(f"{name} is no {kind.__name__}")
         if not (0 < owner.pid < 1 << 31 and 0 <= float(owner.since) < LAST):
@@ -145,7 +152,7 @@ class Ownership:
         return self._path.parent
 
     def check(self) -> None:
-        """Raise `ConfigError` where another run has taken the directory over: this one must not write there any more."""
+        """Raise `ConfigError` where another run has taken the directory over: this one must write there no more."""
         if self._successor is not None:
             raise ConfigError(
                 f"another run has taken over {self.directory}: {self._successor}. This one had been silent for more "

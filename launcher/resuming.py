@@ -50,7 +50,9 @@ class Resuming:
     def _check(self) -> None:
         """A script's checkpoint says nothing of the data, and a damaged one without checksums may say anything."""
         config, client = (self.meta.get(key) for key in ("config", "client_state"))
-        lacks = [key for key in BATCH_KEYS if not isinstance(config, dict) or not isinstance(config.get(key), int)]
+        lacks = [
+            key for key in BATCH_KEYS if not isinstance(config, dict) or not isinstance(config.get(key), int)
+        ]
         lacks += [key for key in ("data", "tokens") if not isinstance(client, dict) or key not in client]
         if lacks:
             raise CheckpointError(

@@ -17,6 +17,7 @@ from launcher.checkpoint.tags import latest_tag
 from launcher.comm import all_reduce, log_summary
 from launcher.comm.plain import gather_plain
 from launcher.data.documents import IGNORED
+from launcher.data.identity import Identity
 from launcher.data.loader import GlobalBatchLoader
 from launcher.data.tokenizer import fingerprint, save_tokenizer
 from launcher.data.vocabulary import check_vocabulary
@@ -58,6 +59,7 @@ class Training:
     name: str
     tokenizer: Any = None
     loader: GlobalBatchLoader = field(init=False)
+    identity: Identity = field(init=False)
     width: int = field(init=False)  # tokens of a sequence, before a curriculum
     tokens: int = field(default=0, init=False)
     nonfinite: int = field(default=0, init=False)  # steps in a row, up to the last one
@@ -74,6 +76,7 @@ class Training:
             seed=self.run.args.seed,
             reads=engine.is_first_stage(),
         )
+        self.identity = Identity.of(self.train_set, self.run.args.seed)
         config: Any = engine.module.config
         for data in (self.train_set, self.eval_set):
             check_vocabulary(data, config.get_text_config().vocab_size)
@@ -243,6 +246,7 @@ class Training:
             return False
         client = {
             "data": self.loader.state_dict(),
+            "data_of": self.identity.write(),
             "tokens": self.tokens,
             "total_steps": self.total_steps,
             "tokenizer": self._tokenizer(),
@@ -270,7 +274,10 @@ class Training:
         path, client = self.engine.load_checkpoint(
             resuming.directory, resuming.tag, allow_model_changes=self.run.args.allow_model_changes
         )
-        self.loader.load_state_dict(client["data"])
+        if not self.identity.is_other(was := client.get("data_of")):
+            self.loader.load_state_dict(client["data"])
+        for line in self.identity.changes(was, client["data"]):
+            self.run.say(f"WARNING {line}")
         self.tokens = client["tokens"]
         self.run.say(f"resumed from {path} at step {self.engine.global_steps}")
 

@@ -131,7 +131,9 @@ def latest_tag(directory: str | Path) -> str | None:
     except (ConfigError, CheckpointError) as error:
         if not os.path.lexists(path):
             return None
-        raise CheckpointError(f"{path} names no checkpoint: {error.what}", where=str(path), fix=fix) from error
+        raise CheckpointError(
+            f"{path} names no checkpoint: {error.what}", where=str(path), fix=fix
+        ) from error
 
 
 def tag_to_load(directory: Path) -> tuple[str | None, str | None]:

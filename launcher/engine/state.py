@@ -14,6 +14,7 @@ from launcher.checkpoint.tags import tag_path
 from launcher.comm.values import decode, encode
 from launcher.engine.fitting import Stored, look, parts_of
 from launcher.engine.random_state import random_states, restore_random_states
+from launcher.engine.rates import tell_rates
 from launcher.engine.whole import tied_names
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
@@ -88,6 +89,7 @@ def load_state(
     engine.zero.publish()
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(meta["scheduler"])
+    tell_rates(engine, meta, optimizer=stepper is not None, scheduler=scheduler)
     if counters:
         _restore(engine, meta, rng)
     return str(path), meta["client_state"]

@@ -140,7 +140,11 @@ def test_one_of_two_that_start_at_the_same_moment_touches_nothing(tmp_path: Path
     config = '{"train_micro_batch_size_per_gpu": 1}'
     command = ["--device", "cpu", "--num_gpus", "1", "--config", config, "pretrain", "--output-dir", str(out)]
     done = subprocess.run(
-        [sys.executable, "-c", UNSEEN, *command], env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", UNSEEN, *command],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     process.kill()
     process.wait()
