@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Size
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim.lr_scheduler import LRScheduler
 
 from launcher.checkpoint.ranks import Ranks
 from launcher.checkpoint.reader import read_metadata
@@ -17,6 +18,7 @@ from launcher.engine.whole import of_stages
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
 from launcher.models.settings import differences, settings_of
+from launcher.optim.schedules import Schedule
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -47,6 +49,7 @@ def look(
     *,
     strict: bool,
     optimizer: bool,
+    scheduler: bool,
     allow_model_changes: bool,
 ) -> Stored:
     """What is stored. Collective.
@@ -62,6 +65,8 @@ def look(
 
     def check() -> Stored:
         _check_meta(path, meta)
+        if scheduler:
+            _check_schedule(engine, path, meta["scheduler"])
         entries = read_metadata(path).state_dict_metadata.items()
         stored = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         if strict:
@@ -148,6 +153,20 @@ def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
             f"The checkpoint has the state of {theirs or 'no optimizer'}, and this run steps with {mine[0]}.",
             where=str(path),
             fix="use the optimizer that it was saved with, or pass load_optimizer_states=False",
+        )
+
+
+def _check_schedule(engine: Engine, path: Path, state: dict[str, Any] | None) -> None:
+    """DeepSpeed's schedules and torch's count their steps under other names, and would begin anew in silence."""
+    mine = "last_batch_iteration" if isinstance(engine.lr_scheduler, Schedule) else "last_epoch"
+    theirs = "last_epoch" if isinstance(engine.lr_scheduler, Schedule) else "last_batch_iteration"
+    known = isinstance(engine.lr_scheduler, Schedule | LRScheduler)
+    if known and state is not None and theirs in state and mine not in state:
+        name = getattr(engine.lr_scheduler, "name", "") or type(engine.lr_scheduler).__name__
+        raise CheckpointError(
+            f"The checkpoint has the state of another kind of schedule than {name}.",
+            where=str(path),
+            fix="write the scheduler that it was saved with, or pass load_lr_scheduler_states=False",
         )
 
 

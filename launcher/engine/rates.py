@@ -26,6 +26,12 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is None:
         logger.warning("the checkpoint has no state of a schedule: that of this run begins at its first step")
         return
+    if optimizer and engine.lr_scheduler is None and meta["scheduler"] is not None:
+        rate = f"{engine.get_lr()[0]:g}"
+        logger.warning(
+            "the checkpoint had a schedule, and this run has none: the learning rate stays at %s", rate
+        )
+        return
     changes = list(_changes(meta.get("config"), engine.config))
     if not changes:
         return

@@ -69,8 +69,10 @@ def load_state(
     tag, meta = found[0], decode(found[1])
     path = tag_path(directory, tag)
     stepper = engine.optimizer if optimizer else None
-    fits = {"strict": strict, "optimizer": stepper is not None, "allow_model_changes": allow_model_changes}
-    stored = look(engine, path, meta, **fits)  # before anything is changed
+    stored = look(  # before anything is changed
+        engine, path, meta,
+        strict=strict, optimizer=stepper is not None, scheduler=scheduler, allow_model_changes=allow_model_changes,
+    )  # fmt: skip
     engine.zero.free_gathered()
     engine.abandon_step()
     with in_turn(changed=True) as window:

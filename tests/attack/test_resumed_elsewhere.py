@@ -215,3 +215,8 @@ def test_a_learning_rate_of_the_json_that_does_not_count_is_told(
             assert "optimizer.params.lr was 0.01 in the checkpoint and is 0.5" in line and told in line
     (line,) = pool.run(rates, 1, tmp_path / "0", cosine, 0.01)[0]
     assert "begins at its first step" in line
+    (line,) = pool.run(rates, 1, tmp_path / "1", None, 0.01)[0]
+    assert "had a schedule, and this run has none" in line
+    for saved, other, name in (("1", step, "StepLR"), ("2", cosine, "WarmupCosineLR")):
+        with pytest.raises(RanksFailed, match=f"another kind of schedule than {name}"):
+            pool.run(rates, 1, tmp_path / saved, other, 0.01)
