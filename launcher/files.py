@@ -10,13 +10,16 @@ from launcher.errors import ConfigError
 LARGEST = 16 << 20  # bytes; of what people write by hand
 
 
-def read_small(path: Path, what: str, *, where: str, fix: str, errors: str = "strict") -> str:
+def read_small(
+    path: Path, what: str, *, where: str, fix: str, errors: str = "strict", largest: int = LARGEST
+) -> str:
     """The text of a file, without a byte-order mark.
 
     Args:
         what: it is, for messages: "the config file".
         where, fix: of the error where it cannot be read.
         errors: what becomes of bytes that are no UTF-8, as `open` takes it.
+        largest: bytes that it may have.
 
     Raises:
         ConfigError: it is not there, no regular file (a pipe would be waited for), too large, or no UTF-8.
@@ -27,8 +30,8 @@ def read_small(path: Path, what: str, *, where: str, fix: str, errors: str = "st
             raise ConfigError(f"{path} is a directory", where=where, fix=fix)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{what} {path} is a pipe or a device, and no file", where=where, fix=fix)
-        if found.st_size > LARGEST:
-            size = f"{found.st_size >> 20:,} MiB"
+        if found.st_size > largest:
+            size = f"{found.st_size >> 20:,} MiB" if found.st_size >> 20 else f"{found.st_size:,} bytes"
             raise ConfigError(f"{what} {path} has {size}: it is something else", where=where, fix=fix)
         return path.read_text(encoding="utf-8-sig", errors=errors)
     except ConfigError:

@@ -13,16 +13,22 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from launcher.errors import ConfigError
+from launcher.files import read_small
 
 FILE = ".owner"
+LARGEST = 1 << 16
+"""Bytes of a lock: it has a few hundred."""
 BEAT_S = 10.0
 """How often an owner shows that it lives, to other machines."""
 SILENT_S = 120.0
 """An owner on another machine that was silent for so long is gone."""
+LAST = 1e11
+"""Seconds since the epoch, some thousand years from now: the clock of no machine."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,28 @@ class Owner:
     started: int
     since: float
     run: str
+
+    @classmethod
+    def read(cls, content: dict[str, Any]) -> Owner:
+        """From JSON.
+
+        Raises:
+            TypeError, ValueError: it is no owner.
+        """
+        owner = cls(**content)
+        for name, kind in (
+            ("host", str),
+            ("space", str),
+            ("boot", str),
+            ("run", str),
+            ("pid", int),
+            ("started", int),
+        ):
+            if type(getattr(owner, name)) is not kind:
+                raise TypeError(f"{name} is no {kind.__name__}")
+        if not (0 < owner.pid < 1 << 31 and 0 <= float(owner.since) < LAST):
+            raise ValueError("no process has this id, or no time this number")
+        return owner
 
     @classmethod
     def me(cls, run: str) -> Owner:
@@ -69,8 +97,14 @@ class Owner:
         return self == replace(me, since=self.since)
 
     def __str__(self) -> str:
+        if self == UNKNOWN:
+            return self.host
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} on {self.host}, since {since}"
+
+
+UNKNOWN = Owner("an unknown host", "", "", 0, 0, 0.0, "")
+"""Of a lock that says nothing: somebody's, but nobody knows whose, so only silence frees it."""
 
 
 def check_free(directory: Path, run: str = "") -> str | None:
@@ -94,27 +128,98 @@ def check_free(directory: Path, run: str = "") -> str | None:
     return f"taking over {directory} from {owner}: {gone}"
 
 
-def take(directory: Path, run: str, say: Callable[[str], None]) -> Callable[[], None]:
-    """Make this run the owner of `directory`; returns what gives it back, which the end of the process does, too.
+def is_held(directory: Path, run: str) -> bool:
+    """Whether a process of this run has the directory: the agent that has started the ranks."""
+    owner = _read(directory / FILE)
+    return bool(run) and owner is not None and owner.run == run
+
+
+class Ownership:
+    """A directory that this process has, for its run; a thread shows to other machines that it lives.
+
+    The end of the process gives it back, too.
+    """
+
+    def __init__(self, path: Path, me: Owner) -> None:
+        self._path, self._me = path, me
+        self._ended = threading.Event()
+        self._successor: Owner | None = None
+        threading.Thread(target=self._beat, name="owner", daemon=True).start()
+        atexit.register(self.give_back)
+
+    @property
+    def directory(self) -> Path:
+        return self._path.parent
+
+    def check(self) -> None:
+        """Raise `ConfigError` where another run has taken the directory over: this one must write there no more."""
+        if self._successor is not None:
+            raise ConfigError(
+                f"another run has taken over {self.directory}: {self._successor}. This one had been silent for more "
+                f"than {SILENT_S:.0f} s, and ends: both would write to the same files",
+                where="--output-dir",
+                fix="go on in another directory: --output-dir NEW --resume DIR",
+            )
+
+    def give_back(self) -> None:
+        self._ended.set()
+        atexit.unregister(self.give_back)
+        with contextlib.suppress(OSError, ConfigError):
+            if os.getpid() == self._me.pid and _read(self._path) == self._me:
+                self._path.unlink()
+
+    def _beat(self) -> None:
+        while self._successor is None and not self._ended.wait(BEAT_S):
+            with contextlib.suppress(OSError, ConfigError):  # a shared disk may be away for a while
+                self._look()
+
+    def _look(self) -> None:
+        """Touch the lock if it is still this process's."""
+        now = _read(self._path)
+        if now is None:
+            _write(self._path, self._me)  # somebody has removed it
+        elif now == self._me:
+            os.utime(self._path)
+        elif now.run != self._me.run and now != UNKNOWN:
+            self._successor = now
+
+
+def take(directory: Path, run: str, say: Callable[[str], None]) -> Ownership:
+    """Make this process, and so its run, the owner of `directory`.
 
     Raises:
-        ConfigError: another run has it.
+        ConfigError: another run has it, or no lock can be made there.
     """
     path, me = directory / FILE, Owner.me(run or uuid.uuid4().hex)
-    mine = directory / f"{FILE}.{me.host}.{me.pid}"
-    mine.write_text(json.dumps(asdict(me)))
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         for _ in range(3):
-            with contextlib.suppress(FileExistsError):
-                os.link(mine, path)  # whole or not at all, also on a shared file system
-                return _hold(path, me)
+            if _write(path, me):
+                return Ownership(path, me)
             before = _read(path)
             if (note := check_free(directory, run)) is not None:
                 say(note)
             _move_away(path, before)
+    except OSError as error:
+        raise ConfigError(
+            f"no run can take {directory}: its lock {path} cannot be made: {error}",
+            where="--output-dir",
+            fix="name a directory that can be written, on a file system with hard links",
+        ) from error
+    raise ConfigError(f"others take {directory} at the same time", where="--output-dir", fix="start again")
+
+
+def _write(path: Path, me: Owner) -> bool:
+    """Make the lock, whole or not at all, also on a shared file system; False where there is one."""
+    mine = path.with_name(f"{FILE}.{me.host}.{me.pid}")
+    mine.write_text(json.dumps(asdict(me)))
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        return False
     finally:
         mine.unlink()
-    raise ConfigError(f"others take {directory} at the same time", where="--output-dir", fix="start again")
+    return True
 
 
 def _move_away(path: Path, gone: Owner | None) -> None:
@@ -128,34 +233,28 @@ def _move_away(path: Path, gone: Owner | None) -> None:
         aside.unlink()
 
 
-def _hold(path: Path, me: Owner) -> Callable[[], None]:
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(BEAT_S):
-            with contextlib.suppress(OSError):
-                os.utime(path)
-
-    def give_back() -> None:
-        ended.set()
-        atexit.unregister(give_back)
-        with contextlib.suppress(OSError):
-            if os.getpid() == me.pid and _read(path) == me:
-                path.unlink()
-
-    threading.Thread(target=beat, name="owner", daemon=True).start()
-    atexit.register(give_back)
-    return give_back
-
-
 def _read(path: Path) -> Owner | None:
+    """Whose lock it is; None where there is none.
+
+    Raises:
+        ConfigError: it is no file that a run could have written.
+    """
     try:
-        return Owner(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError):
-        # Somebody's, but nobody knows whose: only silence frees it.
-        return Owner("an unknown host", "", "", 0, 0, 0.0, "")
+        text = read_small(
+            path,
+            "the lock",
+            where="--output-dir",
+            fix=f"no run of ours wrote it: remove {path}, or name another directory",
+            largest=LARGEST,
+        )
+    except ConfigError:
+        if not path.exists():
+            return None
+        raise
+    try:
+        return Owner.read(json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return UNKNOWN
 
 
 def _age(path: Path) -> float:
@@ -164,7 +263,7 @@ def _age(path: Path) -> float:
     try:
         probe.touch()
         return probe.stat().st_mtime - path.stat().st_mtime
-    except FileNotFoundError:
+    except OSError:  # it is gone, or nobody can say
         return 0.0
     finally:
         probe.unlink(missing_ok=True)

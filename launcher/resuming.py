@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint import store
+from launcher.checkpoint.tags import latest_tag
 from launcher.comm.values import decode
 from launcher.config import Config
 from launcher.config.batch import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
-from launcher.errors import ConfigError
+from launcher.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,28 @@ class Resuming:
 
         Raises:
             ConfigError: nothing is there.
-            CheckpointError: it is damaged.
+            CheckpointError: it is damaged, or no recipe's.
         """
         place = _place(args.resume, checkpoints)
         if place is None:
             return None
-        return cls(*place, decode(store.peek(*place)))
+        found = cls(*place, decode(store.peek(*place)))
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """A script's checkpoint says nothing of the data, and a damaged one without checksums may say anything."""
+        config, client = (self.meta.get(key) for key in ("config", "client_state"))
+        lacks = [
+            key for key in BATCH_KEYS if not isinstance(config, dict) or not isinstance(config.get(key), int)
+        ]
+        lacks += [key for key in ("data", "tokens") if not isinstance(client, dict) or key not in client]
+        if lacks:
+            raise CheckpointError(
+                f"The checkpoint was not written by a recipe: its meta.json has no {', '.join(lacks)}.",
+                where=str(self.directory / (self.tag or latest_tag(self.directory) or "")),
+                fix="name one of a recipe's run; a script's own is loaded by that script",
+            )
 
     @property
     def client_state(self) -> Mapping[str, Any]:

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,8 @@ class Run:
     """The checkpoint that the run goes on from."""
     batch_keys: dict[str, Any] = field(default_factory=dict)
     """The JSON's, as written."""
-    give_back: Callable[[], None] = field(default=lambda: None)
-    """Ends the ownership of the output directory; the end of the process does it, too."""
+    ownership: owner.Ownership | None = None
+    """Of the output directory, on rank 0 of a run that `launch` has not started: else the agent has it."""
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> Run:
@@ -87,7 +86,7 @@ class Run:
         return run
 
     def _own_directory(self) -> None:
-        """Rank 0 takes the output directory for all ranks.
+        """Rank 0 takes the output directory for all ranks, unless the agent that started them has it.
 
         Raises:
             ConfigError: on all ranks: another run has it.
@@ -95,7 +94,8 @@ class Run:
         problem: tuple[str, str | None, str | None] | None = None
         if self.rank == 0:
             try:
-                self.give_back = owner.take(self.output_dir, os.environ.get("LAUNCHER_RUN", ""), self.say)
+                if not owner.is_held(self.output_dir, os.environ.get("LAUNCHER_RUN", "")):
+                    self.ownership = owner.take(self.output_dir, "", self.say)
             except ConfigError as error:
                 problem = error.what, error.where, error.fix
         if (told := told_by_first(problem)) is not None:
@@ -111,6 +111,16 @@ class Run:
             self.config, line = keep_batch(self.config, self.resuming, dp_degree, self.args.keep_batch)
             if line:
                 self.say(line)
+
+    def check_ownership(self) -> None:
+        """Raise `ConfigError` where another run has taken the output directory over."""
+        if self.ownership is not None:
+            self.ownership.check()
+
+    def give_back(self) -> None:
+        """End the ownership of the output directory; the end of the process does it, too."""
+        if self.ownership is not None:
+            self.ownership.give_back()
 
     def say(self, text: str) -> None:
         """Print a line, once for all ranks."""

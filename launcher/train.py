@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,16 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.checkpoint.tags import latest_tag
 from launcher.comm import all_reduce, log_summary
 from launcher.comm.plain import gather_plain
 from launcher.data.documents import IGNORED
+from launcher.data.identity import Identity
 from launcher.data.loader import GlobalBatchLoader
 from launcher.data.tokenizer import fingerprint, save_tokenizer
 from launcher.data.vocabulary import check_vocabulary
 from launcher.engine import Engine, report
 from launcher.engine.blame import weights_are_finite
 from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
-from launcher.errors import ConfigError, NotFiniteError
+from launcher.errors import CheckpointError, ConfigError, NotFiniteError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
 from launcher.monitor.plot import plot_loss
@@ -56,6 +59,7 @@ class Training:
     name: str
     tokenizer: Any = None
     loader: GlobalBatchLoader = field(init=False)
+    identity: Identity = field(init=False)
     width: int = field(init=False)  # tokens of a sequence, before a curriculum
     tokens: int = field(default=0, init=False)
     nonfinite: int = field(default=0, init=False)  # steps in a row, up to the last one
@@ -72,6 +76,7 @@ class Training:
             seed=self.run.args.seed,
             reads=engine.is_first_stage(),
         )
+        self.identity = Identity.of(self.train_set, self.run.args.seed)
         config: Any = engine.module.config
         for data in (self.train_set, self.eval_set):
             check_vocabulary(data, config.get_text_config().vocab_size)
@@ -120,6 +125,7 @@ class Training:
         self.engine.watch.say = progress.message
         with progress, self._trace() as trace:
             while self.engine.global_steps < self.total_steps and not self._diverged():
+                self.run.check_ownership()
                 place = self.loader.state_dict()
                 try:
                     with trace.step(self.engine.global_steps + 1):
@@ -240,6 +246,7 @@ class Training:
             return False
         client = {
             "data": self.loader.state_dict(),
+            "data_of": self.identity.write(),
             "tokens": self.tokens,
             "total_steps": self.total_steps,
             "tokenizer": self._tokenizer(),
@@ -267,7 +274,10 @@ class Training:
         path, client = self.engine.load_checkpoint(
             resuming.directory, resuming.tag, allow_model_changes=self.run.args.allow_model_changes
         )
-        self.loader.load_state_dict(client["data"])
+        if not self.identity.is_other(was := client.get("data_of")):
+            self.loader.load_state_dict(client["data"])
+        for line in self.identity.changes(was, client["data"]):
+            self.run.say(f"WARNING {line}")
         self.tokens = client["tokens"]
         self.run.say(f"resumed from {path} at step {self.engine.global_steps}")
 
@@ -308,10 +318,11 @@ class Training:
 
     def _failure(self) -> NotFiniteError:
         """Why this run has no model to show."""
-        step, latest = self.engine.global_steps, self.run.checkpoints / "latest"
+        step, tag = self.engine.global_steps, None
+        with suppress(CheckpointError):  # why this run ends says more
+            tag = latest_tag(self.run.checkpoints)
         count = f"the last {self.nonfinite} steps are" if self.nonfinite > 1 else "the last step is"
         what = f"{count} not finite" if self.nonfinite else "the weights are not finite"
-        tag = latest.read_text().strip() if latest.is_file() else None
         back = (
             f"the checkpoint before is {self.run.checkpoints / tag}"
             if tag
@@ -348,6 +359,7 @@ class Training:
             parameters=parameters,
             records=read_metrics(metrics),
             ranks=ranks,
+            dynamic_loss_scale=engine.loss_scaler.dynamic,
             zero_stage=stage,
             device=str(engine.device),
             **more,

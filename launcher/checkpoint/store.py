@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -177,8 +176,15 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
         )
     where = tags.tag_path(path, chosen)
     content = tags.read_meta(where)
-    with _belonging(where, content):
-        check_sizes(where, content.files)
+    if content.tag not in (None, tags.tag_of(where)):
+        raise CheckpointError(
+            f"{where / tags.META_FILE} is of the checkpoint {content.tag!r}, and its directory is named "
+            f"{tags.tag_of(where)!r}.",
+            where=str(where),
+            fix=f"if the directory was renamed or copied, name it {content.tag}; if that file alone was put there, "
+            "restore its own",
+        )
+    check_sizes(where, content.files)
     if not content.checksums:
         old = f"{where} has no checksums: it was written before there were any. Damage to it may not be noticed."
         note = old if note is None else f"{note} {old}"
@@ -192,22 +198,9 @@ def _check_bytes(path: Path, tag: str, ranks: Ranks) -> None:
 
     def compare() -> None:
         where = tags.tag_path(path, tag)
-        content = tags.read_meta(where)
-        with _belonging(where, content):
-            check_blocks(where, content.files, *ranks.share)
+        check_blocks(where, tags.read_meta(where).files, *ranks.share)
 
     ranks.together(compare)
-
-
-@contextmanager
-def _belonging(where: Path, content: tags.Meta) -> Iterator[None]:
-    """Files that do not match may be right, and their meta.json that of another checkpoint."""
-    try:
-        yield
-    except CheckpointError as error:
-        if content.tag not in (None, tags.tag_of(where)):
-            error.what += f" {where / tags.META_FILE} was written for the checkpoint {content.tag!r}."
-        raise
 
 
 def load(

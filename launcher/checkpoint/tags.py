@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint.checksums import Stamp, damaged, digest
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, ConfigError, shortened
+from launcher.files import read_small
 
 LATEST_FILE = "latest"
 META_FILE = "meta.json"
+LONGEST_LATEST = 1 << 12
+"""Bytes of `latest`; a tag has two hundred at most."""
 FORMAT = 2
 """Version of the layout; written into meta.json. The first one had no checksums."""
 
@@ -58,7 +61,7 @@ def check_tag(tag: str) -> str:
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST_FILE:
         raise CheckpointError(
-            f"{tag!r} cannot be the tag of a checkpoint.",
+            f"{shortened(repr(tag))} cannot be the tag of a checkpoint.",
             fix="use letters, digits, '_', '-' and '.', and begin with a letter or digit: global_step100",
         )
     return tag
@@ -121,15 +124,15 @@ def latest_tag(directory: str | Path) -> str | None:
         CheckpointError: the file cannot be read, or names no possible tag.
     """
     path = Path(directory) / LATEST_FILE
+    fix = f"write one of the tags into it: {', '.join(list_tags(directory)[-5:])}"
     try:
-        return check_tag(path.read_text(encoding="utf-8").strip())
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
+        text = read_small(path, "the file", where=str(path), fix=fix, largest=LONGEST_LATEST)
+        return check_tag(text.strip())
+    except (ConfigError, CheckpointError) as error:
+        if not os.path.lexists(path):
+            return None
         raise CheckpointError(
-            f"{path} names no checkpoint: {error}",
-            where=str(path),
-            fix=f"write one of the tags into it: {', '.join(list_tags(directory)[-5:])}",
+            f"{path} names no checkpoint: {error.what}", where=str(path), fix=fix
         ) from error
 
 

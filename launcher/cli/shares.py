@@ -48,7 +48,7 @@ def deal(job: Job, front_end: FrontEnd) -> list[Share]:
     _check_binding(job, counts)
     if job.output_dir is None:
         job.output_dir = run_directory(value_of(job.run.arguments, "--output-dir"), job.run.name)
-        if job.run.is_ours:  # before its logs are written over; rank 0 takes it
+        if job.run.is_ours:  # told before anything starts; the agent of rank 0 takes it
             check_free(job.output_dir)
     same = common(job, job.output_dir, device)
     shown = [] if job.flags.enable_each_rank_log else _shown(job, total)
@@ -124,6 +124,8 @@ def common(job: Job, output_dir: Path, device: str) -> Share:
         log_prefix=time.strftime("%Y%m%d-%H%M%S_") if to_files else "",
         append_local_rank=not (run.is_ours or flags.no_local_rank),
         environment=variables,
+        run=job.id,
+        owned=str(output_dir) if run.is_ours else None,
         watched=flags.hang_timeout > 0,
         bind_cores=(flags.bind_core_list or "") if bind else None,
     )

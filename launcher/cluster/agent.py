@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cluster import facts, probe, processes
@@ -20,7 +21,9 @@ from launcher.errors import LauncherError
 
 if TYPE_CHECKING:
     from launcher.cluster.local import Ranks
+    from launcher.cluster.share import Share
     from launcher.cluster.store import Copying
+    from launcher.owner import Ownership
 
 POLL_S = 0.05
 DRAIN_S = 2.0
@@ -81,6 +84,7 @@ class Agent:
         self._silence_s, self._beat_s = float(hello["silence_s"]), float(hello["beat_s"])
         self._heard = self._said = time.monotonic()
         self._ranks: Ranks | None = None
+        self._ownership: Ownership | None = None
         self._over = False
         self._seen_parent = os.getppid()
         self._port = probe.OpenPort()
@@ -94,6 +98,12 @@ class Agent:
 
     def run(self) -> int:
         """Serve until the front end has gone, or has no more orders; the exit code."""
+        try:
+            return self._serve()
+        finally:
+            self._give_back()
+
+    def _serve(self) -> int:
         while not self._over:
             waiting = [1] if self._out.waiting else []
             select.select([0], waiting, [], POLL_S)
@@ -157,11 +167,41 @@ class Agent:
         self._port.leave()
         self._unshown, self._patient = 0, True
         try:
-            self._ranks = Ranks(Share(**share))
+            orders = Share(**share)
+            note = self._own(orders)
+            self._ranks = Ranks(orders)
         except LauncherError as error:
-            self._say("refused", what=error.what, where=error.where, fix=error.fix)
+            self._refuse(error)
         else:
-            self._say("started", pids=self._ranks.pids)
+            self._say("started", pids=self._ranks.pids, note=note)
+
+    def _own(self, share: Share) -> str | None:
+        """Take the run's directory before anything in it is touched; what is to be told of its last owner."""
+        if share.owned is None or share.first_rank or self._ownership is not None:
+            return None
+        from launcher import owner
+
+        notes: list[str] = []
+        self._ownership = owner.take(Path(share.owned), share.run, notes.append)
+        return notes[-1] if notes else None
+
+    def _give_back(self) -> None:
+        if self._ownership is not None:
+            self._ownership.give_back()
+            self._ownership = None
+
+    def _check_ownership(self) -> None:
+        """Where another run has the directory, ranks are killed without a grace, in which they might write there."""
+        if self._ownership is None or self._ranks is None:
+            return
+        try:
+            self._ownership.check()
+        except LauncherError as error:
+            self._refuse(error)
+            self._finish(0)
+
+    def _refuse(self, error: LauncherError) -> None:
+        self._say("refused", what=error.what, where=error.where, fix=error.fix)
 
     def _look(self) -> None:
         """See how the ranks are, and say so."""
@@ -172,6 +212,7 @@ class Agent:
             self._say("reached", found=found)
         for news in self._copying.news() if self._copying is not None else ():
             self._say(news.pop("is"), **news)
+        self._check_ownership()
         if self._ranks is None:
             return
         if self._stacks_due is not None and now >= self._stacks_due:
@@ -228,9 +269,12 @@ class Agent:
         self._drain(ranks)
         ranks.close()
         failure = ranks.failure()
+        complete = complete and failure is None
+        if complete:
+            self._give_back()  # now: who waits for the end of this run may start the next one
         self._say(
             "ended",
-            complete=complete and failure is None,
+            complete=complete,
             failure=failure and failure.to_json(),
             now=time.time(),
         )

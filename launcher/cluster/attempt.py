@@ -98,6 +98,8 @@ class Attempt:
         self.causes: list[Cause] = []
         self._stalled: dict[Node, float] = {}
         self._hurried = False
+        self._waiting: list[tuple[Node, Share]] = []
+        """The other nodes, until the first one has started its ranks: it takes the run's directory."""
         self._over: set[Node] = set()
         """Nodes whose ranks have ended, and which have output to show."""
 
@@ -106,10 +108,10 @@ class Attempt:
         size = self.screen.size if self.shares[0].shown else None
         number = None
         try:
-            for node, share in zip(self.crew.nodes, self.shares, strict=True):
-                node.running, node.complete, node.pids = True, False, []
-                terminal = size if share.first_rank == 0 else None
-                node.send("start", share=asdict(replace(share, terminal=terminal)))
+            for node in self.crew.nodes:
+                node.running, node.complete, node.pids = False, False, []
+            (first, share), *self._waiting = zip(self.crew.nodes, self.shares, strict=True)
+            self._start(first, replace(share, terminal=size))
             size = self._watch(size)
         except Interrupted as error:
             number = error.number
@@ -131,6 +133,11 @@ class Attempt:
             ), None
         cause = min(self.causes, key=lambda c: c.time)
         return Outcome(cause.exit_code, cause.message + left), cause
+
+    @staticmethod
+    def _start(node: Node, share: Share) -> None:
+        node.running = True
+        node.send("start", share=asdict(share))
 
     def _watch(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
         """Until every node has ended well, or one has not."""
@@ -157,6 +164,11 @@ class Attempt:
                 self._stalled[node] = message["stalled_s"]
             case "started":
                 node.pids = message["pids"]
+                if note := message.get("note"):
+                    logger.warning("%s", note)
+                waiting, self._waiting = self._waiting, []
+                for other, share in waiting:
+                    self._start(other, share)
             case "output":
                 data = bytes_of(message["text"])
                 # A node sends so much and no more before it hears that this is on the screen.
@@ -186,6 +198,7 @@ class Attempt:
 
     def _let_finish(self) -> None:
         """Pass SIGTERM on, and wait for ranks that save a checkpoint, until another signal comes."""
+        self._waiting = []
         self.signals.held = True
         logger.warning("SIGTERM: ranks have %g s to save a checkpoint", self.patience.term_grace_s)
         self.crew.tell(self.crew.nodes, "signal", number=int(signal.SIGTERM))
@@ -234,6 +247,7 @@ class Attempt:
             patient: what ranks have printed last is waited for, at whatever speed it is read.
         """
         self.signals.held = self.crew.ending = True
+        self._waiting = []
         grace = self.crew.limits.grace_s
         running = [node for node in self.crew.nodes if node.running]
         self.crew.tell(running, "stop", grace_s=grace, patient=patient)

@@ -53,6 +53,10 @@ class Share:
     """Cores to share out among the ranks, `""` for all; None leaves that to the operating system."""
     slots: Sequence[int] | None = None
     """Devices to show to the ranks, counted as in the hostfile; None shows what is visible anyway."""
+    run: str = ""
+    """The same for all attempts of a run, and for no other run."""
+    owned: str | None = None
+    """A directory that the run must have for itself (`owner.py`); the agent of rank 0 takes it."""
     watched: bool = False
     """Ranks show what they do, and can be asked for their stacks."""
     attempt: int = 0
@@ -62,8 +66,9 @@ class Share:
         return Path(self.log_dir) / f"{self.log_prefix}rank{self.first_rank + local_rank}.log"
 
     def record(self, local_rank: int) -> Path:
-        """Where a rank writes how it failed."""
-        return self.log(local_rank).with_suffix(".error.json")
+        """Where a rank writes how it failed. Scripts of two runs may share a directory of logs, and no failure."""
+        suffix = f".{self.run[:8]}.error.json" if self.run else ".error.json"
+        return self.log(local_rank).with_suffix(suffix)
 
     def arguments_of(self, local_rank: int) -> list[str]:
         return [*([f"--local_rank={local_rank}"] if self.append_local_rank else []), *self.arguments]

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from launcher.data.cache import build_once, cache_key, default_cache_dir
+from launcher.data.cache import build_once, cache_key, checksums, default_cache_dir
 from launcher.data.documents import IGNORED, positions, starts_after
 from launcher.data.text import valid_text
 from launcher.data.tokenizer import fingerprint
@@ -45,6 +45,8 @@ class PackedDataset(torch.utils.data.Dataset[torch.Tensor | dict[str, torch.Tens
         """Tokens of the whole text, the dropped remainder included."""
         self.largest_id: int = meta["largest_id"]
         self.origin = str(self.path / "tokens.bin")
+        self.digest = checksums(self.path)["tokens.bin"]
+        """Of the tokens of the whole text, whatever the length of a row."""
         self._dtype = np.dtype(meta["dtype"])
         self._length = self.n_tokens // self.seq_length
         self._rows = self._open()
@@ -87,7 +89,8 @@ def pack(
     """Tokenise column `text`, end every document with <eos>, and cut the stream in rows of `seq_length`.
 
     The remainder that fills no row is dropped. The result lies in `cache_dir` (default `$LAUNCHER_CACHE` or
-    `~/.cache/launcher`), named for the text, the tokenizer and the length. All ranks may call at once.
+    `~/.cache/launcher`), named for the text, the tokenizer and the length; where its files are not what they were, it
+    is made again. All ranks may call at once.
 
     Args:
         document_mask: documents of a row are kept apart: see `PackedDataset`.

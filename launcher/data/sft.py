@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -52,6 +53,7 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         n_truncated: conversations that were cut because they were too long.
         n_dropped: conversations that were left out because nothing in them is learned.
         origin: where the rows come from, for people.
+        digest: of the tokens and labels of all conversations, before any was cut.
 
     Attributes:
         largest_id: of all tokens, `pad_id` included.
@@ -66,6 +68,7 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         n_truncated: int,
         n_dropped: int,
         origin: str,
+        digest: str,
     ) -> None:
         self._rows = rows
         self.seq_length = seq_length
@@ -73,6 +76,7 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self.n_truncated = n_truncated
         self.n_dropped = n_dropped
         self.origin = origin
+        self.digest = digest
         self.largest_id = max(pad_id, *(int(row.input_ids.max()) for row in rows))
 
     def __len__(self) -> int:
@@ -154,7 +158,10 @@ def load_sft(
             fix="Give more rows, or another --seq-length (a prompt alone may fill it).",
         )
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return SftDataset(items, seq_length, pad_id, n_truncated=n_truncated, n_dropped=n_dropped, origin=dataset)
+    return SftDataset(
+        items, seq_length, pad_id,
+        n_truncated=n_truncated, n_dropped=n_dropped, origin=dataset, digest=_digest(encoded),
+    )  # fmt: skip
 
 
 def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Segment]:
@@ -202,6 +209,15 @@ def encode(parts: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> Row:
     ids = np.asarray(encoded["input_ids"], dtype=np.int32)
     starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
     return Row(ids, np.where(learned[starts], ids, IGNORED).astype(np.int32))
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    hashed = xxhash.xxh3_64()
+    for row in rows:
+        for values in (np.array([len(row.input_ids)], dtype="<i4"), row.input_ids, row.labels):
+            hashed.update(values.tobytes())
+    digest: str = hashed.hexdigest()
+    return digest
 
 
 def _plain(messages: Sequence[Mapping[str, str]], eos: str) -> list[Segment]:

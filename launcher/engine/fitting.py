@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Size
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim.lr_scheduler import LRScheduler
 
 from launcher.checkpoint.ranks import Ranks
 from launcher.checkpoint.reader import read_metadata
+from launcher.checkpoint.tags import META_FILE
 from launcher.engine.whole import of_stages
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
 from launcher.models.settings import differences, settings_of
+from launcher.optim.schedules import Schedule
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -23,6 +26,12 @@ if TYPE_CHECKING:
 Stored = dict[str, TensorStorageMetadata]
 STATES = ("optimizer", "scalar", "number")
 """Kinds of names that hold the states of a parameter."""
+META: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("global_steps", "global_samples", "micro_steps", "skipped_steps"), int),
+    **dict.fromkeys(("loss_scale", "client_state"), dict),
+    **dict.fromkeys(("optimizer", "scheduler"), (dict, type(None))),
+}
+"""What `state.py` reads of a checkpoint's meta, and of which type."""
 KINDS = ("model", "buffer", *STATES, "rng", "rng_python", "rng_numpy", "rng_cuda")
 
 
@@ -40,6 +49,7 @@ def look(
     *,
     strict: bool,
     optimizer: bool,
+    scheduler: bool,
     allow_model_changes: bool,
 ) -> Stored:
     """What is stored. Collective.
@@ -54,6 +64,9 @@ def look(
     known = set().union(*of_stages(engine, sorted(mine)))
 
     def check() -> Stored:
+        _check_meta(path, meta)
+        if scheduler:
+            _check_schedule(engine, path, meta["scheduler"])
         entries = read_metadata(path).state_dict_metadata.items()
         stored = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         if strict:
@@ -69,6 +82,21 @@ def look(
     if strict and not allow_model_changes:  # last, and on all ranks: names and shapes say more
         ranks.together(lambda: _check_settings(engine, path, meta))
     return stored
+
+
+def _check_meta(path: Path, meta: dict[str, Any]) -> None:
+    """A file without checksums, or one that another program wrote, may lack what is loaded from it."""
+    wrong = [
+        f"{key} is {'missing' if key not in meta else f'of type {type(meta[key]).__name__}'}"
+        for key, kinds in META.items()
+        if key not in meta or not isinstance(meta[key], kinds)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{path / META_FILE} is no record of a run: {'; '.join(wrong)}.",
+            where=str(path / META_FILE),
+            fix="it is damaged; load another tag",
+        )
 
 
 def _shapes(engine: Engine) -> dict[str, Size]:
@@ -125,6 +153,20 @@ def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
             f"The checkpoint has the state of {theirs or 'no optimizer'}, and this run steps with {mine[0]}.",
             where=str(path),
             fix="use the optimizer that it was saved with, or pass load_optimizer_states=False",
+        )
+
+
+def _check_schedule(engine: Engine, path: Path, state: dict[str, Any] | None) -> None:
+    """DeepSpeed's schedules and torch's count their steps under other names, and would begin anew in silence."""
+    mine = "last_batch_iteration" if isinstance(engine.lr_scheduler, Schedule) else "last_epoch"
+    theirs = "last_epoch" if isinstance(engine.lr_scheduler, Schedule) else "last_batch_iteration"
+    known = isinstance(engine.lr_scheduler, Schedule | LRScheduler)
+    if known and state is not None and theirs in state and mine not in state:
+        name = getattr(engine.lr_scheduler, "name", "") or type(engine.lr_scheduler).__name__
+        raise CheckpointError(
+            f"The checkpoint has the state of another kind of schedule than {name}.",
+            where=str(path),
+            fix="write the scheduler that it was saved with, or pass load_lr_scheduler_states=False",
         )
 
 

@@ -15,6 +15,7 @@ from launcher.cluster.secret import without_secrets
 from launcher.comm.values import decode, encode
 from launcher.engine.fitting import Stored, look, parts_of
 from launcher.engine.random_state import random_states, restore_random_states
+from launcher.engine.rates import tell_rates
 from launcher.engine.whole import tied_names
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
@@ -69,8 +70,10 @@ def load_state(
     tag, meta = found[0], decode(found[1])
     path = tag_path(directory, tag)
     stepper = engine.optimizer if optimizer else None
-    fits = {"strict": strict, "optimizer": stepper is not None, "allow_model_changes": allow_model_changes}
-    stored = look(engine, path, meta, **fits)  # before anything is changed
+    stored = look(  # before anything is changed
+        engine, path, meta,
+        strict=strict, optimizer=stepper is not None, scheduler=scheduler, allow_model_changes=allow_model_changes,
+    )  # fmt: skip
     engine.zero.free_gathered()
     engine.abandon_step()
     with in_turn(changed=True) as window:
@@ -89,6 +92,7 @@ def load_state(
     engine.zero.publish()
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(meta["scheduler"])
+    tell_rates(engine, meta, optimizer=stepper is not None, scheduler=scheduler)
     if counters:
         _restore(engine, meta, rng)
     return str(path), meta["client_state"]

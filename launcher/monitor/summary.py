@@ -44,6 +44,7 @@ def write_summary(
     parameters: int,
     records: Sequence[Mapping[str, Any]],
     ranks: Sequence[RankMemory],
+    dynamic_loss_scale: bool = False,
     **extra: Any,
 ) -> dict[str, Any]:
     """Write `summary.json` in one piece (temporary name, then rename) and return what it holds.
@@ -56,7 +57,9 @@ def write_summary(
         parameters: their count, tied ones once.
         records: `read_metrics(...)`: steps, final losses and the median of tokens/s come from them.
         ranks: one entry a rank.
-        extra: more keys (`zero_stage`, `device`, ...).
+        dynamic_loss_scale: steps that were skipped are its way to its size, and not counted as not finite.
+        extra: more keys (`zero_stage`, `device`, ...). With `stopped`, why the run has no model to show, there is no
+            final loss either.
     """
     summary = {
         "model": model,
@@ -65,11 +68,9 @@ def write_summary(
         "degrees": {axis: int(degrees.get(axis, 1)) for axis in AXES},
         "steps": records[-1]["step"] if records else 0,
         "tokens": records[-1]["tokens"] if records else 0,
-        "final_loss": _last(records, "loss"),
+        "final_loss": None if "stopped" in extra else _last(records, "loss"),
         "final_eval_loss": _last(records, "eval_loss"),
-        "nonfinite_steps": [
-            record["step"] for record in records if "loss" in valid(record).get("nonfinite", ())
-        ],
+        "nonfinite_steps": nonfinite_steps(records, dynamic_loss_scale),
         "tokens_per_s": median_tokens_per_s(records),
         "train_time_s": sum(record["step_time_s"] for record in records),
         "ranks": [asdict(rank) for rank in sorted(ranks, key=lambda rank: rank.rank)],
@@ -78,6 +79,17 @@ def write_summary(
     }
     write_json(path, summary)
     return summary
+
+
+def nonfinite_steps(records: Sequence[Mapping[str, Any]], dynamic_loss_scale: bool = False) -> list[int]:
+    """Steps whose loss or gradient norm was not finite."""
+    found, skipped_before = [], 0
+    for record in records:
+        skipped = record.get("skipped_steps") or 0
+        is_skipped, skipped_before = dynamic_loss_scale and skipped > skipped_before, skipped
+        if not is_skipped and {"loss", "grad_norm"} & set(valid(record).get("nonfinite", ())):
+            found.append(record["step"])
+    return found
 
 
 def write_json(path: str | Path, content: Any) -> None:
@@ -143,7 +155,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         if summary[key] is not None:
             rows.append((name, f"{summary[key]:.4f}"))
     if summary["nonfinite_steps"]:
-        rows.append(("loss not finite", _steps(summary["nonfinite_steps"])))
+        rows.append(("not finite", _steps(summary["nonfinite_steps"])))
     if summary.get("stopped"):
         rows.append(("stopped", str(summary["stopped"])))
     if summary["tokens_per_s"] is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import shutil
 import warnings
@@ -138,3 +140,59 @@ def test_no_damage_is_silent(pool: WorkerPool, saved: Path, tmp_path: Path) -> N
 def test_no_damage_of_a_thousand_is_silent(pool: WorkerPool, saved: Path, tmp_path: Path) -> None:
     for start in range(0, 1000, 100):
         assert pool.run(attack, 1, saved, tmp_path / "work", range(start, start + 100))[0] == []
+
+
+def told_by(
+    ctx: RankContext, directory: Path, latest: bytes | None, tag: str | None, meta: str | None
+) -> tuple[str, bool]:
+    """What a load says; `latest` None is a pipe."""
+    if latest is None:
+        (directory / "latest").unlink()
+        os.mkfifo(directory / "latest")
+    elif latest:
+        (directory / "latest").write_bytes(latest)
+    if meta is not None:
+        (directory / "global_step11" / "meta.json").write_text(meta)
+    engine = engine_of(config_of(0, bf16={"enabled": True}), stack(seed=1))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.load_checkpoint(directory, tag)
+    except CheckpointError as error:
+        return str(error), len(str(error)) < 1000
+    return "loaded", True
+
+
+FORGED = {"format": 1, "files": {}, "meta": {"global_steps": "3", "micro_steps": 3}}
+
+
+def test_what_stands_in_for_a_file_is_told(
+    pool: WorkerPool, saved: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    cases: list[tuple[str, bytes | None, str | None, list[str]]] = [
+        ("a pipe", None, None, ["/latest names no checkpoint", "is a pipe"]),
+        ("50 MB", b"x" * 50_000_000, None, ["/latest names no checkpoint", "47 MiB"]),
+        ("a long name", b"x" * 4000, None, ["/latest names no checkpoint", "xxx..."]),
+        ("forged", b"", json.dumps(FORGED), [
+            "global_step11/meta.json is no record of a run", "global_steps is of type str", "optimizer is missing",
+        ]),
+    ]  # fmt: skip
+    for number, (name, latest, meta, told) in enumerate(cases):
+        with subtests.test(name):
+            work = tmp_path / str(number)
+            shutil.copytree(saved, work)
+            said, is_short = pool.run(told_by, 1, work, latest, None, meta)[0]
+            assert all(part in said for part in told) and is_short, said
+
+
+def test_a_renamed_checkpoint_is_refused_by_both_names(pool: WorkerPool, saved: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    shutil.copytree(saved, work)
+    shutil.rmtree(work / "global_step11")
+    (work / "global_step1").rename(work / "global_step11")
+    for tag in ("global_step11", None):
+        said, _ = pool.run(told_by, 1, work, b"", tag, None)[0]
+        assert f"{work}/global_step11/meta.json is of the checkpoint 'global_step1'" in said
+        assert "is named 'global_step11'" in said and "name it global_step1" in said
+    (work / "global_step11").rename(work / "global_step1")
+    assert pool.run(told_by, 1, work, b"", "global_step1", None)[0] == ("loaded", True)

@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from launcher import owner
+from launcher.cluster.agent import Agent
+from launcher.cluster.share import Share
 from launcher.errors import ConfigError
-from launcher.owner import Owner, check_free, take
-from tests.cluster.launching import launch
+from launcher.owner import Owner, Ownership, check_free, is_held, take
+from tests.cluster.launching import environment, launch
 
 HOLD = "import sys; from pathlib import Path; from launcher.owner import take; take(Path(sys.argv[1]), '', print); print('has it', flush=True); sys.stdin.read()"  # noqa: E501
 
@@ -35,10 +38,10 @@ def test_a_living_owner_is_respected_and_a_dead_one_followed(tmp_path: Path) -> 
     process.kill()
     process.wait()
     said: list[str] = []
-    give_back = take(tmp_path, "", said.append)
+    ownership = take(tmp_path, "", said.append)
     (line,) = said
     assert f"process {process.pid} has ended" in line and line.startswith("taking over")
-    give_back()
+    ownership.give_back()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -117,3 +120,116 @@ def test_a_second_launch_is_refused_before_it_writes_a_log(tmp_path: Path) -> No
     process.wait()
     assert done.returncode == 2 and f"another run writes to {out}: process {process.pid}" in done.stderr
     assert "Traceback" not in done.stderr and not (out / "logs").exists()
+
+
+UNSEEN = """
+import sys
+from launcher.cli import shares
+from launcher.cli.main import main
+shares.check_free = lambda *_: None  # as where the other run takes the directory a moment later
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_one_of_two_that_start_at_the_same_moment_touches_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    log = out / "logs" / "rank0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("theirs")
+    process = holder(out)
+    config = '{"train_micro_batch_size_per_gpu": 1}'
+    command = ["--device", "cpu", "--num_gpus", "1", "--config", config, "pretrain", "--output-dir", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-c", UNSEEN, *command],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    process.kill()
+    process.wait()
+    assert done.returncode == 2 and f"another run writes to {out}: process {process.pid}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(log.parent.iterdir()) == [log] and log.read_text() == "theirs"
+
+
+def until(found: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_an_owner_looks_whose_the_lock_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "BEAT_S", 0.01)
+    ownership = take(tmp_path, "mine", print)
+    assert is_held(tmp_path, "mine") and not is_held(tmp_path, "theirs") and not is_held(tmp_path, "")
+    lock = tmp_path / owner.FILE
+    lock.unlink()
+    until(lock.exists)
+    put(tmp_path, host="elsewhere", run="mine")  # the run goes on there, after a restart
+    time.sleep(0.1)
+    ownership.check()
+    put(tmp_path, host="elsewhere", pid=7)
+
+    def lost() -> bool:
+        try:
+            ownership.check()
+        except ConfigError as error:
+            assert "process 7 on elsewhere" in str(error) and "another run has taken over" in str(error)
+            return True
+        return False
+
+    until(lost)
+    before = lock.stat().st_mtime_ns
+    time.sleep(0.1)
+    ownership.give_back()
+    assert lock.stat().st_mtime_ns == before, "it is touched no more"
+
+
+def test_an_agent_kills_ranks_that_write_to_anothers_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(Ownership):
+        def __init__(self) -> None:
+            pass
+
+        def check(self) -> None:
+            raise ConfigError("another run has taken over")
+
+    agent = object.__new__(Agent)
+    did: list[str] = []
+    agent._ownership, agent._ranks = Lost(), object()  # type: ignore[assignment]
+    monkeypatch.setattr(agent, "_say", lambda kind, **more: did.append(f"{kind}: {more['what']}"))
+    monkeypatch.setattr(agent, "_finish", lambda grace_s: did.append(f"killed after {grace_s} s"))
+    agent._check_ownership()
+    assert did == ["refused: another run has taken over", "killed after 0 s"]
+
+
+def test_strange_locks_are_told(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    me = asdict(Owner.me("theirs"))
+    unknown = "an unknown host"
+    cases: list[tuple[str, Callable[[Path], object], str]] = [
+        ("a pipe", os.mkfifo, "is a pipe or a device"),
+        ("a directory", Path.mkdir, "is a directory"),
+        ("endless", lambda path: path.symlink_to("/dev/zero"), "is a pipe or a device"),
+        ("large", lambda path: path.write_bytes(bytes(1 << 17)), "131,072 bytes"),
+        ("no text", lambda path: path.write_bytes(b"\xff\xfe"), "not UTF-8"),
+        ("deep", lambda path: path.write_text("[" * 50_000), unknown),
+        ("a list", lambda path: path.write_text("[1]"), unknown),
+    ]
+    wrong = {"pid": 10**30, "host": 3, "started": {}, "since": "never", "space": None, "run": 3}
+    for key, value in (*wrong.items(), ("since", 1e300), ("pid", 0), ("pid", "x"), ("boot", [])):
+        text = json.dumps({**me, key: value})
+        cases.append((f"{key} is {value}", lambda path, text=text: path.write_text(text), unknown))  # type: ignore[misc]
+    for number, (name, make, told) in enumerate(cases):
+        with subtests.test(name):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            make(directory / owner.FILE)
+            with pytest.raises(ConfigError, match=told):
+                take(directory, "", print)
+
+
+def test_records_of_failures_are_of_one_run(tmp_path: Path) -> None:
+    """Two runs of a script may share the directory of their logs."""
+    shares = [Share("script", "x.py", [], str(tmp_path), run=run) for run in ("a" * 32, "b" * 32)]
+    assert shares[0].log(0) == shares[1].log(0) and shares[0].record(0) != shares[1].record(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from rich.console import Console
 from torch import Tensor
 
 import launcher
+from launcher.checkpoint.store import load_meta
 from launcher.cli.recipe_flags import training_parser
+from launcher.data.identity import Identity
 from launcher.data.tokenizer import byte_tokenizer
 from launcher.run import Run
 from launcher.train import Training
@@ -50,6 +53,7 @@ def train(
         patch.setattr(Run, "say", lambda self, text: said.append(text))
         run = Run.start(args)
     run.console = Console(quiet=True)
+    run.say = said.append  # type: ignore[method-assign]
     engine = launcher.initialize(model=tiny_llama(layers=1), config=run.config, device=CPU)[0]
     training = Training(run, engine, Rows(), None, steps, "tiny", tokenizer)
     losses: list[float] = []
@@ -124,3 +128,95 @@ def test_another_tokenizer_is_refused_unless_it_is_allowed(pool: WorkerPool, tmp
     assert len(pool.run(with_tokenizer, 1, tmp_path, True, *RESUME, "--allow-model-changes")[0][1]) == 2
     (tmp_path / "out" / "checkpoints" / "latest").write_text("global_step2\n")
     assert len(pool.run(with_tokenizer, 1, tmp_path, False, *RESUME)[0][1]) == 2
+
+
+class Known(Rows):
+    """Data that say which they are."""
+
+    digest, seq_length = "a", 16
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        vars(self).update(changes)
+
+
+def test_what_has_changed_of_the_data_is_told(subtests: pytest.Subtests) -> None:
+    data, place = Known(), {"epoch": 1, "samples": 40}
+    was = Identity.of(data, 0).write()
+    assert Identity.of(Known(), 0).changes(was, place) == []
+    assert not Identity.of(data, 0).is_other(None) and Identity.of(Known(digest="b"), 0).is_other(was)
+    cases: list[tuple[Known, int, Any, list[str]]] = [
+        (Known(digest="b"), 1, was, ["another one than in the checkpoint", "from its beginning"]),
+        (Known(seq_length=8), 0, was, ["--seq-length is 8 and was 16", "sequence 40 of epoch 1"]),
+        (Known(ids=data.ids[:50]), 0, was, ["have 50 sequences and had 64"]),
+        (data, 7, was, ["--seed is 7 and was 0", "read twice"]),
+        (data, 0, None, ["does not say which data"]),
+    ]
+    for dataset, seed, noted, told in cases:
+        with subtests.test(told[0]):
+            (line,) = Identity.of(dataset, seed).changes(noted, place)
+            assert all(part in line for part in told) and "\n" not in line
+
+
+def on_other_data(ctx: RankContext, directory: Path, digest: str, *flags: str) -> tuple[str, dict[str, Any]]:
+    """What a run to one step more says, and the place in the data where it ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.Rows", lambda: Known(digest=digest))
+        patch.setattr(logging.getLogger("launcher"), "warning", lambda text, *more: said.append(text % more))
+        said: list[str] = []
+        steps = STEPS if flags else SAVED
+        text, _, _ = train(ctx, directory, CONFIG, steps, *flags)
+    meta = load_meta(directory / "out" / "checkpoints")[1]
+    return "\n".join([text, *said]), meta["client_state"]["data"]
+
+
+def test_another_data_set_is_read_from_its_beginning(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(on_other_data, 1, tmp_path, "a")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    resume = ("--resume", str(tmp_path / "out"))
+    said, place = pool.run(on_other_data, 1, elsewhere, "b", *resume, "--learning-rate", "0.01")[0]
+    assert "WARNING --dataset is another one" in said and place["samples"] == (STEPS - SAVED) * 4
+    said, place = pool.run(on_other_data, 1, elsewhere, "a", *resume, "--seed", "7")[0]
+    assert "WARNING --seed is 7" in said and place["samples"] == STEPS * 4
+
+
+def rates(ctx: RankContext, directory: Path, scheduler: dict[str, Any] | None, lr: float | None) -> list[str]:
+    """Save (no `lr`), or load with another learning rate: what is told."""
+    said: list[str] = []
+    config = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": lr or 0.01}}}
+    engine = launcher.initialize(
+        model=tiny_llama(layers=1),
+        config=config | ({"scheduler": scheduler} if scheduler else {}),
+        device=CPU,
+    )[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("launcher"), "warning", lambda text, *more: said.append(text % more))
+        if lr is None:
+            engine.save_checkpoint(directory)
+        else:
+            engine.load_checkpoint(directory)
+    return said
+
+
+def test_a_learning_rate_of_the_json_that_does_not_count_is_told(
+    pool: WorkerPool, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 8, "warmup_num_steps": 2}}
+    step = {"type": "StepLR", "params": {"step_size": 2}}
+    cases = [(None, "the checkpoint's counts, 0.01"), (cosine, "goes on with what the JSON says now"),
+             (step, "the checkpoint's counts, which its schedule keeps")]  # fmt: skip
+    for number, (scheduler, told) in enumerate(cases):
+        with subtests.test(told):
+            directory = tmp_path / str(number)
+            pool.run(rates, 1, directory, scheduler, None)
+            assert pool.run(rates, 1, directory, scheduler, 0.01)[0] == []
+            (line,) = pool.run(rates, 1, directory, scheduler, 0.5)[0]
+            assert "optimizer.params.lr was 0.01 in the checkpoint and is 0.5" in line and told in line
+    (line,) = pool.run(rates, 1, tmp_path / "0", cosine, 0.01)[0]
+    assert "begins at its first step" in line
+    (line,) = pool.run(rates, 1, tmp_path / "1", None, 0.01)[0]
+    assert "had a schedule, and this run has none" in line
+    for saved, other, name in (("1", step, "StepLR"), ("2", cosine, "WarmupCosineLR")):
+        with pytest.raises(RanksFailed, match=f"another kind of schedule than {name}"):
+            pool.run(rates, 1, tmp_path / saved, other, 0.01)

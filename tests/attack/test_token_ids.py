@@ -96,3 +96,21 @@ def test_ids_that_the_model_has_no_embedding_for_are_refused_before_training(
     [said] = pool.run(told, 1, str(tmp_path), kind)
     assert said.startswith("ConfigError") and f"token id {LARGEST}" in said and "vocabulary of 64" in said
     assert ("tokens.bin" if kind == "packed" else "rows.jsonl") in said and "--tokenizer" in said
+
+
+@pytest.mark.parametrize("file", ["tokens.bin", "meta.json", None])
+def test_damaged_tokens_are_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str | None
+) -> None:
+    rows = Dataset.from_dict({"text": ["a far b a b"] * 5})
+    first = pack(rows, with_gaps(), 4, tmp_path)
+    want, largest = [first[i].tolist() for i in range(len(first))], first.largest_id  # type: ignore[union-attr]
+    if file is None:
+        (first.path / "meta.json").unlink()
+    else:
+        content = bytearray((first.path / file).read_bytes())
+        content[len(content) // 2] ^= 1
+        (first.path / file).write_bytes(content)
+    again = pack(rows, with_gaps(), 4, tmp_path)
+    assert [again[i].tolist() for i in range(len(again))] == want and again.largest_id == largest  # type: ignore[union-attr]
+    assert "it is made again" in caplog.text and str(first.path) in caplog.text

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher.data import cache
-from launcher.data.cache import build_once, cache_key
+from launcher.data.cache import CHECKSUMS, build_once, cache_key
 
 BUILDER = textwrap.dedent(
     """
@@ -105,3 +107,40 @@ def test_without_file_locks_every_process_builds_and_one_result_stays(
 def test_keys_differ_where_parts_are_cut_elsewhere() -> None:
     assert cache_key("ab", "c") != cache_key("a", "bc")
     assert cache_key("ab", 1) == cache_key("ab", "1")
+
+
+def test_what_is_not_as_it_was_built_is_told_and_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    def build(directory: Path) -> None:
+        (directory / "below").mkdir()
+        (directory / "below" / "part").write_text("whole")
+        (directory / "empty").touch()
+
+    def flip(directory: Path) -> None:
+        (directory / "below" / "part").write_bytes(b"whomd")
+
+    def exchange(directory: Path) -> None:
+        file = directory / CHECKSUMS
+        file.write_text(file.read_text().replace("part", "trap"))
+
+    damages: list[tuple[str, Callable[[Path], object], str]] = [
+        ("a bit", flip, "below/part is damaged"),
+        ("the end", lambda path: (path / "below" / "part").write_text("who"), "below/part is damaged"),
+        ("a file", lambda path: (path / "empty").unlink(), "empty is missing"),
+        ("a pipe", lambda path: ((path / "empty").unlink(), os.mkfifo(path / "empty")), "empty is missing"),
+        ("the checksums", lambda path: (path / CHECKSUMS).unlink(), "it has no checksums"),
+        ("a name", exchange, "its checksums are damaged"),
+        ("no text", lambda path: (path / CHECKSUMS).write_bytes(b"\xff"), "cannot be read"),
+    ]
+    final = build_once(tmp_path / "cache" / "thing", build)
+    for name, damage, told in damages:
+        with subtests.test(name):
+            caplog.clear()
+            damage(final)
+            build_once(final, build)
+            assert (final / "below" / "part").read_text() == "whole" and (final / "empty").exists()
+            (line,) = [record.getMessage() for record in caplog.records]
+            assert told in line and "made again" in line and str(final) in line
+            assert build_once(final, build) == final and len(caplog.records) == 1
+            assert {path.name for path in final.parent.iterdir()} == {"thing", ".thing.lock"}

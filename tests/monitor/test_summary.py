@@ -68,6 +68,20 @@ def test_a_last_loss_that_is_not_finite_is_no_final_loss(tmp_path: Path) -> None
     assert content["nonfinite_steps"] == [rows[2]["step"]]
 
 
+def test_a_gradient_that_is_not_finite_counts_unless_the_loss_scale_skipped_it(tmp_path: Path) -> None:
+    rows = records([1, 2, 3, 4])
+    for row, skipped in zip(rows, [0, 1, 1, 1], strict=True):
+        row["skipped_steps"] = skipped
+    for row in rows[1:3]:
+        row["grad_norm"] = float("inf")
+    steps = [row["step"] for row in rows]
+    assert write(tmp_path / "s.json", records=rows)["nonfinite_steps"] == steps[1:3]
+    content = write(tmp_path / "s.json", records=rows, dynamic_loss_scale=True)
+    assert content["nonfinite_steps"] == steps[2:3] and content["final_loss"] is not None
+    stopped = write(tmp_path / "s.json", records=rows, stopped="the weights are not finite")
+    assert stopped["final_loss"] is None, "it has no model to show"
+
+
 def test_a_run_without_a_step(tmp_path: Path) -> None:
     content = write(tmp_path / "s.json", records=[])
     assert (content["steps"], content["final_loss"], content["tokens_per_s"]) == (0, None, None)

@@ -1,0 +1,68 @@
+"""Which data a place in them is of: what a checkpoint notes, and what has changed when a run goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a place in the data (`GlobalBatchLoader.state_dict`) means something in.
+
+    Attributes:
+        digest: of the tokens of the whole data set, whatever the length of a sequence; None where it is not known.
+        seq_length: tokens of a sequence; None where it is not known.
+        sequences: how many there are.
+        seed: of their order.
+    """
+
+    digest: str | None
+    seq_length: int | None
+    sequences: int
+    seed: int
+
+    @classmethod
+    def of(cls, dataset: Sized, seed: int) -> Identity:
+        length = getattr(dataset, "seq_length", None)
+        return cls(getattr(dataset, "digest", None), length, len(dataset), seed)
+
+    def write(self) -> dict[str, Any]:
+        """In JSON."""
+        return asdict(self)
+
+    def is_other(self, was: Mapping[str, Any] | None) -> bool:
+        """Whether a checkpoint that noted `was` had another data set: its place means nothing in this one."""
+        before = was and was.get("digest")
+        return before is not None and self.digest is not None and before != self.digest
+
+    def changes(self, was: Mapping[str, Any] | None, place: Mapping[str, Any]) -> list[str]:
+        """What is to be told, a line each, where a run goes on at `place` of the data that a checkpoint noted."""
+        at = f"sequence {place['samples']:,} of epoch {place['epoch']}"
+        if was is None:
+            return [
+                f"the checkpoint does not say which data it was trained on; going on at {at} of those named now"
+            ]
+        if self.is_other(was):
+            return [
+                f"--dataset is another one than in the checkpoint, which was at {at}: it is read from its beginning"
+            ]
+        lines = []
+        length, count, seed = was.get("seq_length"), was.get("sequences"), was.get("seed")
+        if length != self.seq_length:
+            lines.append(
+                f"--seq-length is {self.seq_length} and was {length} in the checkpoint: going on at {at}, which is "
+                "other text now; some is read twice in this epoch, and some not at all"
+            )
+        elif count != self.sequences:
+            lines.append(
+                f"the data have {self.sequences:,} sequences and had {count:,} in the checkpoint: going on at {at}, "
+                "which is another one now; some are read twice in this epoch, and some not at all"
+            )
+        if seed != self.seed:
+            lines.append(
+                f"--seed is {self.seed} and was {seed} in the checkpoint: going on at {at} in another order; some "
+                "sequences are read twice in this epoch, and some not at all"
+            )
+        return lines
