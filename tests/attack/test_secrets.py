@@ -226,7 +226,8 @@ def test_settings_are_not_taken_for_secrets_as_easily() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [f"it's\"{VALUE}", f"{VALUE}\\back", f"{VALUE}\n  second-{VALUE}", f"cas\u00e9\x1b{VALUE}", KEY]
+    "value",
+    [f"it's\"{VALUE}", f"{VALUE}\\back", f"{VALUE}\n  second-{VALUE}", f"\u00e4\u00e9\x1b{VALUE}", KEY],
 )
 def test_a_hidden_value_is_hidden_however_it_is_printed(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secret, "_hidden", set())
