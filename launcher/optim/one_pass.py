@@ -149,6 +149,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
     A class may say that it `steps_as` another one."""
     kind = getattr(optimizer, "steps_as", type(optimizer))
     rule, replaced = RULES.get(kind), vars(optimizer).get("step")
+    replaced = getattr(replaced, "stands_for", replaced)
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if rule is None or hooked or (replaced and not hasattr(replaced, "_wrapped_by_lr_sched")):
         return None

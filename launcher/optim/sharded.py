@@ -89,9 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
         self._inner_step = self.inner.step
-        # perhaps the user has it in hand; bound to it, for schedulers of torch wrap the function of this method
-        self.inner.step = MethodType(lambda inner, closure=None: self.step(closure), self.inner)  # type: ignore[method-assign]
-        self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self._take_calls()
         self._widen_first_state()
         self._inherit()
         self.states = {
@@ -104,6 +102,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.early: set[FlatGradient] = set()  # stepped before the step (`early.py`)
         for state in self.states.values():
             state.hide()
+
+    def _take_calls(self) -> None:
+        """Perhaps the user has the inner optimizer in hand."""
+
+        def step(inner: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(closure)
+
+        step.stands_for = vars(self.inner).get("step")  # type: ignore[attr-defined]  # `one_pass.rule_of` asks
+        # bound to it, for schedulers of torch wrap the function of this method
+        self.inner.step = MethodType(step, self.inner)  # type: ignore[method-assign]
+        self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _inherit(self) -> None:
         self.param_groups, self.state, self.defaults = (

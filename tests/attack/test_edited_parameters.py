@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import launcher
 from launcher.engine.fragments import safe_get_full_fp32_param
 from launcher.errors import LauncherError
+from launcher.optim import one_pass
 from launcher.zero import GatheredParameters
 from tests.engine.driving import CPU, config_of
 from tests.pool import RankContext, WorkerPool
@@ -49,12 +50,13 @@ def values(engine: Any) -> list[Tensor]:
 
 def stepped(ctx: RankContext, stage: int, how: str) -> list[Any]:
     model = ones()
-    mine = torch.optim.SGD(model.parameters(), lr=1.0) if how == "own" else None
+    mine = torch.optim.SGD(model.parameters(), lr=1.0, fused=True) if how == "own" else None
     engine, optimizer, *_ = engine_of(stage, mine, model, gradient_clipping=0.5)
     rule = {"engine": engine, "returned": optimizer, "own": mine}[how]
     if how != "engine":
         torch.optim.lr_scheduler.StepLR(rule, 5)  # wraps the step
     backward(engine)
+    assert one_pass.rule_of(optimizer.inner) is not None  # the quick way of the engine's own steps stays open
     rule.step()
     found = values(engine)
     steps = engine.global_steps

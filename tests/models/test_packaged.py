@@ -132,7 +132,7 @@ def test_a_package_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with patch.object(packaged, "convert", converts):
         found = {unpacked("tiny"), unpacked("tiny")}
     assert converted == [file] and len(found) == 1
-    assert os.listdir(found.pop()) == ["config.json"]
+    assert sorted(os.listdir(found.pop())) == [".checksums", "config.json"]
     assert unpacked("owner/another") == "owner/another"
 
 
