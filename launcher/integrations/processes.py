@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 
 import launcher
-from launcher.comm.started_by import PORT, take_ranks
 from launcher.errors import LauncherError
 
 logger = logging.getLogger("launcher")
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 COMPATIBLE_OPS = {"async_io": True, "cpu_adam": True, "fused_adam": True, "fused_lamb": True}
+PORT = 29500  # DeepSpeed's default
 WAIT = timedelta(minutes=30)  # DeepSpeed's default
 AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, FusedLambBuilder = (
     SimpleNamespace(NAME=name) for name in COMPATIBLE_OPS
@@ -65,6 +65,8 @@ def init_distributed(
 
 def mpi_discovery(distributed_port: int = PORT, verbose: bool = True) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT by what mpirun set."""
+    from launcher.comm.started_by import take_ranks
+
     take_ranks(port=distributed_port)
 
 
