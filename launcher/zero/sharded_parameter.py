@@ -154,14 +154,12 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
         return _Both(leaf.register_hook(hook), super().register_hook(hook))
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        raise (
-            self._too_early("register_post_accumulate_grad_hook()")
-            if not hasattr(self.zero_holder, "leaf")
-            else ShardedParameterError(
-                f"a hook on the accumulated gradient of '{self.zero_holder.name}' would find none: it is kept sharded",
-                where="register_post_accumulate_grad_hook()",
-                fix="register it before initialize(), or call register_hook()",
-            )
+        if not hasattr(self.zero_holder, "leaf"):
+            raise self._too_early("register_post_accumulate_grad_hook()")
+        raise ShardedParameterError(
+            f"a hook on the accumulated gradient of '{self.zero_holder.name}' would find none: it is kept sharded",
+            where="register_post_accumulate_grad_hook()",
+            fix="register it before initialize(), or call register_hook()",
         )
 
     def _too_early(self, what: str) -> ShardedParameterError:
