@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from launcher.config import ConfigProblems, ZeroConfig, load
@@ -77,13 +78,11 @@ def tiles(ctx: RankContext, stage: int, size: int) -> list[int]:
     """Elements that each call of the inner optimizer steps."""
     engine = engine_of(config_of(stage, zero_optimization={"stage": stage, "sub_group_size": size}))
     seen: list[int] = []
-    inner, step = engine.optimizer, engine.optimizer._inner_step
 
-    def watched() -> None:
+    def watch(inner: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         seen.append(sum(p.numel() for g in inner.param_groups for p in g["params"] if p.grad is not None))
-        step()
 
-    inner._inner_step = watched
+    engine.optimizer.inner.register_step_pre_hook(watch)  # a hooked optimizer is called, tile by tile
     advance(engine, ctx, [0])
     return seen
 
