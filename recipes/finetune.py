@@ -25,7 +25,15 @@ SAMPLE_TOKENS = 40
 def flags() -> FlagParser:
     """The recipe's flags; read without importing torch."""
     parser = training_parser(
-        "finetune", "Fine-tune a pretrained causal language model on instructions or text."
+        "finetune",
+        "Fine-tune a pretrained causal language model on instructions or text.",
+        required=("--model", "--dataset"),
+        defaults={
+            "--seq-length": SEQ_LENGTH,
+            "--epochs": EPOCHS,
+            "--learning-rate": LR,
+            "--batch-size": f"{MICRO_BATCH} for each rank",
+        },
     )
     parser.add_argument(
         "--packed",
@@ -41,8 +49,6 @@ def flags() -> FlagParser:
 def main() -> None:
     run = Run.start(flags().parse_args())
     args = run.args
-    if args.model is None or args.dataset is None:
-        raise ConfigError("finetune needs a model and data", fix="say --model DIR --dataset FILE")
     name, args.model = args.model, unpacked(args.model)
     if weights_directory(args.model) is None:
         raise ConfigError(

@@ -20,7 +20,19 @@ SEQ_LENGTH, MAX_STEPS, MICRO_BATCH, LR, WEIGHT_DECAY = 256, 200, 4, 1e-3, 0.1
 
 def flags() -> FlagParser:
     """The recipe's flags; read without importing torch."""
-    parser = training_parser("pretrain", "Pretrain a causal language model on text.")
+    parser = training_parser(
+        "pretrain",
+        "Pretrain a causal language model on text.",
+        defaults={
+            "--model": "an embedded small Llama",
+            "--dataset": "stdlib",
+            "--seq-length": SEQ_LENGTH,
+            "--max-steps": MAX_STEPS,
+            "--learning-rate": LR,
+            "--weight-decay": WEIGHT_DECAY,
+            "--batch-size": f"{MICRO_BATCH} for each rank",
+        },
+    )
     parser.add_argument("--from-scratch", action="store_true", help="ignore weights that --model may have")
     parser.add_argument(
         "--document-mask",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from launcher.cli.flags import FlagParser, number, positive, shown, whole
 from launcher.monitor.trace import steps_of
 
+_NONE: Mapping[str, object] = MappingProxyType({})
 
-def training_parser(recipe: str, description: str) -> FlagParser:
+
+def training_parser(
+    recipe: str, description: str, *, required: Sequence[str] = (), defaults: Mapping[str, object] = _NONE
+) -> FlagParser:
     """The parser a recipe starts from; it may add flags of its own.
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
@@ -18,6 +24,8 @@ def training_parser(recipe: str, description: str) -> FlagParser:
     Args:
         recipe: its name, shown by `--help`.
         description: one sentence, shown by `--help`.
+        required: flags that a run cannot do without.
+        defaults: flag -> the value that the recipe takes where it is not given, shown by `--help`.
     """
     parser = FlagParser(prog=f"launch --config DS.json {recipe}", description=description)
     model = parser.add_argument_group("model and data")
@@ -36,7 +44,7 @@ def training_parser(recipe: str, description: str) -> FlagParser:
     length = parser.add_argument_group("length")
     length.add_argument("--max-steps", type=positive, metavar="N", help="optimizer steps")
     length.add_argument(
-        "--epochs", type=_epochs, metavar="N", help="passes over the data (alternative to steps)"
+        "--epochs", type=_epochs, metavar="N", help="passes over the data, in the place of steps"
     )
     optimizer = parser.add_argument_group(
         "optimizer",
@@ -95,6 +103,11 @@ def training_parser(recipe: str, description: str) -> FlagParser:
     other = parser.add_argument_group("other")
     other.add_argument("--seed", type=whole, default=1234, metavar="N", help="default: 1234")
     other.add_argument("--device", choices=("auto", "cuda", "cpu"), help="default: the launcher's")
+    for action in parser._actions:
+        flag = action.option_strings[-1]
+        action.required = flag in required
+        if flag in defaults:
+            action.help = f"{action.help} (default: {defaults[flag]})"
     return parser
 
 

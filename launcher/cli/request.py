@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from launcher.cli.recipes import DEFAULT_RECIPE, check_name, find_recipe
@@ -144,6 +146,16 @@ def selected(hosts: list[Host], flags: argparse.Namespace) -> list[Host]:
     return [first_slots(host, flags.num_gpus) for host in chosen] if late and flags.num_gpus else chosen
 
 
+def _new_directory(base: Path) -> Path:
+    """`base`, or `base-2`, ...: the first that nobody has, also where another run begins in the same second."""
+    for number in itertools.count(1):
+        candidate = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        with suppress(FileExistsError):
+            candidate.mkdir()
+            return candidate
+    raise AssertionError("counting does not end")
+
+
 def run_directory(wanted: str | None, recipe: str) -> Path:
     """Create the run's directory: the one asked for, or a new `runs/<recipe>-<date>-<time>`."""
     try:
@@ -151,12 +163,8 @@ def run_directory(wanted: str | None, recipe: str) -> Path:
             Path(wanted).mkdir(parents=True, exist_ok=True)
             return Path(wanted).resolve()
         base = Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        candidate, number = base, 1
-        while candidate.exists():
-            number += 1
-            candidate = base.with_name(f"{base.name}-{number}")
-        candidate.mkdir(parents=True)
-        return candidate.resolve()
+        base.parent.mkdir(exist_ok=True)
+        return _new_directory(base).resolve()
     except OSError as error:
         raise ConfigError(
             f"the run's directory cannot be made: {error}",

@@ -16,17 +16,20 @@ class Identity:
         seq_length: tokens of a sequence; None where it is not known.
         sequences: how many there are.
         seed: of their order.
+        document_mask: whether documents of a sequence are kept apart.
     """
 
     digest: str | None
     seq_length: int | None
     sequences: int
     seed: int
+    document_mask: bool = False
 
     @classmethod
     def of(cls, dataset: Sized, seed: int) -> Identity:
         length = getattr(dataset, "seq_length", None)
-        return cls(getattr(dataset, "digest", None), length, len(dataset), seed)
+        apart = getattr(dataset, "separator", None) is not None
+        return cls(getattr(dataset, "digest", None), length, len(dataset), seed, apart)
 
     def write(self) -> dict[str, Any]:
         """In JSON."""
@@ -64,5 +67,11 @@ class Identity:
             lines.append(
                 f"--seed is {self.seed} and was {seed} in the checkpoint: going on at {at} in another order; some "
                 "sequences are read twice in this epoch, and some not at all"
+            )
+        if was.get("document_mask", False) != self.document_mask:
+            before, now = ("without", "with") if self.document_mask else ("with", "without")
+            lines.append(
+                f"the checkpoint was trained {before} --document-mask, and the run goes on {now} it: its losses are "
+                "not comparable with the earlier ones"
             )
         return lines

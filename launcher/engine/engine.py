@@ -21,6 +21,7 @@ from launcher.engine.answers import Answers
 from launcher.engine.batches import call, cast, loss_in, to_device
 from launcher.engine.blame import Blame
 from launcher.engine.borrowed import Borrowed
+from launcher.engine.clipping import Clipping, follow_clipping
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
@@ -28,8 +29,6 @@ from launcher.engine.evaluating import losses_and_outputs, reduced
 from launcher.engine.feeding import Feeding
 from launcher.engine.finite import (
     check_scales,
-    check_unused,
-    clip_factor,
     may_step_early,
     skips_overflow,
     tell_overflow,
@@ -118,6 +117,8 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         self._destroyed = False
         self._step_follows = False  # inside a call that runs all microbatches of a step
         self.blame = Blame()
+        self.clipping = Clipping(float(config.gradient_clipping))
+        follow_clipping()
         self._gc = hold(self) if config.disable_python_gc else None
         set_level(config.log_level)
         ENGINES.add(self)
@@ -237,7 +238,7 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         self.zero.reducer.boundary = self.is_gradient_accumulation_boundary()
         optimizer = self.optimizer if self._step_follows and may_step_early(self) else None
         self.zero.reducer.taker = (
-            None if optimizer is None else EarlySteps(optimizer, lambda: 1 / self._divisor())
+            None if optimizer is None else EarlySteps(optimizer, lambda: 1 / self.gradient_divisor())
         )
         watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
 
@@ -266,12 +267,7 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
                 where="optimizer",
                 fix="add it to the JSON, or pass initialize(optimizer=...)",
             )
-        squares, used, same = self.zero.norm_and_use(self.inputs.share())
-        self.inputs.judge(same, self.global_steps + 1)
-        if not self._config.zero_optimization.ignore_unused_parameters:
-            check_unused(self.zero, used)
-        scale = self._divisor()
-        norm = math.sqrt(float(squares)) / scale if math.isfinite(float(squares)) else float(squares)
+        norm = self.clipping.measure(self)
         overflow = not math.isfinite(norm) and skips_overflow(self._config)
         self._norm = (math.inf if overflow else norm) if self.zero.policy.compute_norm else None
         if overflow:
@@ -284,10 +280,10 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         if self.versions is not None:
             self.versions.advance(needed)
         if not overflow:
-            self.optimizer.step_scaled(clip_factor(norm, float(self._config.gradient_clipping)) / scale)
+            self.optimizer.step_scaled(self.clipping.take_factor(norm) / self.gradient_divisor())
         return overflow
 
-    def _divisor(self) -> float:
+    def gradient_divisor(self) -> float:
         """Of the gradients that are there at the end of a step, clipping apart."""
         mean = self._config.gradient_allreduce_op == "mean"
         return self.divisor_of_local() * (self.zero.mean_divisor if mean else self.zero.sum_divisor)
@@ -392,7 +388,7 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         """Nothing is left to do: gradients are reduced while backward goes on, and all have been when step() begins."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.zero.zero_grad()
+        self.zero.discard()
 
     def abandon_step(self) -> None:
         """Forget the microbatches since the last optimizer step."""

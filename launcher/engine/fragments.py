@@ -138,7 +138,7 @@ class _Place:
     @property
     def divisor(self) -> float:
         """What is kept of gradients, divided by this, is their mean; before the reduction, this rank's own."""
-        return self.engine.divisor_of_local() if self.local else self.engine._divisor()
+        return self.engine.divisor_of_local() if self.local else self.engine.gradient_divisor()
 
     @property
     def at(self) -> slice:

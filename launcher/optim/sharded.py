@@ -27,6 +27,7 @@ from launcher.optim import one_pass
 from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
+from launcher.zero.forgetting import ours
 from launcher.zero.gradients import FlatGradient
 
 logger = logging.getLogger("launcher")
@@ -89,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
         self._inner_step = self.inner.step
+        ours.update((self, self.inner))
         self._take_calls()
         self._widen_first_state()
         self._inherit()
@@ -303,7 +305,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             tensor.data = master
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.zero.zero_grad()
+        self.zero.discard()
 
     def needs_scaler(self) -> bool:
         """Whether a loss must go through `engine.scale()` before its own backward()."""

@@ -23,7 +23,7 @@ from launcher.zero.dealt import Dealer, is_dealt
 from launcher.zero.edits import Edits
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
-from launcher.zero.forgetting import ClaimedLeaves, follow_zero_grad, tell_once
+from launcher.zero.forgetting import ClaimedLeaves, follow_torch, refuse_uneven_discard, tell_once
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
 from launcher.zero.layout import assign_units, choose_homes
@@ -92,7 +92,7 @@ class ZeroModel:
         watched = [slot.leaf for flat in self.flats if flat.own_master for slot in flat.slots]
         self.hooks.until_removed(ClaimedLeaves(hidden, watched))
         self.edits = Edits(self.flats)
-        follow_zero_grad(live_models)
+        follow_torch(live_models)
         self.serial: int = max((model.serial for model in _live), default=0) + 1
         _live.add(self)
         self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
@@ -158,15 +158,18 @@ class ZeroModel:
                 squares += gradient.squares() / self.axes.replicate.degree
                 gradient.rest()
         used = torch.tensor([float(slot.used) for slot in slots], dtype=torch.float64)
-        report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
+        discarded = torch.tensor([float(any(g.discarded for g in self.gradients))], dtype=torch.float64)
+        report = torch.cat([squares.reshape(1).cpu(), used, discarded]).to(self.pool.device)
         if more is not None:
             report = torch.cat([report, more])
         for axis in (self.axis, self.tp):
             all_reduce(report, axis, "root/norm").wait()
         if self.policy.compute_norm:
             all_reduce(report[:1], self.pp, "root/norm").wait()
-        used, more = report[1 : 1 + len(slots)], report[1 + len(slots) :]
+        used, more = report[1 : 1 + len(slots)], report[2 + len(slots) :]
+        refuse_uneven_discard(int(report[1 + len(slots)]), self.axis.degree * self.tp.degree)
         use_over_stages(slots, used)
+        self.reducer.measured = True
         flags = [bool(count) for count in used.tolist()]
         for slot, flag in zip(slots, flags, strict=True):
             slot.used = flag
@@ -184,26 +187,35 @@ class ZeroModel:
         return self.mean_divisor / self.axis.degree
 
     def zero_grad(self) -> None:
+        """Forget the gradients of a step that is over on every rank."""
         self.hooks.abandon()
         self.hooks.kinds.clear()
+        self.reducer.measured = False
         for gradient in self.gradients:
             gradient.zero()
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Throw away what is kept of the gradients of those parameters that are this model's."""
-        found = (self._slot_at(parameter) for parameter in parameters)
+        found = (self.find_slot(parameter) for parameter in parameters)
         slots = {slot for slot in found if slot is not None}
         if not slots:
             return
         if not self.reducer.boundary and any(gradient.kept for gradient in self.gradients):
             tell_once(self.axis.rank)
-        self.hooks.abandon()
+        if (
+            torch._C._current_graph_task_id() == -1
+        ):  # else a hook of the user's calls, and the backward goes on
+            self.hooks.abandon()
         for gradient in self.gradients:
             if of_buffer := slots.intersection(gradient.flat.slots):
-                whole = len(of_buffer) == len(gradient.flat.slots)
-                gradient.zero() if whole else gradient.forget(of_buffer)
+                gradient.forget(of_buffer, reduced=not self.reducer.holds_local(gradient))
         if not any(gradient.kept for gradient in self.gradients):
             self.hooks.kinds.clear()
+            self.reducer.measured = False
+
+    def discard(self) -> None:
+        """`forget` the gradients of all parameters: the user's `zero_grad()`."""
+        self.forget(slot.leaf for gradient in self.gradients for slot in gradient.flat.slots)
 
     # ---- whole parameters -------------------------------------------------------------------
 
@@ -253,9 +265,10 @@ class ZeroModel:
                 f"{where}, and this rank is stage {self.pp.rank}",
                 fix="name on each rank parameters of its own stage: engine.module.named_parameters()",
             )
-        return self._slot_at(parameter)
+        return self.find_slot(parameter)
 
-    def _slot_at(self, parameter: Tensor) -> Slot | None:
+    def find_slot(self, parameter: Tensor) -> Slot | None:
+        """`slot_of`, but for a parameter of another stage: None."""
         if isinstance(parameter, ShardedParameter):  # a copy of a handle (its .data) knows the slot, too
             holder = parameter.zero_holder
             return holder if isinstance(holder, Slot) and holder in self._unit_of else None

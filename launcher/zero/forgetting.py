@@ -9,6 +9,7 @@ which hears of `p.grad = None`.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from itertools import chain
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from launcher.errors import LauncherError
 from launcher.models.gradients import put_gradient, seen_gradient
@@ -28,12 +30,15 @@ logger = logging.getLogger("launcher")
 Parameters = Callable[[Any], Iterable[Tensor]]
 
 _models: Callable[[], Iterable[ZeroModel]] = list
+ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that engines step."""
 
 
 @cache
-def follow_zero_grad(models: Callable[[], Iterable[ZeroModel]]) -> None:
-    """Have `zero_grad()` of every module and every torch optimizer in this process reach the models under ZeRO. On the
-    classes: whose module it is called on, and how deep inside it our parameters are, nobody knows before.
+def follow_torch(models: Callable[[], Iterable[ZeroModel]]) -> None:
+    """Have `zero_grad()` of every module and every torch optimizer in this process, hooks on gradients, and steps of
+    other optimizers reach the models under ZeRO. On the classes: whose module it is called on, and how deep inside it
+    our parameters are, nobody knows before.
 
     Args:
         models: gives those that there are.
@@ -41,7 +46,13 @@ def follow_zero_grad(models: Callable[[], Iterable[ZeroModel]]) -> None:
     global _models
     _models = models
     _follow(nn.Module, lambda module: module.parameters())
-    _follow(torch.optim.Optimizer, lambda made: chain(*(group["params"] for group in made.param_groups)))
+    _follow(torch.optim.Optimizer, _parameters_of)
+    _follow_hooks()
+    register_optimizer_step_pre_hook(_refuse_foreign_step)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return chain(*(group["params"] for group in optimizer.param_groups))
 
 
 def _follow(cls: Any, parameters_of: Parameters) -> None:
@@ -56,6 +67,36 @@ def _follow(cls: Any, parameters_of: Parameters) -> None:
     cls.zero_grad = zero_grad
 
 
+def _follow_hooks() -> None:
+    """A hook that a script registers on a gradient sees it before it is collected."""
+    cls: Any = Tensor
+    torchs = cls.register_post_accumulate_grad_hook
+
+    @wraps(torchs)
+    def register_post_accumulate_grad_hook(self: Any, hook: Callable[[Tensor], None]) -> Any:
+        handle = torchs(self, hook)
+        for model in _models():
+            model.hooks.come_last(self)
+        return handle
+
+    cls.register_post_accumulate_grad_hook = register_post_accumulate_grad_hook
+
+
+def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, keywords: object) -> None:
+    """Before the step of any optimizer in this process."""
+    if optimizer in ours:
+        return
+    models = list(_models())
+    for parameter in _parameters_of(optimizer):
+        if any(model.find_slot(parameter) is not None for model in models):
+            raise LauncherError(
+                f"{type(optimizer).__name__}.step() was called on parameters that an engine steps, with an optimizer "
+                "that the engine does not know: it would find no gradients, or one rank's share of them",
+                where="optimizer.step()",
+                fix="pass it as initialize(optimizer=...) and call engine.step(), or leave its step() out",
+            )
+
+
 @cache
 def tell_once(rank: int) -> None:
     """Say that gradients of a step that is not over are gone."""
@@ -66,14 +107,23 @@ def tell_once(rank: int) -> None:
         )
 
 
-@cache
-def tell_of_late_hooks() -> None:
-    """Say what a hook on the accumulated gradient finds."""
-    logger.warning(
-        "a hook that is registered after initialize() with register_post_accumulate_grad_hook() finds p.grad None: the "
-        "gradient is kept elsewhere, sharded or in another dtype; register it before, or call p.register_hook() "
-        "(this is said once)"
-    )
+def refuse_uneven_discard(count: int, ranks: int) -> None:
+    """Called by all ranks with the same answer, before any of them steps.
+
+    Args:
+        count: ranks that have thrown reduced gradients away.
+        ranks: all of them.
+
+    Raises:
+        LauncherError: some have, and others have not: the copies of the model would not stay the same.
+    """
+    if 0 < count < ranks:
+        raise LauncherError(
+            f"{count} of {ranks} ranks threw gradients away after they had been reduced over all ranks, so the ranks "
+            "would step to different weights",
+            where="engine.step()",
+            fix="call zero_grad(), or set p.grad = None, on every rank or on none",
+        )
 
 
 class GradientElsewhere:
@@ -99,10 +149,6 @@ class GradientElsewhere:
 
 class LeafElsewhere(GradientElsewhere, WatchedLeaf):
     """What a leaf becomes; copies of it are plain parameters."""
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        tell_of_late_hooks()
-        return super().register_post_accumulate_grad_hook(hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copy = nn.Parameter(self.data.clone(), self.requires_grad)

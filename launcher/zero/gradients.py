@@ -49,6 +49,7 @@ class FlatGradient:
         self._mixed = False  # what is kept whole has a share of an earlier sum in it
         self._filled = False  # holds the gradient of an earlier microbatch of this step
         self._shown: set[Slot] = set()  # whose leaf's `.grad` is a view of it
+        self.discarded = False  # some of what was reduced was thrown away, on this rank
 
     @property
     def owned(self) -> Tensor:
@@ -167,7 +168,7 @@ class FlatGradient:
     @property
     def closed(self) -> bool:
         """What a leaf adds now, without `reopen` before it, would not be counted once."""
-        return self.reduced and (self.flat.axis.degree > 1 or self._predivide != 1)
+        return self.reduced and self._filled and (self.flat.axis.degree > 1 or self._predivide != 1)
 
     def reopen(self) -> None:
         """A backward comes after the reduction. Of the sum each rank keeps its share alone, so that the reduction that
@@ -175,10 +176,11 @@ class FlatGradient:
         if not self.reduced:
             return
         self.look_again()
-        full, share = self._full_buffer(), self.flat.shard_span
-        full[: share.start].zero_()
-        full[share.stop :].zero_()
-        full[share].mul_(self._predivide)
+        if self._filled:
+            full, share = self._full_buffer(), self.flat.shard_span
+            full[: share.start].zero_()
+            full[share.stop :].zero_()
+            full[share].mul_(self._predivide)
         self.reduced, self._mixed = False, self.closed
 
     def local(self, slot: Slot) -> Tensor | None:
@@ -205,6 +207,7 @@ class FlatGradient:
             if slot in self._shown and (grad is None or grad.data_ptr() != region.data_ptr()):
                 region.zero_()  # the user threw the view away, or put something in its place
                 slot.used = False
+                self.discarded |= self.reduced and grad is None
             slot.used |= grad is not None
             if grad is None:
                 if not accumulate:
@@ -288,7 +291,7 @@ class FlatGradient:
 
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
-        self._filled = self._summed = self.reduced = self._mixed = False
+        self._filled = self._summed = self.reduced = self._mixed = self.discarded = False
         if self.moves:
             self._shard_buffer().drop()
             self._squares, self._touched = None, False
@@ -298,8 +301,25 @@ class FlatGradient:
             slot.used = False
             put_gradient(slot.leaf, None)
 
-    def forget(self, slots: set[Slot]) -> None:
-        """Forget what is kept of the gradients of some parameters, and `.grad`."""
+    def forget(self, slots: set[Slot], *, reduced: bool) -> None:
+        """Forget what is kept of the gradients of some parameters, and `.grad`. What is left of a reduced gradient is a
+        reduced one, also where nothing is left: the other ranks will not reduce it again.
+
+        Args:
+            reduced: what is kept is the sum over ranks.
+        """
+        discarded = self.discarded or (reduced and self._filled)
+        if len(slots) == len(self.flat.slots):
+            was_reduced = self.reduced
+            if self._filled and not self.sharded:
+                self._full_buffer().zero_()
+            self.zero()
+            self.reduced = was_reduced
+        else:
+            self._forget_some(slots)
+        self.discarded = discarded
+
+    def _forget_some(self, slots: set[Slot]) -> None:
         if self._filled:
             kept = self.owned if self.sharded else self._full_buffer()
             span = self.flat.owned if self.sharded else slice(0, self.flat.numel)

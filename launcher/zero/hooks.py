@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -45,6 +45,26 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
+class LastHook:
+    """A hook on the accumulated gradient of a leaf, called after those that were registered when `register` was last.
+    A script's may edit the gradient; once ours was called, it may be on its way."""
+
+    def __init__(self, leaf: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+        self._leaf, self._hook = leaf, hook
+        self._handle: Removable | None = None
+        self.register()
+
+    def register(self) -> None:
+        self.remove()
+        self._handle = torchs_register_hook(self._leaf, self._hook)
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+
+torchs_register_hook: Any = Tensor.register_post_accumulate_grad_hook
+"""torch's own, before `forgetting.follow_torch`: what it registers stays where it is."""
 R = TypeVar("R", bound=Removable)
 
 
@@ -74,6 +94,7 @@ class Hooks:
         self._forwards = 0  # of units
         self._graph = -1  # the backward that autograd was asked for; others run nested in it
         self._handles: list[Removable] = []
+        self._arrivals: dict[int, LastHook] = {}  # by the leaf's id, which lives as long as these
         self.keeps: object = None  # what must live as long as these hooks are called
         self.packs = any(unit.sharded for unit in units)  # what is saved for backward is looked through
         self._register()
@@ -86,13 +107,10 @@ class Hooks:
                 # always_call: an exception in forward must not leave the packing of saved tensors on
                 self._handles.append(unit.module.register_forward_hook(after, always_call=True))
             for slot in unit.trainable_slots():
-                self._handles.append(slot.leaf.register_post_accumulate_grad_hook(self._arrival(unit)))
+                self._arrivals[id(slot.leaf)] = self.until_removed(LastHook(slot.leaf, self._arrival(unit)))
                 if slot.flat.sharded:
                     move = self._from_handle(unit, slot)
-                    register = (
-                        torch.Tensor.register_post_accumulate_grad_hook
-                    )  # the handle's own is for scripts
-                    self._handles.append(register(slot.handle, move))
+                    self._handles.append(Tensor.register_post_accumulate_grad_hook(slot.handle, move))
         outside.watch(self)
 
     def until_removed(self, thing: R) -> R:
@@ -100,11 +118,17 @@ class Hooks:
         self._handles.append(thing)
         return thing
 
+    def come_last(self, leaf: Tensor) -> None:
+        """Another hook was registered on a tensor: if it is a leaf of ours, our hook has to follow it."""
+        if (ours := self._arrivals.get(id(leaf))) is not None:
+            ours.register()
+
     def remove(self) -> None:
         """Take every hook off: the modules are plain modules again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._arrivals.clear()
         self.keeps = None
 
     # ---- forward ----------------------------------------------------------------------------
@@ -217,6 +241,13 @@ class Hooks:
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
+        if self.reducer.measured:
+            raise LauncherError(
+                "a backward came after clip_grad_norm_() in the same step: its gradients would not be in the norm",
+                where="backward()",
+                fix="call clip_grad_norm_() after the last backward of a step, then step(); or zero_grad() before "
+                "another backward",
+            )
         self._in_backward = True
         self.kinds.add(self._scales)
         for gradient in self.reducer.gradients:

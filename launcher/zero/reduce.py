@@ -55,6 +55,7 @@ class Reducer:
         self.boundary = True  # the last microbatch of a step
         self.taker: Taker | None = None  # for that one
         self.unsent = False  # the leaves hold gradients of a backward inside no_sync
+        self.measured = False  # the norm of this step was taken: nothing more may come before it is over
         self._turn = 0
         self._ready: set[Unit] = set()
         self._in_flight: deque[tuple[int, int, Callable[[], None]]] = deque()  # turn, elements, completion

@@ -156,11 +156,7 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         if not hasattr(self.zero_holder, "leaf"):
             raise self._too_early("register_post_accumulate_grad_hook()")
-        raise ShardedParameterError(
-            f"a hook on the accumulated gradient of '{self.zero_holder.name}' would find none: it is kept sharded",
-            where="register_post_accumulate_grad_hook()",
-            fix="register it before initialize(), or call register_hook()",
-        )
+        return self.zero_holder.leaf.register_post_accumulate_grad_hook(hook)
 
     def _too_early(self, what: str) -> ShardedParameterError:
         return ShardedParameterError(

@@ -150,6 +150,7 @@ def test_what_has_changed_of_the_data_is_told(subtests: pytest.Subtests) -> None
         (Known(seq_length=8), 0, was, ["--seq-length is 8 and was 16", "sequence 40 of epoch 1"]),
         (Known(ids=data.ids[:50]), 0, was, ["have 50 sequences and had 64"]),
         (data, 7, was, ["--seed is 7 and was 0", "read twice"]),
+        (Known(separator=0), 0, was, ["trained without --document-mask", "goes on with it"]),
         (data, 0, None, ["does not say which data"]),
     ]
     for dataset, seed, noted, told in cases:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from launcher.comm import record_collectives
 from launcher.config import ConfigProblems, load
 from launcher.optim.loss_scale import LossScaleExhausted
+from launcher.zero.hooks import torchs_register_hook
 from tests.engine.driving import STAGES, advance, config_of, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import stack
@@ -168,7 +169,7 @@ def live(ctx: RankContext, immediate: bool) -> int:
         most = max(most, sum(held))
 
     for p in engine.module.parameters():
-        p.register_post_accumulate_grad_hook(look)
+        torchs_register_hook(p, look)  # called after ours, as the hooks of scripts are not
     advance(engine, ctx, [0])
     return most
 

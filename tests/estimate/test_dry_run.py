@@ -18,7 +18,7 @@ from launcher.models.build import build_on_meta, load_config
 from tests.estimate.cases import CASES, SEQUENCE, WORLD, chosen, config_of, rehearsed
 from tests.pool import RankContext, WorkerPool
 
-FEW = {"1, bf16", "2, tp, sequence", "3, all offloaded"}
+FEW = {"2, tp, sequence", "3, all offloaded"}
 """For `make test`; the estimates, which are compared with more, rehearse those, too."""
 
 

@@ -53,7 +53,7 @@ def truth(tied: bool, microbatches: int) -> PlainRun:
     (4, 2, 2, "zb-h1", 3, True, False, {}),
     (4, 2, 2, "interleaved", 0, False, True, {}),
     (4, 2, 2, "1f1b", 1, True, True, {"activation_checkpointing": {}}),
-    (8, 2, 2, "1f1b", 1, True, False, {}),
+    pytest.param(8, 2, 2, "1f1b", 1, True, False, {}, marks=pytest.mark.full),
     (8, 2, 2, "zb-h1", 3, False, True, {}),
 ], ids=str)  # fmt: skip
 def test_as_one_process(pool: WorkerPool, world: int, pp: int, tp: int, schedule: str, stage: int, tied: bool,

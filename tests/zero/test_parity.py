@@ -15,6 +15,7 @@ from tests.zero.training import LAYERS, LR, SEQUENCES, Case, Trained, train
 
 TOLERANCE = 1e-5  # relative, over 10 steps, of losses and gradient norms
 WEIGHT_TOLERANCE = {"fp32": 1e-5, "bf16": 2**-8}  # |got - want| / |want| of each tensor; bf16: its rounding
+FULL = pytest.mark.full
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 MATRIX = [
@@ -139,7 +140,7 @@ def test_no_key_of_stages_1_and_2_changes_the_numbers(
     assert_same(pool.run(train, 2, Case(stage, 3, zero=zero))[0], truth("llama", False, "fp32", 6))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=FULL), 1, pytest.param(2, marks=FULL), 3])
 def test_bf16_gradients(pool: WorkerPool, stage: int) -> None:
     """By default gradients are summed in the model's dtype, as in DeepSpeed: 8 significant bits."""
     got = pool.run(train, 4, Case(stage, 3, "bf16"))[0]
@@ -162,9 +163,8 @@ def train_by_memory(ctx: RankContext, case: Case) -> Trained:
         board.SLOT = slot
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("world", "accumulation"), [(2, 3), (4, 1)])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=FULL), 1, pytest.param(2, marks=FULL), 3])
+@pytest.mark.parametrize(("world", "accumulation"), [(2, 3), pytest.param(4, 1, marks=FULL)])
 def test_reading_the_memory_of_peers(pool: WorkerPool, world: int, accumulation: int, stage: int) -> None:
     want = truth("llama", False, "fp32", world * accumulation)
     for got in pool.run(train_by_memory, world, Case(stage, accumulation)):

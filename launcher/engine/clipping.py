@@ -1,0 +1,143 @@
+"""The norm of a step's gradients, and how far the step scales them down.
+
+`torch.nn.utils.clip_grad_norm_()` on the parameters of an engine takes part in that: what it finds in `.grad` is one
+rank's share, or nothing, so the engine computes the norm and clips when it steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Iterable
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from launcher.engine.finite import check_unused, clip_factor
+from launcher.engine.fragments import ENGINES
+from launcher.errors import LauncherError
+from launcher.zero.slot import Slot
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+logger = logging.getLogger("launcher")
+
+
+class Clipping:
+    """Of the present step.
+
+    Args:
+        limit: largest norm (`gradient_clipping`); 0 never clips.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._asked = limit, math.inf
+        self._norm: float | None = None
+
+    def measure(self, engine: Engine) -> float:
+        """The norm of the gradients over all ranks; once a step, and the same if it is asked for again. A collective.
+
+        Raises:
+            LauncherError: ranks that are one copy of the model had different inputs.
+            UnusedParametersError: `ignore_unused_parameters` is false.
+        """
+        if self._norm is None or not engine.zero.reducer.measured:
+            self._asked = math.inf
+            squares, used, same = engine.zero.norm_and_use(engine.inputs.share())
+            engine.inputs.judge(same, engine.global_steps + 1)
+            if not engine.resolved.zero_optimization.ignore_unused_parameters:
+                check_unused(engine.zero, used)
+            total = float(squares)
+            self._norm = math.sqrt(total) / engine.gradient_divisor() if math.isfinite(total) else total
+        return self._norm
+
+    def ask(self, limit: float) -> None:
+        """Clip this step at `limit`, if that is less than the JSON says."""
+        self._asked = min(self._asked, limit)
+
+    def take_factor(self, norm: float) -> float:
+        """What gradients of this norm are multiplied by. The next step begins."""
+        asked = 1.0 if math.isinf(self._asked) else self._asked / (norm + 1e-6)  # torch clips at 0, too
+        self._asked, self._norm = math.inf, None
+        return min(clip_factor(norm, self._limit), asked)
+
+
+@cache
+def follow_clipping() -> None:
+    """Have torch's function reach the engines of this process, under every name that a module has imported it by."""
+    torchs = torch.nn.utils.clip_grad_norm_
+
+    @wraps(torchs)
+    def clip_grad_norm_(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for engine in list(ENGINES):
+            slots = {slot for slot in map(engine.zero.find_slot, given) if slot is not None}
+            if slots:
+                norm = clip_step(engine, slots, float(max_norm), float(norm_type))
+                if error_if_nonfinite and not math.isfinite(norm):
+                    raise RuntimeError(f"the norm of the gradients is {norm}, so they cannot be clipped")
+                return torch.tensor(norm, device=engine.device)
+        return torchs(given, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    for module in list(sys.modules.values()):
+        names: dict[str, Any] = getattr(module, "__dict__", {})
+        for name in [name for name, value in names.items() if value is torchs]:
+            names[name] = clip_grad_norm_
+
+
+def clip_step(engine: Engine, slots: set[Slot], limit: float, norm_type: float) -> float:
+    """Clip the step that follows; returns the norm of its gradients.
+
+    Args:
+        slots: whose parameters were given.
+
+    Raises:
+        LauncherError: it is another norm, or that of a part of the model.
+    """
+    if norm_type != 2.0:
+        raise _refusal(f"of the norm {norm_type:g}", "leave norm_type out: the engine clips by the 2-norm")
+    if not engine.zero.policy.compute_norm:
+        raise _refusal(
+            "where zero_optimization.compute_grad_norm is false", "set it to true, or leave the call out"
+        )
+    left = [slot for g in engine.zero.gradients for slot in g.flat.slots if slot not in slots]
+    if left:
+        raise _refusal(
+            f"of a part of the model ('{left[0].name}' is not in it)",
+            "pass engine.module.parameters(), or change single gradients with "
+            "deepspeed.utils.safe_get_full_grad() and safe_set_full_grad()",
+        )
+    if engine.managed_gradient_accumulation() and not engine.is_gradient_accumulation_boundary():
+        _tell_of_microbatches(engine.mesh.rank)
+        return engine.get_global_grad_norm() or 0.0
+    engine.zero.reducer.settle()
+    norm = engine.clipping.measure(engine)
+    engine.clipping.ask(limit)
+    return norm
+
+
+def _refusal(what: str, fix: str) -> LauncherError:
+    return LauncherError(
+        f"clip_grad_norm_() {what} is not here: the gradients are an engine's",
+        where="clip_grad_norm_()",
+        fix=fix,
+    )
+
+
+@cache
+def _tell_of_microbatches(rank: int) -> None:
+    if rank == 0:
+        logger.warning(
+            "clip_grad_norm_() between the microbatches of a step does nothing: gradients are clipped when the step "
+            "takes their sum (this is said once)"
+        )
