@@ -17,7 +17,7 @@ from benchmarks.suite import LIMIT_S
 from benchmarks.sweep import Row, describe_session, run, wait_until_idle
 from launcher.pipeline.bubble import bubble_time
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.simulate import Costs, simulate
+from launcher.pipeline.simulate import MicrobatchCosts, simulate
 
 STAGES = 2
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
@@ -40,7 +40,7 @@ def predicted(name: str, microbatches: int) -> tuple[float | None, float]:
     chunks = CHUNKS[name]
     time = bubble_time(name, STAGES, microbatches, chunks)
     made = schedule_of(name, STAGES, microbatches, chunks)
-    even = Costs.even(made.virtual_stages, 1 / chunks, 1 / chunks, 1 / chunks)
+    even = MicrobatchCosts.even(made.virtual_stages, 1 / chunks, 1 / chunks, 1 / chunks)
     closed = None if time is None else time / (time + 3 * microbatches)
     return closed, simulate(made, even).bubble
 

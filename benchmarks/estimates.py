@@ -28,17 +28,17 @@ from launcher.config import load
 from launcher.engine.assemble import resolve
 from launcher.estimate.dry_run import rehearse
 from launcher.estimate.estimator import Estimator
-from launcher.estimate.live import Counting
-from launcher.estimate.paper import META, PaperRank
-from launcher.estimate.portion import Portions
+from launcher.estimate.live import LiveBytesMode
+from launcher.estimate.paper import META, SimulatedRank
+from launcher.estimate.portion import RankParts
 from launcher.estimate.resting import on
 from launcher.estimate.states import StateBytes
-from launcher.estimate.tape import Stretch
-from launcher.estimate.trace import Traces
+from launcher.estimate.tape import TraceSegment
+from launcher.estimate.trace import ModelTraces
 from launcher.models.build import build_on_meta, load_config
 from launcher.pipeline.bubble import bubble_time
 from launcher.pipeline.schedules import schedule
-from launcher.pipeline.simulate import Costs, simulate
+from launcher.pipeline.simulate import MicrobatchCosts, simulate
 
 RANKS = (1, 4, 16, 64, 256, 1024)
 WORLD, SEQUENCE, GB = 2, 64, 10**9
@@ -99,7 +99,7 @@ def zero_states(stage: int, ranks: int) -> float:
     model = Paper()
     mesh = Mesh.planned(META, ranks, 0, dp=ranks)
     config = resolve(load(config_of(stage, **BF16)), mesh, model, {})
-    rank = PaperRank(Portions(model).of(config, mesh, SEQUENCE), config, mesh, StateBytes(config, model))
+    rank = SimulatedRank(RankParts(model).of(config, mesh, SEQUENCE), config, mesh, StateBytes(config, model))
     for gradient in rank.gradients:
         assert gradient.owned is not None  # asked for, it is there
     return sum(on(META, held) for held in rank.kept()) / GB
@@ -133,8 +133,8 @@ def activations(hidden: int, heads: int, tp: int, kind: str) -> tuple[float, flo
     more: dict[str, Any] = AGAIN if kind == "recomputed" else {}
     split = {"tensor_parallel": {"autotp_size": tp, "sequence_parallel": kind == "sequence"}}
     config = load(config_of(0, **BF16, **split, **more)).resolve(dp_degree=1)
-    traced = Traces(build_on_meta(shape)).of(config, TOKENS, recomputed=kind == "recomputed")
-    kept = sum(item.change for item in traced.of(1).forward if isinstance(item, Stretch))
+    traced = ModelTraces(build_on_meta(shape)).of(config, TOKENS, recomputed=kind == "recomputed")
+    kept = sum(item.change for item in traced.of(1).forward if isinstance(item, TraceSegment))
     each, scores = TOKENS * SEQUENCES * hidden, 5 * heads * TOKENS / hidden
     formula = {
         "": each * (10 + 24 / tp + scores / tp),
@@ -147,7 +147,7 @@ def activations(hidden: int, heads: int, tp: int, kind: str) -> tuple[float, flo
 def bubbles(stages: int, microbatches: int) -> Iterator[tuple[str, float, float]]:
     """(schedule, idle part of the ideal time by the closed form, simulated)."""
     for name, chunks in SCHEDULES:
-        costs = Costs.even(stages * chunks, 1 / chunks, 1 / chunks, 1 / chunks)
+        costs = MicrobatchCosts.even(stages * chunks, 1 / chunks, 1 / chunks, 1 / chunks)
         found = simulate(schedule(name, stages, microbatches, chunks), costs)
         closed = bubble_time(name, stages, microbatches, chunks)
         assert closed is not None
@@ -169,7 +169,7 @@ def measure(out: Path) -> None:
                 model=model, config=config_of(stage, **more), device=torch.device("cpu")
             )[0],
             SEQUENCE,
-            Counting,
+            LiveBytesMode,
         )
         peaks[name] = found.peak
         if os.environ["RANK"] == "0":

@@ -72,8 +72,8 @@ def steps(numel: int, mine: Tensors) -> Steps:
 def ours(on: Tensors) -> Steps:
     state: dict[str, Any] = {"exp_avg": on.exp_avg, "exp_avg_sq": on.exp_avg_sq}
     group = torch.optim.AdamW([nn.Parameter(torch.empty(0))], **OPTIONS, fused=True).param_groups[0]
-    fp32 = [one_pass.OnePass(on.weights, on.grad, state)]
-    bf16 = [one_pass.OnePass(on.weights, on.low_grad, state, on.low)]
+    fp32 = [one_pass.FusedSlice(on.weights, on.grad, state)]
+    bf16 = [one_pass.FusedSlice(on.weights, on.low_grad, state, on.low)]
     return {
         "ours fp32": lambda: one_pass.step(one_pass.ADAMW, group, fp32),
         "ours bf16": lambda: one_pass.step(one_pass.ADAMW, group, bf16),

@@ -113,11 +113,11 @@ def plans(model: str, ranks: int) -> dict[str, float]:
 
     from launcher.checkpoint.slices import FlatSlice
     from launcher.estimate.estimator import Estimator
-    from launcher.estimate.paper import PaperRank
+    from launcher.estimate.paper import SimulatedRank
 
     estimator, config = Estimator(model_config(model)), ds_config()
     mesh, resolved, portion = estimator._laid_out(config, ranks, 0, SEQUENCE)
-    paper = PaperRank(portion, resolved, mesh, estimator._states_of(resolved))
+    paper = SimulatedRank(portion, resolved, mesh, estimator._states_of(resolved))
     none = torch.empty(0)
 
     def plan(rank: int) -> SavePlan:

@@ -23,7 +23,7 @@ _PIECE = 1 << 20  # read at a time: what was read is still in the cache when it 
 
 
 @dataclass(frozen=True)
-class Stamp:
+class FileChecksum:
     """What a file has to be.
 
     Attributes:
@@ -34,7 +34,7 @@ class Stamp:
     blocks: tuple[str, ...] | None = None
 
     @classmethod
-    def read(cls, content: Any) -> Stamp:
+    def read(cls, content: Any) -> FileChecksum:
         """From what `write` gave."""
         if isinstance(content, int):
             return cls(content)
@@ -66,9 +66,9 @@ class _Hasher:
                 self._blocks.append(self._open.hexdigest())
                 self._open.reset()
 
-    def stamp(self) -> Stamp:
+    def stamp(self) -> FileChecksum:
         rest = [self._open.hexdigest()] if self.size % BLOCK else []
-        return Stamp(self.size, (*self._blocks, *rest))
+        return FileChecksum(self.size, (*self._blocks, *rest))
 
 
 class _HashedFile(io.BufferedWriter):
@@ -89,7 +89,7 @@ class HashingFileSystem(FileSystem):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stamps: dict[str, Stamp] = {}
+        self.stamps: dict[str, FileChecksum] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
@@ -112,7 +112,7 @@ def digest(content: bytes) -> str:
     return cast(str, xxhash.xxh3_64_hexdigest(content))
 
 
-def check_sizes(directory: Path, stamps: Mapping[str, Stamp]) -> None:
+def check_sizes(directory: Path, stamps: Mapping[str, FileChecksum]) -> None:
     """Whether all files are there and as long as they were.
 
     Raises:
@@ -130,7 +130,9 @@ def check_sizes(directory: Path, stamps: Mapping[str, Stamp]) -> None:
             )
 
 
-def check_blocks(directory: Path, stamps: Mapping[str, Stamp], share: int = 0, shares: int = 1) -> None:
+def check_blocks(
+    directory: Path, stamps: Mapping[str, FileChecksum], share: int = 0, shares: int = 1
+) -> None:
     """Whether the bytes are what they were: of all blocks, or of one of `shares` shares of them.
 
     Blocks are shared in the order of the files, so that ranks hash about what they read afterwards.

@@ -29,13 +29,13 @@ _PIECE = 1 << 26
 """Bytes handed to the file system at a time."""
 
 Fetch = Callable[[], torch.Tensor | None]
-Entry = tuple[str, torch.dtype, Sequence[int], Fetch]
+ExportEntry = tuple[str, torch.dtype, Sequence[int], Fetch]
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _PlannedTensor:
     """A tensor and its place in a file."""
 
     name: str
@@ -49,7 +49,7 @@ class _Planned:
 
 
 def write_safetensors(
-    path_dir: str | Path, entries: Iterable[Entry], max_shard_size: float = 5e9, writer: bool = True
+    path_dir: str | Path, entries: Iterable[ExportEntry], max_shard_size: float = 5e9, writer: bool = True
 ) -> list[Path]:
     """Write tensors so that `from_pretrained` reads them, holding one of them at a time.
 
@@ -111,7 +111,7 @@ def temporary_file(path: Path) -> Iterator[Path]:
 class _Export:
     """The writer's files. After a failure it does nothing more, and tells at the end."""
 
-    def __init__(self, directory: Path, shards: list[list[_Planned]]) -> None:
+    def __init__(self, directory: Path, shards: list[list[_PlannedTensor]]) -> None:
         self.directory = directory
         self.shards = shards
         self.names = _file_names(len(shards))
@@ -129,7 +129,7 @@ class _Export:
         except OSError as error:
             self._fail(error)
 
-    def write(self, planned: _Planned, tensor: torch.Tensor | None) -> None:
+    def write(self, planned: _PlannedTensor, tensor: torch.Tensor | None) -> None:
         if self._file is None:
             return
         try:
@@ -193,15 +193,15 @@ class _Export:
                 self._temporary(name).unlink()
 
 
-def _plan(name: str, dtype: torch.dtype, shape: Sequence[int], fetch: Fetch) -> _Planned:
+def _plan(name: str, dtype: torch.dtype, shape: Sequence[int], fetch: Fetch) -> _PlannedTensor:
     if dtype not in _DTYPE_NAMES:
         raise CheckpointError(f"{name} is of {dtype}, which safetensors cannot hold.", fix="convert it first")
-    return _Planned(name, dtype, tuple(shape), fetch)
+    return _PlannedTensor(name, dtype, tuple(shape), fetch)
 
 
-def _shards(planned: list[_Planned], max_shard_size: float) -> list[list[_Planned]]:
+def _shards(planned: list[_PlannedTensor], max_shard_size: float) -> list[list[_PlannedTensor]]:
     """Fill files in the given order; a tensor larger than a file gets one of its own."""
-    shards: list[list[_Planned]] = [[]]
+    shards: list[list[_PlannedTensor]] = [[]]
     filled = 0
     for one in planned:
         if shards[-1] and filled + one.nbytes > max_shard_size:
@@ -213,7 +213,7 @@ def _shards(planned: list[_Planned], max_shard_size: float) -> list[list[_Planne
     return [sorted(shard, key=lambda one: -one.dtype.itemsize) for shard in shards]
 
 
-def _header(shard: list[_Planned]) -> bytes:
+def _header(shard: list[_PlannedTensor]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for one in shard:
@@ -228,7 +228,7 @@ def _header(shard: list[_Planned]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensor(file: IO[bytes], planned: _Planned, tensor: torch.Tensor | None) -> None:
+def _write_tensor(file: IO[bytes], planned: _PlannedTensor, tensor: torch.Tensor | None) -> None:
     if tensor is None or tensor.dtype != planned.dtype or tuple(tensor.shape) != planned.shape:
         got = "nothing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
         raise CheckpointError(
@@ -246,7 +246,7 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _index(shards: list[list[_Planned]], names: list[str]) -> dict[str, object]:
+def _index(shards: list[list[_PlannedTensor]], names: list[str]) -> dict[str, object]:
     return {
         "metadata": {"total_size": sum(one.nbytes for shard in shards for one in shard)},
         "weight_map": {one.name: name for shard, name in zip(shards, names, strict=True) for one in shard},

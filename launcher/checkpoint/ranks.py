@@ -18,7 +18,7 @@ Disagreement: TypeAlias = Literal["Ignore", "Warn", "Fail"]
 T = TypeVar("T")
 
 
-class Ranks:
+class CollectiveErrors:
     """The ranks of a group, which fail together or not at all.
 
     Args:

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from launcher.checkpoint import tags
-from launcher.checkpoint.checksums import HashingFileSystem, Stamp, check_blocks, check_sizes
-from launcher.checkpoint.ranks import Disagreement, Ranks, root_cause
+from launcher.checkpoint.checksums import FileChecksum, HashingFileSystem, check_blocks, check_sizes
+from launcher.checkpoint.ranks import CollectiveErrors, Disagreement, root_cause
 from launcher.checkpoint.reader import (
     SafeReader,
     TensorLoadPlanner,
@@ -41,7 +41,7 @@ from launcher.errors import CheckpointError
 __all__ = ["find", "has_latest", "latest_tag", "list_tags", "load", "load_meta", "peek", "prune", "save"]
 
 Tensors = Mapping[str, torch.Tensor | FlatSlice]
-Stamps = Mapping[str, Stamp]
+Stamps = Mapping[str, FileChecksum]
 T = TypeVar("T")
 
 
@@ -82,7 +82,7 @@ def save(
             the tensor, ...).
     """
     path = Path(directory)
-    ranks = Ranks(group, node)
+    ranks = CollectiveErrors(group, node)
     text = ranks.together(lambda: _check_arguments(tag, meta))
     tag = ranks.agreed("tag", tag, on_other_tags)
     try:
@@ -116,7 +116,7 @@ def find(
 
     Collective over `group`: all ranks find the same, or all raise. Ranks that share a directory share the work.
     """
-    ranks = Ranks(group, node)
+    ranks = CollectiveErrors(group, node)
     found = ranks.together(lambda: _look(Path(directory), tag, missing_ok, tell=ranks.rank == 0))
     ranks.agreed("checkpoint to load", "none" if found is None else found[0])
     if found is None:
@@ -193,7 +193,7 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
     return chosen, content.meta
 
 
-def _check_bytes(path: Path, tag: str, ranks: Ranks) -> None:
+def _check_bytes(path: Path, tag: str, ranks: CollectiveErrors) -> None:
     """Each of the ranks that share the directory compares its share of the bytes."""
 
     def compare() -> None:
@@ -229,7 +229,7 @@ def load(
         CheckpointError: on every rank: names are missing, shapes differ, or a file is corrupted.
     """
     path = Path(directory)
-    ranks = Ranks(group, node, alone=local)
+    ranks = CollectiveErrors(group, node, alone=local)
 
     def prepare() -> tuple[Path, Metadata]:
         where = tags.tag_path(path, tag)
@@ -263,7 +263,7 @@ class _PartialPlanner(dcp.DefaultSavePlanner):
         return self.global_plan, self.metadata
 
 
-class _Writer(dcp.FileSystemWriter):
+class _CheckpointWriter(dcp.FileSystemWriter):
     """torch's writer with errors for people, and without this machine's path in the checkpoint."""
 
     def __init__(self, directory: Path, who: str) -> None:
@@ -309,7 +309,7 @@ def _check_visible(temporary: Path) -> None:
         )
 
 
-def _check_separate(temporary: Path, ranks: Ranks) -> None:
+def _check_separate(temporary: Path, ranks: CollectiveErrors) -> None:
     """Each node leaves a mark; in a directory that nodes share there is another one, or none."""
     mark = temporary / f".node-of-rank-{ranks.rank}"
     ranks.on_first(mark.touch)
@@ -326,9 +326,9 @@ def _check_separate(temporary: Path, ranks: Ranks) -> None:
     ranks.on_first(mark.unlink)
 
 
-def _write(temporary: Path, tensors: Tensors, ranks: Ranks) -> tuple[Metadata, Stamps]:
+def _write(temporary: Path, tensors: Tensors, ranks: CollectiveErrors) -> tuple[Metadata, Stamps]:
     """Write what this rank has; also: the checksums of the files that it wrote."""
-    writer = _Writer(temporary, "" if ranks.alone else f" on rank {ranks.rank}")
+    writer = _CheckpointWriter(temporary, "" if ranks.alone else f" on rank {ranks.rank}")
     kind = dcp.DefaultSavePlanner if ranks.node is None else _PartialPlanner
     planner = kind(flatten_state_dict=False)
     metadata = _quietly(
@@ -351,10 +351,10 @@ def _check_complete(metadata: Metadata) -> None:
         )
 
 
-def _stamps_of_all(stamps: Stamps, ranks: Ranks) -> Stamps:
+def _stamps_of_all(stamps: Stamps, ranks: CollectiveErrors) -> Stamps:
     """Of all files in this rank's directory, in the order of the ranks that wrote them."""
     every = ranks.of_sharing({name: stamp.write() for name, stamp in stamps.items()})
-    return {name: Stamp.read(content) for files in every for name, content in files.items()}
+    return {name: FileChecksum.read(content) for files in every for name, content in files.items()}
 
 
 def _write_meta(temporary: Path, files: Stamps, meta: dict[str, Any], latest: bool) -> int:

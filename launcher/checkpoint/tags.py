@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoint.checksums import Stamp, damaged, digest
+from launcher.checkpoint.checksums import FileChecksum, damaged, digest
 from launcher.errors import CheckpointError, ConfigError, shortened
 from launcher.files import read_small
 
@@ -33,7 +33,7 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
 @dataclass(frozen=True)
-class Meta:
+class CheckpointMeta:
     """What meta.json says.
 
     Attributes:
@@ -46,7 +46,7 @@ class Meta:
     """
 
     meta: dict[str, Any]
-    files: dict[str, Stamp]
+    files: dict[str, FileChecksum]
     saved_at_ns: int
     latest: bool | None
     checksums: bool
@@ -259,7 +259,9 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def write_meta(path: Path, files: Mapping[str, Stamp], meta: dict[str, Any], more: Mapping[str, Any]) -> None:
+def write_meta(
+    path: Path, files: Mapping[str, FileChecksum], meta: dict[str, Any], more: Mapping[str, Any]
+) -> None:
     """Write a checkpoint's meta.json. Its first line has the checksum of all others."""
     content = {**more, "files": {name: stamp.write() for name, stamp in files.items()}, "meta": meta}
     body = json.dumps(content, indent=1).removeprefix("{\n")
@@ -270,7 +272,7 @@ def _first_line(body: bytes) -> str:
     return f'{{"format": {FORMAT}, "xxh3": "{digest(body)}",\n'
 
 
-def read_meta(path: Path) -> Meta:
+def read_meta(path: Path) -> CheckpointMeta:
     """The content of a checkpoint's meta.json.
 
     Raises:
@@ -285,7 +287,7 @@ def read_meta(path: Path) -> Meta:
             first, _, body = raw.partition(b"\n")
             if first.decode() + "\n" != _first_line(body):
                 raise damaged(file)
-        files = {str(name): Stamp.read(stamp) for name, stamp in content["files"].items()}
+        files = {str(name): FileChecksum.read(stamp) for name, stamp in content["files"].items()}
         if any((stamp.blocks is None) == (version == FORMAT) for stamp in files.values()):
             raise ValueError(f"its files are not described as format {version} does")
         if not isinstance(content["meta"], dict):
@@ -305,7 +307,7 @@ def read_meta(path: Path) -> Meta:
             where=str(file),
             fix="load it with the version of launcher that wrote it, or another tag if the file is damaged",
         )
-    return Meta(content["meta"], files, saved_at, latest, version == FORMAT, content.get("tag"))
+    return CheckpointMeta(content["meta"], files, saved_at, latest, version == FORMAT, content.get("tag"))
 
 
 def _saved_at(path: Path) -> int:

@@ -18,7 +18,7 @@ from launcher.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from launcher.offload.measure import Row
+    from launcher.offload.measure import IoMeasurement
 
 DESCRIPTION = """\
 io: measures a directory for offloading to NVMe: writes and reads a file there with requests of different sizes and
@@ -115,7 +115,7 @@ def _write(out: str | None, text: str) -> None:
         print(f"written: {out}")
 
 
-def _show(console: Console, title: str, rows: list[Row], chosen: Row) -> None:
+def _show(console: Console, title: str, rows: list[IoMeasurement], chosen: IoMeasurement) -> None:
     """The table: MB/s, and in percent of what the disk can do (the first row)."""
     from rich.table import Table
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from launcher.cli.job import Job
 from launcher.cli.launch_flags import launch_parser, split_argv
-from launcher.cli.request import Request
+from launcher.cli.request import RunRequest
 from launcher.cluster.facts import PACKAGES
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
@@ -67,7 +67,7 @@ def ssh(argv: Sequence[str]) -> int:
 def _job(argv: Sequence[str]) -> Job:
     """The hosts that the launcher's flags name; nothing is run on them."""
     flags = launch_parser().parse_args([*argv, "--no_python"])
-    return Job(Request(flags, ["true"]), flags, None, None)
+    return Job(RunRequest(flags, ["true"]), flags, None, None)
 
 
 def _run(job: Job, host: Host, line: str) -> int:

@@ -19,7 +19,7 @@ from launcher.cli.flags import value_of
 from launcher.cli.recipes import PACKAGE
 from launcher.cli.request import (
     THIS_MACHINE,
-    Request,
+    RunRequest,
     check_bounds,
     hosts_of,
     joining_place,
@@ -28,16 +28,16 @@ from launcher.cli.request import (
     selected,
 )
 from launcher.cluster import environment, facts, join, preflight, runners, sync
-from launcher.cluster.attempt import Patience
-from launcher.cluster.crew import Crew, Limits
+from launcher.cluster.attempt import Timeouts
+from launcher.cluster.crew import NodeGroup, NodeTimeouts
 from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
-from launcher.cluster.parcel import Parcel, pack
-from launcher.cluster.rendezvous import Wanted
+from launcher.cluster.parcel import SyncManifest, pack
+from launcher.cluster.rendezvous import RendezvousOptions
 from launcher.cluster.secret import secrets_of
 from launcher.cluster.selection import select
-from launcher.cluster.share import Share
+from launcher.cluster.share import NodeSpec
 from launcher.cluster.wire import Message
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Job:
         source: what the ranks read: the JSON's absolute path, or its text in base64.
     """
 
-    run: Request
+    run: RunRequest
     flags: argparse.Namespace
     config: Config | None
     source: str | None
@@ -70,7 +70,7 @@ class Job:
     asked: dict[str, str] = field(default_factory=dict)
     """Variables that the user asked for, for all nodes."""
 
-    parcel: Parcel | None = None
+    parcel: SyncManifest | None = None
     """What `--sync` ships."""
 
     output_dir: Path | None = None
@@ -103,8 +103,8 @@ class Job:
         self.needs = {path: facts.digest(Path(path)) for path in needs}
 
     @property
-    def limits(self) -> Limits:
-        limits = Limits(silence_s=self.flags.node_timeout)
+    def limits(self) -> NodeTimeouts:
+        limits = NodeTimeouts(silence_s=self.flags.node_timeout)
         if self.flags.no_ssh:
             return replace(limits, connect_s=JOIN_S, return_s=RETURN_BEATS * limits.beat_s)
         return limits
@@ -112,7 +112,7 @@ class Job:
     def front_end(self) -> FrontEnd:
         nodes = [self._node(host, i) for i, host in enumerate(self.hosts)]
         flags = self.flags
-        meeting = Wanted(flags.master_addr, flags.master_port)
+        meeting = RendezvousOptions(flags.master_addr, flags.master_port)
         restarts, least = restarts_of(flags)
         open_to_view = any(node.dials for node in nodes)
         if open_to_view and (
@@ -125,11 +125,11 @@ class Job:
         admit = None
         if flags.no_ssh:
             addr, port = joining_place(flags)
-            meeting = Wanted(addr, None)
+            meeting = RendezvousOptions(addr, None)
             if len(nodes) > 1:  # nobody comes to a node that is alone
-                admit = join.Door(addr, port, joining_token(flags)).admit
+                admit = join.JoinServer(addr, port, joining_token(flags)).admit
         return FrontEnd(
-            Crew(nodes, self.limits, admit),
+            NodeGroup(nodes, self.limits, admit),
             self.hello,
             self.judge,
             self.plan,
@@ -137,7 +137,7 @@ class Job:
             max_restarts=restarts,
             min_nodes=least,
             max_nodes=flags.max_nodes,
-            patience=Patience(flags.hang_timeout, flags.term_grace),
+            patience=Timeouts(flags.hang_timeout, flags.term_grace),
             prepare=None if self.parcel is None else self._ship,
         )
 
@@ -160,9 +160,9 @@ class Job:
             return ["sh", "-c", line]
         return [*runners.command("ssh", host, self._settings())[:-1], line]
 
-    def _settings(self) -> runners.Settings:
+    def _settings(self) -> runners.RunnerOptions:
         flags = self.flags
-        return runners.Settings(
+        return runners.RunnerOptions(
             extra=shlex.split(flags.launcher_args or ""),
             ssh_port=flags.ssh_port,
             venv_script=flags.venv_script,
@@ -193,7 +193,7 @@ class Job:
         """Whether what an agent is told can be read on its way: on a TCP connection, which is signed and no more."""
         return not node.here and (self.flags.no_ssh or node.dials)
 
-    def _ship(self, crew: Crew, look_up: Callable[[], None]) -> None:
+    def _ship(self, crew: NodeGroup, look_up: Callable[[], None]) -> None:
         assert self.parcel is not None
         sync.ship(crew, self.parcel, look_up)
 
@@ -202,7 +202,7 @@ class Job:
         place = self.parcel.places.get(path) if self.parcel is not None else None
         return path if place is None else f"{node.copy}/{place}"
 
-    def plan(self, front_end: FrontEnd) -> list[Share]:
+    def plan(self, front_end: FrontEnd) -> list[NodeSpec]:
         """The shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
 
         Raises:
@@ -212,7 +212,7 @@ class Job:
 
     def judge(self, nodes: Sequence[Node]) -> None:
         """Raise `ConfigError` where a node is not ready."""
-        preflight.judge(nodes, preflight.Needs(self.needs, self.device, compare=len(nodes) > 1))
+        preflight.judge(nodes, preflight.NodeRequirements(self.needs, self.device, compare=len(nodes) > 1))
 
     def _files(self) -> list[str]:
         """Absolute paths of the script and the configuration, where they are files of the user's."""

@@ -97,13 +97,13 @@ def _launch(argv: list[str]) -> int:
     flags = parser.parse_args(own)
     refuse_unsupported(flags)
     _set_up_logging("error" if flags.quiet else flags.log_level)
-    from launcher.cli.request import Request
+    from launcher.cli.request import RunRequest
 
     if _is_yaml(flags.config):
         from launcher.cli import accelerate_flags
 
         accelerate_flags.take(flags)
-    run = Request(flags, recipe)
+    run = RunRequest(flags, recipe)
     hide(value for _, value in secret_arguments(run.arguments))
     if not run.is_ours and run.asks_for_help:
         os.execv(sys.executable, [sys.executable, run.target, *run.arguments])
@@ -189,7 +189,7 @@ def _source(path: str) -> str:
     return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 
-class _Masking(logging.Formatter):
+class _MaskingStream(logging.Formatter):
     """Without secrets, and without what acts on a terminal: names of hosts come from files and other machines."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -198,7 +198,7 @@ class _Masking(logging.Formatter):
 
 def _set_up_logging(level: str) -> None:
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_Masking("launch: %(message)s"))
+    handler.setFormatter(_MaskingStream("launch: %(message)s"))
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level.upper())
 

@@ -14,7 +14,7 @@ from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_a
 from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, check_name, find_recipe
 from launcher.cli.request import check_bounds, restarts_of
 from launcher.cluster import environment
-from launcher.cluster.kubernetes import KINDS, Pods, manifest
+from launcher.cluster.kubernetes import KINDS, PodOptions, manifest
 from launcher.cluster.secret import has_secret, hide, masked, secret_arguments, secrets_of, without_secrets
 from launcher.errors import ConfigError, printable, shortened
 
@@ -101,7 +101,7 @@ def print_manifest(argv: Sequence[str]) -> int:
     return 0
 
 
-def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]) -> Pods:
+def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]) -> PodOptions:
     """What the flags say of the pods.
 
     Args:
@@ -134,7 +134,7 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
     _check_recipe(flags, recipe)
     check_bounds(flags, flags.num_nodes)
     restarts, least = restarts_of(flags)
-    return Pods(
+    return PodOptions(
         name=flags.name,
         image=flags.image,
         nodes=flags.num_nodes,

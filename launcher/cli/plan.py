@@ -13,7 +13,7 @@ from launcher.cli.output import must_be_new, new_console, write
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
-    from launcher.plan.choose import Choice, Place
+    from launcher.plan.choose import Choice, PlanSearch
 
 DESCRIPTION = """\
 Tries all layouts of a run (tensor and pipeline degrees, ZeRO stage, microbatch, schedule, checkpointing, offload),
@@ -82,16 +82,16 @@ def plan(argv: Sequence[str]) -> int:
     world, per_node = _ranks(flags, kind.per_node)
     from launcher.engine.dtypes import DTYPES
     from launcher.models.build import load_config
-    from launcher.plan.choose import Place, choose, reasons
+    from launcher.plan.choose import PlanSearch, choose, reasons
     from launcher.plan.layout import as_json, layouts
-    from launcher.plan.memory import Memory
+    from launcher.plan.memory import MemoryPredictor
     from launcher.plan.work import work_of
 
     model = load_config(flags.model)
     sequence = flags.seq_length or min(4096, getattr(model, "max_position_embeddings", None) or 4096)
     batch = flags.global_batch or default_batch(world, sequence)
-    work, place = work_of(model, sequence, DTYPES[flags.dtype]), Place(kind, per_node, memory - RESERVED)
-    needs = Memory(model, sequence, flags.dtype)
+    work, place = work_of(model, sequence, DTYPES[flags.dtype]), PlanSearch(kind, per_node, memory - RESERVED)
+    needs = MemoryPredictor(model, sequence, flags.dtype)
     choices = choose(work, place, layouts(work, world, batch), needs.peak, needs.kept, top=flags.top)
     inputs = {
         "model": flags.model,
@@ -150,7 +150,7 @@ def _ranks(flags: argparse.Namespace, as_built: int) -> tuple[int, int]:
     return sum(slots), flags.gpus_per_node or slots[0]
 
 
-def _show(inputs: dict[str, Any], place: Place, choices: Sequence[Choice], why: Sequence[str]) -> None:
+def _show(inputs: dict[str, Any], place: PlanSearch, choices: Sequence[Choice], why: Sequence[str]) -> None:
     from rich.table import Table
 
     console = new_console()

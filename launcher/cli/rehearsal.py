@@ -17,7 +17,7 @@ from launcher.cli.request import THIS_MACHINE
 from launcher.cluster import gpus
 from launcher.cluster.hostfile import Host
 from launcher.cluster.secret import shown
-from launcher.cluster.share import Share
+from launcher.cluster.share import NodeSpec
 
 if TYPE_CHECKING:
     from launcher.cli.job import Job
@@ -93,7 +93,7 @@ def _way(job: Job, host: Host) -> str:
     return f" (an agent there starts the ranks: {shlex.join(words)} ...)"
 
 
-def _command(job: Job, share: Share, local_rank: int, known: bool) -> list[str]:
+def _command(job: Job, share: NodeSpec, local_rank: int, known: bool) -> list[str]:
     """`NAME=VALUE ... PROGRAM ARGUMENTS`."""
     identity = share.identity(local_rank)
     unknown = [] if share.master_port else ["MASTER_PORT"]

@@ -22,7 +22,7 @@ MANY = 100
 """Restarts of `--elastic_training`, as in DeepSpeed."""
 
 
-class Request:
+class RunRequest:
     """What is to be run, from the part of the command line that starts with the recipe's name."""
 
     def __init__(self, flags: argparse.Namespace, recipe: list[str]) -> None:

@@ -13,8 +13,8 @@ from launcher.cli.output import write
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
-    from launcher.pipeline.actions import Schedule
-    from launcher.pipeline.simulate import Costs, Timeline
+    from launcher.pipeline.actions import PipelineSchedule
+    from launcher.pipeline.simulate import MicrobatchCosts, Timeline
 
 DESCRIPTION = """\
 Shows what each rank of a pipeline does and when, what part of the time it is idle (the bubble), and how many
@@ -65,13 +65,13 @@ def schedule(argv: Sequence[str]) -> int:
     flags = schedule_parser().parse_args(argv)
     from launcher.pipeline.draw import grid
     from launcher.pipeline.recording import read
-    from launcher.pipeline.simulate import Costs, simulate
+    from launcher.pipeline.simulate import MicrobatchCosts, simulate
 
     measured = None if flags.trace is None else read(flags.trace)
     made = _made(flags, measured)
     costs = _costs(flags, made)
     if measured is not None and flags.costs is None:
-        costs = Costs.measured(measured)
+        costs = MicrobatchCosts.measured(measured)
     predicted = simulate(made, costs)
     if flags.out is not None:
         _write(Path(flags.out), made, predicted, measured)
@@ -82,7 +82,7 @@ def schedule(argv: Sequence[str]) -> int:
     return 0
 
 
-def _made(flags: argparse.Namespace, measured: Timeline | None) -> Schedule:
+def _made(flags: argparse.Namespace, measured: Timeline | None) -> PipelineSchedule:
     """The schedule asked for, or the measured one; both must be the same where both are named."""
     from launcher.pipeline.schedules import schedule as make
 
@@ -106,8 +106,8 @@ def _made(flags: argparse.Namespace, measured: Timeline | None) -> Schedule:
     return make(wanted["NAME"], wanted["--stages"], wanted["--microbatches"], chunks)
 
 
-def _costs(flags: argparse.Namespace, made: Schedule) -> Costs:
-    from launcher.pipeline.simulate import Costs
+def _costs(flags: argparse.Namespace, made: PipelineSchedule) -> MicrobatchCosts:
+    from launcher.pipeline.simulate import MicrobatchCosts
 
     text = flags.costs or "1,1,1"
     try:
@@ -125,11 +125,11 @@ def _costs(flags: argparse.Namespace, made: Schedule) -> Costs:
         shared = [number / made.chunks for number in rows[0]]
         rows = [shared] * made.virtual_stages
     forward, input, weight = (tuple(column) for column in zip(*rows, strict=True))
-    return Costs(forward, input, weight, flags.transfer)
+    return MicrobatchCosts(forward, input, weight, flags.transfer)
 
 
 def _told(
-    flags: argparse.Namespace, made: Schedule, predicted: Timeline, measured: Timeline | None
+    flags: argparse.Namespace, made: PipelineSchedule, predicted: Timeline, measured: Timeline | None
 ) -> list[str]:
     """The lines under the grid."""
     lines = []
@@ -158,7 +158,7 @@ def _told(
     return lines
 
 
-def _closed_form(flags: argparse.Namespace, made: Schedule) -> str:
+def _closed_form(flags: argparse.Namespace, made: PipelineSchedule) -> str:
     """The bubble by formula, in the words of the line before."""
     from launcher.pipeline.bubble import bubble_time
 
@@ -175,7 +175,7 @@ def _closed_form(flags: argparse.Namespace, made: Schedule) -> str:
     return f"{idle / (ideal + idle):.1%} of the time, {idle / ideal:.1%} of the ideal time"
 
 
-def _write(out: Path, made: Schedule, predicted: Timeline, measured: Timeline | None) -> None:
+def _write(out: Path, made: PipelineSchedule, predicted: Timeline, measured: Timeline | None) -> None:
     from launcher.pipeline.picture import svg
     from launcher.pipeline.recording import trace
 

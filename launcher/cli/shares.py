@@ -17,7 +17,7 @@ from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import MOST_SLOTS, Host
 from launcher.cluster.node import Node
 from launcher.cluster.selection import first_ranks
-from launcher.cluster.share import Share
+from launcher.cluster.share import NodeSpec
 from launcher.errors import ConfigError, shortened
 from launcher.integrations.surface import SWITCH
 from launcher.owner import check_free
@@ -30,7 +30,7 @@ RANKS_A_CORE = 8
 logger = logging.getLogger("launcher")
 
 
-def deal(job: Job, front_end: FrontEnd) -> list[Share]:
+def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
     """The shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
 
     Raises:
@@ -91,7 +91,7 @@ def places(job: Job, total: int) -> Sequence[str]:
     return ranks.places(job.config.pipeline.degree, dp, job.config.tensor_parallel.degree)
 
 
-def common(job: Job, output_dir: Path, device: str) -> Share:
+def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
     """What the shares of all nodes have in common."""
     flags, run = job.flags, job.run
     to_files = flags.enable_each_rank_log
@@ -116,7 +116,7 @@ def common(job: Job, output_dir: Path, device: str) -> Share:
             run.name,
         )
     bind = flags.bind_cores_to_rank or flags.bind_core_list
-    return Share(
+    return NodeSpec(
         kind=run.kind,
         target=run.target,
         arguments=run.arguments,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.cli.flags import value_of, without
-from launcher.cli.request import Request
+from launcher.cli.request import RunRequest
 from launcher.cluster import environment
 from launcher.cluster.secret import masked, secrets_of
 from launcher.errors import ConfigError, printable, shortened
@@ -32,7 +32,7 @@ exec {command}
 """
 
 
-def submit(flags: argparse.Namespace, run: Request, argv: Sequence[str]) -> int:
+def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> int:
     """Write `launch.sbatch` into the run's directory and submit it; sbatch's exit code. `--dry_run` shows both only.
 
     Args:
@@ -104,7 +104,7 @@ def by_name(own: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
     return [token for pair in kept.values() for token in pair]
 
 
-def batch_script(flags: argparse.Namespace, run: Request, argv: Sequence[str], directory: Path) -> str:
+def batch_script(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str], directory: Path) -> str:
     """The text of the script."""
     own = list(argv[: len(argv) - len(run.arguments) - 1])
     inside = without(own, "--submit", "--num_nodes", "--launcher")

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cluster import facts, probe, processes
-from launcher.cluster.wire import Message, Reader, Writer, text_of
+from launcher.cluster.wire import Message, MessageReader, MessageWriter, text_of
 from launcher.errors import LauncherError
 
 if TYPE_CHECKING:
-    from launcher.cluster.local import Ranks
-    from launcher.cluster.share import Share
-    from launcher.cluster.store import Copying
+    from launcher.cluster.local import LocalRanks
+    from launcher.cluster.share import NodeSpec
+    from launcher.cluster.store import SyncedCopyWriter
     from launcher.owner import Ownership
 
 POLL_S = 0.05
@@ -79,17 +79,17 @@ class Agent:
 
     def __init__(self, hello: Message) -> None:
         session = hello.get("session")
-        self._in = Reader(0, session and session.takes)
-        self._out = Writer(1, session and session.sends)
+        self._in = MessageReader(0, session and session.takes)
+        self._out = MessageWriter(1, session and session.sends)
         self._silence_s, self._beat_s = float(hello["silence_s"]), float(hello["beat_s"])
         self._heard = self._said = time.monotonic()
-        self._ranks: Ranks | None = None
+        self._ranks: LocalRanks | None = None
         self._ownership: Ownership | None = None
         self._over = False
         self._seen_parent = os.getppid()
-        self._port = probe.OpenPort()
-        self._tries: probe.Tries | None = None
-        self._copying: Copying | None = None
+        self._port = probe.ProbeServer()
+        self._tries: probe.ProbeClient | None = None
+        self._copying: SyncedCopyWriter | None = None
         self._stacks_due: float | None = None
         self._unshown, self._patient = 0, True
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -145,11 +145,11 @@ class Agent:
             case "listen":
                 self._say("listening", **self._port.open(message["addr"], message["port"], message["word"]))
             case "reach":
-                self._tries = probe.Tries(message["targets"])
+                self._tries = probe.ProbeClient(message["targets"])
             case "copy":
-                from launcher.cluster.store import Copying
+                from launcher.cluster.store import SyncedCopyWriter
 
-                self._copying = Copying(message["manifest"])
+                self._copying = SyncedCopyWriter(message["manifest"])
             case "content" if self._copying is not None:
                 self._copying.take(message["digest"], message["data"])
             case "build" if self._copying is not None:
@@ -161,21 +161,21 @@ class Agent:
 
     def _start(self, share: Message) -> None:
         # Imported now: on a large cluster nobody waits for it before all nodes are known to be ready.
-        from launcher.cluster.local import Ranks
-        from launcher.cluster.share import Share
+        from launcher.cluster.local import LocalRanks
+        from launcher.cluster.share import NodeSpec
 
         self._port.leave()
         self._unshown, self._patient = 0, True
         try:
-            orders = Share(**share)
+            orders = NodeSpec(**share)
             note = self._own(orders)
-            self._ranks = Ranks(orders)
+            self._ranks = LocalRanks(orders)
         except LauncherError as error:
             self._refuse(error)
         else:
             self._say("started", pids=self._ranks.pids, note=note)
 
-    def _own(self, share: Share) -> str | None:
+    def _own(self, share: NodeSpec) -> str | None:
         """Take the run's directory before anything in it is touched; what is to be told of its last owner."""
         if share.owned is None or share.first_rank or self._ownership is not None:
             return None
@@ -229,7 +229,7 @@ class Agent:
         if self._ranks is not None:
             self._shows_all(self._ranks)
 
-    def _shows_all(self, ranks: Ranks) -> bool:
+    def _shows_all(self, ranks: LocalRanks) -> bool:
         """Show what may be sent now; whether that is all that there is."""
         while self._unshown < WINDOW and not self._out.full:
             pieces = ranks.output()
@@ -240,7 +240,7 @@ class Agent:
                 self._say("output", rank=rank, text=text_of(data))
         return False
 
-    def _drain(self, ranks: Ranks) -> None:
+    def _drain(self, ranks: LocalRanks) -> None:
         """Show what is left to show, at whatever speed it is taken, unless the front end goes or is in a hurry."""
         if self._shows_all(ranks):
             return

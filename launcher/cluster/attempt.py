@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from launcher.cluster import hang
-from launcher.cluster.crew import Crew
+from launcher.cluster.crew import NodeGroup
 from launcher.cluster.failure import SAID, Failure, describe, exit_code
 from launcher.cluster.node import Node
-from launcher.cluster.screen import Screen
-from launcher.cluster.share import Share
+from launcher.cluster.screen import ConsoleWriter
+from launcher.cluster.share import NodeSpec
 from launcher.cluster.signals import Interrupted, Signals
 from launcher.cluster.wire import Message, bytes_of
 from launcher.errors import ConfigError
@@ -34,7 +34,7 @@ logger = logging.getLogger("launcher")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     exit_code: int
@@ -43,7 +43,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Cause:
+class EndCause:
     """Why a run ends before its time."""
 
     time: float
@@ -56,7 +56,7 @@ class Cause:
 
 
 @dataclass
-class Speech:
+class LogOptions:
     """How the ranks of a run are spoken of."""
 
     several: bool = False
@@ -70,7 +70,7 @@ class Speech:
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Seconds that a run has."""
 
     hang_s: float = 0.0
@@ -86,24 +86,29 @@ class Attempt:
         crew: the nodes, connected.
         shares: what each runs.
         speech: how to speak of the ranks.
-        patience: see `Patience`.
+        patience: see `Timeouts`.
         signals: those that the front end gets.
     """
 
     def __init__(
-        self, crew: Crew, shares: Sequence[Share], speech: Speech, patience: Patience, signals: Signals
+        self,
+        crew: NodeGroup,
+        shares: Sequence[NodeSpec],
+        speech: LogOptions,
+        patience: Timeouts,
+        signals: Signals,
     ) -> None:
         self.crew, self.shares, self.speech, self.patience = crew, shares, speech, patience
-        self.signals, self.screen, self.log_dir = signals, Screen(speech.shown), shares[0].log_dir
-        self.causes: list[Cause] = []
+        self.signals, self.screen, self.log_dir = signals, ConsoleWriter(speech.shown), shares[0].log_dir
+        self.causes: list[EndCause] = []
         self._stalled: dict[Node, float] = {}
         self._hurried = False
-        self._waiting: list[tuple[Node, Share]] = []
+        self._waiting: list[tuple[Node, NodeSpec]] = []
         """The other nodes, until the first one has started its ranks: it takes the run's directory."""
         self._over: set[Node] = set()
         """Nodes whose ranks have ended, and which have output to show."""
 
-    def run(self) -> tuple[Outcome, Cause | None]:
+    def run(self) -> tuple[RunOutcome, EndCause | None]:
         """Start all ranks and wait for their end; the cause is None unless something failed."""
         size = self.screen.size if self.shares[0].shown else None
         number = None
@@ -122,20 +127,22 @@ class Attempt:
         left = self._told(unclean)
         if number is not None:
             how = " and killed by the second signal" if self._hurried else ""
-            return Outcome(128 + number, f"stopped by {number.name}{how}; logs: {self.log_dir}{left}"), None
+            return RunOutcome(
+                128 + number, f"stopped by {number.name}{how}; logs: {self.log_dir}{left}"
+            ), None
         unfinished = [node for node in self.crew.nodes if not node.complete]
         if not self.causes and not unfinished:
-            return Outcome(0), None
+            return RunOutcome(0), None
         if not self.causes:
             silent = ", ".join(node.name for node in unfinished)
-            return Outcome(
+            return RunOutcome(
                 1, f"nobody said how the ranks of {silent} ended; logs: {self.log_dir}{left}"
             ), None
         cause = min(self.causes, key=lambda c: c.time)
-        return Outcome(cause.exit_code, cause.message + left), cause
+        return RunOutcome(cause.exit_code, cause.message + left), cause
 
     @staticmethod
-    def _start(node: Node, share: Share) -> None:
+    def _start(node: Node, share: NodeSpec) -> None:
         node.running = True
         node.send("start", share=asdict(share))
 
@@ -179,7 +186,7 @@ class Attempt:
                 node.running = False
                 error = ConfigError(message["what"], where=message["where"], fix=message["fix"])
                 host = f"{node.name}: " if self.speech.several else ""
-                self.causes.append(Cause(time.time(), f"{host}{error}", 2, node, can_retry=False))
+                self.causes.append(EndCause(time.time(), f"{host}{error}", 2, node, can_retry=False))
             case "ended":
                 node.running, node.complete = False, message["complete"]
                 if message["failure"]:
@@ -194,7 +201,7 @@ class Attempt:
                     if self.speech.several
                     else f"the agent was lost: {node.lost}"
                 )
-                self.causes.append(Cause(time.time() - LOSS_COMES_FIRST_S, ranks, 1, node, lost=True))
+                self.causes.append(EndCause(time.time() - LOSS_COMES_FIRST_S, ranks, 1, node, lost=True))
 
     def _let_finish(self) -> None:
         """Pass SIGTERM on, and wait for ranks that save a checkpoint, until another signal comes."""
@@ -212,7 +219,7 @@ class Attempt:
             for node, message in self.crew.events():
                 self._take(node, message)
 
-    def _hang(self) -> Cause:
+    def _hang(self) -> EndCause:
         """Ask every rank what it does, and say it."""
         asked = [node for node in self.crew.nodes if node.running]
         self.crew.tell(asked, "stacks")
@@ -228,9 +235,9 @@ class Attempt:
                     self._take(node, message)
         states.sort(key=lambda state: state.rank)
         hang.write(states, self.log_dir)
-        return Cause(time.time(), hang.describe(states, self.log_dir), 1, asked[0])
+        return EndCause(time.time(), hang.describe(states, self.log_dir), 1, asked[0])
 
-    def _failed(self, node: Node, failure: Failure, when: float) -> Cause:
+    def _failed(self, node: Node, failure: Failure, when: float) -> EndCause:
         message = describe(
             failure,
             log_was_shown=failure.rank == 0 and self.speech.shows_rank_0,
@@ -238,7 +245,7 @@ class Attempt:
             host=node.name if self.speech.several else "",
         )
         mistake = failure.record is not None and failure.record.kind in SAID
-        return Cause(when, message, exit_code(failure), node, can_retry=not mistake)
+        return EndCause(when, message, exit_code(failure), node, can_retry=not mistake)
 
     def _end(self, *, patient: bool) -> list[Node]:
         """End what runs still; the nodes of which that is not known.

@@ -1,4 +1,4 @@
-"""`Crew`: all nodes of a run, connected in parallel and listened to in one loop."""
+"""`NodeGroup`: all nodes of a run, connected in parallel and listened to in one loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("launcher")
 
 
 @dataclass(frozen=True)
-class Limits:
+class NodeTimeouts:
     """How long things may take, in seconds."""
 
     connect_s: float = 9.0
@@ -37,12 +37,12 @@ class Limits:
         return self.silence_s / 6
 
 
-class Crew:
+class NodeGroup:
     """The nodes, and what they say.
 
     Args:
         nodes: in the order of their ranks.
-        limits: see `Limits`.
+        limits: see `NodeTimeouts`.
         admit: called in every turn with all nodes; it may let some in (`join.py`).
 
     Attributes:
@@ -52,7 +52,10 @@ class Crew:
     """
 
     def __init__(
-        self, nodes: Sequence[Node], limits: Limits, admit: Callable[[Sequence[Node]], None] | None = None
+        self,
+        nodes: Sequence[Node],
+        limits: NodeTimeouts,
+        admit: Callable[[Sequence[Node]], None] | None = None,
     ) -> None:
         self.everyone, self.nodes = tuple(nodes), list(nodes)
         self.limits, self.admit = limits, admit

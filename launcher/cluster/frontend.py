@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from launcher.cluster import processes, rendezvous
-from launcher.cluster.attempt import Attempt, Outcome, Patience, Speech
-from launcher.cluster.crew import Crew
+from launcher.cluster.attempt import Attempt, LogOptions, RunOutcome, Timeouts
+from launcher.cluster.crew import NodeGroup
 from launcher.cluster.node import Node
-from launcher.cluster.share import Share
+from launcher.cluster.share import NodeSpec
 from launcher.cluster.signals import Interrupted, Signals
 from launcher.cluster.wire import Message
 
@@ -24,8 +24,8 @@ logger = logging.getLogger("launcher")
 
 Hello = Callable[[Node], Message]
 Judge = Callable[[Sequence[Node]], None]
-Plan = Callable[["FrontEnd"], list[Share]]
-Prepare = Callable[[Crew, Callable[[], None]], None]
+RunPlan = Callable[["FrontEnd"], list[NodeSpec]]
+Prepare = Callable[[NodeGroup, Callable[[], None]], None]
 
 
 class FrontEnd:
@@ -40,7 +40,7 @@ class FrontEnd:
         max_restarts: how often a failed run is started again.
         min_nodes: a restart goes on with so many nodes where others do not come back; None: with `max_nodes`.
         max_nodes: the first so many that are there are used, the others wait in reserve; None: all.
-        patience: see `Patience`.
+        patience: see `Timeouts`.
         prepare: called for nodes that are ready, before `plan`, with what is to be called while it waits.
 
     Attributes:
@@ -50,16 +50,16 @@ class FrontEnd:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: NodeGroup,
         hello: Hello,
         judge: Judge,
-        plan: Plan,
+        plan: RunPlan,
         *,
-        meeting: rendezvous.Wanted,
+        meeting: rendezvous.RendezvousOptions,
         max_restarts: int = 0,
         min_nodes: int | None = None,
         max_nodes: int | None = None,
-        patience: Patience,
+        patience: Timeouts,
         prepare: Prepare | None = None,
     ) -> None:
         self.crew, self.hello, self.judge, self.plan, self.meeting = crew, hello, judge, plan, meeting
@@ -69,10 +69,10 @@ class FrontEnd:
         self.min_nodes = min_nodes or self.max_nodes
         self.restarts = 0
         self._chosen: list[Node] = []
-        self.speech = Speech(several=len(crew.nodes) > 1 or not crew.nodes[0].here)
+        self.speech = LogOptions(several=len(crew.nodes) > 1 or not crew.nodes[0].here)
         self._signals = Signals()
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Run the job to its end, however it ends. When this returns no process of it is left where a node could be
         reached; the message names the hosts where that is not known.
 
@@ -90,7 +90,7 @@ class FrontEnd:
                 self._prepare()
                 return self._attempts(self.plan(self), met)
             except Interrupted as error:
-                return Outcome(
+                return RunOutcome(
                     128 + error.number, f"stopped by {error.number.name} before any rank had started"
                 )
             finally:
@@ -99,7 +99,7 @@ class FrontEnd:
                 # pdsh and mpirun leave the ssh that they started.
                 processes.end_descendants(0, except_for=others)
 
-    def _meet(self) -> rendezvous.Met:
+    def _meet(self) -> rendezvous.RendezvousAddress:
         """Where the ranks meet.
 
         Raises:
@@ -113,7 +113,7 @@ class FrontEnd:
         if self.prepare is not None:
             self.prepare(self.crew, self._signals.look_up)
 
-    def _attempts(self, shares: list[Share], met: rendezvous.Met) -> Outcome:
+    def _attempts(self, shares: list[NodeSpec], met: rendezvous.RendezvousAddress) -> RunOutcome:
         while True:
             shares = [
                 replace(share, master_addr=met.addr, master_port=met.port, attempt=self.restarts)

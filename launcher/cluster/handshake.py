@@ -35,7 +35,7 @@ NONCE = 32
 SIGN = 64
 
 
-class Seal:
+class MessageSigner:
     """Signs the lines of one direction, or checks them. Each line has its number."""
 
     def __init__(self, key: bytes) -> None:
@@ -61,7 +61,7 @@ class Seal:
         return _hmac(self._key, b"%d " % self._count, text).encode()
 
 
-class Session:
+class SignedSession:
     """What a handshake has made: seals for what is sent and for what comes, and what the caller says it is."""
 
     def __init__(self, token: str, nonces: tuple[str, str], claim: str, is_caller: bool) -> None:
@@ -70,14 +70,14 @@ class Session:
             for role in ("caller's lines", "listener's lines")
         )
         mine, other = (caller, listener) if is_caller else (listener, caller)
-        self.sends, self.takes, self.claim = Seal(mine), Seal(other), claim
+        self.sends, self.takes, self.claim = MessageSigner(mine), MessageSigner(other), claim
 
 
 def proof(token: str, role: str, nonces: tuple[str, str], claim: str) -> str:
     return _hmac(token.encode(), "\n".join((role, *nonces, claim)).encode())
 
 
-def call(connection: socket.socket, token: str, claim: str, limit_s: float) -> Session:
+def call(connection: socket.socket, token: str, claim: str, limit_s: float) -> SignedSession:
     """The caller's side, on a connected socket.
 
     Raises:
@@ -93,7 +93,7 @@ def call(connection: socket.socket, token: str, claim: str, limit_s: float) -> S
     connection.sendall((claim + " " + proof(token, "caller", nonces, claim) + "\n").encode())
     if not hmac.compare_digest(read_line(connection, until), proof(token, "listener", nonces, claim)):
         raise ValueError("another token")
-    return Session(token, nonces, claim, True)
+    return SignedSession(token, nonces, claim, True)
 
 
 def read_line(connection: socket.socket, until: float, longest: int = LONGEST) -> str:
@@ -113,12 +113,12 @@ def read_line(connection: socket.socket, until: float, longest: int = LONGEST) -
     return line[:-1].decode("ascii")
 
 
-class Stranger:
+class PendingConnection:
     """The listener's side of one connection, which is never waited for."""
 
     def __init__(self, connection: socket.socket, token: str) -> None:
         self.connection, self.until = connection, time.monotonic() + ANSWER_S
-        self.session: Session | None = None
+        self.session: SignedSession | None = None
         self._token, self._rest = token, b""
         self._nonces: tuple[str, str] | None = None
         connection.setblocking(False)
@@ -149,23 +149,23 @@ class Stranger:
         if not hmac.compare_digest(proved, proof(self._token, "caller", self._nonces, claim)) or self._rest:
             raise ValueError("another token")
         self.connection.sendall(proof(self._token, "listener", self._nonces, claim).encode() + b"\n")
-        self.session = Session(self._token, self._nonces, claim, False)
+        self.session = SignedSession(self._token, self._nonces, claim, False)
 
 
 def callers(
     server: socket.socket, token: str, until: float = float("inf")
-) -> Iterator[tuple[socket.socket, Session]]:
+) -> Iterator[tuple[socket.socket, SignedSession]]:
     """Those who have proved themselves at a listening socket, as (connection, session), until then (time.monotonic).
 
     Nobody waits for a stranger that says nothing, half a line or garbage: all are listened to at once, each has
     `ANSWER_S`, and of too many the oldest goes.
     """
-    strangers: dict[socket.socket, Stranger] = {}
+    strangers: dict[socket.socket, PendingConnection] = {}
     server.setblocking(False)
     with selectors.DefaultSelector() as waiting:
         waiting.register(server, selectors.EVENT_READ)
 
-        def drop(stranger: Stranger) -> None:
+        def drop(stranger: PendingConnection) -> None:
             waiting.unregister(stranger.connection)
             del strangers[stranger.connection]
             stranger.connection.close()
@@ -180,7 +180,7 @@ def callers(
                 else:
                     if len(strangers) >= MOST_STRANGERS:
                         drop(next(iter(strangers.values())))
-                    strangers[connection] = Stranger(connection, token)
+                    strangers[connection] = PendingConnection(connection, token)
                     waiting.register(connection, selectors.EVENT_READ)
             for stranger in [s for s in strangers.values() if s.connection in ready]:
                 try:
@@ -199,7 +199,7 @@ def callers(
             stranger.connection.close()
 
 
-def serve_at(connection: socket.socket, session: Session) -> NoReturn:
+def serve_at(connection: socket.socket, session: SignedSession) -> NoReturn:
     """Become the agent of the front end at the other end: its first line says with which code (`arrive.py`)."""
     connection.settimeout(None)
     os.dup2(connection.fileno(), 0)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.cluster import handshake
-from launcher.cluster.handshake import Session
+from launcher.cluster.handshake import SignedSession
 from launcher.cluster.node import Node
 from launcher.errors import ConfigError, shortened
 from launcher.files import read_small
@@ -101,7 +101,7 @@ def _printed(token: str) -> str:
     return token
 
 
-class Door:
+class JoinServer:
     """Where nodes knock.
 
     Args:
@@ -126,7 +126,7 @@ class Door:
                 fix="name another one on all nodes",
             ) from None
         self._socket.listen(128)
-        self._greeted: queue.SimpleQueue[tuple[socket.socket, Session]] = queue.SimpleQueue()
+        self._greeted: queue.SimpleQueue[tuple[socket.socket, SignedSession]] = queue.SimpleQueue()
         # Who only connects, or is slow, must not hold up the run.
         threading.Thread(target=self._open, daemon=True).start()
 
@@ -157,7 +157,7 @@ class Door:
 
 def knock(
     addr: str, port: int, node_rank: int, token: str, patience_s: float
-) -> tuple[socket.socket, Session]:
+) -> tuple[socket.socket, SignedSession]:
     """A connection to the front end, which may start later than this node, or want it later.
 
     Args:
@@ -192,7 +192,7 @@ def knock(
         time.sleep(RETRY_S)
 
 
-def _wanted(connection: socket.socket, place: str, node_rank: int, token: str) -> Session | None:
+def _wanted(connection: socket.socket, place: str, node_rank: int, token: str) -> SignedSession | None:
     """The session with the front end where it takes this node now.
 
     Raises:

@@ -20,7 +20,7 @@ INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 @dataclass(frozen=True)
-class Pods:
+class PodOptions:
     """What the pods of a run have in common."""
 
     name: str
@@ -53,10 +53,10 @@ class Pods:
 
 
 @dataclass(frozen=True)
-class Kind:
+class WorkloadKind:
     """A kind of object that starts several pods."""
 
-    build: Callable[[Pods], Object]
+    build: Callable[[PodOptions], Object]
     node_rank: str
     """The number of a pod, as its arguments name it."""
     first: str
@@ -66,7 +66,7 @@ class Kind:
     variables: Sequence[Object] = ()
 
 
-def manifest(kind: str, pods: Pods) -> str:
+def manifest(kind: str, pods: PodOptions) -> str:
     """The text for `kubectl apply -f -`: the configuration, and the run."""
     items = [KINDS[kind].build(pods)]
     if pods.config is not None:
@@ -76,7 +76,7 @@ def manifest(kind: str, pods: Pods) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2, ensure_ascii=False)
 
 
-def _pytorch_job(pods: Pods) -> Object:
+def _pytorch_job(pods: PodOptions) -> Object:
     def replicas(count: int) -> Object:
         policy = _restart_policy(pods)
         return {
@@ -95,7 +95,7 @@ def _pytorch_job(pods: Pods) -> Object:
     }
 
 
-def _job_set(pods: Pods) -> Object:
+def _job_set(pods: PodOptions) -> Object:
     job = {
         "completionMode": "Indexed",
         "parallelism": pods.nodes,
@@ -117,12 +117,12 @@ def _job_set(pods: Pods) -> Object:
 
 
 KINDS = {
-    "pytorchjob": Kind(
+    "pytorchjob": WorkloadKind(
         _pytorch_job,
         # The operator counts pods in RANK, the master first.
         *("$(RANK)", "{name}-master-0", "pytorch", "pytorchjob-port"),
     ),
-    "jobset": Kind(
+    "jobset": WorkloadKind(
         _job_set,
         *("$(LAUNCH_NODE)", "{name}-node-0-0.{name}", "launch", "launch"),
         [{"name": "LAUNCH_NODE", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}],
@@ -130,15 +130,15 @@ KINDS = {
 }
 
 
-def _metadata(pods: Pods, name: str) -> Object:
+def _metadata(pods: PodOptions, name: str) -> Object:
     return {"name": name} | ({"namespace": pods.namespace} if pods.namespace else {})
 
 
-def _restart_policy(pods: Pods) -> str:
+def _restart_policy(pods: PodOptions) -> str:
     return "OnFailure" if pods.restarts else "Never"
 
 
-def _pod(kind: Kind, pods: Pods) -> Object:
+def _pod(kind: WorkloadKind, pods: PodOptions) -> Object:
     """The specification of a pod, without its restart policy."""
     shared = {"medium": "Memory"} | ({"sizeLimit": pods.shared_memory} if pods.shared_memory else {})
     volumes: list[Object] = [{"name": "shm", "emptyDir": shared}]
@@ -164,7 +164,7 @@ def _pod(kind: Kind, pods: Pods) -> Object:
     return {"containers": [container], "volumes": volumes, **grace}
 
 
-def _arguments(kind: Kind, pods: Pods) -> list[str]:
+def _arguments(kind: WorkloadKind, pods: PodOptions) -> list[str]:
     place = {
         "--num_nodes": str(pods.nodes),
         "--node_rank": kind.node_rank,
@@ -176,7 +176,7 @@ def _arguments(kind: Kind, pods: Pods) -> list[str]:
     return ["--no_ssh", *said, *map(_plain, pods.flags), *config, *map(_plain, pods.recipe)]
 
 
-def _variables(kind: Kind, pods: Pods) -> list[Object]:
+def _variables(kind: WorkloadKind, pods: PodOptions) -> list[Object]:
     found = [*kind.variables]
     found += [{"name": name, "value": _plain(value)} for name, value in (pods.environment or {}).items()]
     token = {TOKEN: (pods.token_secret, "token")} if pods.token_secret else {}

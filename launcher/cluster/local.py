@@ -29,8 +29,8 @@ from launcher.cluster.failure import (
 )
 from launcher.cluster.gpus import MASKS
 from launcher.cluster.selection import masked_devices
-from launcher.cluster.share import Share, open_log
-from launcher.cluster.terminal import Terminal
+from launcher.cluster.share import NodeSpec, open_log
+from launcher.cluster.terminal import PseudoTerminal
 from launcher.errors import ConfigError
 from launcher.monitor import beacon
 from launcher.scratch import Scratch
@@ -38,19 +38,19 @@ from launcher.scratch import Scratch
 PIECE = 1 << 16
 
 
-class Ranks:
+class LocalRanks:
     """The ranks of a share. `poll` until it is not None, then `finish`; `finish` alone stops them.
 
     Raises:
         ConfigError: they cannot be started: the log directory cannot be written, a program is missing, ...
     """
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: NodeSpec) -> None:
         self.share = share
         self._processes: list[subprocess.Popen[bytes]] = []
         self._files: list[IO[bytes]] = []
         self._outputs: dict[int, IO[bytes]] = {}
-        self._terminal: Terminal | None = None
+        self._terminal: PseudoTerminal | None = None
         self._alive_at = time.time()
         self._kills = memory_killer.kills()
         self._failed: dict[int, int] | None = None
@@ -199,7 +199,7 @@ class Ranks:
         share = self.share
         log, number = share.log(local_rank), share.first_rank + local_rank
         if number == 0 and share.terminal is not None:
-            self._terminal = Terminal(log, share.terminal, keep=share.attempt > 0)
+            self._terminal = PseudoTerminal(log, share.terminal, keep=share.attempt > 0)
             out: IO[bytes] | int = self._terminal.slave
         else:
             out = open_log(log, keep=share.attempt > 0)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster import arrive, dial
-from launcher.cluster.handshake import Session
+from launcher.cluster.handshake import SignedSession
 from launcher.cluster.hostfile import Host
-from launcher.cluster.wire import Message, Reader, Writer
+from launcher.cluster.wire import Message, MessageReader, MessageWriter
 
 ONE_LINE = 'import json; hello = json.loads(open(0, "rb", 0, closefd=False).readline()); exec(hello["code"])'
 """What Python is told to run on a node. Without what a shell could take: ', %, $, a backslash, a line break."""
@@ -26,7 +26,7 @@ DRAIN_S = 0.5
 
 
 @dataclass(frozen=True)
-class Try:
+class ConnectionAttempt:
     """A node's try to reach another."""
 
     target: str
@@ -67,7 +67,7 @@ class Node:
         self.lost: str | None = None
         self.running = self.complete = False
         self.pids: list[int] = []
-        self.tries: list[Try] = []
+        self.tries: list[ConnectionAttempt] = []
         self.copy: str | None = None
         self.heard = time.monotonic()
         self._errors = b""
@@ -101,8 +101,8 @@ class Node:
             self.lost = f"{self.command[0]} cannot be started: {error.strerror}"
             return
         assert self._process.stdin and self._process.stdout and self._process.stderr
-        self.reader = Reader(self._process.stdout.fileno())
-        self.writer = Writer(self._process.stdin.fileno())
+        self.reader = MessageReader(self._process.stdout.fileno())
+        self.writer = MessageWriter(self._process.stdin.fileno())
         os.set_blocking(self._process.stderr.fileno(), False)
         # The first line is not marked: what reads it knows nothing of marks.
         if not self.dials:
@@ -169,11 +169,11 @@ class Node:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
-    def adopt(self, connection: socket.socket, session: Session) -> None:
+    def adopt(self, connection: socket.socket, session: SignedSession) -> None:
         """Take a connection to the agent as the control stream, and tell it who it is."""
         self._connection, self.heard, self.copy = connection, time.monotonic(), None
-        self.reader = Reader(connection.fileno(), session.takes)
-        self.writer = Writer(connection.fileno(), session.sends)
+        self.reader = MessageReader(connection.fileno(), session.takes)
+        self.writer = MessageWriter(connection.fileno(), session.sends)
         self.writer.send_plain(self._first)
 
     def complaint(self) -> str:

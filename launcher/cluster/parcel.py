@@ -25,7 +25,7 @@ LEFT_OUT = (".git", "__pycache__")
 
 
 @dataclass(frozen=True)
-class Entry:
+class SyncEntry:
     """A file, by its content, or a symbolic link, which is shipped as it is."""
 
     digest: str = ""
@@ -40,10 +40,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class SyncManifest:
     """Files, named as the copy names them."""
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, SyncEntry] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     """Absolute paths here of what was named, and their names in the copy."""
     sources: dict[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Parcel:
             yield {"digest": digest, "data": None}
 
 
-def pack(files: Sequence[str], directory: str | None, cwd: str) -> Parcel:
+def pack(files: Sequence[str], directory: str | None, cwd: str) -> SyncManifest:
     """Look through what is to be shipped.
 
     Args:
@@ -110,7 +110,7 @@ def pack(files: Sequence[str], directory: str | None, cwd: str) -> Parcel:
     _check_amount(found)
     entries = {name: _entry(path) for name, path in found.items()}
     sources = {entry.digest: str(found[name]) for name, entry in entries.items() if not entry.link}
-    return Parcel(entries, places, sources, start)
+    return SyncManifest(entries, places, sources, start)
 
 
 def _check_amount(found: dict[str, Path]) -> None:
@@ -127,10 +127,10 @@ def _check_amount(found: dict[str, Path]) -> None:
         )
 
 
-def _entry(path: Path) -> Entry:
+def _entry(path: Path) -> SyncEntry:
     try:
         if path.is_symlink():
-            return Entry(link=os.readlink(path))
+            return SyncEntry(link=os.readlink(path))
         if not path.is_file():
             raise ConfigError(f"{path} is no file that can be shipped", where="--sync")
         with path.open("rb") as file:
@@ -138,7 +138,7 @@ def _entry(path: Path) -> Entry:
             facts = os.fstat(file.fileno())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", where="--sync") from None
-    return Entry(digest, facts.st_size, facts.st_mode & 0o777)
+    return SyncEntry(digest, facts.st_size, facts.st_mode & 0o777)
 
 
 def _listed(root: Path) -> list[str]:

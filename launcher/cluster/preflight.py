@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.cluster.facts import PACKAGES
-from launcher.cluster.node import Node, Try
+from launcher.cluster.node import ConnectionAttempt, Node
 from launcher.errors import ConfigError
 
 CLOCK_S = 30.0
@@ -16,7 +16,7 @@ LEAST_MEMORY = 256 << 20  # bytes for each rank: less cannot even import torch
 
 
 @dataclass(frozen=True)
-class Needs:
+class NodeRequirements:
     """What a run needs of its nodes."""
 
     files: Mapping[str, str | None]
@@ -27,7 +27,7 @@ class Needs:
     """Several nodes must be alike; one need not be."""
 
 
-def judge(nodes: Sequence[Node], needs: Needs) -> None:
+def judge(nodes: Sequence[Node], needs: NodeRequirements) -> None:
     """Raises:
     ConfigError: some node is not ready; nothing has been started.
     """
@@ -56,7 +56,7 @@ def refuse(rows: Sequence[tuple[str, str]], hosts: int) -> None:
     raise ConfigError(f"{bad} of {hosts} hosts are not ready, and nothing was started:{table}")
 
 
-def _wrong(node: Node, nodes: Sequence[Node], needs: Needs) -> Iterator[str]:
+def _wrong(node: Node, nodes: Sequence[Node], needs: NodeRequirements) -> Iterator[str]:
     """What is wrong with one node."""
     facts = node.facts
     if node.lost is not None or facts is None:
@@ -98,7 +98,7 @@ def _walls(nodes: Sequence[Node]) -> dict[str, list[str]]:
     walls: dict[str, list[str]] = defaultdict(list)
     failed = [(node.name, one) for node in nodes for one in node.tries if not one.reached]
     able = {node.name for node in nodes if any(one.reached for one in node.tries)}
-    tried_by: dict[str, list[tuple[str, Try]]] = defaultdict(list)
+    tried_by: dict[str, list[tuple[str, ConnectionAttempt]]] = defaultdict(list)
     for node in nodes:
         for one in node.tries:
             if node.name in able:

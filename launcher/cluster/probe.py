@@ -25,7 +25,7 @@ WAITING = f"no answer within {REACH_S:g} s"
 """What is said of an address that has not answered, yet or at all."""
 
 
-class OpenPort:
+class ProbeServer:
     """A port that is open for the tries of others. That of the first node is held for its rank 0, which takes it."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ def _say_to_all(server: socket.socket, word: bytes) -> None:
                     key.fileobj.close()  # type: ignore[union-attr]
 
 
-class Tries:
+class ProbeClient:
     """Tries to reach other nodes, while the agent goes on listening to the front end.
 
     Args:

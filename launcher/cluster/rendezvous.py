@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from launcher.cluster.crew import Crew
-from launcher.cluster.node import Node, Try
+from launcher.cluster.crew import NodeGroup
+from launcher.cluster.node import ConnectionAttempt, Node
 from launcher.cluster.wire import Message
 from launcher.errors import ConfigError
 
@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RendezvousOptions:
     """What the user asked for; None is to be found."""
 
     addr: str | None = None
@@ -28,14 +28,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Met:
+class RendezvousAddress:
     """What the ranks get as MASTER_ADDR and MASTER_PORT."""
 
     addr: str
     port: int
 
 
-def meet(crew: Crew, wanted: Wanted, look_up: Callable[[], None]) -> Met:
+def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]) -> RendezvousAddress:
     """Choose, and let those nodes try one another that are there; `look_up` is called while waiting.
 
     What is returned can be used if `preflight.judge` then finds all nodes ready.
@@ -62,7 +62,7 @@ def meet(crew: Crew, wanted: Wanted, look_up: Callable[[], None]) -> Met:
             )
         ports[node] = int(answer["port"])
     if alone:
-        return Met(addr, ports.get(first, 0))
+        return RendezvousAddress(addr, ports.get(first, 0))
     who_tries = {node: [p for p in partners(node, there, first) if p in ports] for node in ports}
     for node, targets in who_tries.items():
         tried = [
@@ -72,10 +72,10 @@ def meet(crew: Crew, wanted: Wanted, look_up: Callable[[], None]) -> Met:
         node.send("reach", targets=tried)
     for node, answer in _answers(crew, list(ports), "reached", look_up).items():
         node.tries = [
-            Try(target.name, ports[target], tuple(found["addresses"]), found["why"])
+            ConnectionAttempt(target.name, ports[target], tuple(found["addresses"]), found["why"])
             for target, found in zip(who_tries[node], answer["found"], strict=True)
         ]
-    return Met(_agreed(first, there, wanted), ports.get(first, 0))
+    return RendezvousAddress(_agreed(first, there, wanted), ports.get(first, 0))
 
 
 def partners(node: Node, nodes: Sequence[Node], first: Node) -> list[Node]:
@@ -86,14 +86,14 @@ def partners(node: Node, nodes: Sequence[Node], first: Node) -> list[Node]:
     return [other for other in dict.fromkeys(chosen) if other is not node and other in nodes]
 
 
-def _places(target: Node, first: Node, wanted: Wanted) -> list[str]:
+def _places(target: Node, first: Node, wanted: RendezvousOptions) -> list[str]:
     if target is first and wanted.addr:
         return [wanted.addr]
     assert target.facts is not None
     return list(dict.fromkeys([*target.facts["addresses"], target.facts["host"]]))
 
 
-def _agreed(first: Node, there: Sequence[Node], wanted: Wanted) -> str:
+def _agreed(first: Node, there: Sequence[Node], wanted: RendezvousOptions) -> str:
     """The address of the first node that all others reach, or else most; the tries of the rest then fail."""
     if first not in there:
         return wanted.addr or first.name
@@ -108,7 +108,7 @@ def _agreed(first: Node, there: Sequence[Node], wanted: Wanted) -> str:
 
 
 def _answers(
-    crew: Crew, nodes: Sequence[Node], kind: str, look_up: Callable[[], None]
+    crew: NodeGroup, nodes: Sequence[Node], kind: str, look_up: Callable[[], None]
 ) -> Mapping[Node, Message]:
     """What all say, but for those that are lost meanwhile."""
     found: dict[Node, Message] = {}

@@ -19,7 +19,7 @@ from launcher.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunnerOptions:
     """What the user said about how nodes are reached."""
 
     extra: Sequence[str] = ()
@@ -35,14 +35,14 @@ class Settings:
 class Runner:
     """A way to start a command on a node."""
 
-    command: Callable[[Host, Settings], list[str]]
+    command: Callable[[Host, RunnerOptions], list[str]]
     program: str
     """What must be installed here."""
     dials: bool = False
     """Its command forwards no input: the stream is a TCP connection to the agent instead (`dial.py`)."""
 
 
-def command(name: str, host: Host, settings: Settings) -> list[str]:
+def command(name: str, host: Host, settings: RunnerOptions) -> list[str]:
     """The command that starts the agent on a host."""
     return RUNNERS[name].command(host, settings)
 
@@ -63,7 +63,7 @@ def check_runner(name: str) -> None:
         )
 
 
-def _pdsh(host: Host, settings: Settings) -> list[str]:
+def _pdsh(host: Host, settings: RunnerOptions) -> list[str]:
     port = ["env", f"PDSH_SSH_ARGS_APPEND=-p {settings.ssh_port}"] if settings.ssh_port else []
     line = _shell_line(settings, dial.one_line())
     user, _, name = host.name.rpartition("@")
@@ -71,23 +71,23 @@ def _pdsh(host: Host, settings: Settings) -> list[str]:
     return [*port, "pdsh", "-R", "ssh", "-S", "-N", *login, "-w", name, *settings.extra, line]
 
 
-def _python(settings: Settings) -> list[str]:
+def _python(settings: RunnerOptions) -> list[str]:
     """Python with the agent's one line, as arguments that no shell reads."""
     start = [settings.python, "-c", ONE_LINE]
     return ["sh", "-c", _shell_line(settings)] if settings.venv_script else start
 
 
-def _shell_line(settings: Settings, code: str = ONE_LINE) -> str:
+def _shell_line(settings: RunnerOptions, code: str = ONE_LINE) -> str:
     """The same for a shell."""
     start = "exec " + shlex.join([settings.python, "-c", code])
     return f". {shlex.quote(settings.venv_script)} && {start}" if settings.venv_script else start
 
 
-def _here(host: Host, settings: Settings) -> list[str]:
+def _here(host: Host, settings: RunnerOptions) -> list[str]:
     return _python(settings)
 
 
-def _ssh(host: Host, settings: Settings) -> list[str]:
+def _ssh(host: Host, settings: RunnerOptions) -> list[str]:
     port = ["-p", str(settings.ssh_port)] if settings.ssh_port else []
     options = {
         "BatchMode": "yes",
@@ -100,22 +100,22 @@ def _ssh(host: Host, settings: Settings) -> list[str]:
     return ["ssh", "-T", *port, *said, *settings.extra, "--", host.name, _shell_line(settings)]
 
 
-def _slurm(host: Host, settings: Settings) -> list[str]:
+def _slurm(host: Host, settings: RunnerOptions) -> list[str]:
     # A step of its own for each node, beside whatever else the job runs there, with all that the job has of the node.
     step = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--mem=0", "--cpu-bind=none"]
     return ["srun", *step, "--unbuffered", "--quit-on-interrupt", *settings.extra, *_python(settings)]
 
 
-def _openmpi(host: Host, settings: Settings) -> list[str]:
+def _openmpi(host: Host, settings: RunnerOptions) -> list[str]:
     one = ["-np", "1", "--host", host.name, "--bind-to", "none"]
     return ["mpirun", *one, *settings.extra, *_python(settings)]
 
 
-def _mpich(host: Host, settings: Settings) -> list[str]:
+def _mpich(host: Host, settings: RunnerOptions) -> list[str]:
     return ["mpirun", "-np", "1", "-hosts", host.name, *settings.extra, *_python(settings)]
 
 
-def _impi(host: Host, settings: Settings) -> list[str]:
+def _impi(host: Host, settings: RunnerOptions) -> list[str]:
     return [*_mpich(host, settings)[:5], "-genv", "I_MPI_PIN", "0", *settings.extra, *_python(settings)]
 
 

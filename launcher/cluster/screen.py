@@ -11,7 +11,7 @@ from collections.abc import Callable
 from launcher.cluster.terminal import LONGEST, SHOW_CURSOR, size_of
 
 
-class Screen:
+class ConsoleWriter:
     """Prints output of ranks to a file descriptor, at the speed of its reader: a thread waits for that, and the front
     end goes on. What waits to be printed is bounded by who sends it, who is told what has been (`agent.py`).
 

@@ -1,4 +1,4 @@
-"""`Share`: what one node runs of a job; the same for all nodes but for a few numbers."""
+"""`NodeSpec`: what one node runs of a job; the same for all nodes but for a few numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_log(path: Path, *, keep: bool) -> IO[bytes]:
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeSpec:
     """Everything that an agent needs to start the ranks of its node; it travels as JSON."""
 
     kind: str

@@ -29,7 +29,7 @@ from launcher.scratch import Scratch
 KEEP_S = 30 * 86400
 
 
-class Store:
+class SyncedCopy:
     """The place of one copy.
 
     Args:
@@ -150,15 +150,15 @@ class Store:
                     os.close(held)
 
 
-class Copying:
+class SyncedCopyWriter:
     """The agent's part: hashing and writing take a while, in which it goes on listening to the front end.
 
     Args:
-        manifest: see `Store`.
+        manifest: see `SyncedCopy`.
     """
 
     def __init__(self, manifest: Message) -> None:
-        self._store = Store(manifest)
+        self._store = SyncedCopy(manifest)
         self._said: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._failed = False
         self._do(lambda: {"is": "lacks", "digests": self._store.missing()})

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
-from launcher.cluster.crew import Crew
+from launcher.cluster.crew import NodeGroup
 from launcher.cluster.node import Node
-from launcher.cluster.parcel import Parcel, spoken
+from launcher.cluster.parcel import SyncManifest, spoken
 from launcher.cluster.preflight import few, refuse
 from launcher.cluster.wire import Message
 
 logger = logging.getLogger("launcher")
 
 
-def ship(crew: Crew, parcel: Parcel, look_up: Callable[[], None]) -> None:
+def ship(crew: NodeGroup, parcel: SyncManifest, look_up: Callable[[], None]) -> None:
     """Give all nodes a copy that have none (`Node.copy`); `look_up` is called while waiting.
 
     Raises:

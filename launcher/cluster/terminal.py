@@ -59,7 +59,7 @@ class LineLog:
                 self.problem = error
 
 
-class Terminal:
+class PseudoTerminal:
     """A pseudo-terminal for a rank, whose output is read from it and goes, cleaned, to a log.
 
     Args:

@@ -11,7 +11,7 @@ import json
 import os
 from typing import Any
 
-from launcher.cluster.handshake import Seal
+from launcher.cluster.handshake import MessageSigner
 
 MARK = b"\x1e"  # RS, as in JSON text sequences (RFC 7464)
 ENOUGH = 1 << 20
@@ -21,7 +21,7 @@ LONGEST = 1 << 26
 Message = dict[str, Any]
 
 
-def encoded(message: Message, seal: Seal | None = None, mark: bytes = MARK) -> bytes:
+def encoded(message: Message, seal: MessageSigner | None = None, mark: bytes = MARK) -> bytes:
     """A line with its mark and its end."""
     text = json.dumps(message).encode()
     return mark + (text if seal is None else seal.closed(text)) + b"\n"
@@ -35,7 +35,7 @@ def bytes_of(text: str) -> bytes:
     return text.encode("utf-8", errors="surrogateescape")
 
 
-class Reader:
+class MessageReader:
     """Messages from a file descriptor that does not block.
 
     Attributes:
@@ -43,7 +43,7 @@ class Reader:
         ended: nobody writes any more, or what cannot be believed: `forged`.
     """
 
-    def __init__(self, fd: int, seal: Seal | None = None) -> None:
+    def __init__(self, fd: int, seal: MessageSigner | None = None) -> None:
         self.fd, self._seal = fd, seal
         self.forged = False
         self.noise: list[str] = []
@@ -85,14 +85,14 @@ class Reader:
                 messages.append(json.loads(text))
 
 
-class Writer:
+class MessageWriter:
     """Messages to a file descriptor; what it does not take at once waits.
 
     Nobody may be held up by a peer that does not read: neither the front end by a cut node, nor an agent by a cut
     front end.
     """
 
-    def __init__(self, fd: int, seal: Seal | None = None) -> None:
+    def __init__(self, fd: int, seal: MessageSigner | None = None) -> None:
         self.fd, self._seal = fd, seal
         self.broken = False
         self._waiting = bytearray()

@@ -10,25 +10,25 @@ from collections.abc import Callable
 import torch
 
 
-class Worker:
+class BackgroundThread:
     """A thread that runs one job after another."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[BackgroundCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None)
 
-    def start(self, run: Callable[[], None]) -> Job:
+    def start(self, run: Callable[[], None]) -> BackgroundCall:
         """Have the thread call `run`."""
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="peer-memory")
             self._thread.start()
-        job = Job(run)
+        job = BackgroundCall(run)
         self._jobs.put(job)
         return job
 
 
-class Job:
+class BackgroundCall:
     """A call in the thread; waiting for it raises what it raised."""
 
     def __init__(self, run: Callable[[], None]) -> None:
@@ -53,7 +53,7 @@ class Job:
             raise self._error
 
 
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _work(jobs: queue.SimpleQueue[BackgroundCall | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # or its buffers would live until the next one

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher.comm.mailbox import Mailbox
+from launcher.comm.mailbox import ShmQueue
 
 SLOTS = 64  # memory of those that are never used at once is never touched
 SLOT = 1 << 20  # bytes
@@ -23,17 +23,17 @@ BYTES = SLOTS * SLOT
 READ = 2  # a message's number plus this says that what it told of was read
 
 
-class Board:
+class ShmArena:
     """What this rank shows, and what its peers do.
 
     A place in a slot is a negative number: a message may name an address of its sender, too, and they are told apart.
     """
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: ShmQueue) -> None:
         self._mailbox = mailbox
         self._lock = threading.Lock()
-        self._slots: list[_Shown | None] = [None] * SLOTS
-        self._copies: list[_Shown] = []
+        self._slots: list[_SharedBuffer | None] = [None] * SLOTS
+        self._copies: list[_SharedBuffer] = []
         weakref.finalize(self, _unread.append, self._copies)
 
     def show(self, parts: Sequence[Tensor], number: int, readers: Sequence[int]) -> list[int] | None:
@@ -71,18 +71,18 @@ class Board:
         self._copies[:] = [copy for copy in self._copies if not self._was_read(copy)]
         for slot, shown in enumerate(self._slots):
             if shown is None or self._was_read(shown):
-                self._slots[slot] = _Shown(number, readers)
+                self._slots[slot] = _SharedBuffer(number, readers)
                 place = -1 - slot * SLOT
                 return place, self._address(self._mailbox.rank, place)
         copy = torch.empty(size, dtype=torch.uint8)
-        self._copies.append(_Shown(number, readers, copy))
+        self._copies.append(_SharedBuffer(number, readers, copy))
         return copy.data_ptr(), copy.data_ptr()
 
     def _address(self, rank: int, place: int) -> int:
         memory, start = self._mailbox.boards[rank]
         return ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start - 1 - place
 
-    def _was_read(self, shown: _Shown) -> bool:
+    def _was_read(self, shown: _SharedBuffer) -> bool:
         if not all(self._mailbox.has(reader, shown.number + READ) for reader in shown.readers):
             return False
         for reader in shown.readers:
@@ -91,7 +91,7 @@ class Board:
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _SharedBuffer:
     """What waits for its readers.
 
     Args:
@@ -104,4 +104,4 @@ class _Shown:
     copy: Tensor | None = None
 
 
-_unread: list[list[_Shown]] = []  # of boards that are gone: a peer that is behind may still read them
+_unread: list[list[_SharedBuffer]] = []  # of boards that are gone: a peer that is behind may still read them

@@ -19,7 +19,7 @@ _NUMBERS = 1 << 20
 
 
 @dataclass
-class Letters:
+class P2PChannel:
     """What two ranks send each other. Numbers keep messages apart: both sides count them, along the axis.
 
     Args:

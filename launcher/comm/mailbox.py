@@ -28,14 +28,14 @@ _RING = 2 * BYTES + PLACES * _MESSAGE.size  # (messages, free places), ring
 
 
 @dataclass(frozen=True)
-class Address:
+class ShmQueueAddress:
     """Where a mailbox is: a file descriptor of its process."""
 
     pid: int
     descriptor: int
 
 
-class Mailbox:
+class ShmQueue:
     """Messages of the peers, each with the number of what it belongs to.
 
     Args:
@@ -49,17 +49,17 @@ class Mailbox:
         self._descriptor = os.memfd_create("launcher-mailbox", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, ranks * _RING + board)
         self._memory = mmap.mmap(self._descriptor, 0)
-        self.address = Address(os.getpid(), self._descriptor)
+        self.address = ShmQueueAddress(os.getpid(), self._descriptor)
         self._inboxes = [_Inbox(_Ring(self._memory, sender)) for sender in range(ranks)]
         for inbox in self._inboxes:
             inbox.ring.start()
-        self._peers: list[Address] = []
+        self._peers: list[ShmQueueAddress] = []
         self._outgoing: list[_Outgoing] = []
         self.boards: list[
             tuple[mmap.mmap, int]
         ] = []  # of every rank: memory, and where in it the board begins
 
-    def connect(self, peers: list[Address]) -> None:
+    def connect(self, peers: list[ShmQueueAddress]) -> None:
         """Map the mailbox of every rank; `peers`: their addresses.
 
         Raises:
@@ -186,7 +186,7 @@ class _Outgoing:
         self.ring, self.lock = ring, threading.Lock()
 
 
-def _mapped(address: Address) -> mmap.mmap:
+def _mapped(address: ShmQueueAddress) -> mmap.mmap:
     descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, 0)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.comm import board, cross_memory
-from launcher.comm.background import Worker
-from launcher.comm.board import READ, Board
-from launcher.comm.mailbox import Address, Mailbox
+from launcher.comm.background import BackgroundThread
+from launcher.comm.board import READ, ShmArena
+from launcher.comm.mailbox import ShmQueue, ShmQueueAddress
 from launcher.comm.plain import gather_plain
 
 BLOCK = 1 << 18  # elements summed at a time: what was read is still in the cache when it is added
@@ -38,7 +38,7 @@ class Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
-class Unreadable(Exception):
+class PeerMemoryUnavailable(Exception):
     """The peers' memory cannot be read; the text says why."""
 
 
@@ -56,12 +56,12 @@ class PeerMemory:
         mailbox: for the messages.
     """
 
-    def __init__(self, rank: int, pids: list[int], mailbox: Mailbox) -> None:
+    def __init__(self, rank: int, pids: list[int], mailbox: ShmQueue) -> None:
         self.rank, self.pids, self.mailbox = rank, pids, mailbox
         self.peers = peers_of(rank, len(pids))
-        self._board = Board(mailbox)
+        self._board = ShmArena(mailbox)
         self._spin = _local_ranks(len(pids)) <= len(os.sched_getaffinity(0))
-        self._gathers, self._reductions = Worker(), Worker()
+        self._gathers, self._reductions = BackgroundThread(), BackgroundThread()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> PeerMemory:
@@ -71,17 +71,17 @@ class PeerMemory:
             Unreadable: some rank cannot, on every rank alike.
         """
         if sys.platform != "linux":
-            raise Unreadable("only Linux lets a process read another's memory")
+            raise PeerMemoryUnavailable("only Linux lets a process read another's memory")
         cross_memory.allow_siblings()
         probe, mailbox = torch.tensor([os.getpid()]), _mailbox(group)
         address = mailbox and (mailbox.address.pid, mailbox.address.descriptor)
         told = gather_plain((cross_memory.machine(), probe.data_ptr(), address), group)
-        every = [(machine, place, box and Address(*box)) for machine, place, box in told]
+        every = [(machine, place, box and ShmQueueAddress(*box)) for machine, place, box in told]
         # the probe and the mailbox must live until all have read them
         problems = gather_plain(_connected(mailbox, every), group)
         found = [text for text in problems if text]
         if found or mailbox is None:
-            raise Unreadable(found[0])
+            raise PeerMemoryUnavailable(found[0])
         mailbox.all_are_connected()
         return cls(group.rank(), [box.pid for _, _, box in every], mailbox)
 
@@ -220,14 +220,14 @@ class PeerMemory:
         return _Reads(self.mailbox, self.peers, number, offered)
 
 
-def _mailbox(group: dist.ProcessGroup) -> Mailbox | None:
+def _mailbox(group: dist.ProcessGroup) -> ShmQueue | None:
     try:
-        return Mailbox(group.rank(), group.size(), board.BYTES)
+        return ShmQueue(group.rank(), group.size(), board.BYTES)
     except OSError:
         return None
 
 
-def _connected(mailbox: Mailbox | None, every: list[tuple[str, int, Any]]) -> str | None:
+def _connected(mailbox: ShmQueue | None, every: list[tuple[str, int, Any]]) -> str | None:
     """Connect the mailbox; gives why that, or reading the others' memory, is not possible."""
     if mailbox is None or any(address is None for _, _, address in every):
         return "a rank could not get memory to share"
@@ -262,7 +262,7 @@ class _Later:
 class _Reads:
     """That every peer has read what was offered, which lives until then."""
 
-    def __init__(self, mailbox: Mailbox, peers: list[int], number: int, offered: object) -> None:
+    def __init__(self, mailbox: ShmQueue, peers: list[int], number: int, offered: object) -> None:
         self._mailbox, self._peers, self._number, self._offered = mailbox, peers, number, offered
 
     def wait(self) -> None:

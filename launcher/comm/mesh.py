@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from launcher.comm.memory import PeerMemory, Unreadable, peers_of
+from launcher.comm.memory import PeerMemory, PeerMemoryUnavailable, peers_of
 from launcher.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ def _memory(group: dist.ProcessGroup) -> tuple[PeerMemory | None, str]:
         return None, f"sockets: {TRANSPORT} says so"
     try:
         return PeerMemory.of(group), "reading each other's memory"
-    except Unreadable as why:
+    except PeerMemoryUnavailable as why:
         return None, f"sockets: {why}"
 
 

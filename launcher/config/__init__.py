@@ -19,7 +19,7 @@ from launcher.config.deepspeed_schedules import (
 )
 from launcher.config.load import load
 from launcher.config.optimizer import OptimizerConfig, OptimizerParams
-from launcher.config.partition import LayerSpec, PartitionConfig
+from launcher.config.partition import LayerPattern, PartitionConfig
 from launcher.config.pipeline import PipelineConfig
 from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import ConfigProblems, Problem
@@ -50,7 +50,7 @@ __all__ = [
     "FlopsProfilerConfig",
     "Fp16Config",
     "LRRangeTestParams",
-    "LayerSpec",
+    "LayerPattern",
     "OneCycleParams",
     "OptimizerConfig",
     "OptimizerParams",

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from launcher.config.section import Conflict, Count, Remark, Section, Whole, Wholes
+from launcher.config.section import Conflict, Count, Remark, Section, WholeNumber, WholeNumbers
 
 METRIC = "data_sampling.curriculum_learning.curriculum_metrics.seqlen"
 NEEDED = {
@@ -30,10 +30,10 @@ class CurriculumScheduleConfig(Section):
     root_degree: Count | None = None
     """fixed_root: 2 is a square root, which rises fast at first; 1 is fixed_linear."""
 
-    difficulty: Wholes | None = None
+    difficulty: WholeNumbers | None = None
     """fixed_discrete: the lengths, one after the other."""
 
-    max_step: Wholes | None = None
+    max_step: WholeNumbers | None = None
     """fixed_discrete: the last optimizer step of each length but the last one, which stays."""
 
 
@@ -144,7 +144,7 @@ class DataSamplingConfig(Section):
     """train_batch() ends with an error after so many passes over initialize(training_data=...); recipes refuse a run
     that is longer."""
 
-    num_workers: Whole = 0
+    num_workers: WholeNumber = 0
     """Processes that load initialize(training_data=...); 0 loads in the rank itself. Recipes read memory maps, in the
     rank itself."""
 
@@ -163,7 +163,7 @@ class DataEfficiencyConfig(Section):
     enabled: bool = False
     """The keys of this section count; false: none of them."""
 
-    seed: Whole = 1234
+    seed: WholeNumber = 1234
     """Order of initialize(training_data=...); the order of the recipes follows their flag --seed."""
 
     data_sampling: DataSamplingConfig = Field(default_factory=DataSamplingConfig.model_construct)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from launcher.config.schedule_params import Rate, Rates, SchedulerParams, crossed
-from launcher.config.section import Conflict, Count, Remark, Whole, whole
+from launcher.config.section import Conflict, Count, Remark, WholeNumber, whole
 
 
 class DeepSpeedParams(SchedulerParams):
@@ -22,7 +22,7 @@ class DeepSpeedParams(SchedulerParams):
 class WarmupParams(DeepSpeedParams):
     """Keys that every warm-up schedule has."""
 
-    warmup_num_steps: Whole = 1000
+    warmup_num_steps: WholeNumber = 1000
     """Optimizer steps of warm-up; 0 and 1 are taken as 2, as in DeepSpeed."""
 
     warmup_type: Literal["log", "linear"] = "log"
@@ -118,16 +118,16 @@ class OneCycleParams(DeepSpeedParams):
     cycle_first_step_size: Count = 2000
     """Optimizer steps up."""
 
-    cycle_second_step_size: Whole | None = None
+    cycle_second_step_size: WholeNumber | None = None
     """Optimizer steps down; null: as many as up."""
 
-    cycle_first_stair_count: Whole = 0
+    cycle_first_stair_count: WholeNumber = 0
     """Stairs on the way up; 0: a straight line."""
 
-    cycle_second_stair_count: Whole | None = None
+    cycle_second_stair_count: WholeNumber | None = None
     """Stairs on the way down; null: as many as up; 0: a straight line."""
 
-    decay_step_size: Whole = 0
+    decay_step_size: WholeNumber = 0
     """Optimizer steps of one interval of decay after the cycle; 0: no decay."""
 
     cycle_momentum: bool = True

@@ -10,7 +10,16 @@ from pydantic import BeforeValidator
 from launcher.config.batch import BATCH_KEYS, MICRO, TRAIN, BatchError, BatchTriple
 from launcher.config.elastic_batch import ElasticBatch, elastic_batch, micro_batch
 from launcher.config.problems import Problem, show
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, Wholes, complaint
+from launcher.config.section import (
+    AUTO,
+    Conflict,
+    Count,
+    Remark,
+    Section,
+    WholeNumber,
+    WholeNumbers,
+    complaint,
+)
 
 if TYPE_CHECKING:
     from launcher.config.root import Config
@@ -50,7 +59,7 @@ class ElasticityConfig(Section):
     max_train_batch_size: Count | None = None
     """Sequences per optimizer step, at most; it must be written."""
 
-    micro_batch_sizes: Wholes | None = None
+    micro_batch_sizes: WholeNumbers | None = None
     """Sequences per rank and forward pass that are allowed; of those that fit the largest is taken. It must be
     written."""
 
@@ -60,7 +69,7 @@ class ElasticityConfig(Section):
     max_gpus: Count = 10000
     """Most GPUs of a run; version 0.2 rounds down to whole nodes."""
 
-    min_time: Whole = 0
+    min_time: WholeNumber = 0
     """Minutes that a scheduler lets pass before it changes the number of GPUs."""
 
     version: Annotated[float, BeforeValidator(_version)] = 0.2

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from launcher.config.section import Conflict, Count, Section, Whole, stage_in
+from launcher.config.section import Conflict, Count, Section, WholeNumber, stage_in
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -27,10 +27,10 @@ class OffloadConfig(Section):
     pin_memory: bool = True
     """Host buffers are page-locked where there is a GPU (DeepSpeed's default since August 2026; false before)."""
 
-    device_budget: Whole | None = None
+    device_budget: WholeNumber | None = None
     """Bytes a rank that stay on the device, before anything goes elsewhere. Not in DeepSpeed."""
 
-    host_budget: Whole | None = None
+    host_budget: WholeNumber | None = None
     """Bytes a rank that stay in host memory when `device` is "nvme". Not in DeepSpeed."""
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -53,7 +53,7 @@ class OffloadParamConfig(OffloadConfig):
     buffer_size: Count = 100_000_000
     """`buffer_count` times so many elements, at most; one unit always."""
 
-    max_in_cpu: Whole = 1_000_000_000
+    max_in_cpu: WholeNumber = 1_000_000_000
     """Elements a rank that stay in host memory when `device` is "nvme", unless `host_budget` says how many bytes."""
 
 
@@ -127,7 +127,7 @@ class ZenFlowConfig(Section):
     auto_ratio: Share = 0.99
     """Threshold of the automatic update interval."""
 
-    full_warm_up_rounds: Whole = 0
+    full_warm_up_rounds: WholeNumber = 0
     """Rounds with whole updates at first."""
 
     pt_reserved_cores_perc: Share = 0.5

@@ -10,10 +10,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from launcher.config.data_types import Names
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Count, Section, Whole, complaint, lower, whole
+from launcher.config.section import AUTO, Conflict, Count, Section, WholeNumber, complaint, lower, whole
 
-Kind: TypeAlias = Literal["column", "row", "skip"]
-Shape: TypeAlias = tuple[int | tuple[int, ...], ...]
+PartitionKind: TypeAlias = Literal["column", "row", "skip"]
+SubParamShape: TypeAlias = tuple[int | tuple[int, ...], ...]
 
 
 def _compiles(pattern: str) -> str:
@@ -53,7 +53,7 @@ def _shape(value: Any) -> Any:
     return tuple(found)
 
 
-class LayerSpec(Section):
+class LayerPattern(Section):
     """One rule. The first one with a pattern that matches a parameter's name says how that parameter is split."""
 
     differs: ClassVar[dict[str, str]] = {
@@ -63,16 +63,16 @@ class LayerSpec(Section):
     patterns: Annotated[tuple[Annotated[str, AfterValidator(_compiles)], ...], BeforeValidator(_patterns)]
     """Regular expressions for names of parameters, as `named_parameters()` gives them; matched from the start."""
 
-    partition_type: Annotated[Kind, BeforeValidator(lower)] = "column"
+    partition_type: Annotated[PartitionKind, BeforeValidator(lower)] = "column"
     """"column": the outputs of the layer are split. "row": its inputs are, and the results are summed over the ranks.
     "skip": every rank has the whole parameter."""
 
-    shape: Annotated[Shape, BeforeValidator(_shape)] | None = None
+    shape: Annotated[SubParamShape, BeforeValidator(_shape)] | None = None
     """How a packed weight is read before it is split: [3, -1] is three equal matrices one above the other,
     [[4096, 1024, 1024], -1] three of those heights, [8, -1, 4096] eight; each of them is split. -1 is found from the
     parameter. Null: one matrix."""
 
-    partition_dim: Whole | None = None
+    partition_dim: WholeNumber | None = None
     """The dim that is split, of `shape` where that is written. Null: 0 for "column", 1 for "row"."""
 
     model_types: Names | None = None
@@ -133,11 +133,11 @@ class PartitionConfig(Section):
     tp_size: Count = 1
     """1, or the same as `autotp_size`."""
 
-    embedding_partition_dim: Whole = 1
+    embedding_partition_dim: WholeNumber = 1
     """Nothing reads it."""
 
     lm_head_patterns: Names = ("lm_head", "embed_out")
     """DeepSpeed knows output heads by these names."""
 
-    layer_specs: tuple[LayerSpec, ...] = Field(default=())
+    layer_specs: tuple[LayerPattern, ...] = Field(default=())
     """Rules in order: for each parameter the first that matches counts."""

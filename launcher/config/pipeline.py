@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, complaint, lower
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section, WholeNumber, complaint, lower
 
 METHODS = ("best", "uniform", "parameters", "profile")
 TYPE = "type:"
@@ -98,7 +98,7 @@ class PipelineConfig(Section):
     """The layer i of a PipelineModule is made under the seed `base_seed` + i. False: under one of its own, too, from
     `base_seed` and i; first values never depend on the cut."""
 
-    activation_checkpoint_interval: Whole = 0
+    activation_checkpoint_interval: WholeNumber = 0
     """So many neighbouring layers of a stage are recomputed together in backward. 0: what `activation_checkpointing`,
     or the PipelineModule, says."""
 

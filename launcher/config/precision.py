@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from launcher.config.data_types import Names, short_name
-from launcher.config.section import Conflict, Count, Remark, Section, Whole, stage_in
+from launcher.config.section import Conflict, Count, Remark, Section, WholeNumber, stage_in
 
 
 class Fp16Config(Section):
@@ -33,7 +33,7 @@ class Fp16Config(Section):
     loss_scale: Annotated[float, Field(ge=0)] = 0.0
     """Fixed factor of the loss; 0 finds one by itself (dynamic)."""
 
-    initial_scale_power: Whole = 16
+    initial_scale_power: WholeNumber = 16
     """A dynamic scale starts at 2 to this power."""
 
     loss_scale_window: Count = 1000

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from launcher.config.problems import show
-from launcher.config.section import Conflict, Count, Section, Whole, complaint
+from launcher.config.section import Conflict, Count, Section, WholeNumber, complaint
 
 OPERATIONS = {
     "all_reduce": "all_reduce",
@@ -62,7 +62,7 @@ class FlopsProfilerConfig(Section):
     recompute_fwd_factor: Annotated[float, Field(ge=0)] = 0.0
     """DeepSpeed's estimate of how much of the forward the backward repeats."""
 
-    profile_step: Whole = 1
+    profile_step: WholeNumber = 1
     """Which step: the one after so many optimizer steps were done."""
 
     module_depth: Annotated[int, Field(ge=-1)] = -1

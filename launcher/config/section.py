@@ -283,7 +283,7 @@ def _wholes(value: Any) -> Any:
 
 LARGEST = 2**63 - 1
 
-Whole = Annotated[int, BeforeValidator(whole), Field(ge=0, le=LARGEST)]
+WholeNumber = Annotated[int, BeforeValidator(whole), Field(ge=0, le=LARGEST)]
 """A whole number from 0; 5e8 is taken as one."""
 
 Count = Annotated[int, BeforeValidator(whole), Field(ge=1, le=LARGEST)]
@@ -292,5 +292,5 @@ Count = Annotated[int, BeforeValidator(whole), Field(ge=1, le=LARGEST)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
 """Two numbers, written as a list."""
 
-Wholes = Annotated[tuple[int, ...], BeforeValidator(_wholes)]
+WholeNumbers = Annotated[tuple[int, ...], BeforeValidator(_wholes)]
 """Whole numbers from 1, written as a list."""

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from launcher.config.data_types import Dtype
 from launcher.config.partition import PartitionConfig
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, lower
+from launcher.config.section import AUTO, Conflict, Count, Remark, Section, WholeNumber, lower
 
 
 def _null_is_true(value: Any) -> Any:
@@ -55,7 +55,7 @@ class TensorParallelConfig(Section):
         "sequence_parallel": "a key of this launcher; DeepSpeed has none for it",
     }
 
-    autotp_size: Whole = 0
+    autotp_size: WholeNumber = 0
     """Ranks that share a layer; 0 and 1: none do. It must divide the number of ranks."""
 
     dtype: Dtype | None = None

@@ -10,7 +10,17 @@ from pydantic import BeforeValidator, Field
 
 from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section, Whole, complaint, stage_in, whole
+from launcher.config.section import (
+    AUTO,
+    Conflict,
+    Count,
+    Remark,
+    Section,
+    WholeNumber,
+    complaint,
+    stage_in,
+    whole,
+)
 
 STAGE3_PREFIX = "stage3_"
 
@@ -160,22 +170,22 @@ class ZeroConfig(Section):
     offload_optimizer: OffloadOptimizerConfig | None = None
     """Optimizer state rests in host memory or on NVMe."""
 
-    sub_group_size: Whole = 1_000_000_000
+    sub_group_size: WholeNumber = 1_000_000_000
     """Most elements that the optimizer updates at a time; 0: one parameter at a time."""
 
-    stage3_prefetch_bucket_size: Whole = 50_000_000
+    stage3_prefetch_bucket_size: WholeNumber = 50_000_000
     """Most elements gathered ahead of the module that runs; 0 gathers nothing ahead."""
 
-    stage3_param_persistence_threshold: Whole = 100_000
+    stage3_param_persistence_threshold: WholeNumber = 100_000
     """Parameters with fewer elements stay gathered."""
 
-    stage3_model_persistence_threshold: Whole = sys.maxsize
+    stage3_model_persistence_threshold: WholeNumber = sys.maxsize
     """Most elements that may stay gathered because of `stage3_param_persistence_threshold`."""
 
-    stage3_max_live_parameters: Whole = 1_000_000_000
+    stage3_max_live_parameters: WholeNumber = 1_000_000_000
     """Most elements that are gathered at a time."""
 
-    stage3_max_reuse_distance: Whole = 1_000_000_000
+    stage3_max_reuse_distance: WholeNumber = 1_000_000_000
     """A gathered parameter is kept when it is used again within so many elements."""
 
     stage3_gather_16bit_weights_on_model_save: bool = False
@@ -219,7 +229,7 @@ class ZeroConfig(Section):
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig.model_construct)
     """Stage 3: modules that are fetched as one."""
 
-    stage3_module_granularity_threshold: Whole = 0
+    stage3_module_granularity_threshold: WholeNumber = 0
     """Modules whose parameters divided by one more than the number of modules inside that have any is at most this
     are fetched as one; 0: none."""
 

@@ -11,7 +11,7 @@ from launcher.errors import ConfigError
 
 
 @runtime_checkable
-class Tokens(Protocol):
+class TokenData(Protocol):
     """Data of which it is known.
 
     Attributes:
@@ -43,7 +43,7 @@ def check_vocabulary(data: object, vocabulary: int) -> None:
     Raises:
         ConfigError: there are such ids.
     """
-    if isinstance(data, Tokens) and data.largest_id >= vocabulary:
+    if isinstance(data, TokenData) and data.largest_id >= vocabulary:
         raise ConfigError(
             f"The data has the token id {data.largest_id}, but the model's vocabulary of {vocabulary} tokens ends "
             f"with {vocabulary - 1}.",

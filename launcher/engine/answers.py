@@ -10,8 +10,8 @@ import torch
 from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.curriculum import Curriculum
-from launcher.engine.getters import Getters
-from launcher.engine.watch import Watch
+from launcher.engine.getters import ConfigGetters
+from launcher.engine.watch import Telemetry
 from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
@@ -20,7 +20,7 @@ from launcher.zero import ZeroModel
 from launcher.zero.versions import Versions
 
 
-class Answers(Getters):
+class EngineGetters(ConfigGetters):
     """The questions that an engine answers without doing anything; `getters.py` has those that only read the JSON."""
 
     zero: ZeroModel
@@ -31,7 +31,7 @@ class Answers(Getters):
     curriculum: Curriculum
     global_steps: int
     timers: Timers
-    watch: Watch
+    watch: Telemetry
     _config: Config
     _norm: float | None
     _applied: bool

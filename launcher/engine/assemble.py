@@ -43,18 +43,18 @@ from launcher.models.initialize_plan import plan_of
 from launcher.models.units import ends_of, unit_modules
 from launcher.monitor.memory import hand_back_freed
 from launcher.monitor.processors import warn_of_slow_products
-from launcher.offload.homes import Homes
+from launcher.offload.homes import Placements
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.pipeline.crossing import Staged
-from launcher.tensor.apply import Options, SplitModel
+from launcher.pipeline.crossing import StagedPart
+from launcher.tensor.apply import SplitModel, TensorParallelOptions
 from launcher.tensor.apply import apply as apply_tensor
 from launcher.zero import (
-    DealtValues,
     MadeOnMeta,
     ModelValues,
     ParamSource,
+    PartitionedValues,
     ShardAxes,
     ZeroPolicy,
     is_dealt,
@@ -83,7 +83,7 @@ def initialize(
     config_params: str | Path | Mapping[str, Any] | None = None,
     *,
     source: ParamSource | None = None,
-    homes: Callable[[Config, Mesh, torch.device], Homes] = open_homes,
+    homes: Callable[[Config, Mesh, torch.device], Placements] = open_homes,
     seed: int = 0,
     device: torch.device | None = None,
     auto: Mapping[str, Any] | None = None,
@@ -135,7 +135,7 @@ def initialize(
     monitor = open_monitor(resolved, mesh)
     if device.type == "cpu" and mesh.rank == 0:
         warn_of_slow_products(autocast_dtype(resolved) or DTYPES[resolved.dtype])
-    staged: Staged | None = None
+    staged: StagedPart | None = None
     if row is None:
         chosen = choose(resolved, optimizer, model_parameters, model)
     else:  # before it is built it has no parameters to give: none means all
@@ -268,7 +268,7 @@ def resolve(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any
 def _source(model: nn.Module, seed: int) -> ParamSource:
     dealt = any(is_dealt(p) for p in model.parameters())
     if not any(p.is_meta for p in model.parameters()):
-        return DealtValues(model) if dealt else ModelValues()
+        return PartitionedValues(model) if dealt else ModelValues()
     if not all(p.is_meta for p in model.parameters()):
         names = [name for name, p in model.named_parameters() if p.is_meta]
         raise LauncherError(
@@ -281,7 +281,7 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
 def split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
     """Split the layers of the model along tp."""
     tp, section = mesh.axes["tp"], config.tensor_parallel
-    options = Options(
+    options = TensorParallelOptions(
         overlaps=section.tp_overlap_comm,
         sequence=section.sequence_parallel,
         split_logits=section.vocab_parallel_lm_head,

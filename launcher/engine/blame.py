@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
 
-class Blame:
+class NonFiniteTracer:
     """Keeps what a step needs to be asked again, and says once what came of it.
 
     Nothing is looked at in a step whose gradient is finite: that it is not, its norm says, which is there anyway.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
 
-class Borrowed:
+class DeepSpeedMethods:
     """The part of an Engine with these."""
 
     dont_change_device = False

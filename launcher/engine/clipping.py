@@ -19,7 +19,7 @@ from torch import Tensor
 from launcher.engine.finite import check_unused, clip_factor
 from launcher.engine.fragments import ENGINES
 from launcher.errors import LauncherError
-from launcher.zero.slot import Slot
+from launcher.zero.slot import ParamSlot
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -95,7 +95,7 @@ def follow_clipping() -> None:
             names[name] = clip_grad_norm_
 
 
-def clip_step(engine: Engine, slots: set[Slot], limit: float, norm_type: float) -> float:
+def clip_step(engine: Engine, slots: set[ParamSlot], limit: float, norm_type: float) -> float:
     """Clip the step that follows; returns the norm of its gradients.
 
     Args:

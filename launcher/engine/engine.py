@@ -17,16 +17,16 @@ from launcher.checkpoint.saver import Saver
 from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.engine import pipelined
-from launcher.engine.answers import Answers
+from launcher.engine.answers import EngineGetters
 from launcher.engine.batches import call, cast, loss_in, to_device
-from launcher.engine.blame import Blame
-from launcher.engine.borrowed import Borrowed
+from launcher.engine.blame import NonFiniteTracer
+from launcher.engine.borrowed import DeepSpeedMethods
 from launcher.engine.clipping import Clipping, follow_clipping
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.dump import state_lines
 from launcher.engine.evaluating import losses_and_outputs, reduced
-from launcher.engine.feeding import Feeding
+from launcher.engine.feeding import DataMixin
 from launcher.engine.finite import (
     check_scales,
     may_step_early,
@@ -34,17 +34,17 @@ from launcher.engine.finite import (
     tell_overflow,
 )
 from launcher.engine.fragments import ENGINES
-from launcher.engine.putting_away import PuttingAway
+from launcher.engine.putting_away import StateOffloadMixin
 from launcher.engine.python_gc import hold
 from launcher.engine.same_inputs import SameInputs
-from launcher.engine.saving import Saving
-from launcher.engine.watch import Watch
+from launcher.engine.saving import CheckpointMixin
+from launcher.engine.watch import Telemetry
 from launcher.errors import ConfigError, LauncherError, MisplacedCallError
 from launcher.models.activation import Checkpointer
 from launcher.models.compiled import compile_blocks
 from launcher.monitor.log import set_level
 from launcher.monitor.writers import Monitor
-from launcher.optim.early import EarlySteps
+from launcher.optim.early import OptimizerInBackward
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.runtime import Runtime
@@ -54,7 +54,7 @@ from launcher.zero.overflow import watch_gradients
 from launcher.zero.versions import Versions
 
 
-class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
+class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepSpeedMethods, nn.Module):
     """A model in training. Made by `launcher.initialize`.
 
     The loop is `loss = engine(batch); engine.backward(loss); engine.step()` for every microbatch; the real step
@@ -102,7 +102,7 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         if optimizer is not None:
             optimizer.engine = weakref.ref(self)
         self.saver = Saver(config.checkpoint, mesh.rank)
-        self.watch = Watch(config, mesh, monitor or Monitor(), checkpointer)
+        self.watch = Telemetry(config, mesh, monitor or Monitor(), checkpointer)
         weakref.finalize(self, self.watch.last_words)
         self.monitor, self.timers = self.watch.monitor, self.watch.timers
         self.curriculum = Curriculum.of(config.data_efficiency)
@@ -116,7 +116,7 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         self._applied = False
         self._destroyed = False
         self._step_follows = False  # inside a call that runs all microbatches of a step
-        self.blame = Blame()
+        self.blame = NonFiniteTracer()
         self.clipping = Clipping(float(config.gradient_clipping))
         follow_clipping()
         self._gc = hold(self) if config.disable_python_gc else None
@@ -238,7 +238,7 @@ class Engine(Answers, Feeding, Saving, PuttingAway, Borrowed, nn.Module):
         self.zero.reducer.boundary = self.is_gradient_accumulation_boundary()
         optimizer = self.optimizer if self._step_follows and may_step_early(self) else None
         self.zero.reducer.taker = (
-            None if optimizer is None else EarlySteps(optimizer, lambda: 1 / self.gradient_divisor())
+            None if optimizer is None else OptimizerInBackward(optimizer, lambda: 1 / self.gradient_divisor())
         )
         watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
 

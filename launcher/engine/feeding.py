@@ -12,7 +12,7 @@ from launcher.errors import ConfigError
 from launcher.pipeline.runtime import Runtime
 
 
-class Feeding:
+class DataMixin:
     """The data of an engine, and its place in the pipeline. Only ranks of the first stage read."""
 
     mesh: Mesh

@@ -11,7 +11,7 @@ from torch import Size
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
-from launcher.checkpoint.ranks import Ranks
+from launcher.checkpoint.ranks import CollectiveErrors
 from launcher.checkpoint.reader import read_metadata
 from launcher.checkpoint.tags import META_FILE
 from launcher.engine.whole import of_stages
@@ -77,7 +77,7 @@ def look(
             _check_states(engine, path, stored, strict=strict)
         return stored
 
-    ranks = Ranks(None)
+    ranks = CollectiveErrors(None)
     stored = ranks.together(check)  # each node may have a directory of its own
     if strict and not allow_model_changes:  # last, and on all ranks: names and shapes say more
         ranks.together(lambda: _check_settings(engine, path, meta))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
 
-class FlopsProfiler:
+class StepProfiler:
     """Counts in the step before `profile_step`, times in that one, and reports. At other steps it does nothing.
 
     Where there is no step before (profile_step 0, or the run began there), both are done in one.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from launcher.comm import all_reduce
 from launcher.errors import LauncherError
-from launcher.offload.resting import Part
+from launcher.offload.resting import OffloadedSlice
 from launcher.zero.gradients import FlatGradient
-from launcher.zero.slot import Slot
+from launcher.zero.slot import ParamSlot
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -113,14 +113,14 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
 # ---- where it is ---------------------------------------------------------------------------------
 
 
-class _Place:
+class _ParamFragment:
     """A trainable parameter of an engine.
 
     Attributes:
         start, stop: elements of it that this rank's optimizer steps.
     """
 
-    def __init__(self, engine: Engine, slot: Slot) -> None:
+    def __init__(self, engine: Engine, slot: ParamSlot) -> None:
         self.engine, self.slot, self.flat = engine, slot, slot.flat
         found = [(start, stop) for one, start, stop in self.flat.overlaps(self.flat.owned) if one is slot]
         self.start, self.stop = found[0] if found else (0, 0)
@@ -147,18 +147,18 @@ class _Place:
         return slice(first + self.start, first + self.stop)
 
 
-Held = Callable[[_Place], Any]
+FragmentGetter = Callable[[_ParamFragment], Any]
 
 
-def _found(param: Tensor) -> _Place | None:
+def _found(param: Tensor) -> _ParamFragment | None:
     for engine in ENGINES:
         slot = engine.zero.slot_of(param)
         if slot is not None and slot.flat.trainable and engine.optimizer is not None:
-            return _Place(engine, slot)
+            return _ParamFragment(engine, slot)
     return None
 
 
-def _place_of(param: Tensor) -> _Place:
+def _place_of(param: Tensor) -> _ParamFragment:
     place = _found(param)
     if place is None:
         raise LauncherError(
@@ -169,17 +169,17 @@ def _place_of(param: Tensor) -> _Place:
 
 
 @contextmanager
-def _weights(place: _Place) -> Iterator[Tensor]:
+def _weights(place: _ParamFragment) -> Iterator[Tensor]:
     yield place.flat.master[place.at]
     place.flat.rest(changed=True)
 
 
 @contextmanager
-def _state(place: _Place, key: str) -> Iterator[Tensor | None]:
+def _state(place: _ParamFragment, key: str) -> Iterator[Tensor | None]:
     assert place.engine.optimizer is not None
     states = place.engine.optimizer.state_slices().get(place.slot.name, {})
     value = states.get(key)
-    if isinstance(value, Part):
+    if isinstance(value, OffloadedSlice):
         yield value.here()
         value.of.put()
     else:
@@ -187,7 +187,7 @@ def _state(place: _Place, key: str) -> Iterator[Tensor | None]:
 
 
 @contextmanager
-def _gradient(place: _Place) -> Iterator[Tensor | None]:
+def _gradient(place: _ParamFragment) -> Iterator[Tensor | None]:
     gradient = place.gradient
     gradient.look_again()
     yield gradient.owned[place.at] if gradient.kept else None
@@ -195,12 +195,12 @@ def _gradient(place: _Place) -> Iterator[Tensor | None]:
         gradient.rest()
 
 
-def _own(place: _Place) -> Tensor | None:
+def _own(place: _ParamFragment) -> Tensor | None:
     found = place.gradient.local(place.slot)
     return None if found is None else found.view(place.slot.shape) / place.divisor
 
 
-def _full(param: Tensor, held: Held) -> Tensor | None:
+def _full(param: Tensor, held: FragmentGetter) -> Tensor | None:
     place = _found(param)
     if place is None:
         return None
@@ -223,7 +223,7 @@ def _full(param: Tensor, held: Held) -> Tensor | None:
     return whole[:-2].view(slot.shape) / (place.divisor if held is _gradient else 1)
 
 
-def _local(param: Tensor, held: Held) -> Tensor | None:
+def _local(param: Tensor, held: FragmentGetter) -> Tensor | None:
     place = _found(param)
     if place is None:
         return None
@@ -233,7 +233,7 @@ def _local(param: Tensor, held: Held) -> Tensor | None:
         return mine.float() / (place.divisor if held is _gradient else 1.0)
 
 
-def _set(param: Tensor, held: Held, value: Tensor, *, local: bool = False) -> None:
+def _set(param: Tensor, held: FragmentGetter, value: Tensor, *, local: bool = False) -> None:
     """Copy a whole value, or this rank's piece of one, and do what has to follow."""
     place = _place_of(param)
     _check(place, value, torch.Size([place.size]) if local else place.slot.shape)
@@ -254,7 +254,7 @@ def _set(param: Tensor, held: Held, value: Tensor, *, local: bool = False) -> No
             pending.wait()
 
 
-def _check(place: _Place, value: Tensor, shape: torch.Size) -> None:
+def _check(place: _ParamFragment, value: Tensor, shape: torch.Size) -> None:
     if value.shape != shape:
         raise LauncherError(
             f"{place.slot.name} has shape {tuple(shape)} here, the value has {tuple(value.shape)}",
@@ -262,7 +262,7 @@ def _check(place: _Place, value: Tensor, shape: torch.Size) -> None:
         )
 
 
-def _copy(mine: Tensor | None, value: Tensor, place: _Place, *, kept: bool = True) -> None:
+def _copy(mine: Tensor | None, value: Tensor, place: _ParamFragment, *, kept: bool = True) -> None:
     """Fill this rank's piece.
 
     Args:

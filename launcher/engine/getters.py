@@ -109,7 +109,7 @@ KEYS: dict[str, str] = {
 """Method -> key path of the resolved JSON. A section is answered as a dict, a missing one as None."""
 
 
-class Getters:
+class ConfigGetters:
     """An engine with a method for each of `KEYS`."""
 
     _config: Config
@@ -142,8 +142,8 @@ def value_at(config: Any, path: str) -> Any:
     return config.to_dict() if hasattr(config, "to_dict") else config
 
 
-def _getter(path: str) -> Callable[[Getters], Any]:
-    def get(self: Getters) -> Any:
+def _getter(path: str) -> Callable[[ConfigGetters], Any]:
+    def get(self: ConfigGetters) -> Any:
         return value_at(self._config, path)
 
     get.__doc__ = f"`{path}` of the resolved JSON."
@@ -151,4 +151,4 @@ def _getter(path: str) -> Callable[[Getters], Any]:
 
 
 for _name, _path in KEYS.items():
-    setattr(Getters, _name, _getter(_path))
+    setattr(ConfigGetters, _name, _getter(_path))

@@ -15,9 +15,9 @@ from launcher.config import Config
 from launcher.engine.batches import cast, to_device
 from launcher.engine.dtypes import DTYPES, autocast_dtype, special_dtypes
 from launcher.errors import ConfigError
-from launcher.pipeline.costs import WHERE, Costs, model_costs
+from launcher.pipeline.costs import WHERE, LayerCosts, model_costs
 from launcher.pipeline.layers import PipelineModule
-from launcher.pipeline.measure import Way, measure_model, measure_row
+from launcher.pipeline.measure import MeasureOptions, measure_model, measure_row
 from launcher.pipeline.stage import drawn_from
 
 METHOD = "profile"
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 def costs_of_blocks(
     model: nn.Module, mesh: Mesh, config: Config, seq_length: int | None
-) -> tuple[Costs, str]:
+) -> tuple[LayerCosts, str]:
     """Costs of a causal LM by `pipeline.partition`, and what was measured, in words: "" where nothing was. Every rank
     must call it.
 
@@ -54,12 +54,12 @@ def costs_of_blocks(
     size = int(str(config.train_micro_batch_size_per_gpu))
     way = _way(model, mesh, config, recomputed=recomputed)
 
-    def measured() -> Costs:
+    def measured() -> LayerCosts:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(vocabulary, (size, length), generator=generator).to(mesh.device)
         return measure_model(model, {"input_ids": tokens, "labels": tokens}, way)
 
-    costs = Costs(*_told_by_rank_0(measured, mesh))
+    costs = LayerCosts(*_told_by_rank_0(measured, mesh))
     each = sorted(block * 1e3 for block in costs.blocks)
     guessed = "" if seq_length else ", a length that initialize(seq_length=...) can change"
     return costs, (
@@ -107,8 +107,8 @@ def costs_of_layers(
     return _told_by_rank_0(measured, mesh)
 
 
-def _way(model: nn.Module, mesh: Mesh, config: Config, *, recomputed: bool) -> Way:
-    return Way(
+def _way(model: nn.Module, mesh: Mesh, config: Config, *, recomputed: bool) -> MeasureOptions:
+    return MeasureOptions(
         mesh.device,
         DTYPES[config.dtype],
         special_dtypes(config, model),

@@ -10,10 +10,10 @@ import torch
 from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.config.offload import OffloadConfig
-from launcher.offload.homes import Home, Homes, Room
-from launcher.offload.idle import Make
+from launcher.offload.homes import Placement, Placements, TierBudget
+from launcher.offload.idle import MakeBuffer
 from launcher.offload.nvme import NvmeTier
-from launcher.offload.resting import Buffers
+from launcher.offload.resting import HostBuffers
 from launcher.offload.tier import Tier
 
 ITEM = 4  # bytes of an element at most, where the JSON counts elements
@@ -26,21 +26,21 @@ def open_homes(
     mesh: Mesh,
     device: torch.device,
     tier_at: Callable[[str], Tier] | None = None,
-    make: Make | None = None,
-) -> Homes:
+    make: MakeBuffer | None = None,
+) -> Placements:
     """Where the shards of this rank rest; opens what it needs on NVMe.
 
     Args:
         tier_at: what a directory is; default: a file there.
-        make: see `Buffers`.
+        make: see `HostBuffers`.
 
     Raises:
         OffloadError: the directory is missing, cannot be written, or has no direct access that works.
     """
     zero = config.zero_optimization
     params, optim = zero.parameters_elsewhere, zero.offload_optimizer
-    opened = _Opened(tier_at or (lambda path: NvmeTier(path, config.aio, rank=mesh.rank)))
-    homes = Homes(device)
+    opened = _OpenTiers(tier_at or (lambda path: NvmeTier(path, config.aio, rank=mesh.rank)))
+    homes = Placements(device)
     if params is not None:
         in_host = params.max_in_cpu * ITEM if params.host_budget is None else params.host_budget
         homes.parameters = _rooms(params, device, opened, in_host)
@@ -54,12 +54,12 @@ def open_homes(
     homes.states = STATES.get(kind, 2)
     writes = optim.buffer_count if optim is not None and optim.pipeline_write else 0
     pins = [bool(section.pin_memory) for section in (params, optim) if section is not None]
-    homes.buffers = Buffers(writes, pin=None if all(pins) else False, make=make)
+    homes.buffers = HostBuffers(writes, pin=None if all(pins) else False, make=make)
     weakref.finalize(homes, _close, list(opened.values()))
     return homes
 
 
-class _Opened(dict[str, Tier]):
+class _OpenTiers(dict[str, Tier]):
     """Tiers by directory; one that is asked for is opened."""
 
     def __init__(self, tier_at: Callable[[str], Tier]) -> None:
@@ -74,26 +74,26 @@ class _Opened(dict[str, Tier]):
 def _rooms(
     section: OffloadConfig,
     device: torch.device,
-    opened: _Opened,
+    opened: _OpenTiers,
     in_host: int,
     *,
     share: float = 0.0,
-) -> list[Room]:
+) -> list[TierBudget]:
     """Args:
     in_host: bytes that stay in host memory where the rest is on NVMe.
     share: of the bytes, stays on the device.
     """
     rooms = []
     if section.device_budget is not None:
-        rooms.append(Room(Home(device), section.device_budget))
+        rooms.append(TierBudget(Placement(device), section.device_budget))
     elif share > 0:
-        rooms.append(Room(Home(device), share=share))
+        rooms.append(TierBudget(Placement(device), share=share))
     if section.device == "cpu":
-        return [*rooms, Room(Home(HOST))]
+        return [*rooms, TierBudget(Placement(HOST))]
     path = str(section.nvme_path)
     if in_host:
-        rooms.append(Room(Home(HOST), in_host))
-    return [*rooms, Room(Home(HOST, opened[path]))]
+        rooms.append(TierBudget(Placement(HOST), in_host))
+    return [*rooms, TierBudget(Placement(HOST, opened[path]))]
 
 
 def _close(tiers: list[Tier]) -> None:

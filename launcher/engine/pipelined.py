@@ -16,13 +16,13 @@ from launcher.engine.batches import call, cast, loss_in, outputs_in, to_device
 from launcher.errors import ConfigError
 from launcher.pipeline.batches import share
 from launcher.tensor.head import loss_only
-from launcher.tensor.weight_gradients import Place, PutOff, adding_in
+from launcher.tensor.weight_gradients import DeferredWeightGrads, GradientBuffer, adding_in
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
 
-class Work:
+class EngineExecutor:
     """What the runtime asks of an engine in one step.
 
     Args:
@@ -78,14 +78,14 @@ class Work:
         with self.engine.watch.phase("backward", self.engine), adding_in(place):
             torch.autograd.backward(outputs, gradients)
 
-    def finish(self, put_off: PutOff, *, last: bool) -> None:
+    def finish(self, put_off: DeferredWeightGrads, *, last: bool) -> None:
         place = self._begin_backward(last)
         with self.engine.watch.phase("backward", self.engine):
             leaves, gradients = put_off.computed(place)
             if leaves:
                 torch.autograd.backward(leaves, gradients)
 
-    def _begin_backward(self, last: bool) -> Place | None:
+    def _begin_backward(self, last: bool) -> GradientBuffer | None:
         """Where gradients of weights are added up in this backward: nowhere if it is to reduce them."""
         reducer, section = self.engine.zero.reducer, self.engine.resolved.pipeline
         each = section.reduce_per_microbatch or self.updates_inside
@@ -120,7 +120,7 @@ def train(
     batches, weights = _shared(engine, batches, weights, training=True)
     with _gathering(engine):
         try:
-            losses = engine.runtime.run(batches, Work(engine, weights), training=True)
+            losses = engine.runtime.run(batches, EngineExecutor(engine, weights), training=True)
             _settle(engine)
         finally:
             engine.zero.reducer.sync = True
@@ -147,7 +147,7 @@ def evaluate(
     batches, weights = _shared(engine, batches, weights, training=False)
     with _gathering(engine):
         losses = engine.runtime.run(
-            batches, Work(engine, weights, outputs, with_loss=with_loss), training=False
+            batches, EngineExecutor(engine, weights, outputs, with_loss=with_loss), training=False
         )
     return _told(engine, losses, len(batches)), weights
 

@@ -52,7 +52,7 @@ KINDS: dict[str, Callable[[Engine], Iterable[Tensor]]] = {
 """DeepSpeed's name of a state -> its tensors."""
 
 
-class PuttingAway:
+class StateOffloadMixin:
     """The part of an Engine that moves its states to host memory and back."""
 
     # A default of the class: an Engine looks for what it lacks in its model, and every forward asks.

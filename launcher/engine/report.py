@@ -10,7 +10,7 @@ import torch
 from launcher.comm import all_reduce
 from launcher.engine.engine import Engine
 from launcher.pipeline.recording import write
-from launcher.pipeline.simulate import Costs, simulate
+from launcher.pipeline.simulate import MicrobatchCosts, simulate
 
 
 def parameters(engine: Engine) -> int:
@@ -39,6 +39,6 @@ def last_step(engine: Engine, path: Path | None) -> dict[str, Any] | None:
         "chunks": made.chunks,
         "microbatches": made.microbatches,
         "bubble": measured.bubble,
-        "bubble_predicted": simulate(made, Costs.measured(measured)).bubble,
+        "bubble_predicted": simulate(made, MicrobatchCosts.measured(measured)).bubble,
         "most_held": list(measured.peak_held),
     }

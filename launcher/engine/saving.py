@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("launcher")
 
 
-class Saving:
+class CheckpointMixin:
     """The part of an Engine that touches the disk; every rank must call these."""
 
     global_steps: int

@@ -16,9 +16,9 @@ from launcher.engine.measuring import costs_of_blocks, costs_of_layers
 from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.costs import balance, deal
-from launcher.pipeline.crossing import Staged
+from launcher.pipeline.crossing import StagedPart
 from launcher.pipeline.layers import PipelineModule
-from launcher.pipeline.rows import StagedRow
+from launcher.pipeline.rows import SequentialPipeline
 from launcher.pipeline.runtime import Runtime
 from launcher.pipeline.schedules import DRAINED, schedule
 from launcher.pipeline.staged import StagedModel
@@ -63,7 +63,7 @@ def cut_row(
     collate_fn: Callable[..., Any] | None = None,
     *,
     taken: bool = False,
-) -> StagedRow:
+) -> SequentialPipeline:
     """This rank's layers of a row, built; says how even the stages are.
 
     Args:
@@ -83,7 +83,7 @@ def cut_row(
         boundaries = row.boundaries(stages, seconds)
         if mesh.rank == 0:
             _tell(row.balance(boundaries, seconds).lines())
-    staged = StagedRow(row, boundaries, _rank_of(mesh, config), axes["pp"].rank)
+    staged = SequentialPipeline(row, boundaries, _rank_of(mesh, config), axes["pp"].rank)
     if taken:
         _check_cut(row, staged)
     if row.cut != boundaries:
@@ -107,7 +107,7 @@ def cut_model(
     return StagedModel(model, boundaries, _rank_of(mesh, config), pp.rank, split_model.sequence)
 
 
-def _check_cut(row: PipelineModule, staged: StagedRow) -> None:
+def _check_cut(row: PipelineModule, staged: SequentialPipeline) -> None:
     if row.cut not in (None, staged.boundaries):
         raise ConfigError(
             f"the JSON cuts the row of layers at {staged.boundaries}, and PipelineModule() cut it at {row.cut}: the "
@@ -122,7 +122,7 @@ def _tell(lines: list[str]) -> None:
     print(*(f"{'' if i else 'stages':8}{line}" for i, line in enumerate(lines)), sep="\n", flush=True)
 
 
-def holders_of(staged: Staged | None, mesh: Mesh) -> dict[str, Axis]:
+def holders_of(staged: StagedPart | None, mesh: Mesh) -> dict[str, Axis]:
     """The stages that hold a parameter, where there are several. Every rank must call it."""
     shared = staged.shared if staged is not None else {}
     axes = {ranks: mesh.part_of("pp", ranks) for ranks in sorted(set(shared.values()))}
@@ -141,7 +141,7 @@ def agree(model: nn.Module, holders: Mapping[str, Axis], device: torch.device) -
             parameter.copy_(values)
 
 
-def runtime_of(staged: Staged | None, mesh: Mesh, config: Config) -> Runtime | None:
+def runtime_of(staged: StagedPart | None, mesh: Mesh, config: Config) -> Runtime | None:
     """What runs the stages of this rank."""
     if staged is None:
         return None
@@ -149,7 +149,7 @@ def runtime_of(staged: Staged | None, mesh: Mesh, config: Config) -> Runtime | N
     return Runtime(staged, mesh.axes["pp"], section.schedule, section.chunks_of_rank, mesh.device)
 
 
-def versions_of(zero: ZeroModel, staged: Staged | None, config: Config) -> Versions | None:
+def versions_of(zero: ZeroModel, staged: StagedPart | None, config: Config) -> Versions | None:
     """What keeps older weights, where the schedule is asynchronous; says what that means.
 
     Raises:
@@ -180,7 +180,7 @@ def versions_of(zero: ZeroModel, staged: Staged | None, config: Config) -> Versi
 
 
 def recompute(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]], staged: Staged | None, config: Config, tp: Axis
+    model: nn.Module, blocks: list[tuple[str, nn.Module]], staged: StagedPart | None, config: Config, tp: Axis
 ) -> Checkpointer | None:
     """Let blocks, or groups of layers of a row, keep only their inputs and be recomputed in backward.
 
@@ -188,7 +188,7 @@ def recompute(
         ConfigError: the JSON asks for groups of blocks of a Hugging Face model.
     """
     section, interval = config.activation_checkpointing, config.pipeline.activation_checkpoint_interval
-    if isinstance(staged, StagedRow):
+    if isinstance(staged, SequentialPipeline):
         return _recompute_row(staged, section, tp) or checkpoint_blocks(model, blocks, section, tp)
     if interval > 1 and staged is not None:
         raise ConfigError(
@@ -203,7 +203,7 @@ def recompute(
 
 
 def _recompute_row(
-    staged: StagedRow, section: ActivationCheckpointingConfig | None, tp: Axis
+    staged: SequentialPipeline, section: ActivationCheckpointingConfig | None, tp: Axis
 ) -> Checkpointer | None:
     """Groups of layers, by the row's interval, keep their inputs as the section says."""
     stages = [stage for stage in staged.part.stages.values() if stage.interval]

@@ -20,7 +20,7 @@ from launcher.engine.whole import tied_names
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
 from launcher.models.settings import settings_of
-from launcher.offload.resting import Part, Window, in_turn
+from launcher.offload.resting import OffloadedSlice, PrefetchWindow, in_turn
 from launcher.zero import ParamSlice
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ def _written(engine: Engine) -> list[ParamSlice]:
     return engine.zero.slices() if engine.saver.node_local else engine.zero.written_slices()
 
 
-def _flat_slice(engine: Engine, piece: ParamSlice, data: Tensor | Part, window: Window) -> FlatSlice:
+def _flat_slice(
+    engine: Engine, piece: ParamSlice, data: Tensor | OffloadedSlice, window: PrefetchWindow
+) -> FlatSlice:
     """`data` in the place of a piece of a parameter. A node with storage of its own may lack the first holders."""
     place, firsts_only = (piece.split, piece.start, piece.stop), not engine.saver.node_local
     if isinstance(data, Tensor):
@@ -155,7 +157,7 @@ def _buffers(engine: Engine) -> Tensors:
     return {f"buffer/{name}": buffer for name, buffer in persistent_buffers(engine.module)}
 
 
-def _optimizer_state(engine: Engine, window: Window) -> Tensors:
+def _optimizer_state(engine: Engine, window: PrefetchWindow) -> Tensors:
     if engine.optimizer is None:
         return {}
     written = {piece.name: piece for piece in _written(engine)}
@@ -168,7 +170,7 @@ def _optimizer_state(engine: Engine, window: Window) -> Tensors:
                 tensors[f"number/{key}/{name}"] = torch.tensor(value)
             elif value is None:
                 continue
-            elif isinstance(value, Part):
+            elif isinstance(value, OffloadedSlice):
                 if piece is not None:
                     part = value.part(piece.start - owned.start, piece.stop - owned.start)
                     tensors[f"optimizer/{key}/{name}"] = _flat_slice(engine, piece, part, window)
@@ -187,7 +189,7 @@ def _optimizer_state(engine: Engine, window: Window) -> Tensors:
     return tensors
 
 
-def _empty_optimizer_state(engine: Engine, stored: Stored, window: Window) -> Tensors:
+def _empty_optimizer_state(engine: Engine, stored: Stored, window: PrefetchWindow) -> Tensors:
     """State tensors for everything that the checkpoint has of the parameters this rank owns."""
     assert engine.optimizer is not None
     inner, slices = engine.optimizer.inner, engine.optimizer.slices

@@ -14,14 +14,14 @@ from launcher.comm import Mesh, Timing, all_reduce, observe_collectives
 from launcher.comm.log import read_log, start_log, stop_log
 from launcher.comm.plain import told_by_first
 from launcher.config import Config
-from launcher.engine.flops import FlopsProfiler
+from launcher.engine.flops import StepProfiler
 from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer
 from launcher.monitor.log import say
 from launcher.monitor.memory import MemoryBreakdown
 from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import Timers
-from launcher.monitor.writers import OPENERS, Event, Monitor, open_writers
+from launcher.monitor.writers import OPENERS, Monitor, MonitorEvent, open_writers
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -30,7 +30,7 @@ REPORT_EVERY = 10  # steps between two lines where steps_per_print is null: what
 _OFF = nullcontext()
 
 
-class Watch:
+class Telemetry:
     """Everything that only looks: it changes no number, and what is off costs nothing.
 
     Args:
@@ -51,7 +51,7 @@ class Watch:
         self.say: Callable[[str], None] = _print
         self.timers = Timers(enabled=config.wall_clock_breakdown or flops.enabled, device=mesh.device)
         self.memory = MemoryBreakdown(mesh.device) if config.memory_breakdown and first else None
-        self.profiler = FlopsProfiler(flops) if flops.enabled and first else None
+        self.profiler = StepProfiler(flops) if flops.enabled and first else None
         speed = config.timers.throughput
         self.throughput = Throughput(
             enabled=speed.enabled and config.steps_per_print is not None,
@@ -169,7 +169,7 @@ class Watch:
             for text in self.memory.lines(engine.held_bytes()):
                 self.say(f"step {engine.global_steps}: {text}")
 
-    def _events(self, engine: Engine) -> Iterator[Event]:
+    def _events(self, engine: Engine) -> Iterator[MonitorEvent]:
         """What a step writes, under DeepSpeed's names. The loss is a collective of two numbers."""
         values: dict[str, Any] = {"train_loss": self._mean_loss()}
         values["lr"] = engine.get_lr()[0]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint import export
-from launcher.comm.letters import Letters
+from launcher.comm.letters import P2PChannel
 from launcher.comm.plain import gather_plain
 from launcher.errors import CheckpointError
 from launcher.models.companions import write_companions
@@ -25,7 +25,7 @@ from launcher.models.names import persistent_buffers, places_of
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
-    from launcher.zero.slot import Slot
+    from launcher.zero.slot import ParamSlot
     from launcher.zero.unit import Unit
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
     """
     writer = engine.global_rank == 0
     with _Whole(engine) as whole:
-        entries: list[export.Entry] = [
+        entries: list[export.ExportEntry] = [
             (found.names[0], found.dtype, tuple(found.shape), partial(whole.fetch, found))
             for found in whole.tensors(exclude_frozen)
         ]
@@ -98,7 +98,7 @@ def tied_names(engine: Engine) -> dict[str, str]:
     return {other: name for stage in of_stages(engine, tied) for other, name in stage.items()}
 
 
-def _named(engine: Engine) -> Iterator[tuple[Slot, tuple[str, ...]]]:
+def _named(engine: Engine) -> Iterator[tuple[ParamSlot, tuple[str, ...]]]:
     """Every parameter of this stage with all of its names, in the order of the model."""
     prefixes = {module: f"{name}." if name else "" for name, module in engine.module.named_modules()}
     for slot in engine.zero.slots.values():
@@ -143,7 +143,7 @@ class _Whole:
         self.engine, self.zero, self.pp = engine, engine.zero, engine.mesh.axes["pp"]
         self.place = engine.runtime.staged.place if engine.runtime else places_of(engine.module)
         self._buffers = dict(persistent_buffers(engine.module))
-        self._letters, self._open = Letters(self.pp), ExitStack()
+        self._letters, self._open = P2PChannel(self.pp), ExitStack()
         self._unit: Unit | None = None
 
     def tensors(self, exclude_frozen: bool) -> list[_Found]:

@@ -8,7 +8,7 @@ PHASES = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceBytes:
     """Bytes of tensors on the device, by what they are for.
 
     Args:
@@ -49,8 +49,8 @@ class Estimate:
     rank: int
     world: int
     peaks: dict[str, int]
-    at_peak: Held
-    between: Held
+    at_peak: DeviceBytes
+    between: DeviceBytes
     host: int = 0
     nvme: int = 0
 

@@ -24,9 +24,9 @@ from launcher.engine.assemble import initialize, split_layers
 from launcher.engine.dtypes import DTYPES
 from launcher.engine.engine import Engine
 from launcher.engine.offloading import HOST, open_homes
-from launcher.estimate.answer import PHASES, Estimate, Held
-from launcher.estimate.hollow import Hollow, fused_dropout
-from launcher.estimate.live import Counting, LiveBytes
+from launcher.estimate.answer import PHASES, DeviceBytes, Estimate
+from launcher.estimate.hollow import FakeMode, fused_dropout
+from launcher.estimate.live import LiveBytes, LiveBytesMode
 from launcher.estimate.resting import gradients_of, masters_of, on, parameters_of
 from launcher.estimate.tiers import CountingTier
 from launcher.estimate.trace import fill_buffers, microbatch, one_thread
@@ -35,7 +35,7 @@ from launcher.pipeline.crossing import signature_of
 from launcher.pipeline.staged import StagedModel
 from launcher.tensor.head import loss_only
 from launcher.zero.gradients import FlatGradient
-from launcher.zero.slot import Reader, Slot
+from launcher.zero.slot import ParamReader, ParamSlot
 
 DEVICE = torch.device("cpu", 0)  # tensors of it are not told from the host's, but homes are
 NEARLY = 0.95  # of the peak of the step before, when a look is worth its time
@@ -74,18 +74,18 @@ def dry_run(
                 learn_crossings(engine, whole, batch_of(engine, sequence))
             return engine
 
-        return rehearse(make, sequence, Hollow)
+        return rehearse(make, sequence, FakeMode)
 
 
 def rehearse(
-    make: Callable[[LiveBytes], Engine], sequence: int, mode: Callable[[LiveBytes], Counting]
+    make: Callable[[LiveBytes], Engine], sequence: int, mode: Callable[[LiveBytes], LiveBytesMode]
 ) -> Estimate:
     """What the steps of an engine take, looked at from inside.
 
     Args:
         make: gives the engine; host memory that stands apart is noted in what it is given.
         sequence: tokens of each sequence of its microbatches.
-        mode: `Hollow`, or `Counting` for a run that really computes.
+        mode: `FakeMode`, or `LiveBytesMode` for a run that really computes.
     """
     watcher = _Watcher()
     with one_thread(), mode(watcher.live):
@@ -144,7 +144,7 @@ def learn_crossings(engine: Engine, whole: nn.Module, batch: dict[str, Tensor]) 
             own.tell(stage, signature, alone.learned(stage, signature))
 
 
-def held(engine: Engine, live: int) -> Held:
+def held(engine: Engine, live: int) -> DeviceBytes:
     """Who holds what of the bytes that are alive on the device now."""
     zero = engine.zero
     pool, device = zero.pool, zero.pool.device
@@ -156,7 +156,7 @@ def held(engine: Engine, live: int) -> Held:
     kept = parameters_of(zero.flats), gradients_of(zero.gradients), optimizer
     parameters, gradients, states = (on(device, one) for one in kept)
     known = parameters + gradients + states + buffers
-    return Held(parameters, gradients, states, buffers, max(0, live - known))
+    return DeviceBytes(parameters, gradients, states, buffers, max(0, live - known))
 
 
 class _Watcher:
@@ -164,7 +164,7 @@ class _Watcher:
 
     def __init__(self) -> None:
         self.live = LiveBytes(self._at_new_peak)
-        self.seen: Held | None = None
+        self.seen: DeviceBytes | None = None
         self._phase, self._peaks = PHASES[0], dict.fromkeys(PHASES, 0)
         self._engine: Engine | None = None
         self._wanted: int | None = None
@@ -241,7 +241,7 @@ class _Anything:
     """Values of parameters that nobody looks at."""
 
     @contextmanager
-    def open(self, slots: list[Slot]) -> Iterator[Reader]:
+    def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
         dtypes = {slot.name: slot.leaf.dtype for slot in slots}
         yield lambda name, start, stop: torch.empty(stop - start, dtype=dtypes[name])
 

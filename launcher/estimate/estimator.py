@@ -17,13 +17,13 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.assemble import resolve
 from launcher.engine.offloading import HOST
-from launcher.estimate.answer import Estimate, Held
-from launcher.estimate.paper import META, PaperRank
-from launcher.estimate.portion import Portion, Portions
-from launcher.estimate.replay import Script, Step
+from launcher.estimate.answer import DeviceBytes, Estimate
+from launcher.estimate.paper import META, SimulatedRank
+from launcher.estimate.portion import RankPart, RankParts
+from launcher.estimate.replay import ScriptedStep, StepScript
 from launcher.estimate.resting import on
 from launcher.estimate.states import StateBytes
-from launcher.estimate.trace import Traced, Traces, section_of
+from launcher.estimate.trace import ModelTrace, ModelTraces, section_of
 from launcher.models.build import build_on_meta
 from launcher.optim.build import params_of
 
@@ -44,7 +44,7 @@ class Estimator:
         text: Any = self.model.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
         self.sequence = min(LONG, most) if isinstance(most, int) and most > 0 else LONG
-        self._portions, self._traces = Portions(self.model), Traces(self.model)
+        self._portions, self._traces = RankParts(self.model), ModelTraces(self.model)
         self._states: dict[str, StateBytes] = {}
 
     def estimate(self, config: Config, world: int, rank: int = 0, sequence: int | None = None) -> Estimate:
@@ -60,10 +60,10 @@ class Estimator:
         """
         sequence = sequence or self.sequence
         mesh, resolved, portion = self._laid_out(config, world, rank, sequence)
-        paper = PaperRank(portion, resolved, mesh, self._states_of(resolved))
-        script = Script(paper, portion, resolved, mesh, *self._traced(resolved, portion, sequence))
-        Step(script).run(most=1)  # in the first step the fetcher learns its order
-        step = Step(script)
+        paper = SimulatedRank(portion, resolved, mesh, self._states_of(resolved))
+        script = StepScript(paper, portion, resolved, mesh, *self._traced(resolved, portion, sequence))
+        ScriptedStep(script).run(most=1)  # in the first step the fetcher learns its order
+        step = ScriptedStep(script)
         step.run()
         between = _held(paper, paper.pool.idle_bytes, 0)
         return Estimate(
@@ -89,7 +89,9 @@ class Estimator:
         """The model on meta, to be used up."""
         return copy.deepcopy(self.model)
 
-    def _laid_out(self, config: Config, world: int, rank: int, sequence: int) -> tuple[Mesh, Config, Portion]:
+    def _laid_out(
+        self, config: Config, world: int, rank: int, sequence: int
+    ) -> tuple[Mesh, Config, RankPart]:
         """The mesh as the rank sees it, the configuration resolved on it, and the rank's part of the model."""
         degrees = {"pp": config.pipeline.degree, "tp": config.tensor_parallel.degree}
         mesh = Mesh.planned(META, world, rank, dp=config.dp_degree(world), **degrees)
@@ -102,7 +104,7 @@ class Estimator:
             self._states[key] = StateBytes(config, self.model)
         return self._states[key]
 
-    def _traced(self, config: Config, portion: Portion, sequence: int) -> Any:
+    def _traced(self, config: Config, portion: RankPart, sequence: int) -> Any:
         """(the trace of each block, that of the ends)."""
         section = section_of(config)
         plain = lambda: self._traces.of(config, sequence, recomputed=False)  # noqa: E731
@@ -118,18 +120,18 @@ class Estimator:
         chosen = {own[i * number // count] for i in range(count)}
         others = plain()
 
-        def of(block: int) -> Traced:
+        def of(block: int) -> ModelTrace:
             return again if portion.names[block] in chosen else others
 
         return of, others
 
 
-def _held(paper: PaperRank, buffers: int, activations: int) -> Held:
+def _held(paper: SimulatedRank, buffers: int, activations: int) -> DeviceBytes:
     parameters, gradients, optimizer = (on(META, held) for held in paper.kept())
-    return Held(parameters, gradients, optimizer, buffers, activations)
+    return DeviceBytes(parameters, gradients, optimizer, buffers, activations)
 
 
-def _host(paper: PaperRank) -> int:
+def _host(paper: SimulatedRank) -> int:
     """Bytes of shards that stay in host memory, and of buffers there for what rests on NVMe."""
     host = sum(on(HOST, held) for held in paper.kept())
     return host + paper.homes.buffers.idle.most

@@ -1,6 +1,6 @@
 """Hollow tensors: tensors of the CPU whose memory is there and is never touched, so that it takes none.
 
-Inside of `Hollow`, an operation on floats of some size makes its outputs, with the shapes, strides and dtypes that its
+Inside of `FakeMode`, an operation on floats of some size makes its outputs with the shapes, strides and dtypes that its
 meta kernel gives, and computes nothing. Operations on integers, on small tensors and on views run: what decides where
 a program goes on (positions, masks, flags) is real. All else that a program sees is as ever: addresses, storages,
 reference counts, process groups.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from launcher.estimate.live import Counting, LiveBytes
+from launcher.estimate.live import LiveBytes, LiveBytesMode
 
 SMALL = 1 << 14  # elements: operations on no more than these run
 INTEGERS = 1 << 22  # the same where no tensor has floats
@@ -69,7 +69,7 @@ def fused_dropout() -> Iterator[None]:
         functional.dropout = plain
 
 
-class Hollow(Counting):
+class FakeMode(LiveBytesMode):
     """The mode.
 
     Args:

@@ -86,7 +86,7 @@ class _Size:
         self.on_host = False
 
 
-class Counting(TorchDispatchMode):
+class LiveBytesMode(TorchDispatchMode):
     """Inside, every operation runs as ever, and `live` sees what it makes.
 
     Args:

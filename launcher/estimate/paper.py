@@ -17,11 +17,11 @@ from launcher.config import Config
 from launcher.engine.assemble import axes_of, mark_leaves, policy_of, units_of
 from launcher.engine.dtypes import special_dtypes
 from launcher.engine.offloading import open_homes
-from launcher.estimate.portion import Portion
-from launcher.estimate.resting import Resting, gradients_of, masters_of, on, parameters_of
+from launcher.estimate.portion import RankPart
+from launcher.estimate.resting import OffloadedBytes, gradients_of, masters_of, on, parameters_of
 from launcher.estimate.states import StateBytes
 from launcher.estimate.tiers import CountingTier
-from launcher.offload.resting import Resting as AtRest
+from launcher.offload.resting import OffloadedTensor
 from launcher.pipeline.schedules import schedule
 from launcher.zero.apply import lay_out
 from launcher.zero.fetch import Fetcher
@@ -30,24 +30,24 @@ from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer, order_of_reduction
-from launcher.zero.slot import Reader, Slot
+from launcher.zero.slot import ParamReader, ParamSlot
 
 META = torch.device("meta")
 
 
-class PaperBuffer(FlatBuffer):
+class SimulatedBuffer(FlatBuffer):
     """A flat buffer that shows no module its parameters."""
 
     def _attach(self) -> None: ...
 
     def _detach(self) -> None: ...
 
-    def _make_leaf(self, slot: Slot) -> None: ...
+    def _make_leaf(self, slot: ParamSlot) -> None: ...
 
-    def _copy(self, read: Reader, span: slice, out: Tensor) -> None: ...
+    def _copy(self, read: ParamReader, span: slice, out: Tensor) -> None: ...
 
 
-class PaperGradient(FlatGradient):
+class SimulatedGradient(FlatGradient):
     """Its gradient; the leaves have none.
 
     Attributes:
@@ -64,7 +64,7 @@ class PaperGradient(FlatGradient):
         return full
 
 
-class PaperPool(BufferPool):
+class SimulatedPool(BufferPool):
     """Tells of each buffer that is taken."""
 
     taken: Callable[[], None]
@@ -75,7 +75,7 @@ class PaperPool(BufferPool):
         return buffer
 
 
-class PaperHooks(Hooks):
+class SimulatedHooks(Hooks):
     """What modules and autograd call, called by a tape."""
 
     def _register(self) -> None:
@@ -102,7 +102,7 @@ class PaperHooks(Hooks):
             self.enter_backward(self.root)
 
 
-class PaperRank:
+class SimulatedRank:
     """Memory of one rank.
 
     Args:
@@ -117,35 +117,35 @@ class PaperRank:
         peak: bytes of the device at most since `restart`; at_peak: of these, what `pool` and `live` had.
     """
 
-    def __init__(self, portion: Portion, config: Config, mesh: Mesh, states: StateBytes) -> None:
+    def __init__(self, portion: RankPart, config: Config, mesh: Mesh, states: StateBytes) -> None:
         model = portion.model
         mark_leaves(model, config)
         special = special_dtypes(config, model)
         policy = replace(policy_of(config), special_dtypes=special, compute_norm=False)  # there are no values
         self.disk = CountingTier()
         self.homes = open_homes(config, mesh, META, lambda path: self.disk, _on_meta)
-        self.pool = PaperPool(META)
+        self.pool = SimulatedPool(META)
         self.pool.taken = self._look
         axes = axes_of(config, mesh)
         blocks = units_of(model, portion.blocks)
         places = portion.splits, portion.holders, self.homes, self.pool
-        self.units = list(lay_out(model, axes, policy, blocks, *places, PaperBuffer, PaperGradient))
+        self.units = list(lay_out(model, axes, policy, blocks, *places, SimulatedBuffer, SimulatedGradient))
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = [gradient for unit in self.units for gradient in unit.gradients]
         for flat in self.flats:
             flat.fill(_never, from_rank_zero=False)
         for gradient in self.gradients:
-            assert isinstance(gradient, PaperGradient)
+            assert isinstance(gradient, SimulatedGradient)
             gradient.collected = self._taken_from_leaves
         self.fetcher = Fetcher(policy, self.homes.ahead, self.homes.units_ahead)
         self.reducer = Reducer(order_of_reduction(self.units), policy)
-        self.hooks = PaperHooks(self.units, self.fetcher, self.reducer)
+        self.hooks = SimulatedHooks(self.units, self.fetcher, self.reducer)
         self.unit_of = {unit.name: unit for unit in self.units}
         self.slots = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self.gradient_of = {slot: g for g in self.gradients for slot in g.flat.slots}
         self.optimizer = states.of(self.gradients)
         self._resting = {gradient: self._states_at_rest(gradient, states) for gradient in self.gradients}
-        self._on_leaves: dict[Slot, int] = {}
+        self._on_leaves: dict[ParamSlot, int] = {}
         self.live = self.peak = 0
         self.at_peak = (0, 0)
         self._fixed = 0
@@ -153,7 +153,7 @@ class PaperRank:
 
     # ---- what is held -----------------------------------------------------------------------
 
-    def kept(self) -> tuple[Resting, Resting, Resting]:
+    def kept(self) -> tuple[OffloadedBytes, OffloadedBytes, OffloadedBytes]:
         """Bytes of parameters, of gradients, and of what the optimizer has, by where they rest."""
         masters = masters_of(self.flats)
         masters.update(self.optimizer)
@@ -221,7 +221,7 @@ class PaperRank:
         for state in self._resting[gradient]:
             state.fetch()
 
-    def _states_at_rest(self, gradient: FlatGradient, states: StateBytes) -> list[AtRest]:
+    def _states_at_rest(self, gradient: FlatGradient, states: StateBytes) -> list[OffloadedTensor]:
         flat = gradient.flat
         if flat.optim_home.tier is None:
             return []

@@ -22,7 +22,7 @@ from launcher.tensor.split import Split
 
 
 @dataclass(frozen=True)
-class Portion:
+class RankPart:
     """The part of a model that a rank holds.
 
     Args:
@@ -44,7 +44,7 @@ class Portion:
     rank_of: tuple[int, ...]
 
 
-class Portions:
+class RankParts:
     """The portions of a model that were asked for.
 
     Args:
@@ -54,9 +54,9 @@ class Portions:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._split: dict[Any, tuple[nn.Module, Mapping[str, Split]]] = {}
-        self._known: dict[Any, Portion] = {}
+        self._known: dict[Any, RankPart] = {}
 
-    def of(self, config: Config, mesh: Mesh, sequence: int) -> Portion:
+    def of(self, config: Config, mesh: Mesh, sequence: int) -> RankPart:
         """What the rank of the mesh has.
 
         Args:
@@ -76,11 +76,13 @@ class Portions:
         return self._known[key]
 
 
-def _cut(model: nn.Module, splits: Mapping[str, Split], config: Config, mesh: Mesh, sequence: int) -> Portion:
+def _cut(
+    model: nn.Module, splits: Mapping[str, Split], config: Config, mesh: Mesh, sequence: int
+) -> RankPart:
     blocks, pp, section = unit_modules(model), mesh.axes["pp"], config.pipeline
     names = tuple(name for name, _ in blocks)
     if pp.degree == 1:
-        return Portion(model, splits, names, blocks, {}, (0, len(names)), (0,))
+        return RankPart(model, splits, names, blocks, {}, (0, len(names)), (0,))
     method = "best" if section.partition == "profile" else section.partition
     costs = model_costs(model, method, sequence=sequence, tp=mesh.axes["tp"].degree)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)
@@ -88,6 +90,6 @@ def _cut(model: nn.Module, splits: Mapping[str, Split], config: Config, mesh: Me
     rank_of = schedule(name, pp.degree, 1, section.chunks_of_rank).rank_of
     model = shallow(model)
     staged = StagedModel(model, boundaries, rank_of, pp.rank)
-    return Portion(
+    return RankPart(
         model, splits, names, staged.blocks, holders_of(staged, mesh), tuple(boundaries), tuple(rank_of)
     )

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.estimate.answer import PHASES
-from launcher.estimate.paper import PaperRank
-from launcher.estimate.portion import Portion
-from launcher.estimate.tape import Event, Items, Mark, Piece, Stretch, absolute
-from launcher.estimate.trace import Traced
-from launcher.pipeline.actions import Action, Kind
+from launcher.estimate.paper import SimulatedRank
+from launcher.estimate.portion import RankPart
+from launcher.estimate.tape import BlockTrace, Items, TraceEvent, TraceMark, TraceSegment, absolute
+from launcher.estimate.trace import ModelTrace
+from launcher.pipeline.actions import Action, ActionKind
 from launcher.pipeline.mail import AHEAD
 from launcher.pipeline.schedules import schedule
 
@@ -20,7 +20,7 @@ MICROBATCHES = 2  # later ones do what the second does, where there are no stage
 
 
 @dataclass(frozen=True)
-class Script:
+class StepScript:
     """What a rank does in a step.
 
     Args:
@@ -28,12 +28,12 @@ class Script:
         ends: the one that the two ends are taken from.
     """
 
-    rank: PaperRank
-    portion: Portion
+    rank: SimulatedRank
+    portion: RankPart
     config: Config
     mesh: Mesh
-    traced: Callable[[int], Traced]
-    ends: Traced
+    traced: Callable[[int], ModelTrace]
+    ends: ModelTrace
 
     def actions(self, most: int) -> tuple[Action, ...]:
         """In their order.
@@ -44,12 +44,14 @@ class Script:
         pp, section = self.mesh.axes["pp"], self.config.pipeline
         number = int(str(self.config.gradient_accumulation_steps))
         if pp.degree == 1:
-            each = ((Action(Kind.FORWARD, 0, m), Action(Kind.BACKWARD, 0, m)) for m in range(number))
+            each = (
+                (Action(ActionKind.FORWARD, 0, m), Action(ActionKind.BACKWARD, 0, m)) for m in range(number)
+            )
             return tuple(action for pair in each for action in pair)[-2 * most :]
         return schedule(section.schedule, pp.degree, number, section.chunks_of_rank).actions[pp.rank]
 
 
-class Step:
+class ScriptedStep:
     """One step of a script.
 
     Attributes:
@@ -57,7 +59,7 @@ class Step:
         at_peak: of the largest: bytes of buffers, and of activations.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: StepScript) -> None:
         self.script, self.rank = script, script.rank
         self.peaks, self.at_peak = dict.fromkeys(PHASES, 0), (0, 0)
         self._phase = PHASES[-1]
@@ -68,25 +70,25 @@ class Step:
         """Forwards and backwards of all microbatches, and the optimizer's step.
 
         Args:
-            most: see `Script.actions`.
+            most: see `StepScript.actions`.
         """
         rank, section = self.rank, self.script.config.pipeline
         rank.fix()
         rank.restart()
         actions = self.script.actions(most)
-        last = next(a for a in reversed(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT))
+        last = next(a for a in reversed(actions) if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT))
         rank.fetcher.keeps = self._staged and not section.gather_per_microbatch
         if self._staged:
             boxes = self._boxes()
             rank.stretch(boxes, boxes)
         for action in actions:
-            if action.kind is Kind.FORWARD:
+            if action.kind is ActionKind.FORWARD:
                 self._enter(PHASES[0])
                 self._forward(action.stage)
-            elif action.kind is not Kind.UPDATE:
+            elif action.kind is not ActionKind.UPDATE:
                 self._enter(PHASES[1])
                 self._announce(last=action is last)
-                self._finish(action.stage) if action.kind is Kind.WEIGHT else self._backward(action)
+                self._finish(action.stage) if action.kind is ActionKind.WEIGHT else self._backward(action)
         rank.fetcher.keeps = False
         rank.fetcher.end()
         if not rank.reducer.sync:
@@ -119,7 +121,7 @@ class Step:
 
     def _backward(self, action: Action) -> None:
         rank, hidden, stage = self.rank, self.script.ends.hidden, action.stage
-        late = action.kind is Kind.INPUT
+        late = action.kind is ActionKind.INPUT
         rank.hooks.begin_backward()
         if stage == self._last_stage:
             ends = self.script.ends
@@ -135,7 +137,7 @@ class Step:
     def _finish(self, stage: int) -> None:
         """The weight gradients that were put off."""
         rank = self.rank
-        pairs: list[tuple[Piece, Piece, int]] = [
+        pairs: list[tuple[BlockTrace, BlockTrace, int]] = [
             (self._piece(block), self._piece(block, late=True), block) for block in self._blocks(stage)
         ]
         ends = self.script.ends
@@ -144,11 +146,11 @@ class Step:
         gradients: list[tuple[str, int]] = []
         held = 0
         for now, later, block in pairs:
-            came = {item.name for item in later.backward if isinstance(item, Mark) and item.nbytes}
+            came = {item.name for item in later.backward if isinstance(item, TraceMark) and item.nbytes}
             gradients += [
                 (absolute(item, self._name(block)), item.nbytes)
                 for item in now.backward
-                if isinstance(item, Mark) and item.event is Event.GRADIENT and item.name not in came
+                if isinstance(item, TraceMark) and item.event is TraceEvent.GRADIENT and item.name not in came
             ]
             held += _change(later.backward) - _change(now.backward)
         in_place = not rank.reducer.sync
@@ -171,28 +173,28 @@ class Step:
     def _play(self, items: Items, block: int = -1) -> None:
         rank, name = self.rank, self._name(block)
         for item in items:
-            if isinstance(item, Stretch):
+            if isinstance(item, TraceSegment):
                 rank.stretch(item.peak, item.change)
                 continue
             whole = absolute(item, name)
-            if item.event is Event.GRADIENT:
+            if item.event is TraceEvent.GRADIENT:
                 rank.gradient(whole, item.nbytes, in_place=self._staged and not rank.reducer.sync)
                 continue
             unit = rank.unit_of.get(whole)
             if unit is None or not unit.sharded:
                 continue
-            if item.event is Event.USE:
+            if item.event is TraceEvent.USE:
                 rank.fetcher.use(unit, "forward")
-            elif item.event is Event.LEAVE:
+            elif item.event is TraceEvent.LEAVE:
                 rank.fetcher.leave(unit)
-            elif item.event is Event.ENTER:
+            elif item.event is TraceEvent.ENTER:
                 rank.hooks.enter_backward(unit)
 
     def _blocks(self, stage: int) -> range:
         boundaries = self.script.portion.boundaries
         return range(boundaries[stage], boundaries[stage + 1])
 
-    def _piece(self, block: int, *, late: bool = False) -> Piece:
+    def _piece(self, block: int, *, late: bool = False) -> BlockTrace:
         return self.script.traced(block).of(block, late=late)
 
     def _name(self, block: int) -> str:
@@ -215,4 +217,4 @@ class Step:
 
 
 def _change(items: Items) -> int:
-    return sum(item.change for item in items if isinstance(item, Stretch))
+    return sum(item.change for item in items if isinstance(item, TraceSegment))

@@ -7,39 +7,39 @@ from collections.abc import Iterable
 
 import torch
 
-from launcher.offload.homes import Home
+from launcher.offload.homes import Placement
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 
-Resting = Counter[Home]
+OffloadedBytes = Counter[Placement]
 
 
-def parameters_of(flats: Iterable[FlatBuffer]) -> Resting:
+def parameters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
     """What is kept of parameters."""
-    held: Resting = Counter()
+    held: OffloadedBytes = Counter()
     for flat in flats:
-        held[flat.params_home if flat.sharded else Home(flat.pool.device)] += flat.held_bytes
+        held[flat.params_home if flat.sharded else Placement(flat.pool.device)] += flat.held_bytes
     return held
 
 
-def masters_of(flats: Iterable[FlatBuffer]) -> Resting:
+def masters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
     """Master weights that are no parameters."""
-    held: Resting = Counter()
+    held: OffloadedBytes = Counter()
     for flat in flats:
         held[flat.optim_home] += flat.master_bytes
     return held
 
 
-def gradients_of(gradients: Iterable[FlatGradient]) -> Resting:
+def gradients_of(gradients: Iterable[FlatGradient]) -> OffloadedBytes:
     """What is kept of gradients."""
-    held: Resting = Counter()
+    held: OffloadedBytes = Counter()
     for gradient in gradients:
-        held[gradient.flat.optim_home if gradient.sharded else Home(gradient.flat.pool.device)] += (
+        held[gradient.flat.optim_home if gradient.sharded else Placement(gradient.flat.pool.device)] += (
             gradient.held_bytes
         )
     return held
 
 
-def on(device: torch.device, held: Resting) -> int:
+def on(device: torch.device, held: OffloadedBytes) -> int:
     """What is on a device."""
-    return held[Home(device)]
+    return held[Placement(device)]

@@ -14,7 +14,7 @@ from launcher.models.units import unit_modules
 
 
 @dataclass(frozen=True)
-class Short:
+class ShortModel:
     """A short model.
 
     Args:
@@ -27,7 +27,7 @@ class Short:
     stands_for: tuple[int, ...]
 
 
-def shortened(model: nn.Module) -> Short:
+def shortened(model: nn.Module) -> ShortModel:
     """The model with the blocks that are needed, those at the front of each row.
 
     Args:
@@ -53,7 +53,7 @@ def shortened(model: nn.Module) -> Short:
             lists.append((parent, parent._modules))
             parent._modules = dict(list(parent._modules.items())[:number])
     try:
-        return Short(shallow(model), tuple(stands_for))
+        return ShortModel(shallow(model), tuple(stands_for))
     finally:
         for parent, modules in lists:
             parent._modules = modules

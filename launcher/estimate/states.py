@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from launcher.config import Config
 from launcher.engine.dtypes import state_dtype
-from launcher.estimate.resting import Resting
+from launcher.estimate.resting import OffloadedBytes
 from launcher.optim.build import choose
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
@@ -21,7 +21,7 @@ SIZE = 48  # elements
 
 
 @dataclass(frozen=True)
-class Kept:
+class OptimizerStates:
     """What an optimizer keeps of a slice.
 
     Args:
@@ -50,11 +50,11 @@ class StateBytes:
         groups = [] if self._chosen is None else self._chosen[1]
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self._widest = state_dtype(config)
-        self._found: dict[tuple[int, torch.dtype], Kept] = {}
+        self._found: dict[tuple[int, torch.dtype], OptimizerStates] = {}
 
-    def of(self, gradients: Iterable[FlatGradient]) -> Resting:
+    def of(self, gradients: Iterable[FlatGradient]) -> OffloadedBytes:
         """Bytes of the states of what a rank owns, by where they rest."""
-        held: Resting = Counter()
+        held: OffloadedBytes = Counter()
         for gradient in gradients:
             flat = gradient.flat
             for slot, start, stop in flat.overlaps(flat.owned):
@@ -75,12 +75,12 @@ class StateBytes:
     def _dtype_of(self, flat: FlatBuffer) -> torch.dtype:
         return flat.master_dtype if flat.master_dtype == self._widest else torch.float32
 
-    def _kept(self, group: int, dtype: torch.dtype) -> Kept:
+    def _kept(self, group: int, dtype: torch.dtype) -> OptimizerStates:
         if (group, dtype) not in self._found:
             self._found[group, dtype] = self._stepped(group, dtype)
         return self._found[group, dtype]
 
-    def _stepped(self, group: int, dtype: torch.dtype) -> Kept:
+    def _stepped(self, group: int, dtype: torch.dtype) -> OptimizerStates:
         assert self._chosen is not None
         factory, groups = self._chosen
         options = {key: value for key, value in groups[group].items() if key not in ("names", "params")}
@@ -91,4 +91,4 @@ class StateBytes:
         state: dict[str, Any] = inner.state[tensor]
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         each = {key: value.dtype for key, value in tensors.items() if value.numel() == SIZE}
-        return Kept(each, sum(value.nbytes for key, value in tensors.items() if key not in each))
+        return OptimizerStates(each, sum(value.nbytes for key, value in tensors.items() if key not in each))

@@ -20,7 +20,7 @@ from launcher.estimate.live import LiveBytes
 from launcher.models.activation import recomputing
 
 
-class Event(StrEnum):
+class TraceEvent(StrEnum):
     """What a mark is of."""
 
     USE = "use"  # the forward of a module begins
@@ -31,7 +31,7 @@ class Event(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TraceSegment:
     """Bytes above those at its start: the most, and at its end."""
 
     peak: int
@@ -39,7 +39,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class TraceMark:
     """An event.
 
     Args:
@@ -47,16 +47,16 @@ class Mark:
         nbytes: of a gradient; 0: it is put off.
     """
 
-    event: Event
+    event: TraceEvent
     name: str = ""
     nbytes: int = 0
 
 
-Items = list[Stretch | Mark]
+Items = list[TraceSegment | TraceMark]
 
 
 @dataclass
-class Piece:
+class BlockTrace:
     """What happens from the first mark of a block to that of the next one.
 
     Args:
@@ -68,11 +68,11 @@ class Piece:
 
     @property
     def kept(self) -> int:
-        return sum(item.change for item in self.forward if isinstance(item, Stretch))
+        return sum(item.change for item in self.forward if isinstance(item, TraceSegment))
 
 
 @dataclass
-class Tape:
+class MemoryTrace:
     """One microbatch.
 
     Args:
@@ -81,12 +81,12 @@ class Tape:
         after: what runs behind them, to the loss and back.
     """
 
-    before: Piece = field(default_factory=Piece)
-    blocks: list[Piece] = field(default_factory=list)
-    after: Piece = field(default_factory=Piece)
+    before: BlockTrace = field(default_factory=BlockTrace)
+    blocks: list[BlockTrace] = field(default_factory=list)
+    after: BlockTrace = field(default_factory=BlockTrace)
 
 
-class Recorder:
+class TraceRecorder:
     """Writes a tape.
 
     Args:
@@ -101,12 +101,12 @@ class Recorder:
         self._model, self._others = model, others
         self._entered: set[str] = set()
         self._on = False
-        self.tape = Tape()
+        self.tape = MemoryTrace()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, a microbatch runs."""
-        self.tape = Tape(blocks=[Piece() for _ in self._blocks])
+        self.tape = MemoryTrace(blocks=[BlockTrace() for _ in self._blocks])
         self._into = self.tape.before.forward
         self._entered.clear()
         self._begin()
@@ -139,23 +139,23 @@ class Recorder:
 
     def turn(self) -> None:
         """The backward begins."""
-        self.mark(Event.TURN)
+        self.mark(TraceEvent.TURN)
 
-    def mark(self, event: Event, name: str = "", nbytes: int = 0) -> None:
+    def mark(self, event: TraceEvent, name: str = "", nbytes: int = 0) -> None:
         """Something happens."""
         if not self._on:
             return
         self._stretch()
         place = self._blocks.get(name)
         tape = self.tape
-        if event is Event.USE and place is not None:
+        if event is TraceEvent.USE and place is not None:
             self._into = tape.blocks[place].forward
-        elif event is Event.TURN:
+        elif event is TraceEvent.TURN:
             self._into = tape.after.backward
-        elif event is Event.ENTER and place is not None:
+        elif event is TraceEvent.ENTER and place is not None:
             self._into = tape.blocks[place].backward
-        self._into.append(Mark(event, name, nbytes))
-        if event is Event.LEAVE and place == len(self._blocks) - 1:
+        self._into.append(TraceMark(event, name, nbytes))
+        if event is TraceEvent.LEAVE and place == len(self._blocks) - 1:
             self._into = tape.after.forward
 
     # ---- hooks ------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Recorder:
             if recomputing():
                 self._enter(name)
             else:
-                self.mark(Event.USE, name)
+                self.mark(TraceEvent.USE, name)
 
         return before
 
@@ -173,7 +173,7 @@ class Recorder:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if recomputing():
                 return
-            self.mark(Event.LEAVE, name)
+            self.mark(TraceEvent.LEAVE, name)
             outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
             if outputs:
                 register_multi_grad_hook(outputs, lambda _: self._enter(name), mode="any")
@@ -183,14 +183,14 @@ class Recorder:
     def _enter(self, name: str) -> None:
         if name not in self._entered:
             self._entered.add(name)
-            self.mark(Event.ENTER, name)
+            self.mark(TraceEvent.ENTER, name)
 
     def _arrival(self, name: str) -> Callable[[Tensor], None]:
         def arrived(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             nbytes = 0 if grad is None else grad.numel() * grad.element_size()
             del grad
-            self.mark(Event.GRADIENT, name, nbytes)
+            self.mark(TraceEvent.GRADIENT, name, nbytes)
 
         return arrived
 
@@ -201,7 +201,7 @@ class Recorder:
         self._start = self._live.now
 
     def _stretch(self) -> None:
-        self._into.append(Stretch(self._live.peak - self._start, self._live.now - self._start))
+        self._into.append(TraceSegment(self._live.peak - self._start, self._live.now - self._start))
         self._begin()
 
 
@@ -209,13 +209,13 @@ def relative(items: Items, block: str) -> Items:
     """The same with names inside of a block that begin there."""
     return [
         replace(item, name=item.name.removeprefix(block))
-        if isinstance(item, Mark) and (item.name == block or item.name.startswith(f"{block}."))
+        if isinstance(item, TraceMark) and (item.name == block or item.name.startswith(f"{block}."))
         else item
         for item in items
     ]
 
 
-def absolute(mark: Mark, block: str) -> str:
+def absolute(mark: TraceMark, block: str) -> str:
     """The name of a mark, for a block."""
-    inside = mark.name.startswith(".") or (not mark.name and mark.event is not Event.TURN)
+    inside = mark.name.startswith(".") or (not mark.name and mark.event is not TraceEvent.TURN)
     return block + mark.name if inside else mark.name

@@ -16,10 +16,10 @@ from launcher.config import ActivationCheckpointingConfig, Config
 from launcher.engine.assemble import split_layers
 from launcher.engine.batches import call, loss_in
 from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes
-from launcher.estimate.hollow import Hollow, fused_dropout
+from launcher.estimate.hollow import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes
-from launcher.estimate.short import Short, shortened
-from launcher.estimate.tape import Piece, Recorder, Tape, relative
+from launcher.estimate.short import ShortModel, shortened
+from launcher.estimate.tape import BlockTrace, MemoryTrace, TraceRecorder, relative
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.units import ends_of, unit_modules
 from launcher.tensor.head import loss_only
@@ -32,28 +32,28 @@ SECTIONS = ("tensor_parallel", "fp16", "bf16", "torch_autocast", "data_types")
 
 
 @dataclass(frozen=True)
-class Traced:
+class ModelTrace:
     """A microbatch of a whole model, by its blocks.
 
     Args:
         tape: of the short model.
         late: the same where weight gradients of linear layers are put off; None: nobody asked.
-        stands_for: see `Short`.
+        stands_for: see `ShortModel`.
         hidden: bytes that travel from block to block.
     """
 
-    tape: Tape
-    late: Tape | None
+    tape: MemoryTrace
+    late: MemoryTrace | None
     stands_for: tuple[int, ...]
     hidden: int
 
-    def of(self, block: int, *, late: bool = False) -> Piece:
+    def of(self, block: int, *, late: bool = False) -> BlockTrace:
         """What happens in a block of the whole model."""
         tape = self.late if late and self.late is not None else self.tape
         return tape.blocks[self.stands_for[block]]
 
 
-class Traces:
+class ModelTraces:
     """The traces of a model that were asked for.
 
     Args:
@@ -62,9 +62,9 @@ class Traces:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._known: dict[str, Traced] = {}
+        self._known: dict[str, ModelTrace] = {}
 
-    def of(self, config: Config, sequence: int, *, recomputed: bool) -> Traced:
+    def of(self, config: Config, sequence: int, *, recomputed: bool) -> ModelTrace:
         """A microbatch under a configuration.
 
         Args:
@@ -122,14 +122,14 @@ def microbatch(sequences: int, sequence: int) -> dict[str, Tensor]:
 
 
 def _traced(
-    short: Short,
+    short: ShortModel,
     config: Config,
     section: ActivationCheckpointingConfig | None,
     special: Mapping[str, torch.dtype],
     sequence: int,
     *,
     late: bool,
-) -> Traced:
+) -> ModelTrace:
     model, tp = short.model, config.tensor_parallel.degree
     mesh = Mesh.planned(CPU, tp, 0, tp=tp)
     split_layers(model, mesh, config)
@@ -145,13 +145,13 @@ def _traced(
     live = LiveBytes()
     autocast = autocast_dtype(config)
     casting = torch.autocast(CPU.type, autocast) if autocast else nullcontext()
-    with one_thread(), Hollow(live), fused_dropout():
+    with one_thread(), FakeMode(live), fused_dropout():
         _fill(model, DTYPES[config.dtype], special)
         fill_buffers(model, CPU)
         cast_buffers(config, model)
         batch = microbatch(int(str(config.train_micro_batch_size_per_gpu)), sequence)
         ends = {name for name, m in model.named_modules() if m in ends_of(model)}
-        recorder = Recorder(live, model, [name for name, _ in blocks], sorted(ends))
+        recorder = TraceRecorder(live, model, [name for name, _ in blocks], sorted(ends))
         with recorder.listening():
             _run(recorder, model, batch, casting, later=False)  # what is made once is made
             tape = _recorded(recorder, model, batch, casting, later=False)
@@ -162,7 +162,7 @@ def _traced(
     hidden = batch["input_ids"].numel() * width * (autocast or DTYPES[config.dtype]).itemsize
     if config.tensor_parallel.sequence_parallel:
         hidden //= tp
-    return Traced(_for_any(tape, names), behind and _for_any(behind, names), short.stands_for, hidden)
+    return ModelTrace(_for_any(tape, names), behind and _for_any(behind, names), short.stands_for, hidden)
 
 
 def _fill(model: nn.Module, dtype: torch.dtype, special: Mapping[str, torch.dtype]) -> None:
@@ -183,20 +183,20 @@ def _fill(model: nn.Module, dtype: torch.dtype, special: Mapping[str, torch.dtyp
 
 
 def _recorded(
-    recorder: Recorder,
+    recorder: TraceRecorder,
     model: nn.Module,
     batch: dict[str, Tensor],
     casting: AbstractContextManager[Any],
     *,
     later: bool,
-) -> Tape:
+) -> MemoryTrace:
     with recorder.recording():
         _run(recorder, model, batch, casting, later=later)
     return recorder.tape
 
 
 def _run(
-    recorder: Recorder,
+    recorder: TraceRecorder,
     model: nn.Module,
     batch: dict[str, Tensor],
     casting: AbstractContextManager[Any],
@@ -214,7 +214,7 @@ def _run(
         put_off.computed()
 
 
-def _for_any(tape: Tape, names: list[str]) -> Tape:
+def _for_any(tape: MemoryTrace, names: list[str]) -> MemoryTrace:
     for piece, name in zip(tape.blocks, names, strict=True):
         piece.forward, piece.backward = relative(piece.forward, name), relative(piece.backward, name)
     return tape

@@ -11,7 +11,7 @@ from launcher.errors import ConfigError, LauncherError
 from launcher.estimate.answer import Estimate
 from launcher.estimate.estimator import Estimator
 
-Edits = Mapping[str, Any]
+ConfigChanges = Mapping[str, Any]
 """Dotted path of a key -> its value; None: the key goes."""
 
 STAGE, PARAM, OPTIMIZER = (
@@ -20,7 +20,7 @@ STAGE, PARAM, OPTIMIZER = (
 MICRO, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
-MODES: tuple[tuple[str, Edits], ...] = (
+MODES: tuple[tuple[str, ConfigChanges], ...] = (
     *((f"stage {stage}", {STAGE: stage, PARAM: None, OPTIMIZER: None}) for stage in range(4)),
     *(
         (f"stage {stage}, optimizer on the host", {STAGE: stage, PARAM: None, OPTIMIZER: CPU})
@@ -55,7 +55,7 @@ class Variant:
         return bool(self.ranks) and self.peak <= device
 
 
-def edited(config: Config, edits: Edits) -> Config:
+def edited(config: Config, edits: ConfigChanges) -> Config:
     """The same with other keys.
 
     Raises:
@@ -75,7 +75,7 @@ def edited(config: Config, edits: Edits) -> Config:
 
 
 def variant(
-    estimator: Estimator, config: Config, name: str, edits: Edits, world: int, sequence: int | None
+    estimator: Estimator, config: Config, name: str, edits: ConfigChanges, world: int, sequence: int | None
 ) -> Variant:
     """A run with other keys."""
     try:
@@ -101,11 +101,11 @@ def advice(
         device: bytes.
     """
 
-    def tried(changes: list[tuple[str, Edits]]) -> Variant:
+    def tried(changes: list[tuple[str, ConfigChanges]]) -> Variant:
         edits = {path: value for _, one in changes for path, value in one.items()}
         return variant(estimator, config, "", edits, world, sequence)
 
-    taken: list[tuple[str, Edits]] = []
+    taken: list[tuple[str, ConfigChanges]] = []
     for change in _changes(config, world):
         found = tried([*taken, change])
         if found.ranks:
@@ -121,7 +121,7 @@ def advice(
     return [words for words, _ in taken], found
 
 
-def _changes(config: Config, world: int) -> Iterator[tuple[str, Edits]]:
+def _changes(config: Config, world: int) -> Iterator[tuple[str, ConfigChanges]]:
     """From the cheapest one on: (in words, keys). Each replaces what earlier ones say of the same keys."""
     try:
         batch = config.resolve(dp_degree=config.dp_degree(world))

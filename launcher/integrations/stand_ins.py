@@ -21,7 +21,7 @@ from launcher.integrations.marks import mark_small  # the module puts DeepSpeed'
 from launcher.integrations.processes import check_accelerate, init_distributed, logger
 from launcher.integrations.refused import NotHere, missing
 from launcher.integrations.served import VERSION
-from launcher.zero import DealtInit, GatheredParameters, ShardedParameter
+from launcher.zero import GatheredParameters, PartitionedInit, ShardedParameter
 
 
 def _explain(name: str) -> NotHere:
@@ -161,8 +161,10 @@ class _Unsplit:
         return config and {key: value for key, value in config.items() if key != "tensor_parallel"}
 
 
-def Init(module: nn.Module | None = None, *, dtype: torch.dtype | None = None, **keywords: Any) -> DealtInit:
-    """`DealtInit`, in which transformers reads weights, with parameters in the 16 bits of the JSON.
+def Init(
+    module: nn.Module | None = None, *, dtype: torch.dtype | None = None, **keywords: Any
+) -> PartitionedInit:
+    """`PartitionedInit`, in which transformers reads weights, with parameters in the 16 bits of the JSON.
 
     It renames none of them where it sees tensor parallelism, for DeepSpeed has split the layers by then. Here
     initialize() splits them, so it is not to see that section.
@@ -172,7 +174,7 @@ def Init(module: nn.Module | None = None, *, dtype: torch.dtype | None = None, *
     if known is not None and not isinstance(known, _Unsplit):
         setattr(hugging, "deepspeed_config", _Unsplit(known))  # noqa: B010
     config = keywords.get("config_dict_or_path") or keywords.get("config")
-    return DealtInit(module, dtype=dtype or (_sixteen_bits(config) if config else None), **keywords)
+    return PartitionedInit(module, dtype=dtype or (_sixteen_bits(config) if config else None), **keywords)
 
 
 def _sixteen_bits(config: Any) -> torch.dtype | None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.comm import Axis
 from launcher.config import ActivationCheckpointingConfig
-from launcher.models.saved_inputs import Keeping, SavedInputs
+from launcher.models.saved_inputs import SavedInputPolicy, SavedInputs
 from launcher.monitor.timers import Timers
 
 _inside: ContextVar[bool] = ContextVar("inside a checkpoint", default=False)
@@ -38,7 +38,9 @@ class Checkpointer:
         steps: optimizer steps since the last report.
     """
 
-    def __init__(self, keeping: Keeping, *, synchronize: bool = False, profile: bool = False) -> None:
+    def __init__(
+        self, keeping: SavedInputPolicy, *, synchronize: bool = False, profile: bool = False
+    ) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.saved = SavedInputs(keeping)
         self.timers = Timers(enabled=profile, device=device)
@@ -54,7 +56,7 @@ class Checkpointer:
             axis: its ranks have the same inputs (tp).
             places: inputs that the contiguous buffer has room for.
         """
-        keeping = Keeping(
+        keeping = SavedInputPolicy(
             axis=axis if config.partition_activations else Axis(axis.name),
             on_host=config.cpu_checkpointing,
             places=places if config.contiguous_memory_optimization else 0,

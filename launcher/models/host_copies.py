@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Lane(Protocol):
+class CopyLane(Protocol):
     """Copies of one direction, one after another. Between `copy` and `wait` both tensors belong to the lane."""
 
     def copy(self, into: Tensor, source: Tensor) -> Any:
@@ -18,7 +18,7 @@ class Lane(Protocol):
         """What is computed from now on finds the copy done."""
 
 
-class InOrder:
+class SynchronousCopies:
     """Copies at once: where there is no stream beside the one that computes."""
 
     def copy(self, into: Tensor, source: Tensor) -> None:
@@ -28,7 +28,7 @@ class InOrder:
         pass
 
 
-class SideStream:
+class SideStreamCopies:
     """Copies on a CUDA stream of its own. The host waits for nothing; streams wait for each other.
 
     Only `wait` makes it safe to free what was copied: the allocator would give its memory to the stream that computes,
@@ -49,11 +49,11 @@ class SideStream:
         torch.cuda.current_stream(self._device).wait_event(ticket)
 
 
-def lanes(device: torch.device) -> tuple[Lane, Lane]:
+def lanes(device: torch.device) -> tuple[CopyLane, CopyLane]:
     """To the host, and back from it; a link has both directions at once."""
     if device.type == "cuda":
-        return SideStream(device), SideStream(device)
-    return InOrder(), InOrder()
+        return SideStreamCopies(device), SideStreamCopies(device)
+    return SynchronousCopies(), SynchronousCopies()
 
 
 def host_memory(numel: int, like: Tensor) -> Tensor:

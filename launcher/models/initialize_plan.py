@@ -18,11 +18,11 @@ from transformers.pytorch_utils import Conv1D
 from launcher.errors import LauncherError
 
 # A tensor's place: (name of the module that registers it, its name there).
-Place = tuple[str, str]
+InitializedTensor = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Writer:
+class InitializerCall:
     """One call that gives values: `kind` of the module named `name`."""
 
     name: str
@@ -34,14 +34,14 @@ class Writer:
 class InitializationPlan:
     """What is written by whom. Holds names, not modules, so it does not keep the model alive."""
 
-    owner_of_tied: dict[Place, Place] = field(default_factory=dict)
+    owner_of_tied: dict[InitializedTensor, InitializedTensor] = field(default_factory=dict)
     """Every other place of a tied parameter -> the place whose module gives it its value."""
     hf_parent: dict[str, str] = field(default_factory=dict)
     """Module name -> name of the PreTrainedModel whose `_init_weights` is meant for it."""
-    touched: dict[Writer, set[Place]] = field(default_factory=dict)
+    touched: dict[InitializerCall, set[InitializedTensor]] = field(default_factory=dict)
     """Tensors that a call reads or writes."""
-    written: dict[Place, None] = field(default_factory=dict)
-    writers: dict[str, list[Writer]] = field(default_factory=dict)
+    written: dict[InitializedTensor, None] = field(default_factory=dict)
+    writers: dict[str, list[InitializerCall]] = field(default_factory=dict)
     """Module name -> the calls that write into its own tensors, in a whole model's order."""
 
     def owned(self, name: str, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -52,16 +52,16 @@ class InitializationPlan:
             if (name, key) not in self.owner_of_tied and not getattr(tensor, "_is_hf_initialized", False)
         }
 
-    def writers_of(self, name: str) -> list[Writer]:
+    def writers_of(self, name: str) -> list[InitializerCall]:
         return self.writers.get(name, [])
 
-    def touched_by(self, writer: Writer) -> set[Place]:
+    def touched_by(self, writer: InitializerCall) -> set[InitializedTensor]:
         return self.touched[writer]
 
     def is_written(self, name: str, key: str) -> bool:
         return (name, key) in self.written
 
-    def call(self, root: nn.Module, writer: Writer) -> None:
+    def call(self, root: nn.Module, writer: InitializerCall) -> None:
         _initialiser(self, root, writer)()
 
 
@@ -76,10 +76,12 @@ def plan_of(root: nn.Module) -> InitializationPlan:
 
 
 @contextmanager
-def stand_ins(root: nn.Module, places: set[Place]) -> Iterator[dict[Place, torch.Tensor]]:
+def stand_ins(
+    root: nn.Module, places: set[InitializedTensor]
+) -> Iterator[dict[InitializedTensor, torch.Tensor]]:
     """Meta tensors of the same shape and dtype in the given places, and the real ones back afterwards."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
-    made: dict[Place, torch.Tensor] = {}
+    made: dict[InitializedTensor, torch.Tensor] = {}
     try:
         for name, key in places:
             module = root.get_submodule(name)
@@ -109,7 +111,7 @@ def _make_plan(root: nn.Module) -> InitializationPlan:
         recorder = _Recorder(fakes)
         for name, module, parent in post_order:
             if parent is not None:
-                _record(plan, root, Writer(name, "hf"), recorder)
+                _record(plan, root, InitializerCall(name, "hf"), recorder)
             _record_own_method(plan, root, name, module, recorder)
     return plan
 
@@ -122,12 +124,12 @@ def _record_own_method(
         return
     for kind in ("reset_parameters", "_reset_parameters", "init_weights"):
         if callable(getattr(module, kind, None)) and not isinstance(module, PreTrainedModel):
-            return _record(plan, root, Writer(name, kind), recorder)
+            return _record(plan, root, InitializerCall(name, kind), recorder)
     if type(module) in _CONSTRUCTORS:
-        _record(plan, root, Writer(name, "constructor"), recorder)
+        _record(plan, root, InitializerCall(name, "constructor"), recorder)
 
 
-def _record(plan: InitializationPlan, root: nn.Module, writer: Writer, recorder: _Recorder) -> None:
+def _record(plan: InitializationPlan, root: nn.Module, writer: InitializerCall, recorder: _Recorder) -> None:
     try:
         with recorder:
             plan.call(root, writer)
@@ -146,7 +148,7 @@ def _record(plan: InitializationPlan, root: nn.Module, writer: Writer, recorder:
         plan.writers.setdefault(name, []).append(writer)
 
 
-def _initialiser(plan: InitializationPlan, root: nn.Module, writer: Writer) -> Callable[[], Any]:
+def _initialiser(plan: InitializationPlan, root: nn.Module, writer: InitializerCall) -> Callable[[], Any]:
     module = root.get_submodule(writer.name)
     if writer.kind == "constructor":
         return lambda: _CONSTRUCTORS[type(module)](module)
@@ -169,13 +171,13 @@ _CONSTRUCTORS: dict[type[nn.Module], Callable[[nn.Module], None]] = {Conv1D: _co
 class _Recorder(TorchDispatchMode):
     """Notes which stand-ins an operation reads and which it writes, through views too (by storage)."""
 
-    def __init__(self, fakes: dict[Place, torch.Tensor]) -> None:
+    def __init__(self, fakes: dict[InitializedTensor, torch.Tensor]) -> None:
         super().__init__()
         self._place_of = {fake.untyped_storage()._cdata: place for place, fake in fakes.items()}
-        self._reads: set[Place] = set()
-        self._writes: set[Place] = set()
+        self._reads: set[InitializedTensor] = set()
+        self._writes: set[InitializedTensor] = set()
 
-    def take(self) -> tuple[set[Place], set[Place]]:
+    def take(self) -> tuple[set[InitializedTensor], set[InitializedTensor]]:
         """What was read and written since the last call."""
         reads, writes = self._reads, self._writes
         self._reads, self._writes = set(), set()
@@ -189,7 +191,7 @@ class _Recorder(TorchDispatchMode):
             self._note(value, self._writes if is_write else self._reads)
         return func(*args, **kwargs)
 
-    def _note(self, value: Any, into: set[Place]) -> None:
+    def _note(self, value: Any, into: set[InitializedTensor]) -> None:
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, torch.Tensor):
                 place = self._place_of.get(tensor.untyped_storage()._cdata)
@@ -219,14 +221,14 @@ def _post_order(
     yield name, module, hf_parent
 
 
-def _tied_places(root: nn.Module) -> dict[Place, Place]:
+def _tied_places(root: nn.Module) -> dict[InitializedTensor, InitializedTensor]:
     """Places of a parameter other than its owner's -> the owner's place."""
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[InitializedTensor]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         module, _, key = name.rpartition(".")
         places.setdefault(id(parameter), []).append((module, key))
     hf_targets = {_place(name) for name in getattr(root, "all_tied_weights_keys", None) or {}}
-    owners: dict[Place, Place] = {}
+    owners: dict[InitializedTensor, InitializedTensor] = {}
     for group in places.values():
         # HF calls the copy the target; without its word, the first name owns.
         owner = next((place for place in group if place not in hf_targets), group[0])
@@ -234,6 +236,6 @@ def _tied_places(root: nn.Module) -> dict[Place, Place]:
     return owners
 
 
-def _place(name: str) -> Place:
+def _place(name: str) -> InitializedTensor:
     module, _, key = name.rpartition(".")
     return module, key

@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from launcher.comm import Axis, all_gather
 from launcher.models import host_copies
-from launcher.models.host_copies import Lane, host_memory
+from launcher.models.host_copies import CopyLane, host_memory
 
 
 @dataclass(frozen=True)
-class Keeping:
+class SavedInputPolicy:
     """What is done to a saved input; the answers of the JSON's `activation_checkpointing`.
 
     Attributes:
@@ -42,7 +42,7 @@ class Keeping:
         return self.axis.degree == 1 and not self.on_host and not self.places
 
 
-class Kept:
+class SavedInput:
     """One input while it waits. `piece` [s]: its elements, or this rank's 1/N of them, padded to N * s."""
 
     def __init__(self, piece: Tensor, like: Tensor, *, split: bool) -> None:
@@ -50,7 +50,7 @@ class Kept:
         self.shape, self.numel, self.device = like.shape, like.numel(), like.device
 
 
-class Block:
+class BlockInputs:
     """What one run of a block saved.
 
     Attributes:
@@ -59,13 +59,13 @@ class Block:
         arrived: pieces that are back on the device and were not asked for yet.
     """
 
-    def __init__(self, before: Callable[[], Block | None]) -> None:
+    def __init__(self, before: Callable[[], BlockInputs | None]) -> None:
         self.before = before
-        self.inputs: list[Kept] = []
-        self.arrived: dict[Kept, Tensor] = {}
+        self.inputs: list[SavedInput] = []
+        self.arrived: dict[SavedInput, Tensor] = {}
 
 
-Coming = dict[Kept, tuple[Tensor, Any]]  # pieces on the device [s], and the tickets of their copies
+Coming = dict[SavedInput, tuple[Tensor, Any]]  # pieces on the device [s], and the tickets of their copies
 
 
 class SavedInputs:
@@ -79,21 +79,23 @@ class SavedInputs:
         host_bytes: bytes that were copied to the host since the start.
     """
 
-    def __init__(self, keeping: Keeping) -> None:
+    def __init__(self, keeping: SavedInputPolicy) -> None:
         self.keeping = keeping
         self.kept_bytes = self.host_bytes = 0
         self._places = _Places(keeping.places)
-        self._same: dict[tuple[Any, ...], tuple[weakref.ref[Kept], StorageWeakRef]] = {}
-        self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
-        self._leaving: list[tuple[Lane, Any, Tensor]] = []  # inputs of the block that runs; held until copied
-        self._newest: Callable[[], Block | None] = _nothing
-        self._at: Callable[[], Block | None] = _nothing  # where the backward is
-        self._ahead: tuple[Block, Coming] | None = None  # one block ahead of it, never more
+        self._same: dict[tuple[Any, ...], tuple[weakref.ref[SavedInput], StorageWeakRef]] = {}
+        self._lanes: dict[torch.device, tuple[CopyLane, CopyLane]] = {}
+        self._leaving: list[
+            tuple[CopyLane, Any, Tensor]
+        ] = []  # inputs of the block that runs; held until copied
+        self._newest: Callable[[], BlockInputs | None] = _nothing
+        self._at: Callable[[], BlockInputs | None] = _nothing  # where the backward is
+        self._ahead: tuple[BlockInputs, Coming] | None = None  # one block ahead of it, never more
 
     @contextmanager
     def block(self) -> Iterator[None]:
         """The context around a checkpoint: what it saves inside is kept as `keeping` says."""
-        block = Block(self._newest)
+        block = BlockInputs(self._newest)
         self._newest = weakref.ref(block)
         try:
             with saved_tensors_hooks(lambda tensor: (block, self.pack(tensor, block)), self._unpack_of_block):
@@ -101,7 +103,7 @@ class SavedInputs:
         finally:
             self._let_leave()
 
-    def pack(self, tensor: Tensor, block: Block) -> Kept:
+    def pack(self, tensor: Tensor, block: BlockInputs) -> SavedInput:
         """Take the elements that this rank keeps out of `tensor`."""
         storage = tensor.untyped_storage()
         where = storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -115,7 +117,7 @@ class SavedInputs:
         block.inputs.append(kept)
         return kept
 
-    def _keep(self, tensor: Tensor) -> Kept:
+    def _keep(self, tensor: Tensor) -> SavedInput:
         axis, on_host = self.keeping.axis, self.keeping.on_host
         split = axis.degree > 1 and tensor.is_floating_point() and tensor.numel() >= axis.degree
         piece = tensor.detach().reshape(-1)  # [numel]
@@ -123,7 +125,7 @@ class SavedInputs:
             size = -(-piece.numel() // axis.degree)
             mine = piece[axis.rank * size : (axis.rank + 1) * size]
             piece = torch.nn.functional.pad(mine, (0, size - mine.numel())).clone()  # [size]
-        kept = Kept(piece, tensor, split=split)
+        kept = SavedInput(piece, tensor, split=split)
         if self.keeping.places or on_host:
             kept.piece = self._places.take(kept, host=on_host)
             if on_host:
@@ -143,11 +145,11 @@ class SavedInputs:
             lane.wait(ticket)
         self._leaving.clear()
 
-    def _unpack_of_block(self, packed: tuple[Block, Kept]) -> Tensor:
+    def _unpack_of_block(self, packed: tuple[BlockInputs, SavedInput]) -> Tensor:
         block, kept = packed
         return self.unpack(kept, block)
 
-    def unpack(self, kept: Kept, block: Block) -> Tensor:
+    def unpack(self, kept: SavedInput, block: BlockInputs) -> Tensor:
         """The whole input again, on its device. Where it was split: a collective of the axis."""
         if self.keeping.on_host:
             self._arrive_at(block)
@@ -165,7 +167,7 @@ class SavedInputs:
         # a place may be given to the next input while somebody still has this one
         return (piece.clone() if piece is kept.piece and self.keeping.places else piece).view(kept.shape)
 
-    def _arrive_at(self, block: Block) -> None:
+    def _arrive_at(self, block: BlockInputs) -> None:
         """Have its inputs on the device; those of the block before it set off."""
         if self._at() is block:
             return
@@ -180,19 +182,19 @@ class SavedInputs:
         if before is not None:
             self._ahead = before, self._start(before.inputs)
 
-    def _start(self, inputs: list[Kept]) -> Coming:
+    def _start(self, inputs: list[SavedInput]) -> Coming:
         coming: Coming = {}
         for kept in dict.fromkeys(inputs):
             piece = torch.empty(kept.piece.numel(), dtype=kept.piece.dtype, device=kept.device)
             coming[kept] = piece, self._lanes_of(kept.device)[1].copy(piece, kept.piece)
         return coming
 
-    def _settle(self, coming: Coming) -> dict[Kept, Tensor]:
+    def _settle(self, coming: Coming) -> dict[SavedInput, Tensor]:
         for kept, (_, ticket) in coming.items():
             self._lanes_of(kept.device)[1].wait(ticket)
         return {kept: piece for kept, (piece, _) in coming.items()}
 
-    def _lanes_of(self, device: torch.device) -> tuple[Lane, Lane]:
+    def _lanes_of(self, device: torch.device) -> tuple[CopyLane, CopyLane]:
         if device not in self._lanes:
             self._lanes[device] = host_copies.lanes(device)
         return self._lanes[device]
@@ -213,7 +215,7 @@ class _Places:
         self._free: list[Tensor] | None = None  # each [s]
         self._like = (0, torch.float32, torch.device("cpu"))
 
-    def take(self, kept: Kept, *, host: bool) -> Tensor:
+    def take(self, kept: SavedInput, *, host: bool) -> Tensor:
         """Memory [s] for the piece: a free place, or memory of its own where none fits."""
         piece = kept.piece
         like = (piece.numel(), piece.dtype, piece.device)

@@ -21,7 +21,7 @@ _BETWEEN = "\n"
 
 
 @dataclass(frozen=True)
-class Sign:
+class FlightRecord:
     """What a rank began last, and how long ago; `number` counts what it began with these ranks, `among`."""
 
     number: int
@@ -30,7 +30,7 @@ class Sign:
     among: str = ""
 
 
-class Beacon:
+class FlightRecorder:
     """A rank's side.
 
     Args:
@@ -55,7 +55,7 @@ def prepare(path: Path) -> None:
     path.write_bytes(bytes(SIZE))
 
 
-def read(path: Path) -> Sign | None:
+def read(path: Path) -> FlightRecord | None:
     """What a rank shows; None while it has shown nothing."""
     try:
         data = path.read_bytes()
@@ -65,10 +65,10 @@ def read(path: Path) -> Sign | None:
     if number == 0:
         return None
     among, _, text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace").partition(_BETWEEN)
-    return Sign(number, text, time.monotonic() - when, among)
+    return FlightRecord(number, text, time.monotonic() - when, among)
 
 
-def mine() -> Beacon | None:
+def mine() -> FlightRecorder | None:
     """The beacon of this process; None where nobody watches it."""
     path = os.environ.get(VARIABLE)
-    return Beacon(path) if path and os.path.exists(path) else None
+    return FlightRecorder(path) if path and os.path.exists(path) else None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-Key = tuple[str, str, int]
+CollectiveKey = tuple[str, str, int]
 """(operation, who asked, bytes of a message)."""
 
 
 @dataclass
-class Row:
+class CollectiveTotals:
     """Collectives of one kind. Seconds are summed over `count` collectives.
 
     Attributes:
@@ -42,7 +42,7 @@ class CommsLog:
         verbose: Callable[[str], None] | None = None,
     ) -> None:
         self.operations, self.by_unit, self.verbose = operations, by_unit, verbose
-        self.rows: dict[Key, Row] = {}
+        self.rows: dict[CollectiveKey, CollectiveTotals] = {}
 
     def logs(self, operation: str) -> bool:
         """Whether this operation is one of those that are logged."""
@@ -51,20 +51,20 @@ class CommsLog:
     def add(self, operation: str, tag: str, nbytes: int, moved: int, seconds: float, blocked: float) -> None:
         """One collective that was waited for; `tag` is unit/phase."""
         who = tag if self.by_unit else tag.rpartition("/")[2]
-        row = self.rows.setdefault((operation, who, nbytes), Row())
+        row = self.rows.setdefault((operation, who, nbytes), CollectiveTotals())
         row.count += 1
         row.moved += moved
         row.seconds += seconds
         row.blocked += blocked
         if self.verbose is not None:
-            one = Row(1, moved, seconds, blocked)
+            one = CollectiveTotals(1, moved, seconds, blocked)
             algorithm, bus = bandwidths(nbytes, one)
             self.verbose(
                 f"comm {operation} {who} | {_size(nbytes)} | {1000 * seconds:.2f} ms | algorithm {algorithm:.2f} "
                 f"Gbps | bus {bus:.2f} Gbps"
             )
 
-    def table(self, stragglers: Mapping[Key, float] | None = None) -> str:
+    def table(self, stragglers: Mapping[CollectiveKey, float] | None = None) -> str:
         """The log as text.
 
         Args:
@@ -95,7 +95,7 @@ class CommsLog:
         return columns(lines, left=2)
 
 
-def bandwidths(nbytes: int, row: Row) -> tuple[float, float]:
+def bandwidths(nbytes: int, row: CollectiveTotals) -> tuple[float, float]:
     """Algorithm and bus bandwidth in Gbit/s, as nccl-tests defines them (doc/PERFORMANCE.md): message bytes over time,
     and bytes that a rank sends over time. Overlapped compute is in the time, so they are lower bounds."""
     if row.seconds <= 0:

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: TensorBoard, CSV files, Weights & Biases, Comet. One function each, one `Writer`."""
+"""Where the numbers of a run go: TensorBoard, CSV files, Weights & Biases, Comet. Each is a `MonitorWriter`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.errors import ConfigError
 
-Event = tuple[str, float, int]
+MonitorEvent = tuple[str, float, int]
 """(name, value, samples), as in DeepSpeed."""
 
 
@@ -21,7 +21,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Writer:
+class MonitorWriter:
     """One place for numbers.
 
     Attributes:
@@ -42,11 +42,11 @@ class Monitor:
         enabled: some writer of the JSON is on; the same on every rank, while only rank 0 has writers.
     """
 
-    def __init__(self, writers: Iterable[Writer] = (), *, enabled: bool | None = None) -> None:
+    def __init__(self, writers: Iterable[MonitorWriter] = (), *, enabled: bool | None = None) -> None:
         self.writers = list(writers)
         self.enabled = bool(self.writers) if enabled is None else enabled
 
-    def write_events(self, events: Iterable[Event]) -> None:
+    def write_events(self, events: Iterable[MonitorEvent]) -> None:
         """Write (name, value, samples) tuples; may be called by scripts, on every rank."""
         for name, value, samples in events:
             for writer in self.writers:
@@ -61,7 +61,7 @@ class Monitor:
         self.writers.clear()
 
 
-def open_writers(sections: Mapping[str, Mapping[str, Any]]) -> list[Writer]:
+def open_writers(sections: Mapping[str, Mapping[str, Any]]) -> list[MonitorWriter]:
     """Writers of the sections of the JSON that are enabled.
 
     Args:
@@ -76,7 +76,7 @@ def open_writers(sections: Mapping[str, Mapping[str, Any]]) -> list[Writer]:
     ]
 
 
-def _open(section: str, keys: Mapping[str, Any]) -> Writer:
+def _open(section: str, keys: Mapping[str, Any]) -> MonitorWriter:
     try:
         return OPENERS[section](**keys)
     except ConfigError:
@@ -89,7 +89,7 @@ def _open(section: str, keys: Mapping[str, Any]) -> Writer:
         ) from error
 
 
-def csv_writer(output_path: str, job_name: str) -> Writer:
+def csv_writer(output_path: str, job_name: str) -> MonitorWriter:
     """One file a metric below output_path/job_name, `Train/Samples/lr` in `Train_Samples_lr.csv`, as DeepSpeed names
     them. Each row is on its way to the disk before the next is written."""
     directory = _directory("csv_monitor", output_path, job_name)
@@ -102,24 +102,24 @@ def csv_writer(output_path: str, job_name: str) -> Writer:
                 rows.writerow(["step", name.rpartition("/")[2]])
             rows.writerow([samples, value])
 
-    return Writer(write)
+    return MonitorWriter(write)
 
 
-def tensorboard_writer(output_path: str, job_name: str) -> Writer:
+def tensorboard_writer(output_path: str, job_name: str) -> MonitorWriter:
     """Event files in output_path/job_name."""
     library = _library("torch.utils.tensorboard", "tensorboard", "tensorboard")
     inner = library.SummaryWriter(log_dir=str(_directory("tensorboard", output_path, job_name)))
-    return Writer(inner.add_scalar, inner.flush, inner.close)
+    return MonitorWriter(inner.add_scalar, inner.flush, inner.close)
 
 
-def wandb_writer(group: str | None, team: str | None, project: str) -> Writer:
+def wandb_writer(group: str | None, team: str | None, project: str) -> MonitorWriter:
     """A run of Weights & Biases; its own process sends what `log` was given."""
     library = _library("wandb", "wandb", "wandb")
     run = library.init(project=project, group=group, entity=team)
-    return Writer(lambda name, value, samples: run.log({name: value}, step=samples), close=run.finish)
+    return MonitorWriter(lambda name, value, samples: run.log({name: value}, step=samples), close=run.finish)
 
 
-def comet_writer(samples_log_interval: int, experiment_name: str | None, **start: Any) -> Writer:
+def comet_writer(samples_log_interval: int, experiment_name: str | None, **start: Any) -> MonitorWriter:
     """An experiment of Comet; each metric at most once in `samples_log_interval` samples.
 
     Args:
@@ -137,10 +137,10 @@ def comet_writer(samples_log_interval: int, experiment_name: str | None, **start
         last[name] = samples
         experiment.log_metric(name, value, step=samples)
 
-    return Writer(write, close=experiment.end)
+    return MonitorWriter(write, close=experiment.end)
 
 
-OPENERS: dict[str, Callable[..., Writer]] = {
+OPENERS: dict[str, Callable[..., MonitorWriter]] = {
     "tensorboard": tensorboard_writer,
     "csv_monitor": csv_writer,
     "wandb": wandb_writer,

@@ -108,7 +108,7 @@ class DirectFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class IoRequest:
     """Bytes between memory and a file.
 
     Attributes:
@@ -128,7 +128,7 @@ class Request:
 class Transfer(Future[None]):
     """The future of some requests: done when all of them are, failed with what the first failed with."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[IoRequest]) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
         self._left, self._lock = len(requests), threading.Lock()
@@ -162,12 +162,12 @@ class IoQueue:
 
     def __init__(self, block_size: int, in_flight: int) -> None:
         self.block_size, self.in_flight = block_size, in_flight
-        self._todo: SimpleQueue[tuple[Transfer, Request] | None] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[Transfer, IoRequest] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._bounce: Tensor | None = None  # uint8 [in_flight, block_size]
         self._lock = threading.Lock()
 
-    def submit(self, requests: Sequence[Request]) -> Future[None]:
+    def submit(self, requests: Sequence[IoRequest]) -> Future[None]:
         """Start requests, each of at most `block_size` bytes; returns at once."""
         transfer = Transfer(requests)
         while len(self._threads) < min(self.in_flight, len(requests)):
@@ -203,7 +203,7 @@ class IoQueue:
             transfer.finish_one(failure)
             del item, transfer, request  # nothing is held while this thread waits for work
 
-    def _carry_out(self, request: Request, ready: torch.cuda.Event | None, index: int) -> None:
+    def _carry_out(self, request: IoRequest, ready: torch.cuda.Event | None, index: int) -> None:
         memory = request.memory
         size = memory.numel()
         straight = memory.device.type == "cpu" and not (memory.data_ptr() % ALIGNMENT or size % ALIGNMENT)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from launcher.offload.resting import Buffers, Resting
+from launcher.offload.resting import HostBuffers, OffloadedTensor
 from launcher.offload.tier import Tier, memory
 
 
 @dataclass(frozen=True)
-class Home:
+class Placement:
     """Where something rests, and on which device it is worked with.
 
     Args:
@@ -26,7 +26,7 @@ class Home:
 
 
 @dataclass(frozen=True)
-class Room:
+class TierBudget:
     """A home with limited space.
 
     Args:
@@ -35,12 +35,12 @@ class Room:
         share: of the bytes of all that is placed.
     """
 
-    home: Home
+    home: Placement
     size: int | None = None
     share: float = 1.0
 
 
-def placed(sizes: Sequence[int], rooms: Sequence[Room]) -> list[Home]:
+def placed(sizes: Sequence[int], rooms: Sequence[TierBudget]) -> list[Placement]:
     """A home for each tensor, in the first room that has space left; the last room takes all.
 
     Args:
@@ -62,7 +62,7 @@ def placed(sizes: Sequence[int], rooms: Sequence[Room]) -> list[Home]:
 
 
 @dataclass
-class Homes:
+class Placements:
     """Where the shards of a run rest.
 
     Args:
@@ -77,36 +77,36 @@ class Homes:
     """
 
     device: torch.device
-    parameters: Sequence[Room] = ()
-    optimizer: Sequence[Room] = ()
-    buffers: Buffers = field(default_factory=Buffers)
+    parameters: Sequence[TierBudget] = ()
+    optimizer: Sequence[TierBudget] = ()
+    buffers: HostBuffers = field(default_factory=HostBuffers)
     ahead: int = 0
     units_ahead: int = 0
     reads_ahead: bool = True
     states: int = 2
     cut: int = 2**63
 
-    def of_parameters(self, sizes: Sequence[int]) -> list[Home]:
-        return placed(sizes, self.parameters or [Room(Home(self.device))])
+    def of_parameters(self, sizes: Sequence[int]) -> list[Placement]:
+        return placed(sizes, self.parameters or [TierBudget(Placement(self.device))])
 
-    def of_optimizer(self, sizes: Sequence[int]) -> list[Home]:
-        return placed(sizes, self.optimizer or [Room(Home(self.device))])
+    def of_optimizer(self, sizes: Sequence[int]) -> list[Placement]:
+        return placed(sizes, self.optimizer or [TierBudget(Placement(self.device))])
 
-    def reserve(self, sizes: Sequence[tuple[Home, int]]) -> None:
+    def reserve(self, sizes: Sequence[tuple[Placement, int]]) -> None:
         """Take the room for so many bytes, before anything is written."""
         for tier in self.tiers:
             if wanted := sum(size for home, size in sizes if home.tier is tier):
                 tier.reserve(wanted)
 
-    def resting(self, key: str, numel: int, dtype: torch.dtype, home: Home) -> Resting:
+    def resting(self, key: str, numel: int, dtype: torch.dtype, home: Placement) -> OffloadedTensor:
         """A tensor of zeros in a home, or one without values yet where it comes and goes."""
         if home.tier is not None:
-            return Resting(key, numel, dtype, self.buffers, home.tier)
-        return Resting(key, numel, dtype, self.buffers, tensor=self._zeros(numel, dtype, home.device))
+            return OffloadedTensor(key, numel, dtype, self.buffers, home.tier)
+        return OffloadedTensor(key, numel, dtype, self.buffers, tensor=self._zeros(numel, dtype, home.device))
 
-    def staying(self, tensor: Tensor) -> Resting:
+    def staying(self, tensor: Tensor) -> OffloadedTensor:
         """A tensor that is here already, and stays."""
-        return Resting("", tensor.numel(), tensor.dtype, self.buffers, tensor=tensor)
+        return OffloadedTensor("", tensor.numel(), tensor.dtype, self.buffers, tensor=tensor)
 
     def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device == self.device:

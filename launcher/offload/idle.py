@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Make = Callable[[int, torch.dtype], Tensor]
+MakeBuffer = Callable[[int, torch.dtype], Tensor]
 """New memory: (elements, dtype) -> [elements] with any content."""
 
 
-class Idle:
+class BufferCache:
     """Flat buffers that are taken, given back and taken again.
 
     A buffer is handed out again only when nothing else refers to its memory: a view that autograd or a
@@ -26,7 +26,7 @@ class Idle:
         most: bytes that were in use at once.
     """
 
-    def __init__(self, make: Make, *, sparing: bool = False) -> None:
+    def __init__(self, make: MakeBuffer, *, sparing: bool = False) -> None:
         self._make, self._sparing = make, sparing
         self._buffers: list[Tensor] = []  # each uint8 [bytes], the newest last
         self._in_use = self.most = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher.errors import OffloadError
 from launcher.offload import faults
-from launcher.offload.aio import DirectFile, IoQueue, Request
+from launcher.offload.aio import DirectFile, IoQueue, IoRequest
 from launcher.offload.directory import OwnDirectory
 from launcher.offload.tier import ALIGNMENT, buffer
 
@@ -29,7 +29,7 @@ NEAR = 0.97
 
 
 @dataclass
-class Row:
+class IoMeasurement:
     """One setting and how fast it was.
 
     Attributes:
@@ -74,7 +74,7 @@ class Bench:
         """Move `size` bytes, from the file's start on; bytes/s."""
         queue = IoQueue(block_size, in_flight)
         requests = [
-            Request(self.file, offset, self._part(offset, min(block_size, size - offset)), write, str)
+            IoRequest(self.file, offset, self._part(offset, min(block_size, size - offset)), write, str)
             for offset in range(0, size, block_size)
         ]
         try:
@@ -107,7 +107,9 @@ def bench(path: Path, size: int) -> Iterator[Bench]:
         made.close()
 
 
-def sweep(made: Bench, seconds: float, tell: Callable[[float], None] = lambda share: None) -> list[Row]:
+def sweep(
+    made: Bench, seconds: float, tell: Callable[[float], None] = lambda share: None
+) -> list[IoMeasurement]:
     """Measure what the disk can do (first row), and settings, in turns, for about `seconds`.
 
     The first two rounds have all settings, the later ones the better half of those that are left, down to four: time
@@ -116,8 +118,8 @@ def sweep(made: Bench, seconds: float, tell: Callable[[float], None] = lambda sh
     Args:
         tell: called with the share of the time that has passed.
     """
-    disk = Row(*DISK)
-    rows = [Row(block, number) for block in BLOCKS for number in IN_FLIGHT]
+    disk = IoMeasurement(*DISK)
+    rows = [IoMeasurement(block, number) for block in BLOCKS for number in IN_FLIGHT]
     started = time.perf_counter()
     speed = min(made.run(*DISK, 2 * DISK[0], write=write) for write in (True, False))
     size = _size_of_turn(made.size, speed * seconds / (10 * len(rows)))
@@ -134,7 +136,7 @@ def sweep(made: Bench, seconds: float, tell: Callable[[float], None] = lambda sh
             left = sorted(left, key=lambda row: -row.both)[: max(4, len(left) // 2)]
 
 
-def best(rows: list[Row]) -> Row:
+def best(rows: list[IoMeasurement]) -> IoMeasurement:
     """The setting to take: of those measured most often and near to the fastest, the one with the fewest bytes under
     way."""
     most = max(len(row.read) for row in rows)

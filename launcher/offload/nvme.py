@@ -15,9 +15,9 @@ from torch import Tensor
 from launcher.config.offload import AioConfig
 from launcher.errors import OffloadError
 from launcher.offload import faults
-from launcher.offload.aio import DirectFile, IoQueue, Request
+from launcher.offload.aio import DirectFile, IoQueue, IoRequest
 from launcher.offload.directory import OwnDirectory
-from launcher.offload.ranges import Ranges
+from launcher.offload.ranges import FreeRanges
 from launcher.offload.tier import ALIGNMENT, as_bytes, finished, padded, size_of, wrong_size
 
 WORDS = ALIGNMENT // 8  # of a page
@@ -51,7 +51,7 @@ class NvmeTier:
     def __init__(self, path: str | Path, config: AioConfig | None = None, *, rank: int = 0) -> None:
         config = AioConfig() if config is None else config
         self._index: dict[str, Extent] = {}
-        self._ranges = Ranges()
+        self._ranges = FreeRanges()
         self._directory: OwnDirectory | None = OwnDirectory(Path(path), rank)
         try:
             self._file = DirectFile(self._directory.data)
@@ -130,7 +130,7 @@ class NvmeTier:
         except OSError as error:
             raise faults.told(error, doing, self._file.path) from error
 
-    def _requests(self, key: str, extent: Extent, data: Tensor, *, write: bool) -> Iterator[Request]:
+    def _requests(self, key: str, extent: Extent, data: Tensor, *, write: bool) -> Iterator[IoRequest]:
         """Requests of block_size bytes; what is left after the last page has one of its own, so that only it is
         copied on its way."""
         whole = extent.size - extent.size % ALIGNMENT
@@ -141,7 +141,7 @@ class NvmeTier:
         for i, (start, end) in enumerate(pairwise(edges)):
             label = _label(key, extent.offset + start, end - start, write=write)
             seen = self._note(extent, i) if write else self._compare(extent, i, label)
-            yield Request(self._file, extent.offset + start, data[start:end], write, label, seen)
+            yield IoRequest(self._file, extent.offset + start, data[start:end], write, label, seen)
 
     def _note(self, extent: Extent, i: int) -> Callable[[np.ndarray], None]:
         sums = extent.sums

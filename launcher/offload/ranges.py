@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 
 
-class Ranges:
+class FreeRanges:
     """Free ranges of a file, first fit; neighbours become one.
 
     Attributes:

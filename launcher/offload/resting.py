@@ -18,11 +18,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from launcher.offload.idle import Idle, Make
+from launcher.offload.idle import BufferCache, MakeBuffer
 from launcher.offload.tier import Tier, buffer
 
 
-class Buffers:
+class HostBuffers:
     """Host buffers for what rests in tiers.
 
     Args:
@@ -35,20 +35,20 @@ class Buffers:
             takes time.
     """
 
-    def __init__(self, leaving: int = 0, *, pin: bool | None = None, make: Make | None = None) -> None:
+    def __init__(self, leaving: int = 0, *, pin: bool | None = None, make: MakeBuffer | None = None) -> None:
         self.leaving = leaving
         pins = torch.cuda.is_available() if pin is None else pin
         self.make = make or partial(buffer, pin=pin)
-        self.idle = Idle(self.make, sparing=not pins)
-        self._queue: deque[Resting] = deque()
+        self.idle = BufferCache(self.make, sparing=not pins)
+        self._queue: deque[OffloadedTensor] = deque()
 
-    def leave(self, resting: Resting) -> None:
+    def leave(self, resting: OffloadedTensor) -> None:
         """A tensor is being written: the oldest ones are waited for until what is on its way is allowed to be."""
         self._queue.append(resting)
         while len(self._queue) > self.leaving:
             self._queue[0].settle()
 
-    def left(self, resting: Resting) -> None:
+    def left(self, resting: OffloadedTensor) -> None:
         """It is not on its way any more."""
         self._queue.remove(resting)
 
@@ -58,7 +58,7 @@ class Buffers:
             self._queue[0].settle()
 
 
-class Resting:
+class OffloadedTensor:
     """A flat tensor [numel] and where it rests.
 
     Args:
@@ -72,7 +72,7 @@ class Resting:
         key: str,
         numel: int,
         dtype: torch.dtype,
-        buffers: Buffers,
+        buffers: HostBuffers,
         tier: Tier | None = None,
         tensor: Tensor | None = None,
     ) -> None:
@@ -162,10 +162,10 @@ class Resting:
 
 
 @dataclass(frozen=True)
-class Part:
+class OffloadedSlice:
     """A part of a flat tensor, wherever that rests."""
 
-    of: Resting
+    of: OffloadedTensor
     span: slice
 
     @property
@@ -176,12 +176,12 @@ class Part:
         """[numel], in memory until the whole is let go of."""
         return self.of.here()[self.span]
 
-    def part(self, start: int, stop: int) -> Part:
+    def part(self, start: int, stop: int) -> OffloadedSlice:
         """Elements [start, stop) of it."""
-        return Part(self.of, slice(self.span.start + start, self.span.start + stop))
+        return OffloadedSlice(self.of, slice(self.span.start + start, self.span.start + stop))
 
 
-class Window:
+class PrefetchWindow:
     """Flat tensors that are asked for in turn: the last few of them are in memory.
 
     Args:
@@ -192,9 +192,9 @@ class Window:
 
     def __init__(self, *, changed: bool) -> None:
         self._changed = changed
-        self._open: dict[Resting, None] = {}  # by last use
+        self._open: dict[OffloadedTensor, None] = {}  # by last use
 
-    def here(self, part: Part) -> Tensor:
+    def here(self, part: OffloadedSlice) -> Tensor:
         """[numel]; good until the next call."""
         whole = part.of
         if not whole.moves:
@@ -212,15 +212,15 @@ class Window:
         while self._open:
             self._let_go(next(iter(self._open)))
 
-    def _let_go(self, whole: Resting) -> None:
+    def _let_go(self, whole: OffloadedTensor) -> None:
         del self._open[whole]
         whole.put() if self._changed else whole.drop()
 
 
 @contextmanager
-def in_turn(*, changed: bool = False) -> Iterator[Window]:
+def in_turn(*, changed: bool = False) -> Iterator[PrefetchWindow]:
     """A window that is closed at the end."""
-    window = Window(changed=changed)
+    window = PrefetchWindow(changed=changed)
     try:
         yield window
     finally:

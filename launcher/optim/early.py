@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from launcher.optim.sharded import ShardedOptimizer
 
 
-class EarlySteps:
+class OptimizerInBackward:
     """What the reducer calls for the gradients of the last microbatch of a step.
 
     Args:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from launcher.comm import all_to_all
 from launcher.optim.whole import held
-from launcher.zero.flat import Slot
+from launcher.zero.flat import ParamSlot
 
 
-def deal(slots: Sequence[Slot], degree: int) -> list[int]:
+def deal(slots: Sequence[ParamSlot], degree: int) -> list[int]:
     """The rank that works on each matrix: the most work first, to the rank that has least (LPT scheduling).
 
     At a tie it goes to the rank that holds most of it already. Work is that of a Gram matrix: elements x shorter side.
@@ -30,7 +30,10 @@ def deal(slots: Sequence[Slot], degree: int) -> list[int]:
 
 
 def on_whole(
-    slots: Sequence[Slot], slices: Sequence[Tensor | None], work: Callable[[int, Tensor], Tensor], tag: str
+    slots: Sequence[ParamSlot],
+    slices: Sequence[Tensor | None],
+    work: Callable[[int, Tensor], Tensor],
+    tag: str,
 ) -> list[Tensor | None]:
     """Do `work` on whole matrices of which this rank has slices. A collective.
 
@@ -52,7 +55,7 @@ def on_whole(
 
 
 def _assemble(
-    slots: Sequence[Slot], slices: Sequence[Tensor | None], owners: list[int], tag: str
+    slots: Sequence[ParamSlot], slices: Sequence[Tensor | None], owners: list[int], tag: str
 ) -> dict[int, Tensor]:
     axis = slots[0].flat.axis
     mine = [i for i, owner in enumerate(owners) if owner == axis.rank]
@@ -85,7 +88,7 @@ def _assemble(
 
 
 def _bring_back(
-    slots: Sequence[Slot],
+    slots: Sequence[ParamSlot],
     slices: Sequence[Tensor | None],
     done: dict[int, Tensor],
     owners: list[int],

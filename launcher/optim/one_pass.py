@@ -31,7 +31,7 @@ Kernel = Callable[[dict[str, Any], Tensor | None], Callable[["Chunk"], None]]
 
 
 @dataclass
-class OnePass:
+class FusedSlice:
     """What is stepped: a slice of one parameter, all tensors 1-D, contiguous, of one length, in host memory.
 
     Args:
@@ -55,7 +55,7 @@ class Chunk:
 
     Args:
         weights, grads: as they are held, and, inside the kernel, in the dtype of the arithmetic.
-        params: see `OnePass.param`.
+        params: see `FusedSlice.param`.
         states: name -> one tensor a part.
         steps: the step counter of each part; empty where the optimizer counts none.
         first: the state was made in this step.
@@ -71,7 +71,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Rule:
+class FusedRule:
     """One optimizer.
 
     Args:
@@ -130,20 +130,20 @@ def _moments(group: dict[str, Any]) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
 
-ADAM = Rule(_moments, partial(_adam, torch._fused_adam_), decoupled=False)
-ADAMW = Rule(_moments, partial(_adam, torch._fused_adamw_), decoupled=True)
-RULES: dict[type, Rule] = {
+ADAM = FusedRule(_moments, partial(_adam, torch._fused_adam_), decoupled=False)
+ADAMW = FusedRule(_moments, partial(_adam, torch._fused_adamw_), decoupled=True)
+RULES: dict[type, FusedRule] = {
     Adam: ADAM,
     AdamW: ADAMW,
     UncorrectedAdam: replace(ADAM, corrects=False),
     UncorrectedAdamW: replace(ADAMW, corrects=False),
-    Adagrad: Rule(lambda group: ("sum",), _adagrad),
-    SGD: Rule(lambda group: ("momentum_buffer",) if group["momentum"] else (), _sgd, counts=False),
-    Lion: Rule(lambda group: ("exp_avg",), _lion, counts=False, scales=False, passes_once=False),
+    Adagrad: FusedRule(lambda group: ("sum",), _adagrad),
+    SGD: FusedRule(lambda group: ("momentum_buffer",) if group["momentum"] else (), _sgd, counts=False),
+    Lion: FusedRule(lambda group: ("exp_avg",), _lion, counts=False, scales=False, passes_once=False),
 }
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
+def rule_of(optimizer: torch.optim.Optimizer) -> FusedRule | None:
     """How to step in one pass what `optimizer.step()` would; None where that has to be called: its class is not known,
     it does not use torch's fused kernels, or somebody hooked or replaced the call (torch's schedulers only note it).
     A class may say that it `steps_as` another one."""
@@ -159,9 +159,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
 
 @torch.no_grad()
 def step(
-    rule: Rule,
+    rule: FusedRule,
     group: dict[str, Any],
-    slices: Sequence[OnePass],
+    slices: Sequence[FusedSlice],
     *,
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
@@ -190,12 +190,12 @@ def step(
         work(chunk)
 
 
-def _needs_no_cast(item: OnePass, dtype: torch.dtype) -> bool:
+def _needs_no_cast(item: FusedSlice, dtype: torch.dtype) -> bool:
     return item.param is None and item.grad.dtype == item.weights.dtype == dtype
 
 
 def _by_loop(
-    loop: Callable[..., None], rule: Rule, group: dict[str, Any], item: OnePass, scale: float
+    loop: Callable[..., None], rule: FusedRule, group: dict[str, Any], item: FusedSlice, scale: float
 ) -> bool:
     """Step a slice by the compiled loop, if it is one for that; gives whether it was."""
     mean, square = item.state["exp_avg"], item.state["exp_avg_sq"]
@@ -208,7 +208,7 @@ def _by_loop(
     return True
 
 
-def _begin(rule: Rule, group: dict[str, Any], item: OnePass, dtype: torch.dtype) -> bool:
+def _begin(rule: FusedRule, group: dict[str, Any], item: FusedSlice, dtype: torch.dtype) -> bool:
     """Make the state that is missing and count the step; returns whether state was made."""
     state, first = item.state, False
     for name in rule.states(group):
@@ -226,7 +226,7 @@ def _zeros(like: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _chunks(
-    rule: Rule, group: dict[str, Any], items: Iterable[tuple[OnePass, bool]], size: int
+    rule: FusedRule, group: dict[str, Any], items: Iterable[tuple[FusedSlice, bool]], size: int
 ) -> Iterator[Chunk]:
     """Cut large slices and join small ones. Cuts are at multiples of `size`, a multiple of what a kernel does at once:
     every element meets the instructions that it would meet in an uncut slice."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Pending
 from launcher.errors import ConfigError, MisplacedCallError
-from launcher.offload.resting import Part
+from launcher.offload.resting import OffloadedSlice
 from launcher.optim import one_pass
 from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
@@ -195,7 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.early.clear()
 
     def _step_batch(
-        self, gradients: list[FlatGradient], scale: float, rule: one_pass.Rule | None
+        self, gradients: list[FlatGradient], scale: float, rule: one_pass.FusedRule | None
     ) -> list[Pending]:
         """Step buffers, let go of what rests, start bringing the parameters to every rank."""
         written = {gradient: self._step_buffer(gradient, scale, rule) for gradient in gradients}
@@ -248,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             del inner.grad_scale
 
-    def _step_buffer(self, gradient: FlatGradient, scale: float, rule: one_pass.Rule | None) -> bool:
+    def _step_buffer(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule | None) -> bool:
         """Step what is owned of a buffer; gives whether the parameters beside the master weights were written."""
         self.states[gradient].fetch()
         masters = {piece.name: piece.data for piece in self.states[gradient].show()}
@@ -258,16 +258,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._step_by_tiles(gradient, scale, masters)
         return False
 
-    def _step_in_one_pass(self, gradient: FlatGradient, scale: float, rule: one_pass.Rule) -> bool:
+    def _step_in_one_pass(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule) -> bool:
         flat, params = gradient.flat, gradient.flat.params_beside_master
         into = {} if params is None else {piece.name: piece.data for piece in flat.slices(params)}
-        by_group: dict[int, list[one_pass.OnePass]] = {}
+        by_group: dict[int, list[one_pass.FusedSlice]] = {}
         for piece in flat.slices(gradient.owned.to(flat.master.device)):
             if self.zero.slots[piece.name].used and piece.name in self._group_of:
                 tensor = self.tensors[piece.name]
                 zeros = partial(self.states[gradient].zeros, piece.name)
                 state, param = self.inner.state[tensor], into.get(piece.name)
-                item = one_pass.OnePass(tensor.data, piece.data, state, param, zeros)
+                item = one_pass.FusedSlice(tensor.data, piece.data, state, param, zeros)
                 by_group.setdefault(self._group_of[piece.name], []).append(item)
         for index, items in by_group.items():
             dtype = self._widened(flat.master_dtype)
@@ -328,7 +328,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self.tensors[slot.name] in self.inner.state
         }
 
-    def start_state(self, name: str, key: str, dtype: torch.dtype) -> Tensor | Part:
+    def start_state(self, name: str, key: str, dtype: torch.dtype) -> Tensor | OffloadedSlice:
         """`FlatState.start` of an owned parameter."""
         return self._state_of[name].start(name, key, dtype)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.monitor.memory import hand_back_freed
-from launcher.offload.resting import Part, Resting
+from launcher.offload.resting import OffloadedSlice, OffloadedTensor
 from launcher.offload.tier import memory
 from launcher.zero import ParamSlice
 from launcher.zero.gradients import FlatGradient
@@ -34,7 +34,7 @@ class FlatState:
         self.gradient, self.flat, self.tensors, self._state = gradient, gradient.flat, tensors, state
         self.moves = self.flat.optim_home.tier is not None or self.flat.moves
         self.shown = True
-        self._resting: dict[str, Resting] = {}
+        self._resting: dict[str, OffloadedTensor] = {}
         first = self.flat.owned.start
         self._places = {
             slot.name: slice(slot.offset + start - first, slot.offset + stop - first)
@@ -80,16 +80,18 @@ class FlatState:
         """The states of a parameter, while they are not shown: what rests as a part, the rest as it is."""
         known, place = self._state.get(self.tensors[name], {}), self._places[name]
         rests = set() if self.shown else self._resting.keys()
-        return {key: Part(self._resting[key], place) if key in rests else known[key] for key in known}
+        return {
+            key: OffloadedSlice(self._resting[key], place) if key in rests else known[key] for key in known
+        }
 
-    def start(self, name: str, key: str, dtype: torch.dtype) -> Tensor | Part:
+    def start(self, name: str, key: str, dtype: torch.dtype) -> Tensor | OffloadedSlice:
         """Zeros to be filled, as a state of a parameter: a tensor, or a part of one that rests."""
         tensor, place = self.tensors[name], self._places[name]
         if not self.moves:
             self._state[tensor][key] = self.zeros(name, key, dtype)
             return cast(Tensor, self._state[tensor][key])
         self._state[tensor][key] = self._empty.to(dtype)
-        return Part(self._resting_of(key, dtype), place)
+        return OffloadedSlice(self._resting_of(key, dtype), place)
 
     def hide(self) -> None:
         """Take them away again, changed; weights and gradient are let go of by those who have them."""
@@ -129,7 +131,7 @@ class FlatState:
         one = self._resting_of(key, dtype)
         return one.here() if one.has_values else one.fresh().zero_()
 
-    def _resting_of(self, key: str, dtype: torch.dtype) -> Resting:
+    def _resting_of(self, key: str, dtype: torch.dtype) -> OffloadedTensor:
         if key not in self._resting:
             name, size = f"{self.flat.name}/{key}", self.flat.owned.stop - self.flat.owned.start
             self._resting[key] = self.flat.homes.resting(name, size, dtype, self.flat.optim_home)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.zero.flat import Slot
+from launcher.zero.flat import ParamSlot
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Stepped:
         slice: [elements of it that this rank steps], the inner parameter; None: this rank owns nothing.
     """
 
-    slot: Slot
+    slot: ParamSlot
     group: dict[str, Any]
     slice: Tensor | None
 
@@ -39,7 +39,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-def held(slot: Slot, rank: int) -> slice:
+def held(slot: ParamSlot, rank: int) -> slice:
     """The elements of the parameter that the optimizer of `rank` steps; empty where it owns nothing of it."""
     flat = slot.flat
     if not flat.shards_optim:

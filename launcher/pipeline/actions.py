@@ -1,4 +1,4 @@
-"""`Action` and `Schedule`: what each rank of a pipeline does, as data. The room's glossary.
+"""`Action` and `PipelineSchedule`: what each rank of a pipeline does, as data. The room's glossary.
 
 stages (P)      ranks of the pp axis.
 chunks (v)      virtual stages of a rank.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does for one microbatch at one virtual stage."""
 
     FORWARD = "F"
@@ -33,24 +33,24 @@ class Kind(StrEnum):
 
 
 WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "input gradient",
-    Kind.WEIGHT: "weight gradients",
-    Kind.SEND_F: "sending the activations",
-    Kind.RECV_F: "receiving the activations",
-    Kind.SEND_B: "sending the gradients",
-    Kind.RECV_B: "receiving the gradients",
-    Kind.UPDATE: "update with the gradients",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "input gradient",
+    ActionKind.WEIGHT: "weight gradients",
+    ActionKind.SEND_F: "sending the activations",
+    ActionKind.RECV_F: "receiving the activations",
+    ActionKind.SEND_B: "sending the gradients",
+    ActionKind.RECV_B: "receiving the gradients",
+    ActionKind.UPDATE: "update with the gradients",
 }
-GIVES_INPUT_GRADIENT = (Kind.BACKWARD, Kind.INPUT)
+GIVES_INPUT_GRADIENT = (ActionKind.BACKWARD, ActionKind.INPUT)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
     """One thing that a rank does. `str` is `F2.0`: kind, virtual stage, microbatch."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
 
@@ -64,7 +64,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """What every rank of a pipeline does in a step, in order.
 
     Args:
@@ -112,7 +112,7 @@ class Schedule:
         return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
 
 
-def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
+def dependencies(schedule: PipelineSchedule) -> dict[Action, tuple[Action, ...]]:
     """For each action those that must have ended before it starts.
 
     F(k, m) needs F(k-1, m). B(k, m) and I(k, m) need F(k, m), and B or I of (k+1, m). W(k, m) needs I(k, m).
@@ -125,16 +125,16 @@ def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
 def needs(action: Action, virtual_stages: int, known: Collection[Action]) -> tuple[Action, ...]:
     """What must have ended before an action starts; `known`: all of the step."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
-    if kind is Kind.WEIGHT:
-        return (Action(Kind.INPUT, stage, microbatch),)
-    if kind is Kind.FORWARD:
-        return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage else ()
+    if kind is ActionKind.WEIGHT:
+        return (Action(ActionKind.INPUT, stage, microbatch),)
+    if kind is ActionKind.FORWARD:
+        return (Action(ActionKind.FORWARD, stage - 1, microbatch),) if stage else ()
     after = (Action(back, stage + 1, microbatch) for back in GIVES_INPUT_GRADIENT)
-    return (Action(Kind.FORWARD, stage, microbatch), *(needed for needed in after if needed in known))
+    return (Action(ActionKind.FORWARD, stage, microbatch), *(needed for needed in after if needed in known))
 
 
 def walk(
-    schedule: Schedule, needs: dict[Action, tuple[Action, ...]]
+    schedule: PipelineSchedule, needs: dict[Action, tuple[Action, ...]]
 ) -> tuple[list[tuple[int, Action]], dict[int, Action]]:
     """Execute the lists: each rank in its order, an action when all that it needs is done.
 

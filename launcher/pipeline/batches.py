@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from launcher.comm import Axis, broadcast
-from launcher.pipeline.crossing import Shape
+from launcher.pipeline.crossing import TensorShape
 from launcher.pipeline.plain import packed, unpacked
 
 TAG = "pipeline/batch"
@@ -31,7 +31,7 @@ def share(batches: Any, axis: Axis, device: torch.device) -> Any:
     if first:
         tensors = [leaf for leaf in tree_flatten(batches)[0] if isinstance(leaf, Tensor)]
     else:
-        shapes = [leaf for leaf in leaves if isinstance(leaf, Shape)]
+        shapes = [leaf for leaf in leaves if isinstance(leaf, TensorShape)]
         tensors = [torch.empty(shape.size, dtype=shape.dtype, device=device) for shape in shapes]
     flat = torch.cat([_bytes(tensor) for tensor in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
     broadcast(flat, axis, TAG).wait()
@@ -40,7 +40,7 @@ def share(batches: Any, axis: Axis, device: torch.device) -> Any:
     at, parts = 0, iter(tensors)
     found: list[Any] = []
     for leaf in leaves:
-        if not isinstance(leaf, Shape):
+        if not isinstance(leaf, TensorShape):
             found.append(leaf)
             continue
         tensor = next(parts)
@@ -52,7 +52,7 @@ def share(batches: Any, axis: Axis, device: torch.device) -> Any:
 
 
 def _shape_of_tensor(leaf: Any) -> Any:
-    return Shape.of(leaf) if isinstance(leaf, Tensor) else leaf
+    return TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _share_nest(value: Any, axis: Axis, device: torch.device) -> Any:

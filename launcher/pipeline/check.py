@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections import Counter
 
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Action, Kind, Schedule, dependencies, walk
+from launcher.pipeline.actions import (
+    GIVES_INPUT_GRADIENT,
+    Action,
+    ActionKind,
+    PipelineSchedule,
+    dependencies,
+    walk,
+)
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: PipelineSchedule) -> None:
     """Find every action once, on its rank, after what it needs, and within the memory that is promised.
 
     Ranks are taken to run their lists in order, to wait for what they receive, and not to wait for what they send.
@@ -22,7 +29,7 @@ def check(schedule: Schedule) -> None:
         _within(schedule, rank)
 
 
-def _complete(schedule: Schedule) -> None:
+def _complete(schedule: PipelineSchedule) -> None:
     """Each rank has F and B (or I and W) of all its virtual stages and microbatches, once, and nothing else."""
     for rank, actions in enumerate(schedule.actions):
         counts = Counter(actions)
@@ -37,19 +44,19 @@ def _complete(schedule: Schedule) -> None:
                 raise _error(schedule, rank, f"{action} is missing")
 
 
-def _expected(schedule: Schedule, rank: int, there: Counter[Action]) -> dict[Action, None]:
+def _expected(schedule: PipelineSchedule, rank: int, there: Counter[Action]) -> dict[Action, None]:
     """What the rank has to do. A backward is split where either half of it is there."""
     expected: dict[Action, None] = {}
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.microbatches):
-            halves = [Action(kind, stage, microbatch) for kind in (Kind.INPUT, Kind.WEIGHT)]
+            halves = [Action(kind, stage, microbatch) for kind in (ActionKind.INPUT, ActionKind.WEIGHT)]
             split = any(half in there for half in halves)
-            backward = halves if split else [Action(Kind.BACKWARD, stage, microbatch)]
-            expected |= dict.fromkeys([Action(Kind.FORWARD, stage, microbatch), *backward])
+            backward = halves if split else [Action(ActionKind.BACKWARD, stage, microbatch)]
+            expected |= dict.fromkeys([Action(ActionKind.FORWARD, stage, microbatch), *backward])
     return expected
 
 
-def _ordered(schedule: Schedule) -> None:
+def _ordered(schedule: PipelineSchedule) -> None:
     needs = dependencies(schedule)
     order, stuck = walk(schedule, needs)
     done = {action for _, action in order}
@@ -64,11 +71,11 @@ def _ordered(schedule: Schedule) -> None:
         raise LauncherError(f"{schedule.name}: deadlock: " + "; ".join(waits), where=_where(schedule))
 
 
-def _within(schedule: Schedule, rank: int) -> None:
+def _within(schedule: PipelineSchedule, rank: int) -> None:
     held = deferred = 0
     for action in schedule.actions[rank]:
-        held += action.kind is Kind.FORWARD
-        deferred += action.kind is Kind.INPUT
+        held += action.kind is ActionKind.FORWARD
+        deferred += action.kind is ActionKind.INPUT
         for what, count, promised in (
             ("activations", held, schedule.held[rank]),
             ("deferred weight gradients", deferred, schedule.deferred[rank]),
@@ -76,12 +83,12 @@ def _within(schedule: Schedule, rank: int) -> None:
             if count > promised:
                 raise _error(schedule, rank, f"{action} makes {count} {what} held, {promised} are promised")
         held -= action.kind in GIVES_INPUT_GRADIENT
-        deferred -= action.kind is Kind.WEIGHT
+        deferred -= action.kind is ActionKind.WEIGHT
 
 
-def _where(schedule: Schedule) -> str:
+def _where(schedule: PipelineSchedule) -> str:
     return f"{schedule.stages} stages, {schedule.chunks} chunks, {schedule.microbatches} microbatches"
 
 
-def _error(schedule: Schedule, rank: int, what: str) -> LauncherError:
+def _error(schedule: PipelineSchedule, rank: int, what: str) -> LauncherError:
     return LauncherError(f"{schedule.name}: rank {rank}: {what}", where=_where(schedule))

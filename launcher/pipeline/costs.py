@@ -18,14 +18,14 @@ from torch import nn
 from launcher.config.pipeline import TYPE
 from launcher.errors import ConfigError
 from launcher.pipeline.partition import Balance, partition
-from launcher.pipeline.parts import Parts, parts_of
+from launcher.pipeline.parts import ModelParts, parts_of
 
 WHERE = "pipeline.partition"
 _NO_SCORES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
 """Types of layers, as configs name them, whose work does not grow with the square of the sequence."""
 
 
-class Costs(NamedTuple):
+class LayerCosts(NamedTuple):
     """Costs in the unit of their method: 1 a layer, elements, operations, or seconds."""
 
     before: float
@@ -33,7 +33,7 @@ class Costs(NamedTuple):
     after: float
 
 
-def deal(costs: Costs, virtual_stages: int) -> list[int]:
+def deal(costs: LayerCosts, virtual_stages: int) -> list[int]:
     """Boundaries over the blocks [virtual stages + 1], in the order of the model; what a stage costs counts the ends.
 
     Raises:
@@ -43,8 +43,8 @@ def deal(costs: Costs, virtual_stages: int) -> list[int]:
 
 
 def model_costs(
-    model: nn.Module, method: str, *, sequence: int = 2048, tp: int = 1, measured: Costs | None = None
-) -> Costs:
+    model: nn.Module, method: str, *, sequence: int = 2048, tp: int = 1, measured: LayerCosts | None = None
+) -> LayerCosts:
     """Costs of a causal LM by a method of `pipeline.partition`.
 
     Args:
@@ -60,7 +60,7 @@ def model_costs(
     """
     parts = parts_of(model)
     if method == "uniform":
-        return Costs(0, (1,) * len(parts.blocks), 0)
+        return LayerCosts(0, (1,) * len(parts.blocks), 0)
     if method == "parameters":
         return _each(parts, elements)
     if method == "best":
@@ -76,7 +76,7 @@ def model_costs(
 
 def balance(
     model: nn.Module,
-    costs: Costs,
+    costs: LayerCosts,
     boundaries: Sequence[int],
     whole: Mapping[nn.Parameter, int] = MappingProxyType({}),
     *,
@@ -159,12 +159,12 @@ def not_measured(wanted: str, given: int | None) -> ConfigError:
     )
 
 
-def _each(parts: Parts, cost: Callable[[Sequence[nn.Module]], float]) -> Costs:
+def _each(parts: ModelParts, cost: Callable[[Sequence[nn.Module]], float]) -> LayerCosts:
     before, blocks, after = ([module for _, module in part] for part in parts)
-    return Costs(cost(before), tuple(cost([block]) for block in blocks), cost(after))
+    return LayerCosts(cost(before), tuple(cost([block]) for block in blocks), cost(after))
 
 
-def _with_ends(costs: Costs) -> list[float]:
+def _with_ends(costs: LayerCosts) -> list[float]:
     """Costs of the blocks; the ends go with the first and the last of them, wherever the cuts are."""
     blocks = list(costs.blocks)
     blocks[0] += costs.before
@@ -172,7 +172,7 @@ def _with_ends(costs: Costs) -> list[float]:
     return blocks
 
 
-def _operations(model: nn.Module, parts: Parts, sequence: int, tp: int) -> Costs:
+def _operations(model: nn.Module, parts: ModelParts, sequence: int, tp: int) -> LayerCosts:
     """Operations of the forward of one sequence; the backward has twice as many, everywhere but in lookup tables."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -188,7 +188,7 @@ def _operations(model: nn.Module, parts: Parts, sequence: int, tp: int) -> Costs
         block + (0 if index < len(kinds) and kinds[index] in _NO_SCORES else scores)
         for index, block in enumerate(found.blocks)
     )
-    return Costs(found.before, tuple(blocks), found.after)
+    return LayerCosts(found.before, tuple(blocks), found.after)
 
 
 def _width_of_scores(config: Any) -> int:
@@ -213,7 +213,7 @@ def _share_of_experts(config: Any) -> float:
     return min(1.0, chosen / number) if chosen and number else 1.0
 
 
-def _matching(parts: Parts, pattern: str) -> Costs:
+def _matching(parts: ModelParts, pattern: str) -> LayerCosts:
     """1 for each block whose class matches; an end counts where one of its modules with parameters does."""
     matches = matcher(pattern)
 

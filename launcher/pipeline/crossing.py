@@ -1,5 +1,5 @@
-"""What crosses between stages, and what the runtime asks of a model in stages (`Staged`): the border between what knows
-a kind of model and what runs any."""
+"""What crosses between stages, and what the runtime asks of a model in stages (`StagedPart`): the border between what
+knows a kind of model and what runs any."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Signature = tuple[Any, ...]  # of a batch: structure, shapes and dtypes
 
 @travels
 @dataclass(frozen=True)
-class Shape:
+class TensorShape:
     """What is known of a tensor."""
 
     size: torch.Size
@@ -33,17 +33,17 @@ class Shape:
 
 
 @dataclass
-class Crossing:
+class StageBoundary:
     """What a stage leaves with, for batches of one signature. It goes with the first of them to the next stage.
 
     Attributes:
         shapes: of the tensors.
     """
 
-    shapes: tuple[Shape, ...] = field(default=(), kw_only=True)
+    shapes: tuple[TensorShape, ...] = field(default=(), kw_only=True)
 
     @property
-    def returning(self) -> tuple[Shape, ...]:
+    def returning(self) -> tuple[TensorShape, ...]:
         """Of the gradients that come back: numbers that are no floats have none."""
         return tuple(shape for shape in self.shapes if shape.dtype.is_floating_point)
 
@@ -51,10 +51,10 @@ class Crossing:
 def signature_of(batch: Any) -> Signature:
     """What the shapes in a forward depend on. Equal signatures, equal shapes."""
     leaves, spec = tree_flatten(batch)
-    return repr(spec), *(Shape.of(leaf) for leaf in leaves)
+    return repr(spec), *(TensorShape.of(leaf) for leaf in leaves)
 
 
-class Staged(Protocol):
+class StagedPart(Protocol):
     """A rank's part of a model in stages.
 
     Attributes:
@@ -72,7 +72,7 @@ class Staged(Protocol):
     elsewhere: Any
 
     def learned(self, stage: int, signature: Signature) -> Any:
-        """The `Crossing` that virtual stage `stage` leaves with; None before its first batch of this signature."""
+        """The `StageBoundary` that virtual stage `stage` leaves with; None before its first batch of this signature."""
 
     def tell(self, stage: int, signature: Signature, learned: Any) -> None:
         """What virtual stage `stage` left with, elsewhere."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from launcher.pipeline.actions import Schedule
-from launcher.pipeline.simulate import Costs, Span, simulate
+from launcher.pipeline.actions import PipelineSchedule
+from launcher.pipeline.simulate import MicrobatchCosts, Span, simulate
 
 IDLE = "."
 
 
-def grid(schedule: Schedule) -> str:
+def grid(schedule: PipelineSchedule) -> str:
     """One line a rank, one column a unit of time: F, I and W of a virtual stage take one, B takes two.
 
     A cell is kind and microbatch; where ranks have several chunks, the chunk follows as a letter: `F0a`, `F0b`.
     """
-    timeline = simulate(schedule, Costs.even(schedule.virtual_stages, 1, 1, 1))
+    timeline = simulate(schedule, MicrobatchCosts.even(schedule.virtual_stages, 1, 1, 1))
     labels = [[_label(schedule, rank, span) for span in spans] for rank, spans in enumerate(timeline.spans)]
     width = max(len(label) for of_rank in labels for label in of_rank)
     name_width = len(f"rank {schedule.stages - 1}")
@@ -29,7 +29,7 @@ def grid(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def _label(schedule: Schedule, rank: int, span: Span) -> str:
+def _label(schedule: PipelineSchedule, rank: int, span: Span) -> str:
     action = span.action
     chunk = schedule.stages_of(rank).index(action.stage)
     return f"{action.kind}{action.microbatch}" + (chr(ord("a") + chunk) if schedule.chunks > 1 else "")

@@ -31,7 +31,7 @@ from launcher.pipeline.specs import (
     class_of,
     row_of,
 )
-from launcher.pipeline.stage import Call, PipelineStage, drawn_from, number_of
+from launcher.pipeline.stage import LayerCall, PipelineStage, drawn_from, number_of
 from launcher.pipeline.topology import ProcessTopology, stage_of_this_rank, stages_of
 
 
@@ -218,7 +218,7 @@ class PipelineModule(nn.Module):
         calls = []
         for source, home in self._layers[first:last]:
             if not isinstance(source, LayerSpec | nn.Module):
-                calls.append(Call(None, source))
+                calls.append(LayerCall(None, source))
                 continue
             if home not in made:
                 made[home] = self._module(home, seed)
@@ -227,7 +227,7 @@ class PipelineModule(nn.Module):
             if isinstance(source, TiedLayerSpec):
                 check_attributes(source, module)
                 function = source.forward_fn
-            calls.append(Call(self._names[home], function))
+            calls.append(LayerCall(self._names[home], function))
         return PipelineStage(
             {self._names[home]: module for home, module in modules.items()},
             tuple(calls),

@@ -1,7 +1,7 @@
 """What crosses between stages on different ranks. Receives are posted ahead, in the order in which they were sent.
 
-A stage that leaves with a kind of batch for the first time sends first what it has learned (`Crossing`): shapes, and
-how the next stage must go on.
+A stage that leaves with a kind of batch for the first time sends first what it has learned (`StageBoundary`): shapes,
+and how the next stage must go on.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from launcher.comm import Pending
 from launcher.comm.collectives import show_wait
-from launcher.comm.letters import Letters
-from launcher.pipeline.actions import Action, Kind, Schedule
-from launcher.pipeline.crossing import Crossing, Shape, Signature, Staged
+from launcher.comm.letters import P2PChannel
+from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
+from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, TensorShape
 from launcher.pipeline.plain import packed, unpacked
 from launcher.pipeline.transfers import arrivals, matching_receive
 
 AHEAD = 2  # messages of each kind from each rank that are received before they are needed
 
 
-class Mail:
+class StageP2P:
     """The messages of one step.
 
     Args:
@@ -35,9 +35,9 @@ class Mail:
 
     def __init__(
         self,
-        staged: Staged,
-        letters: Letters,
-        schedule: Schedule,
+        staged: StagedPart,
+        letters: P2PChannel,
+        schedule: PipelineSchedule,
         signatures: Sequence[Signature],
         device: torch.device,
     ) -> None:
@@ -47,10 +47,10 @@ class Mail:
             key: deque(actions) for key, actions in arrivals(schedule)[letters.axis.rank].items()
         }
         self._boxes: dict[Action, tuple[tuple[Tensor, ...], list[Pending]]] = {}
-        self._posted: dict[tuple[int, Kind], int] = {}
+        self._posted: dict[tuple[int, ActionKind], int] = {}
         self._outgoing: dict[Action, list[Pending]] = {}
 
-    def send(self, action: Action, tensors: tuple[Tensor, ...], learned: Crossing | None) -> None:
+    def send(self, action: Action, tensors: tuple[Tensor, ...], learned: StageBoundary | None) -> None:
         """Start sending what an action made.
 
         Args:
@@ -58,7 +58,7 @@ class Mail:
             learned: goes before the tensors; None: the receiver knows it.
         """
         to = self.schedule.rank_of[matching_receive(action).stage]
-        back, tag = action.kind is Kind.SEND_B, f"stage{action.stage}/{action.kind.lower()}"
+        back, tag = action.kind is ActionKind.SEND_B, f"stage{action.stage}/{action.kind.lower()}"
         outgoing = self._outgoing[action] = []
         if learned is not None:
             content = packed(learned).to(self.device)
@@ -74,14 +74,14 @@ class Mail:
         tensors, pendings = self._boxes.pop(action)
         self._posted[key] -= 1
         self._post_ahead(key)
-        what = "gradients" if action.kind is Kind.RECV_B else "inputs"
+        what = "gradients" if action.kind is ActionKind.RECV_B else "inputs"
         show_wait(f"the wait for {what} of stage {action.stage}, microbatch {action.microbatch}")
         for pending in pendings:
             pending.wait()
         if (
-            action.kind is Kind.RECV_B
+            action.kind is ActionKind.RECV_B
         ):  # what this is the gradient of has arrived: its memory need not wait for it
-            self._wait_for(Action(Kind.SEND_F, action.stage, action.microbatch))
+            self._wait_for(Action(ActionKind.SEND_F, action.stage, action.microbatch))
         return tensors
 
     def finish(self) -> None:
@@ -96,18 +96,18 @@ class Mail:
             pending.wait()
 
     def _source(self, action: Action) -> int:
-        return self.schedule.rank_of[action.stage + (1 if action.kind is Kind.RECV_B else -1)]
+        return self.schedule.rank_of[action.stage + (1 if action.kind is ActionKind.RECV_B else -1)]
 
-    def _post_ahead(self, key: tuple[int, Kind]) -> None:
+    def _post_ahead(self, key: tuple[int, ActionKind]) -> None:
         """Post the next receives whose shapes are known."""
         expected = self._expected[key]
         while expected and self._posted.get(key, 0) < AHEAD and self._shapes(expected[0]) is not None:
             self._post(key)
 
-    def _post(self, key: tuple[int, Kind]) -> None:
+    def _post(self, key: tuple[int, ActionKind]) -> None:
         source, kind = key
         action = self._expected[key].popleft()
-        back, tag = kind is Kind.RECV_B, f"stage{action.stage}/{kind.lower()}"
+        back, tag = kind is ActionKind.RECV_B, f"stage{action.stage}/{kind.lower()}"
         shapes = self._shapes(action)
         if shapes is None:
             shapes = self._learn(action, source, tag)
@@ -116,21 +116,21 @@ class Mail:
         self._boxes[action] = tensors, pendings
         self._posted[key] = self._posted.get(key, 0) + 1
 
-    def _shapes(self, action: Action) -> tuple[Shape, ...] | None:
+    def _shapes(self, action: Action) -> tuple[TensorShape, ...] | None:
         """Gradients are shaped like the floats that were sent; None: still to be learned."""
-        edge = action.stage if action.kind is Kind.RECV_B else action.stage - 1
+        edge = action.stage if action.kind is ActionKind.RECV_B else action.stage - 1
         learned = self.staged.learned(edge, self.signatures[action.microbatch])
         if learned is None:
             return None
-        return learned.returning if action.kind is Kind.RECV_B else learned.shapes
+        return learned.returning if action.kind is ActionKind.RECV_B else learned.shapes
 
-    def _learn(self, action: Action, source: int, tag: str) -> tuple[Shape, ...]:
+    def _learn(self, action: Action, source: int, tag: str) -> tuple[TensorShape, ...]:
         size = torch.empty(1, dtype=torch.int64, device=self.device)
         self.letters.receive(size, source, tag).wait()
         content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         self.letters.receive(content, source, tag).wait()
         learned = unpacked(content)
-        if not isinstance(learned, Crossing):
+        if not isinstance(learned, StageBoundary):
             raise ValueError(f"stage {action.stage - 1} sent a {type(learned).__name__} in place of shapes")
         self.staged.tell(action.stage - 1, self.signatures[action.microbatch], learned)
         return learned.shapes

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from launcher.monitor.clock import now, seconds_between
-from launcher.pipeline.costs import Costs
+from launcher.pipeline.costs import LayerCosts
 from launcher.pipeline.layers import PipelineModule
 from launcher.pipeline.parts import parts_of
 from launcher.pipeline.stage import drawn_from
@@ -31,7 +31,7 @@ LOSS = "loss"
 
 
 @dataclass(frozen=True)
-class Way:
+class MeasureOptions:
     """How the run computes.
 
     Args:
@@ -48,7 +48,7 @@ class Way:
     recomputed: bool = False
 
 
-def measure_model(model: nn.Module, batch: Mapping[str, Any], way: Way) -> Costs:
+def measure_model(model: nn.Module, batch: Mapping[str, Any], way: MeasureOptions) -> LayerCosts:
     """Seconds of one microbatch, forward and backward.
 
     Args:
@@ -72,14 +72,16 @@ def measure_model(model: nn.Module, batch: Mapping[str, Any], way: Way) -> Costs
             clock.start_round()
             model(**batch)
     before, blocks, after = ([name for name, _ in part] for part in parts)
-    return Costs(
+    return LayerCosts(
         sum(map(clock.seconds, before)),
         tuple(clock.seconds(name, again=way.recomputed) for name in blocks),
         sum(map(clock.seconds, [*after, LOSS])),
     )
 
 
-def measure_row(row: PipelineModule, inputs: Any, labels: tuple[Any, ...], way: Way) -> list[float]:
+def measure_row(
+    row: PipelineModule, inputs: Any, labels: tuple[Any, ...], way: MeasureOptions
+) -> list[float]:
     """Seconds of one microbatch in each layer of a row, forward and backward. Layers are built one at a time.
 
     Args:
@@ -153,7 +155,7 @@ def _cut_off(value: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad).clone(), value)
 
 
-def _timed(name: str, module: nn.Module, clock: _Clock, way: Way) -> Callable[..., Any]:
+def _timed(name: str, module: nn.Module, clock: _Clock, way: MeasureOptions) -> Callable[..., Any]:
     forward = module.forward
 
     @wraps(forward)  # transformers looks at its signature
@@ -165,7 +167,7 @@ def _timed(name: str, module: nn.Module, clock: _Clock, way: Way) -> Callable[..
 
 
 @contextmanager
-def _set_up(way: Way) -> Iterator[None]:
+def _set_up(way: MeasureOptions) -> Iterator[None]:
     """Autograd and autocast as in training; random numbers go on afterwards as if nothing had been."""
     autocast = torch.autocast(way.device.type, way.autocast) if way.autocast else nullcontext()
     with drawn_from(0), torch.enable_grad(), autocast, loss_only():
@@ -189,7 +191,7 @@ def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _real(modules: Iterable[tuple[str, nn.Module]], way: Way) -> Iterator[None]:
+def _real(modules: Iterable[tuple[str, nn.Module]], way: MeasureOptions) -> Iterator[None]:
     """Inside, what these modules own is on the device, parameters in the dtype of the run."""
     kept = []
     try:

@@ -40,7 +40,7 @@ UNCUTTABLE = {
 Named = list[tuple[str, nn.Module]]
 
 
-class Parts(NamedTuple):
+class ModelParts(NamedTuple):
     """Modules of a model with their names. Those of the ends are outermost, and hold no block; some have no parameters.
 
     Attributes:
@@ -54,7 +54,7 @@ class Parts(NamedTuple):
     after: Named
 
 
-def parts_of(model: nn.Module) -> Parts:
+def parts_of(model: nn.Module) -> ModelParts:
     """Where each part of a causal LM runs.
 
     Raises:
@@ -76,7 +76,7 @@ def parts_of(model: nn.Module) -> Parts:
     rows = {name.rpartition(".")[0] for name, _ in blocks}
     if len(rows) != 1:
         raise _uncuttable(model, "its blocks are not one row" if rows else "it has no list of blocks")
-    parts, ids, passed = Parts([], blocks, []), {id(block) for _, block in blocks}, False
+    parts, ids, passed = ModelParts([], blocks, []), {id(block) for _, block in blocks}, False
     embedding, head = ends_of(model)
     for name, module in _around(model, ids, ""):
         if id(module) in ids:
@@ -90,7 +90,7 @@ def parts_of(model: nn.Module) -> Parts:
     return parts
 
 
-def around(model: nn.Module, parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
+def around(model: nn.Module, parts: ModelParts) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters of modules that hold the blocks, and of lists: the model's own code uses them, on any stage."""
     inside = {id(inner) for part in parts for _, module in part for inner in module.modules()}
     for name, module in model.named_modules():

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from html import escape
 
-from launcher.pipeline.actions import Kind
+from launcher.pipeline.actions import ActionKind
 from launcher.pipeline.simulate import Timeline
 
 WIDTH, LEFT, RIGHT = 1120, 74, 20
 LANE, GAP, TOP = 30, 4, 36  # heights: of a box, between boxes, of title and legend
 AXIS, CAPTION, BETWEEN = 24, 20, 18
 INK, PALE, GROUND = "#1f2933", "#7b8794", "#f0f2f5"
-COLOURS = {Kind.FORWARD: "#3b7dd8", Kind.BACKWARD: "#2f9e6e", Kind.INPUT: "#2f9e6e", Kind.WEIGHT: "#e08e2b"}
+COLOURS = {
+    ActionKind.FORWARD: "#3b7dd8",
+    ActionKind.BACKWARD: "#2f9e6e",
+    ActionKind.INPUT: "#2f9e6e",
+    ActionKind.WEIGHT: "#e08e2b",
+}
 MEANING = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "input grad",
-    Kind.WEIGHT: "weight grad",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "input grad",
+    ActionKind.WEIGHT: "weight grad",
 }
 LIGHTEST = 0.55  # how far the last chunk's colour goes towards white
 DIGIT = 6.4  # width of a digit of the numbers in boxes
@@ -128,7 +133,7 @@ def _nice(wanted: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= wanted)
 
 
-def _colour(kind: Kind, chunk: int, chunks: int) -> str:
+def _colour(kind: ActionKind, chunk: int, chunks: int) -> str:
     """The kind's colour, lighter for later chunks."""
     white = LIGHTEST * chunk / max(1, chunks - 1)
     parts = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import Action, Kind
+from launcher.pipeline.actions import Action, ActionKind
 from launcher.pipeline.simulate import Span, Timeline
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
 
 
 def write(path: str | Path, timeline: Timeline) -> None:
@@ -76,7 +76,7 @@ def read(path: str | Path) -> Timeline:
 
 
 def _span(row: dict[str, Any], record: dict[str, Any]) -> Span:
-    kind = Kind(row["kind"])
+    kind = ActionKind(row["kind"])
     start, end = float(row["start"]), float(row["end"])
     if kind not in COMPUTE:
         raise ValueError(f"{kind} is no compute action")

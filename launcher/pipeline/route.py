@@ -20,21 +20,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from launcher.errors import LauncherError
-from launcher.pipeline.crossing import Crossing, Shape
+from launcher.pipeline.crossing import StageBoundary, TensorShape
 from launcher.pipeline.origins import Origin, Origins
 from launcher.pipeline.plain import travels
-from launcher.pipeline.slots import Call, Slot, filled, in_shared, slots_of
+from launcher.pipeline.slots import ArgumentPath, CallArguments, filled, in_shared, slots_of
 
-Place = tuple[int, Slot]  # number of a block, and where in its arguments
+BlockArgument = tuple[int, ArgumentPath]  # number of a block, and where in its arguments
 
 
 @travels
 @dataclass
-class Learned(Crossing):
+class StageInputs(StageBoundary):
     """What earlier stages tell later ones of a model's forward.
 
     Attributes:
-        returns: class of a block -> what it returns, with a `Shape` for each tensor.
+        returns: class of a block -> what it returns, with a `TensorShape` for each tensor.
         outputs: module in front of the blocks -> what it returned.
         places: of each tensor that crosses, in order.
         others: sums of the values that each stage makes itself, in the arguments of the first block behind the cut.
@@ -43,8 +43,8 @@ class Learned(Crossing):
 
     returns: dict[str, Any] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
-    places: list[list[Place]] = field(default_factory=list)
-    others: dict[Slot, float] = field(default_factory=dict)
+    places: list[list[BlockArgument]] = field(default_factory=list)
+    others: dict[ArgumentPath, float] = field(default_factory=dict)
     slicing: tuple[bool, int] | None = None
 
     def returns_of(self, kind: type) -> Any:
@@ -52,7 +52,7 @@ class Learned(Crossing):
         return self.returns.get(kind.__qualname__, next(reversed(self.returns.values()), None))
 
 
-class Left(Exception):
+class StageOutputs(Exception):
     """Ends a forward: everything that the next stage needs was seen."""
 
 
@@ -75,14 +75,19 @@ class Route:
     def __init__(self, names: list[str], like: Callable[[], Tensor]) -> None:
         self.names, self.like = names, like
         self.enter = self.leave = 0
-        self.arriving = self.learned = Learned()
+        self.arriving = self.learned = StageInputs()
         self.origins: Origins | None = None
         self.running = self.looking_ahead = False
-        self._arrived: dict[int, dict[Slot, Tensor]] = {}
+        self._arrived: dict[int, dict[ArgumentPath, Tensor]] = {}
         self._crossing: list[Tensor] = []
 
     def start(
-        self, enter: int, leave: int, received: tuple[Tensor, ...], arriving: Learned, learned: Learned | None
+        self,
+        enter: int,
+        leave: int,
+        received: tuple[Tensor, ...],
+        arriving: StageInputs,
+        learned: StageInputs | None,
     ) -> AbstractContextManager[Any]:
         """Begin a forward, which runs inside of what is returned.
 
@@ -92,7 +97,7 @@ class Route:
         """
         self.enter, self.leave, self.arriving = enter, leave, arriving
         self.origins = Origins() if learned is None else None
-        self.learned = learned or Learned(dict(arriving.returns), dict(arriving.outputs))
+        self.learned = learned or StageInputs(dict(arriving.returns), dict(arriving.outputs))
         self.running, self.looking_ahead, self._crossing, self._arrived = True, False, [], {}
         probing = torch.enable_grad() if learned is None else nullcontext()
         with probing:
@@ -105,7 +110,7 @@ class Route:
     def marked(self, values: Any, origin: Origin) -> Any:
         return values if self.origins is None else self.origins.mark(values, origin)
 
-    def zeros(self, shape: Shape) -> Tensor:
+    def zeros(self, shape: TensorShape) -> Tensor:
         """For a tensor that is elsewhere; they take no memory."""
         zero: Tensor = torch.zeros((), dtype=shape.dtype, device=self.like().device)
         if zero.is_floating_point():
@@ -114,7 +119,7 @@ class Route:
 
     # ---- blocks of this stage ---------------------------------------------------------------
 
-    def enter_at(self, index: int, call: Call) -> Call:
+    def enter_at(self, index: int, call: CallArguments) -> CallArguments:
         """The arguments of a block that runs here, with what was received in its places."""
         arrived = self._arrived.get(index, {})
         if self.origins is not None:
@@ -136,7 +141,7 @@ class Route:
                 what = "what runs after the blocks uses more than the last one gives"
                 raise _uncuttable(self.names[self.enter], what)
 
-    def _check_others(self, own: dict[Slot, Any]) -> None:
+    def _check_others(self, own: dict[ArgumentPath, Any]) -> None:
         """What a stage makes itself must be what the stage before it has."""
         others = self.arriving.others
         tensors = {slot: value for slot, value in own.items() if isinstance(value, Tensor)}
@@ -147,14 +152,14 @@ class Route:
 
     # ---- blocks behind it -------------------------------------------------------------------
 
-    def leave_at(self, index: int, call: Call) -> None:
-        """A block of a later stage was called. Raises `Left` where no other needs to be looked at."""
+    def leave_at(self, index: int, call: CallArguments) -> None:
+        """A block of a later stage was called. Raises `StageOutputs` where no other needs to be looked at."""
         call = filled(call, self._arrived.get(index, {}))
         if self.origins is not None:
             self._find(index, call, self.origins)
             self.looking_ahead = True
             if index == len(self.names) - 1:
-                raise Left
+                raise StageOutputs
             return
         values = slots_of(call)
         while len(self._crossing) < len(self.learned.places):
@@ -162,9 +167,9 @@ class Route:
             if block != index:
                 return
             self._crossing.append(values[slot])
-        raise Left
+        raise StageOutputs
 
-    def _find(self, index: int, call: Call, origins: Origins) -> None:
+    def _find(self, index: int, call: CallArguments, origins: Origins) -> None:
         """The first time: which arguments of a block cross."""
         for slot, value in slots_of(call).items():
             if not isinstance(value, Tensor):
@@ -179,7 +184,7 @@ class Route:
             if origin == Origin.HERE and (index == self.leave or not in_shared(call, slot)):
                 self._let_cross(value, (index, slot))
 
-    def _let_cross(self, value: Tensor, place: Place) -> None:
+    def _let_cross(self, value: Tensor, place: BlockArgument) -> None:
         for tensor, places in zip(self._crossing, self.learned.places, strict=True):
             if tensor is value:
                 places.append(place)
@@ -191,7 +196,7 @@ class Route:
         """What the next stage needs, in the order of `learned.places`."""
         if not any(block == self.leave for places in self.learned.places for block, _ in places):
             raise _uncuttable(self.names[self.leave], "none of its arguments is what the block before gives")
-        self.learned.shapes = tuple(Shape.of(tensor) for tensor in self._crossing)
+        self.learned.shapes = tuple(TensorShape.of(tensor) for tensor in self._crossing)
         found, self._crossing = tuple(self._crossing), []
         return found
 
@@ -207,7 +212,7 @@ def _sum(tensor: Tensor) -> float:
     return float(tensor.detach().double().nan_to_num().sum())
 
 
-def _in_words(slot: Slot) -> str:
+def _in_words(slot: ArgumentPath) -> str:
     return f"its argument {'.'.join(map(str, slot[1:]))}"
 
 

@@ -1,4 +1,4 @@
-"""`StagedRow`: the virtual stages of a `PipelineModule` that a rank holds, and the forward of each.
+"""`SequentialPipeline`: the virtual stages of a `PipelineModule` that a rank holds, and the forward of each.
 
 Between layers any nest of tensors may go: a tensor, a tuple of them, a dict. Data are (inputs, labels), as in
 DeepSpeed.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from launcher.errors import ConfigError, LauncherError
-from launcher.pipeline.crossing import Crossing, Shape, Signature
+from launcher.pipeline.crossing import Signature, StageBoundary, TensorShape
 from launcher.pipeline.layers import PipelineModule
 from launcher.pipeline.plain import travels
 from launcher.pipeline.stage import PipelineStage
@@ -24,11 +24,11 @@ from launcher.pipeline.stage import PipelineStage
 
 @travels
 @dataclass
-class Nest(Crossing):
+class BoundaryValues(StageBoundary):
     """What a stage leaves with.
 
     Attributes:
-        structure: the nest, with a `Shape` for each tensor.
+        structure: the nest, with a `TensorShape` for each tensor.
     """
 
     structure: Any = None
@@ -37,10 +37,12 @@ class Nest(Crossing):
         """The nest with these tensors."""
         leaves, spec = tree_flatten(self.structure)
         arriving = iter(tensors)
-        return tree_unflatten([next(arriving) if isinstance(leaf, Shape) else leaf for leaf in leaves], spec)
+        return tree_unflatten(
+            [next(arriving) if isinstance(leaf, TensorShape) else leaf for leaf in leaves], spec
+        )
 
 
-class RowPart(nn.Module):
+class SequentialPart(nn.Module):
     """The layers of a row that a rank holds, under their names in the row.
 
     Args:
@@ -88,7 +90,7 @@ class RowPart(nn.Module):
         return {"loss": loss, "logits": output} if one else {"logits": output}
 
 
-class StagedRow:
+class SequentialPipeline:
     """A rank's part of a row of layers.
 
     Args:
@@ -118,13 +120,13 @@ class StagedRow:
         }
         own = {row.home_of(index) for k in stages for index in range(*spans[k])}
         modules = {row.name_of(home): made[home] for home in sorted(own & set(made))}
-        self.part = RowPart(modules, stages, self.virtual_stages - 1, row.loss_fn)
+        self.part = SequentialPart(modules, stages, self.virtual_stages - 1, row.loss_fn)
         self.blocks = _blocks(modules, stages.values())
         self.shared = _shared(row, spans, self.rank_of)
         self.elsewhere: dict[Tensor, str] = {}  # other ranks' layers were never made here
         self._in_place = {k for k, layers in stages.items() if k and _works_in_place(layers)}
         self._last_layer = [last - 1 for _, last in spans]
-        self._learned: dict[tuple[int, Signature], Nest] = {}
+        self._learned: dict[tuple[int, Signature], BoundaryValues] = {}
 
     def place(self, name: str) -> int:
         """See `Staged`."""
@@ -133,11 +135,11 @@ class StagedRow:
     def before_backward(self, stage: int, signature: Signature) -> None:
         """See `Staged`."""
 
-    def learned(self, stage: int, signature: Signature) -> Nest | None:
+    def learned(self, stage: int, signature: Signature) -> BoundaryValues | None:
         """See `Staged`."""
         return self._learned.get((stage, signature))
 
-    def tell(self, stage: int, signature: Signature, learned: Nest) -> None:
+    def tell(self, stage: int, signature: Signature, learned: BoundaryValues) -> None:
         """See `Staged`."""
         self._learned[stage, signature] = learned
 
@@ -157,9 +159,9 @@ class StagedRow:
         return output if stage == part.last else self._leave(stage, signature, output)
 
     def _leave(self, stage: int, signature: Signature, output: Any) -> tuple[Tensor, ...]:
-        leaves, structure = tree_flatten(output)[0], tree_map(Shape.of, output)
+        leaves, structure = tree_flatten(output)[0], tree_map(TensorShape.of, output)
         where = f"layer {self._last_layer[stage]}"
-        strange = next((leaf for leaf in leaves if leaf is not None and Shape.of(leaf) is None), None)
+        strange = next((leaf for leaf in leaves if leaf is not None and TensorShape.of(leaf) is None), None)
         if strange is not None:
             raise _cannot_cross(
                 f"{where} returns a {type(strange).__name__}",
@@ -170,7 +172,9 @@ class StagedRow:
             raise _cannot_cross(f"{where} returns no tensor", "return what the next layer needs")
         known = self.learned(stage, signature)
         if known is None:
-            self._learned[stage, signature] = Nest(structure, shapes=tuple(map(Shape.of, tensors)))
+            self._learned[stage, signature] = BoundaryValues(
+                structure, shapes=tuple(map(TensorShape.of, tensors))
+            )
         elif known.structure != structure:
             raise _cannot_cross(
                 f"{where} returned {known.structure} for the first batch of these shapes, and now {structure}",

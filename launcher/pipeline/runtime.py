@@ -24,23 +24,23 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from launcher.comm import Axis
-from launcher.comm.letters import Letters
+from launcher.comm.letters import P2PChannel
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import Action, Kind, Schedule
-from launcher.pipeline.crossing import Crossing, Signature, Staged, signature_of
-from launcher.pipeline.mail import Mail
+from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
+from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, signature_of
+from launcher.pipeline.mail import StageP2P
 from launcher.pipeline.schedules import DRAINED
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.stopwatch import Stopwatch
 from launcher.pipeline.streams import weights_used
 from launcher.pipeline.transfers import with_transfers
 from launcher.tensor.layers import give_own_backward
-from launcher.tensor.weight_gradients import PutOff, putting_off
+from launcher.tensor.weight_gradients import DeferredWeightGrads, putting_off
 
-Key = tuple[int, int]  # virtual stage, microbatch
+MicrobatchKey = tuple[int, int]  # virtual stage, microbatch
 
 
-class Work(Protocol):
+class StageExecutor(Protocol):
     """What the engine does for an action."""
 
     def forward(self, module: nn.Module, batch: Any) -> Any:
@@ -52,7 +52,7 @@ class Work(Protocol):
     def backward(self, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
         """From outputs to leaves; `last`: of this rank in this step. No outputs: nothing before them is trained."""
 
-    def finish(self, put_off: PutOff, *, last: bool) -> None:
+    def finish(self, put_off: DeferredWeightGrads, *, last: bool) -> None:
         """Compute gradients of weights that were put off."""
 
     def root_gradient(self, microbatch: int) -> float:
@@ -67,7 +67,7 @@ class Work(Protocol):
 
 
 @dataclass
-class Kept:
+class SavedForward:
     """Of a forward whose backward is to come. It holds no activations: that is up to what autograd saves.
 
     Attributes:
@@ -93,23 +93,23 @@ class Runtime:
         stopwatch: when its actions ran.
     """
 
-    def __init__(self, staged: Staged, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
+    def __init__(self, staged: StagedPart, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
-        self.letters = Letters(axis)
+        self.letters = P2PChannel(axis)
         for _, block in staged.blocks:
             give_own_backward(block)
         self.most_held = self.most_deferred = 0
         self.stopwatch = Stopwatch(device)
 
-    def schedule(self, microbatches: int) -> Schedule:
+    def schedule(self, microbatches: int) -> PipelineSchedule:
         return schedule_of(self.name, self.axis.degree, microbatches, self.chunks)
 
-    def drained(self, microbatches: int) -> Schedule:
+    def drained(self, microbatches: int) -> PipelineSchedule:
         """The same where no weights change."""
         name = DRAINED.get(self.name, self.name)
         return schedule_of(name, self.axis.degree, microbatches, self.chunks)
 
-    def run(self, batches: Sequence[Any], work: Work, *, training: bool) -> list[Tensor]:
+    def run(self, batches: Sequence[Any], work: StageExecutor, *, training: bool) -> list[Tensor]:
         """Take microbatches through all stages, and back where `training`.
 
         Returns:
@@ -117,10 +117,12 @@ class Runtime:
         """
         schedule = self.schedule(len(batches)) if training else _forwards(self.drained(len(batches)))
         signatures = [signature_of(batch) for batch in batches]
-        mail = Mail(self.staged, self.letters, schedule, signatures, self.device)
+        mail = StageP2P(self.staged, self.letters, schedule, signatures, self.device)
         step = _Step(self, mail, schedule, batches, signatures, work, training)
         actions = with_transfers(schedule)[self.axis.rank]
-        last = next((a for a in reversed(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)), None)
+        last = next(
+            (a for a in reversed(actions) if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)), None
+        )
         if training:
             self.most_held = self.most_deferred = 0
             self.stopwatch.begin(schedule)
@@ -155,50 +157,50 @@ class _Step:
         gradients: of the outputs of forwards.
         deferred: weight gradients to come.
         leaving: what is to be sent.
-        versions: of the weights that each microbatch sees, as `Work.see` counts them; None: the newest, always.
+        versions: of the weights that each microbatch sees (`StageExecutor.see`); None: always the newest.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        mail: Mail,
-        schedule: Schedule,
+        mail: StageP2P,
+        schedule: PipelineSchedule,
         batches: Sequence[Any],
         signatures: Sequence[Signature],
-        work: Work,
+        work: StageExecutor,
         training: bool,
     ) -> None:
         self.staged, self.rank, self.mail = runtime.staged, runtime.axis.rank, mail
         self.batches, self.signatures, self.work, self.training = batches, signatures, work, training
-        self.kept: dict[Key, Kept] = {}
-        self.arrived: dict[Key, tuple[Tensor, ...]] = {}
-        self.gradients: dict[Key, tuple[Tensor, ...]] = {}
-        self.deferred: dict[Key, PutOff] = {}
-        self.leaving: dict[Action, tuple[tuple[Tensor, ...], Crossing | None]] = {}
+        self.kept: dict[MicrobatchKey, SavedForward] = {}
+        self.arrived: dict[MicrobatchKey, tuple[Tensor, ...]] = {}
+        self.gradients: dict[MicrobatchKey, tuple[Tensor, ...]] = {}
+        self.deferred: dict[MicrobatchKey, DeferredWeightGrads] = {}
+        self.leaving: dict[Action, tuple[tuple[Tensor, ...], StageBoundary | None]] = {}
         self.losses: dict[int, Tensor] = {}
         self.versions = _versions(schedule, self.rank) if training and not schedule.flushes else None
 
     def do(self, action: Action, *, last: bool) -> None:
         key = action.stage, action.microbatch
-        if self.versions is not None and action.kind in (Kind.FORWARD, Kind.BACKWARD):
+        if self.versions is not None and action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             self.work.see(self.versions[action.microbatch])
         match action.kind:
-            case Kind.RECV_F:
+            case ActionKind.RECV_F:
                 self.arrived[key] = self.mail.receive(action)
-            case Kind.RECV_B:
+            case ActionKind.RECV_B:
                 self.gradients[key] = self.mail.receive(action)
-            case Kind.SEND_F | Kind.SEND_B:
+            case ActionKind.SEND_F | ActionKind.SEND_B:
                 self.mail.send(action, *self.leaving.pop(action))
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 self._forward(*key)
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 self._backward(*key, last=last)
-            case Kind.INPUT:
+            case ActionKind.INPUT:
                 with putting_off() as self.deferred[key]:
                     self._backward(*key, last=False)
-            case Kind.WEIGHT:
+            case ActionKind.WEIGHT:
                 self.work.finish(self.deferred.pop(key), last=last)
-            case Kind.UPDATE:
+            case ActionKind.UPDATE:
                 assert self.versions is not None
                 self.work.update({self.versions[microbatch] for _, microbatch in self.kept})
 
@@ -217,7 +219,7 @@ class _Step:
             outputs = output
             self._hand_on(stage, microbatch, outputs, new)
         if self.training:
-            self.kept[stage, microbatch] = Kept(leaves, _ends(outputs))
+            self.kept[stage, microbatch] = SavedForward(leaves, _ends(outputs))
 
     def _hand_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...], new: bool) -> None:
         tensors = tuple(output.detach().contiguous() for output in outputs)
@@ -225,7 +227,7 @@ class _Step:
             self.arrived[stage + 1, microbatch] = tensors
             return
         learned = self.staged.learned(stage, self.signatures[microbatch]) if new else None
-        self.leaving[Action(Kind.SEND_F, stage, microbatch)] = tensors, learned
+        self.leaving[Action(ActionKind.SEND_F, stage, microbatch)] = tensors, learned
 
     def _backward(self, stage: int, microbatch: int, *, last: bool) -> None:
         kept = self.kept.pop((stage, microbatch))
@@ -243,7 +245,7 @@ class _Step:
         if self.staged.rank_of[stage - 1] == self.rank:
             self.gradients[stage - 1, microbatch] = back
         else:
-            self.leaving[Action(Kind.SEND_B, stage, microbatch)] = back, None
+            self.leaving[Action(ActionKind.SEND_B, stage, microbatch)] = back, None
 
 
 class _Start(torch.autograd.Function):
@@ -279,12 +281,12 @@ def _gradient_of(leaf: Tensor) -> Tensor:
     return leaf.new_zeros(leaf.shape) if gradient is None else gradient.contiguous()
 
 
-def _versions(schedule: Schedule, rank: int) -> list[int]:
+def _versions(schedule: PipelineSchedule, rank: int) -> list[int]:
     """Of each microbatch: the weights that it sees, in updates since a step began that is not the first."""
     return [updates - (schedule.delay or 0) for updates in weights_used(schedule)[rank]]
 
 
-def _forwards(schedule: Schedule) -> Schedule:
+def _forwards(schedule: PipelineSchedule) -> PipelineSchedule:
     """Only the forwards of a schedule, in their order."""
-    actions = tuple(tuple(a for a in of_rank if a.kind is Kind.FORWARD) for of_rank in schedule.actions)
+    actions = tuple(tuple(a for a in of_rank if a.kind is ActionKind.FORWARD) for of_rank in schedule.actions)
     return replace(schedule, actions=actions)

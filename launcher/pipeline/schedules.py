@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.errors import ConfigError
-from launcher.pipeline.actions import Action, Kind, Schedule
+from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
 
 # A (virtual stage, microbatch); None is a turn that passes, so that what follows keeps its place in the pattern.
-Slot = tuple[int, int] | None
+ScheduleSlot = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
-class Maker:
+class ScheduleBuilder:
     """How one schedule is made.
 
     Args:
@@ -26,11 +26,11 @@ class Maker:
         chunks: the fixed number of virtual stages a rank has; None where the user chooses.
     """
 
-    make: Callable[[int, int, int], Schedule]
+    make: Callable[[int, int, int], PipelineSchedule]
     chunks: int | None = 1
 
 
-def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
     """The schedule of a name.
 
     Args:
@@ -67,12 +67,12 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
     return maker.make(stages, microbatches, maker.chunks)
 
 
-def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def gpipe(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """GPipe (Huang et al. 1811.06965): all forwards, then all backwards. Holds every microbatch."""
     return _one_chunk("gpipe", stages, microbatches, lambda rank: microbatches)
 
 
-def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """1F1B (PipeDream-flush, Narayanan et al. 2104.04473): backwards as early as possible.
 
     GPipe's bubble; rank r holds P - r microbatches, however many there are.
@@ -80,7 +80,7 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     return _one_chunk("1f1b", stages, microbatches, lambda rank: stages - rank)
 
 
-def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
+def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
     """Interleaved 1F1B (Narayanan et al. 2104.04473): virtual stage k on rank k % P; 1F1B's bubble divided by v.
 
     A rank takes a group of microbatches through one chunk, then through the next. Groups of exactly P need m to be a
@@ -107,7 +107,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     )
 
 
-def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """ZB-H1 (Qi et al. 2401.10241): 1F1B whose weight gradients fill the bubble; a third of it where F = I = W.
 
     Rank r runs the weight gradients r microbatches later, so that with them every rank has P microbatches under way:
@@ -116,7 +116,7 @@ def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     return _one_chunk("zb-h1", stages, microbatches, lambda rank: stages - rank, lag=lambda rank: rank)
 
 
-def zbv(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
     """ZB-V (Qi et al. 2401.10241, 2405.15362): rank r has virtual stages r and 2P - 1 - r, a V through the ranks.
 
     First and last stage lie on rank 0, and all ranks hold the same: 2P halves, what 1F1B's first rank holds. Where
@@ -143,7 +143,7 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     )
 
 
-def pipedream(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def pipedream(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """PipeDream (Narayanan et al., SOSP 2019): 1F1B that never drains; the weights change after each backward.
 
     NOT equal to synchronous training. The forward of a microbatch takes the newest weights of its rank, and its
@@ -156,7 +156,7 @@ def pipedream(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     )
 
 
-def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """PipeDream-2BW (Narayanan et al. 2006.09503): 1F1B that never drains; the weights change after m microbatches.
 
     NOT equal to synchronous training: step t takes, on all ranks, the weights from before step t - 1, and so a gradient
@@ -179,13 +179,13 @@ DRAINED = {"pipedream": "1f1b", "2bw": "1f1b"}
 """Asynchronous schedule -> what it is where no weights change: in an evaluation, and for the places of stages."""
 
 SCHEDULES = {
-    "gpipe": Maker(gpipe),
-    "1f1b": Maker(one_f_one_b),
-    "interleaved": Maker(interleaved, chunks=None),
-    "zb-h1": Maker(zb_h1),
-    "zbv": Maker(zbv, chunks=2),
-    "pipedream": Maker(pipedream),
-    "2bw": Maker(two_buffered_weights),
+    "gpipe": ScheduleBuilder(gpipe),
+    "1f1b": ScheduleBuilder(one_f_one_b),
+    "interleaved": ScheduleBuilder(interleaved, chunks=None),
+    "zb-h1": ScheduleBuilder(zb_h1),
+    "zbv": ScheduleBuilder(zbv, chunks=2),
+    "pipedream": ScheduleBuilder(pipedream),
+    "2bw": ScheduleBuilder(two_buffered_weights),
 }
 
 
@@ -195,11 +195,11 @@ def _one_chunk(
     microbatches: int,
     warmup: Callable[[int], int],
     lag: Callable[[int], int] | None = None,
-) -> Schedule:
+) -> PipelineSchedule:
     """A schedule in which rank r is stage r. `warmup` and `lag` (None: whole backwards) are functions of the rank."""
 
     def rank_actions(rank: int) -> list[Action]:
-        slots: list[Slot] = [(rank, microbatch) for microbatch in range(microbatches)]
+        slots: list[ScheduleSlot] = [(rank, microbatch) for microbatch in range(microbatches)]
         behind = None if lag is None else lambda turn: lag(rank)
         return _weave(slots, slots, warmup(rank), behind)
 
@@ -220,9 +220,9 @@ def _synchronous(
     actions: Iterable[Sequence[Action]],
     held: Sequence[int],
     deferred: Sequence[int] | None = None,
-) -> Schedule:
+) -> PipelineSchedule:
     stages = len(held)
-    return Schedule(
+    return PipelineSchedule(
         name=name,
         stages=stages,
         chunks=len(rank_of) // stages,
@@ -236,10 +236,10 @@ def _synchronous(
     )
 
 
-def _slots(chunks: Iterable[int], stages: Sequence[int], microbatches: int) -> list[Slot]:
+def _slots(chunks: Iterable[int], stages: Sequence[int], microbatches: int) -> list[ScheduleSlot]:
     """A pattern of chunks with the microbatches numbered; a turn of a chunk that has had all of them passes."""
     turns = [0] * len(stages)
-    slots: list[Slot] = []
+    slots: list[ScheduleSlot] = []
     for chunk in chunks:
         slots.append((stages[chunk], turns[chunk]) if turns[chunk] < microbatches else None)
         turns[chunk] += 1
@@ -247,8 +247,8 @@ def _slots(chunks: Iterable[int], stages: Sequence[int], microbatches: int) -> l
 
 
 def _weave(
-    forwards: Sequence[Slot],
-    backwards: Sequence[Slot],
+    forwards: Sequence[ScheduleSlot],
+    backwards: Sequence[ScheduleSlot],
     warmup: int,
     lag: Callable[[int], int] | None = None,
 ) -> list[Action]:
@@ -260,16 +260,16 @@ def _weave(
         lag: None for whole backwards. Else they are split, and after the backward of turn n the weight gradients of
             all but the last `lag(n)` turns are made.
     """
-    back = Kind.BACKWARD if lag is None else Kind.INPUT
-    made: list[tuple[Kind, Slot]] = [(Kind.FORWARD, slot) for slot in forwards[:warmup]]
+    back = ActionKind.BACKWARD if lag is None else ActionKind.INPUT
+    made: list[tuple[ActionKind, ScheduleSlot]] = [(ActionKind.FORWARD, slot) for slot in forwards[:warmup]]
     weights = 0  # turns whose weight gradients are made
     for turn in range(max(len(backwards), len(forwards) - warmup)):
         made.extend((back, slot) for slot in backwards[turn : turn + 1])
         if lag is not None:
             due = max(weights, turn + 1 - lag(turn))
-            made.extend((Kind.WEIGHT, slot) for slot in backwards[weights:due])
+            made.extend((ActionKind.WEIGHT, slot) for slot in backwards[weights:due])
             weights = due
-        made.extend((Kind.FORWARD, slot) for slot in forwards[warmup + turn : warmup + turn + 1])
+        made.extend((ActionKind.FORWARD, slot) for slot in forwards[warmup + turn : warmup + turn + 1])
     if lag is not None:
-        made.extend((Kind.WEIGHT, slot) for slot in backwards[weights:])
+        made.extend((ActionKind.WEIGHT, slot) for slot in backwards[weights:])
     return [Action(kind, *slot) for kind, slot in made if slot is not None]

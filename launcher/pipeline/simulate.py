@@ -9,11 +9,19 @@ from itertools import pairwise
 from statistics import median
 
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Action, Kind, Schedule, dependencies, needs, walk
+from launcher.pipeline.actions import (
+    GIVES_INPUT_GRADIENT,
+    Action,
+    ActionKind,
+    PipelineSchedule,
+    dependencies,
+    needs,
+    walk,
+)
 
 
 @dataclass(frozen=True)
-class Costs:
+class MicrobatchCosts:
     """What one microbatch takes, in any unit of time.
 
     Args:
@@ -29,25 +37,25 @@ class Costs:
     @classmethod
     def even(
         cls, virtual_stages: int, forward: float, input: float, weight: float, transfer: float = 0
-    ) -> Costs:
+    ) -> MicrobatchCosts:
         """The same for every virtual stage."""
         return cls(
             (forward,) * virtual_stages, (input,) * virtual_stages, (weight,) * virtual_stages, transfer
         )
 
     @classmethod
-    def measured(cls, timeline: Timeline) -> Costs:
+    def measured(cls, timeline: Timeline) -> MicrobatchCosts:
         """The mean of what each virtual stage took in a run; a whole backward counts as I, with a W of 0.
 
         Waiting that a run measured inside of an action (for a device that does something else) is part of it. The
         transfer is the median of those that a rank stood still for.
         """
-        taken: dict[tuple[Kind, int], list[float]] = {}
+        taken: dict[tuple[ActionKind, int], list[float]] = {}
         for spans in timeline.spans:
             for span in spans:
                 taken.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
 
-        def mean(*kinds: Kind) -> tuple[float, ...]:
+        def mean(*kinds: ActionKind) -> tuple[float, ...]:
             """Of each virtual stage, summed over the microbatches of any of the kinds."""
             found = [
                 [t for kind in kinds for t in taken.get((kind, stage), ())]
@@ -55,16 +63,21 @@ class Costs:
             ]
             return tuple(sum(times) / max(1, len(times)) for times in found)
 
-        return cls(mean(Kind.FORWARD), mean(*GIVES_INPUT_GRADIENT), mean(Kind.WEIGHT), _transfer(timeline))
+        return cls(
+            mean(ActionKind.FORWARD),
+            mean(*GIVES_INPUT_GRADIENT),
+            mean(ActionKind.WEIGHT),
+            _transfer(timeline),
+        )
 
     def of(self, action: Action) -> float:
         """What a compute action takes."""
         stage = action.stage
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             return self.forward[stage]
-        if action.kind is Kind.BACKWARD:
+        if action.kind is ActionKind.BACKWARD:
             return self.input[stage] + self.weight[stage]
-        return self.input[stage] if action.kind is Kind.INPUT else self.weight[stage]
+        return self.input[stage] if action.kind is ActionKind.INPUT else self.weight[stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +136,7 @@ class Timeline:
 
     def held(self, rank: int) -> list[tuple[float, int]]:
         """(time, activations held from then on): from the start of an F to the end of its B or I."""
-        changes = [(span.start, 1) for span in self.spans[rank] if span.action.kind is Kind.FORWARD]
+        changes = [(span.start, 1) for span in self.spans[rank] if span.action.kind is ActionKind.FORWARD]
         changes += [(span.end, -1) for span in self.spans[rank] if span.action.kind in GIVES_INPUT_GRADIENT]
         curve, count = [], 0
         for time, change in sorted(changes):  # what ends at a time is free for what starts then
@@ -150,7 +163,9 @@ def _transfer(timeline: Timeline) -> float:
     return median(waits) if waits else 0.0
 
 
-def simulate(schedule: Schedule, costs: Costs, delays: Mapping[Action, float] | None = None) -> Timeline:
+def simulate(
+    schedule: PipelineSchedule, costs: MicrobatchCosts, delays: Mapping[Action, float] | None = None
+) -> Timeline:
     """Run a schedule with given costs.
 
     Each rank runs its list in order. An action starts when its rank is free and what it needs is there; sends cost the

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-Slot = tuple[Any, ...]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+ArgumentPath = tuple[Any, ...]
 
 
-def slots_of(call: Call) -> dict[Slot, Any]:
+def slots_of(call: CallArguments) -> dict[ArgumentPath, Any]:
     """What lies in each slot."""
     return dict(_visited(call, ()))
 
 
-def _visited(value: Any, slot: Slot) -> Iterator[tuple[Slot, Any]]:
+def _visited(value: Any, slot: ArgumentPath) -> Iterator[tuple[ArgumentPath, Any]]:
     inside: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         inside = value.items()
@@ -31,7 +31,7 @@ def _visited(value: Any, slot: Slot) -> Iterator[tuple[Slot, Any]]:
         yield from _visited(inner, (*slot, key))
 
 
-def in_shared(call: Call, slot: Slot) -> bool:
+def in_shared(call: CallArguments, slot: ArgumentPath) -> bool:
     """Whether a slot lies in something shared: what is put there stays for later blocks."""
     value: Any = call[slot[0]]
     for key in slot[1:-1]:
@@ -41,14 +41,14 @@ def in_shared(call: Call, slot: Slot) -> bool:
     return False
 
 
-def filled(call: Call, values: Mapping[Slot, Any]) -> Call:
+def filled(call: CallArguments, values: Mapping[ArgumentPath, Any]) -> CallArguments:
     """The call with `values` in their slots. What is shared is changed, and may grow."""
     for slot, value in values.items():
         call = _put(call, slot, value)
     return call
 
 
-def _put(container: Any, slot: Slot, value: Any) -> Any:
+def _put(container: Any, slot: ArgumentPath, value: Any) -> Any:
     if not slot:
         return value
     key, rest = slot[0], slot[1:]

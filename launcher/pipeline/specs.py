@@ -81,16 +81,16 @@ class _Again(NamedTuple):
     identity: int
 
 
-class Layer(NamedTuple):
+class PipelineLayer(NamedTuple):
     """One layer of the row: what it is made from, and the home of its module."""
 
     source: Source
     home: int
 
 
-def row_of(sources: Sequence[Any]) -> tuple[tuple[Layer, ...], dict[str, list[int]]]:
+def row_of(sources: Sequence[Any]) -> tuple[tuple[PipelineLayer, ...], dict[str, list[int]]]:
     """The row with the home of each layer, and which layers are one."""
-    layers: list[Layer] = []
+    layers: list[PipelineLayer] = []
     uses: dict[Any, list[int]] = {}
     for index, source in enumerate(sources):
         _check_source(index, source)
@@ -99,7 +99,7 @@ def row_of(sources: Sequence[Any]) -> tuple[tuple[Layer, ...], dict[str, list[in
         places = [index] if key is None else uses.setdefault(key, [])
         if key is not None:
             places.append(index)
-        layers.append(Layer(source, places[0]))
+        layers.append(PipelineLayer(source, places[0]))
         first = sources[places[0]]
         if isinstance(source, TiedLayerSpec) and first.typename is not source.typename:
             raise ConfigError(
@@ -122,7 +122,7 @@ def _check_source(index: int, source: Any) -> None:
         )
 
 
-def _check_shared_parameters(layers: Sequence[Layer]) -> None:
+def _check_shared_parameters(layers: Sequence[PipelineLayer]) -> None:
     """Two modules with one parameter would have two of them as soon as they are on two stages."""
     seen: dict[int, int] = {}
     for index, (source, home) in enumerate(layers):

@@ -16,7 +16,7 @@ from torch import nn
 from launcher import checkpointing
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """How a layer runs: the module of this name on the inputs, or function(module, inputs), or function(inputs)."""
 
     module: str | None
@@ -35,7 +35,7 @@ class PipelineStage(nn.Module):
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        calls: tuple[Call, ...],
+        calls: tuple[LayerCall, ...],
         *,
         interval: int = 0,
         checkpoint: Callable[..., Any] | None = None,
@@ -63,7 +63,7 @@ class PipelineStage(nn.Module):
             )
         return inputs
 
-    def _run(self, calls: tuple[Call, ...], inputs: Any) -> Any:
+    def _run(self, calls: tuple[LayerCall, ...], inputs: Any) -> Any:
         for name, function in calls:
             module = None if name is None else self.get_submodule(name)
             if function is None:
@@ -73,13 +73,13 @@ class PipelineStage(nn.Module):
                 inputs = function(inputs) if module is None else function(module, inputs)
         return inputs
 
-    def _recomputed(self, calls: tuple[Call, ...], inputs: Any) -> Any:
+    def _recomputed(self, calls: tuple[LayerCall, ...], inputs: Any) -> Any:
         def layers(*given: Any) -> Any:
             return self._run(calls, given if isinstance(inputs, tuple) else given[0])
 
         return self._checkpoint(layers, *(inputs if isinstance(inputs, tuple) else (inputs,)))
 
-    def _may_recompute(self, calls: tuple[Call, ...]) -> bool:
+    def _may_recompute(self, calls: tuple[LayerCall, ...]) -> bool:
         """Whether these layers are worth it: those of the named classes, or any with parameters."""
         modules = [self.get_submodule(name) for name, _ in calls if name is not None]
         if self.checkpointable is None:

@@ -16,11 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from launcher.models.activation import recomputing
 from launcher.models.names import places_of
-from launcher.pipeline.crossing import Shape, Signature
+from launcher.pipeline.crossing import Signature, TensorShape
 from launcher.pipeline.origins import Origin
-from launcher.pipeline.parts import Parts, around, parts_of
-from launcher.pipeline.route import Learned, Left, Route
-from launcher.pipeline.standins import BlockElsewhere, PartElsewhere
+from launcher.pipeline.parts import ModelParts, around, parts_of
+from launcher.pipeline.route import Route, StageInputs, StageOutputs
+from launcher.pipeline.standins import RemoteBlock, RemotePart
 from launcher.tensor.sequence import SequenceParallel
 
 Swap = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, what it holds, its stand-in
@@ -61,23 +61,21 @@ class StagedModel:
         self.blocks = [(name, m) for name, m in parts.blocks if rank in self._holders(self._swaps[name][0])]
         self._put_stand_ins()
         self._watch(parts)
-        self._learned: dict[tuple[int, Signature], Learned] = {}
+        self._learned: dict[tuple[int, Signature], StageInputs] = {}
 
     # ---- the cut ----------------------------------------------------------------------------
 
-    def _plan_swaps(self, parts: Parts) -> None:
+    def _plan_swaps(self, parts: ModelParts) -> None:
         last = self.virtual_stages - 1
         for k in range(self.virtual_stages):
             for i in range(self.boundaries[k], self.boundaries[k + 1]):
                 name, block = parts.blocks[i]
-                self._plan_swap(
-                    name, {k}, block, BlockElsewhere(block, self._where(name, {k}), self.route, i)
-                )
+                self._plan_swap(name, {k}, block, RemoteBlock(block, self._where(name, {k}), self.route, i))
         for part, stage in ((parts.before, 0), (parts.after, last)):
             for name, module in part:
                 if any(True for _ in module.parameters()):
                     where = self._where(name, {stage})
-                    other = PartElsewhere(module, where, self.route, name, before=stage == 0)
+                    other = RemotePart(module, where, self.route, name, before=stage == 0)
                     self._plan_swap(name, {stage}, module, other)
 
     def _plan_swap(self, name: str, stages: set[int], module: nn.Module, other: nn.Module) -> None:
@@ -133,7 +131,7 @@ class StagedModel:
 
     # ---- learning ---------------------------------------------------------------------------
 
-    def _watch(self, parts: Parts) -> None:
+    def _watch(self, parts: ModelParts) -> None:
         for index, (name, block) in enumerate(parts.blocks):
             if self.rank in self._holders(self._swaps[name][0]):
                 block.register_forward_pre_hook(self._before_block(index), with_kwargs=True, prepend=True)
@@ -151,25 +149,25 @@ class StagedModel:
     def _after_block(self, block: nn.Module, args: Any, output: Any) -> Any:
         if self.route.origins is None or recomputing():
             return None
-        self.route.learned.returns.setdefault(type(block).__qualname__, tree_map(Shape.of, output))
+        self.route.learned.returns.setdefault(type(block).__qualname__, tree_map(TensorShape.of, output))
         return self.route.marked(output, Origin.HERE)
 
     def _after_part(self, name: str) -> Callable[..., Any]:
         def after(part: nn.Module, args: Any, output: Any) -> Any:
             if self.route.origins is None or recomputing():
                 return None
-            self.route.learned.outputs[name] = tree_map(Shape.of, output)
+            self.route.learned.outputs[name] = tree_map(TensorShape.of, output)
             return self.route.marked(output, Origin.HERE)
 
         return after
 
     # ---- one forward ------------------------------------------------------------------------
 
-    def learned(self, stage: int, signature: Signature) -> Learned | None:
+    def learned(self, stage: int, signature: Signature) -> StageInputs | None:
         """See `Staged`."""
         return self._learned.get((stage, signature))
 
-    def tell(self, stage: int, signature: Signature, learned: Learned) -> None:
+    def tell(self, stage: int, signature: Signature, learned: StageInputs) -> None:
         """See `Staged`."""
         self._learned[stage, signature] = learned
 
@@ -182,7 +180,7 @@ class StagedModel:
             assert slicing is not None
             self.sequence.go_on(slicing)
         route, known = self.route, self.learned(stage, signature)
-        before = self._learned[stage - 1, signature] if stage else Learned()
+        before = self._learned[stage - 1, signature] if stage else StageInputs()
         enter, leave = self.boundaries[stage], self.boundaries[stage + 1]
         try:
             with self._showing(stage), route.start(enter, leave, received, before, known):
@@ -203,7 +201,7 @@ class StagedModel:
         """What the model returns; None where its forward ends before."""
         try:
             return call(self.model)
-        except Left:
+        except StageOutputs:
             return None
         except Exception:
             # zeros may be too much for what lies between stand-ins; what was missed is found where it is needed
@@ -219,7 +217,7 @@ class StagedModel:
 
 
 def _shared(
-    model: nn.Module, parts: Parts, boundaries: Sequence[int], rank_of: Sequence[int]
+    model: nn.Module, parts: ModelParts, boundaries: Sequence[int], rank_of: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
     """Parameters that several ranks hold, by their first name, and these ranks."""
     holders: dict[nn.Parameter, set[int]] = {}

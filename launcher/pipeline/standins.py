@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from launcher.errors import ElsewhereError, LauncherError
-from launcher.pipeline.crossing import Shape
+from launcher.pipeline.crossing import TensorShape
 from launcher.pipeline.origins import Origin
-from launcher.pipeline.route import NO_PIPELINE, Left, Route
+from launcher.pipeline.route import NO_PIPELINE, Route, StageOutputs
 
 
-class Elsewhere(nn.Module):
+class RemoteModule(nn.Module):
     """Stands for a module that does not run in this forward. It has its plain attributes and properties: models ask
     blocks for the kind of their attention. While a forward runs it has inner modules, which are stand-ins, too, and
     tensors, which are zeros: models ask for the device of a weight.
@@ -33,7 +33,7 @@ class Elsewhere(nn.Module):
         tensors = {**module._parameters, **module._buffers}
         # a plain attribute, so that it is no part of this module: names stay those of the whole model
         self.__dict__["inner"] = {
-            **{name: None if tensor is None else Shape.of(tensor) for name, tensor in tensors.items()},
+            **{name: None if tensor is None else TensorShape.of(tensor) for name, tensor in tensors.items()},
             **{name: _inner(child, where, route) for name, child in module.named_children()},
         }
 
@@ -45,7 +45,7 @@ class Elsewhere(nn.Module):
         inner = self.__dict__.get("inner", {})
         if name in inner and self.route.running:
             found = inner[name]
-            return self._zeros(found) if isinstance(found, Shape) else found
+            return self._zeros(found) if isinstance(found, TensorShape) else found
         found = inspect.getattr_static(self.__dict__.get("of"), name, None)
         if isinstance(found, property) and found.fget is not None:
             return found.fget(self)
@@ -56,10 +56,10 @@ class Elsewhere(nn.Module):
             fix="ask on the ranks of that stage, or for the whole model: engine.save_16bit_model()",
         )
 
-    def _zeros(self, shape: Shape) -> Tensor:
+    def _zeros(self, shape: TensorShape) -> Tensor:
         """Of a float, in the dtype of the weights: this one was seen before they got theirs."""
         dtype = self.route.like().dtype if shape.dtype.is_floating_point else shape.dtype
-        return self.route.zeros(Shape(shape.size, dtype))
+        return self.route.zeros(TensorShape(shape.size, dtype))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ElsewhereError(f"{self.where}: it does not run here", fix=NO_PIPELINE)
@@ -70,10 +70,10 @@ def _inner(module: nn.Module, where: str, route: Route) -> nn.Module:
         return nn.ModuleList([_inner(child, where, route) for child in module])
     if isinstance(module, nn.ModuleDict):
         return nn.ModuleDict({key: _inner(child, where, route) for key, child in module.items()})
-    return Elsewhere(module, where, route)
+    return RemoteModule(module, where, route)
 
 
-class BlockElsewhere(Elsewhere):
+class RemoteBlock(RemoteModule):
     """A block: those before this stage pass on, those behind it end the forward."""
 
     def __init__(self, block: nn.Module, where: str, route: Route, index: int) -> None:
@@ -89,15 +89,15 @@ class BlockElsewhere(Elsewhere):
         states = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
 
         def made(value: Any) -> Any:
-            if not isinstance(value, Shape):
+            if not isinstance(value, TensorShape):
                 return value
-            alike = Shape.of(states) == value and route.origins is None
+            alike = TensorShape.of(states) == value and route.origins is None
             return states if alike else route.zeros(value)
 
         return tree_map(made, route.learned.returns_of(self.of))
 
 
-class PartElsewhere(Elsewhere):
+class RemotePart(RemoteModule):
     """A part before or after the blocks. In front of the blocks it gives zeros of the shape that the part gave on the
     first stage: what they lead to is replaced at the first block."""
 
@@ -108,7 +108,7 @@ class PartElsewhere(Elsewhere):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         template = self.route.learned.outputs.get(self.name) if self.before else None
         if template is None and self.route.looking_ahead:
-            raise Left
+            raise StageOutputs
         if template is None:
             raise LauncherError(
                 f"{self.name} runs on a stage that does not have it", where="pipeline", fix=NO_PIPELINE
@@ -119,7 +119,7 @@ class PartElsewhere(Elsewhere):
         )
 
         def zeros(value: Any) -> Any:
-            if not isinstance(value, Shape):
+            if not isinstance(value, TensorShape):
                 return value
             return torch.zeros(value.size, dtype=value.dtype, device=device)
 

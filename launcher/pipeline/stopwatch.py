@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from launcher.comm import Axis
 from launcher.comm.plain import gather_plain
 from launcher.monitor.clock import Moment, now, seconds_between
-from launcher.pipeline.actions import Action, Kind, Schedule
+from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.recording import COMPUTE
 from launcher.pipeline.simulate import Span, Timeline
 
@@ -26,10 +26,10 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.schedule: Schedule | None = None
+        self.schedule: PipelineSchedule | None = None
         self._marks: list[tuple[Action, Moment, Moment]] = []
 
-    def begin(self, schedule: Schedule) -> None:
+    def begin(self, schedule: PipelineSchedule) -> None:
         """A step begins. The device has nothing to do: its batch has just come."""
         self.schedule, self._marks = schedule, []
         self._time, self._moment = time.perf_counter(), now(self.device)
@@ -56,7 +56,7 @@ class Stopwatch:
         every = [mine] if axis.group is None else gather_plain(mine, axis.group)
         spans = tuple(
             tuple(
-                Span(Action(Kind(kind), stage, number), start, end)
+                Span(Action(ActionKind(kind), stage, number), start, end)
                 for kind, stage, number, start, end in rank
             )
             for rank in every

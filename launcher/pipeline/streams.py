@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from launcher.errors import ConfigError
-from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Kind, Schedule
+from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, ActionKind, PipelineSchedule
 from launcher.pipeline.schedules import schedule as make
 
 
-def stream(one_step: Schedule, steps: int) -> Schedule:
+def stream(one_step: PipelineSchedule, steps: int) -> PipelineSchedule:
     """Several steps with no draining between them.
 
     Args:
@@ -27,7 +27,7 @@ def stream(one_step: Schedule, steps: int) -> Schedule:
     return replace(joined, update_every=one_step.update_every)
 
 
-def weights_used(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+def weights_used(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
     """For each rank and microbatch: how many updates the weights of its forward and backward have behind them.
 
     Counted from the first action of the schedule. 0 throughout where the pipeline drains. pipedream takes the newest
@@ -40,7 +40,7 @@ def weights_used(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     for actions in schedule.actions:
         updates, of_rank = 0, []
         for action in actions:
-            if action.kind is Kind.FORWARD:
+            if action.kind is ActionKind.FORWARD:
                 of_rank.append(updates)
             updates += action.kind in GIVES_INPUT_GRADIENT
         used.append(tuple(of_rank))

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Action, Kind, Schedule
+from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Action, ActionKind, PipelineSchedule
 
 
 @lru_cache(maxsize=16)  # the same at every step
-def with_transfers(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+def with_transfers(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]:
     """All that each rank does, in order: the schedule's actions with SEND, RECV and UPDATE between them."""
     return tuple(
         tuple(step for action in actions for step in _surrounded(schedule, action))
@@ -23,17 +23,17 @@ def with_transfers(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
 
 @lru_cache(maxsize=16)
-def arrivals(schedule: Schedule) -> tuple[dict[tuple[int, Kind], tuple[Action, ...]], ...]:
+def arrivals(schedule: PipelineSchedule) -> tuple[dict[tuple[int, ActionKind], tuple[Action, ...]], ...]:
     """What reaches each rank, in the order in which the sender sends it.
 
     Returns:
         for each rank, by (source rank, RECV_F or RECV_B): the RECV actions of this rank. This order need not be the one
         in which the rank waits for them.
     """
-    inbound: list[dict[tuple[int, Kind], list[Action]]] = [{} for _ in schedule.actions]
+    inbound: list[dict[tuple[int, ActionKind], list[Action]]] = [{} for _ in schedule.actions]
     for source, actions in enumerate(with_transfers(schedule)):
         for action in actions:
-            if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                 received = matching_receive(action)
                 target = schedule.rank_of[received.stage]
                 inbound[target].setdefault((source, received.kind), []).append(received)
@@ -42,12 +42,12 @@ def arrivals(schedule: Schedule) -> tuple[dict[tuple[int, Kind], tuple[Action, .
 
 def matching_receive(send: Action) -> Action:
     """The RECV of a SEND, at the virtual stage after or before it."""
-    if send.kind is Kind.SEND_F:
-        return Action(Kind.RECV_F, send.stage + 1, send.microbatch)
-    return Action(Kind.RECV_B, send.stage - 1, send.microbatch)
+    if send.kind is ActionKind.SEND_F:
+        return Action(ActionKind.RECV_F, send.stage + 1, send.microbatch)
+    return Action(ActionKind.RECV_B, send.stage - 1, send.microbatch)
 
 
-def _surrounded(schedule: Schedule, action: Action) -> list[Action]:
+def _surrounded(schedule: PipelineSchedule, action: Action) -> list[Action]:
     """An action with what it receives, sends and updates."""
     stage, microbatch = action.stage, action.microbatch
 
@@ -56,16 +56,16 @@ def _surrounded(schedule: Schedule, action: Action) -> list[Action]:
         return inside and schedule.rank_of[other] != schedule.rank_of[stage]
 
     steps = [action]
-    if action.kind is Kind.FORWARD:
+    if action.kind is ActionKind.FORWARD:
         if away(stage - 1):
-            steps.insert(0, Action(Kind.RECV_F, stage, microbatch))
+            steps.insert(0, Action(ActionKind.RECV_F, stage, microbatch))
         if away(stage + 1):
-            steps.append(Action(Kind.SEND_F, stage, microbatch))
+            steps.append(Action(ActionKind.SEND_F, stage, microbatch))
     elif action.kind in GIVES_INPUT_GRADIENT:
         if away(stage + 1):
-            steps.insert(0, Action(Kind.RECV_B, stage, microbatch))
+            steps.insert(0, Action(ActionKind.RECV_B, stage, microbatch))
         if away(stage - 1):
-            steps.append(Action(Kind.SEND_B, stage, microbatch))
+            steps.append(Action(ActionKind.SEND_B, stage, microbatch))
         if schedule.updates_inside:
-            steps.append(Action(Kind.UPDATE, stage, microbatch))
+            steps.append(Action(ActionKind.UPDATE, stage, microbatch))
     return steps

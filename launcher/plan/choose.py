@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 from launcher.monitor.devices import Device
 from launcher.plan.layout import CHUNKS, MICROBATCHES, OFFLOADS, TENSOR, Layout
 from launcher.plan.speed import StepTime, flops_per_rank, step_time
-from launcher.plan.work import Work
+from launcher.plan.work import ModelWork
 from launcher.sizes import in_words
 
-Needs = Callable[[Layout], int | None]
+PlanMemory = Callable[[Layout], int | None]
 """Bytes of the device that the rank with most needs; None where the layout cannot run."""
-Kept = Callable[[Layout], float]
+BackwardBytes = Callable[[Layout], float]
 """Bytes that blocks keep for backwards: what takes little time to know."""
 
 SPARE = 2
@@ -37,7 +37,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlanSearch:
     """What a run has.
 
     Args:
@@ -51,7 +51,13 @@ class Place:
 
 
 def choose(
-    work: Work, place: Place, ways: Iterable[Layout], needs: Needs, kept: Kept, *, top: int = 10
+    work: ModelWork,
+    place: PlanSearch,
+    ways: Iterable[Layout],
+    needs: PlanMemory,
+    kept: BackwardBytes,
+    *,
+    top: int = 10,
 ) -> list[Choice]:
     """The fastest first, and of each mesh the fastest that fits.
 
@@ -78,7 +84,7 @@ def choose(
     return sorted(found.values(), key=lambda choice: choice.time.total)[:top]
 
 
-def judged(work: Work, place: Place, layout: Layout, peak: int) -> Choice:
+def judged(work: ModelWork, place: PlanSearch, layout: Layout, peak: int) -> Choice:
     """The prediction with the schedule simulated."""
     time = step_time(work, layout, place.device, place.per_node, exact=True)
     return Choice(layout, time, peak, flops_per_rank(work, layout, time.total))
@@ -88,7 +94,7 @@ class _Hopeless:
     """What need not be asked: what is too large at least, what takes more of everything than something that was too
     large, and what was refused with a microbatch no larger."""
 
-    def __init__(self, work: Work, kept: Kept, memory: float) -> None:
+    def __init__(self, work: ModelWork, kept: BackwardBytes, memory: float) -> None:
         self._work, self._kept, self._memory = work, kept, memory
         self._too_large: dict[object, list[tuple[int, ...]]] = {}
         self._refused: dict[Layout, int] = {}  # with a microbatch of one sequence -> the smallest that was
@@ -121,7 +127,7 @@ def _appetite(way: Layout) -> tuple[int, ...]:
     return way.micro, -way.stage, -int(way.recompute), -OFFLOADS.index(way.offload)
 
 
-def states(work: Work, layout: Layout) -> float:
+def states(work: ModelWork, layout: Layout) -> float:
     """Bytes of weights, gradients and AdamW's states on the device; buffers and padding left out."""
     mine = work.parameters / (layout.tp * layout.pp)
     shared = [1 / layout.dp if layout.stage >= stage else 1.0 for stage in (3, 2, 1)]
@@ -130,7 +136,9 @@ def states(work: Work, layout: Layout) -> float:
     return held + 12 * moments * (layout.offload == "none")
 
 
-def reasons(work: Work, place: Place, choice: Choice, needs: Needs, batch: int) -> Iterator[str]:
+def reasons(
+    work: ModelWork, place: PlanSearch, choice: Choice, needs: PlanMemory, batch: int
+) -> Iterator[str]:
     """What happens to the choice if one thing about it is changed, in words; what changes nothing is left out."""
     for name, other in _neighbours(choice.layout, batch):
         peak = needs(other)

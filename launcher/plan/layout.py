@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.plan.work import Work
+from launcher.plan.work import ModelWork
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 TENSOR = (1, 2, 4, 8, 16)
@@ -61,7 +61,7 @@ class Layout:
 
 
 def layouts(
-    work: Work,
+    work: ModelWork,
     world: int,
     batch: int,
     *,
@@ -108,7 +108,7 @@ def _makes_sense(stage: int, dp: int, offload: str) -> bool:
     return stage >= least and (dp > 1 or stage == least)
 
 
-def meshes(work: Work, world: int) -> Iterator[tuple[int, int, int]]:
+def meshes(work: ModelWork, world: int) -> Iterator[tuple[int, int, int]]:
     """(tp, pp, dp): tp divides the heads, and every stage has a block."""
     for tp in TENSOR:
         if world % tp or work.heads % tp:
@@ -119,7 +119,7 @@ def meshes(work: Work, world: int) -> Iterator[tuple[int, int, int]]:
                 yield tp, pp, rest // pp
 
 
-def _schedules(work: Work, pp: int, microbatches: int) -> Iterator[tuple[str, int]]:
+def _schedules(work: ModelWork, pp: int, microbatches: int) -> Iterator[tuple[str, int]]:
     yield "1f1b", 1
     if pp == 1:
         return

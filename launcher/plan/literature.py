@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 from launcher.monitor.devices import Device, device
 from launcher.plan.layout import Layout, layouts
 from launcher.plan.speed import flops_per_rank, step_time
-from launcher.plan.work import Work, work_of
+from launcher.plan.work import ModelWork, work_of
 
 TABLE = Path(__file__).with_name("literature.json")
 PER_NODE = 8
@@ -43,7 +43,7 @@ class Published:
     def mesh(self) -> tuple[int, int, int]:
         return self.tp, self.pp, self.ranks // self.tp // self.pp
 
-    def work(self) -> Work:
+    def work(self) -> ModelWork:
         return _work(self.name, self.sequence)
 
     def predicted(self) -> tuple[float, Layout]:
@@ -111,6 +111,6 @@ def _config(model: Any, sequence: int) -> PretrainedConfig:
 
 
 @cache
-def _work(name: str, sequence: int) -> Work:
+def _work(name: str, sequence: int) -> ModelWork:
     run = next(run for run in published() if run.name == name)
     return work_of(run.model, sequence)

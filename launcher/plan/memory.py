@@ -16,7 +16,7 @@ ENOUGH = 3
 
 
 @dataclass
-class Memory:
+class MemoryPredictor:
     """Answers for one model, and remembers.
 
     Args:

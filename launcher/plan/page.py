@@ -9,12 +9,12 @@ from html import escape
 from launcher.estimate.plot import memory_bars
 from launcher.pipeline.picture import svg
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.simulate import Costs, simulate
-from launcher.plan.choose import WORDS, Choice, Place
-from launcher.plan.memory import Memory
+from launcher.pipeline.simulate import MicrobatchCosts, simulate
+from launcher.plan.choose import WORDS, Choice, PlanSearch
+from launcher.plan.memory import MemoryPredictor
 from launcher.plan.pictures import as_svg, pareto
 from launcher.plan.speed import microbatch_time
-from launcher.plan.work import Work
+from launcher.plan.work import ModelWork
 
 SHOWN = 12  # microbatches of a timeline: more are too small to be seen
 STYLE = """body{font:15px/1.45 Helvetica,Arial,sans-serif;color:#1f2933;max-width:1140px;margin:2em auto;padding:0 1em}
@@ -25,10 +25,10 @@ pre{background:#f0f2f5;padding:1em;font-size:13px}"""
 
 def page(
     title: str,
-    work: Work,
-    place: Place,
+    work: ModelWork,
+    place: PlanSearch,
     choices: Sequence[Choice],
-    memory: Memory,
+    memory: MemoryPredictor,
     why: Sequence[str],
     text: str,
 ) -> str:
@@ -70,7 +70,7 @@ def _table(choices: Sequence[Choice]) -> str:
     return "<table>" + "\n".join(rows) + "</table>"
 
 
-def _timeline(work: Work, place: Place, choice: Choice) -> str:
+def _timeline(work: ModelWork, place: PlanSearch, choice: Choice) -> str:
     layout = choice.layout
     if layout.pp == 1:
         return ""
@@ -80,6 +80,6 @@ def _timeline(work: Work, place: Place, choice: Choice) -> str:
         layout.schedule, layout.pp, number, layout.chunks if layout.schedule == "interleaved" else None
     )
     costs = (cost / layout.chunks for cost in (micro.forward, micro.input, micro.weight))
-    shown = simulate(made, Costs.even(made.virtual_stages, *costs))
+    shown = simulate(made, MicrobatchCosts.even(made.virtual_stages, *costs))
     title = f"{layout.schedule}, {layout.pp} stages, {number} of {layout.accumulation} microbatches"
     return "<h2>The pipeline</h2>" + svg(shown, title, unit="s")

@@ -17,9 +17,9 @@ from functools import lru_cache
 from launcher.monitor.devices import Device
 from launcher.pipeline.bubble import bubble_time
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.simulate import Costs, simulate
+from launcher.pipeline.simulate import MicrobatchCosts, simulate
 from launcher.plan.layout import Layout
-from launcher.plan.work import Work
+from launcher.plan.work import ModelWork
 
 STEP_BYTES = (
     34  # of memory a parameter: gradient and three states read, states and parameter written, the norm
@@ -90,7 +90,9 @@ class Microbatch:
         return self.forward + self.input + self.weight
 
 
-def step_time(work: Work, layout: Layout, device: Device, per_node: int, *, exact: bool = False) -> StepTime:
+def step_time(
+    work: ModelWork, layout: Layout, device: Device, per_node: int, *, exact: bool = False
+) -> StepTime:
     """The prediction.
 
     Args:
@@ -112,14 +114,14 @@ def step_time(work: Work, layout: Layout, device: Device, per_node: int, *, exac
     )
 
 
-def flops_per_rank(work: Work, layout: Layout, seconds: float, *, recomputed: bool = False) -> float:
+def flops_per_rank(work: ModelWork, layout: Layout, seconds: float, *, recomputed: bool = False) -> float:
     """FLOP/s of a rank in a step that takes `seconds`; those of recomputed forwards count only with `recomputed`."""
     passes = 4 if recomputed and layout.recompute else 3
     sequences = layout.micro * layout.accumulation * layout.dp
     return passes * work.flops * sequences / seconds / layout.world
 
 
-def microbatch_time(work: Work, layout: Layout, device: Device, per_node: int) -> Microbatch:
+def microbatch_time(work: ModelWork, layout: Layout, device: Device, per_node: int) -> Microbatch:
     """What one microbatch takes on a rank whose share of the model is as large as the others'."""
     share = layout.micro / layout.pp
     rate = device.flops * device.matmul_share * (device.fp32_share if work.itemsize == 4 else 1.0)
@@ -156,7 +158,7 @@ def _ring(nbytes: float, degree: int, rate: float) -> float:
 
 
 def _bubble(
-    work: Work, layout: Layout, device: Device, per_node: int, micro: Microbatch, *, exact: bool
+    work: ModelWork, layout: Layout, device: Device, per_node: int, micro: Microbatch, *, exact: bool
 ) -> float:
     """How long a rank stands still."""
     if layout.pp == 1:
@@ -191,12 +193,12 @@ def _simulated(
     """Idle time of a rank, where a whole microbatch takes 1."""
     made = schedule_of(name, stages, microbatches, None if name != "interleaved" else chunks)
     forward, back, weight = (cost / chunks for cost in costs)
-    even = Costs.even(made.virtual_stages, forward, back, weight, transfer)
+    even = MicrobatchCosts.even(made.virtual_stages, forward, back, weight, transfer)
     timeline = simulate(made, even)
     return timeline.total - sum(timeline.busy) / stages
 
 
-def _data(work: Work, layout: Layout, device: Device, per_node: int, micro: Microbatch) -> float:
+def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro: Microbatch) -> float:
     """Seconds of collectives of dp that computing does not hide."""
     if layout.dp == 1:
         return 0.0
@@ -218,12 +220,12 @@ def _data(work: Work, layout: Layout, device: Device, per_node: int, micro: Micr
     return reduce + once
 
 
-def _unhidden(work: Work) -> float:
+def _unhidden(work: ModelWork) -> float:
     """The first unit, or the last, has nothing to hide behind."""
     return 1 / (work.layers + 1)
 
 
-def _optimizer(work: Work, layout: Layout, device: Device) -> float:
+def _optimizer(work: ModelWork, layout: Layout, device: Device) -> float:
     over = layout.dp if layout.stage else 1
     mine = work.parameters / (layout.tp * layout.pp * over)
     if layout.offload == "none":

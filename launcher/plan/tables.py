@@ -5,10 +5,10 @@ python -m launcher.plan.tables > docs/plan.md
 
 from __future__ import annotations
 
-from launcher.plan.choose import Place, choose
+from launcher.plan.choose import PlanSearch, choose
 from launcher.plan.layout import layouts
 from launcher.plan.literature import PER_NODE, Published, published
-from launcher.plan.memory import Memory
+from launcher.plan.memory import MemoryPredictor
 
 TOP = 10
 TEXT = """# `launch plan`: how a step is predicted
@@ -49,8 +49,8 @@ and batch, with their recomputation and without ZeRO; for Megatron-LM's runs of 
 
 def place_of(run: Published) -> int | None:
     """Where the published mesh stands among the choices, from 1; None where it is not among the first."""
-    work, memory = run.work(), Memory(run.model, run.sequence)
-    place = Place(run.device, PER_NODE, run.device.memory)
+    work, memory = run.work(), MemoryPredictor(run.model, run.sequence)
+    place = PlanSearch(run.device, PER_NODE, run.device.memory)
     ways = layouts(work, run.ranks, run.batch, stages=(0,), recompute=(True,), offloads=("none",))
     found = [choice.layout.mesh for choice in choose(work, place, ways, memory.peak, memory.kept, top=TOP)]
     return found.index(run.mesh) + 1 if run.mesh in found else None

@@ -22,7 +22,7 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "matmul",
 
 
 @dataclass(frozen=True)
-class Work:
+class ModelWork:
     """Of a causal LM, for one sequence.
 
     Args:
@@ -46,7 +46,7 @@ class Work:
     itemsize: int = 2
 
 
-def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.bfloat16) -> Work:
+def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.bfloat16) -> ModelWork:
     """Look at one block at work, and count the others like it.
 
     Raises:
@@ -56,7 +56,7 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
     text: Any = config.get_text_config()
     blocks = parts_of(model).blocks
     costs = model_costs(model, "best", sequence=sequence)
-    return Work(
+    return ModelWork(
         layers=len(blocks),
         hidden=text.hidden_size,
         heads=getattr(text, "num_attention_heads", 1),

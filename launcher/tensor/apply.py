@@ -16,20 +16,20 @@ from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
 from launcher.models.units import ends_of, unit_modules
 from launcher.tensor.counts import divide, head_size, resize, shared_by_groups
-from launcher.tensor.dropout import Streams, drops_out
+from launcher.tensor.dropout import RandomStreams, drops_out
 from launcher.tensor.head import keep_logits_split
-from launcher.tensor.layers import Layer, swap
+from launcher.tensor.layers import SplitInfo, swap
 from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
 from launcher.tensor.plan import WHERE, matching, model_type_of, number_of, plan_of
 from launcher.tensor.plans import WITHOUT_SEQUENCE
-from launcher.tensor.rule import Rule
+from launcher.tensor.rule import SplitRule
 from launcher.tensor.sequence import SequenceParallel
 from launcher.tensor.split import Split
 from launcher.tensor.styles import STYLES, Style, split_dim
 
 
 @dataclass(frozen=True)
-class Options:
+class TensorParallelOptions:
     """What the JSON says about the split layers.
 
     Args:
@@ -64,7 +64,7 @@ class SplitModel:
 def apply(
     model: nn.Module,
     axis: Axis,
-    options: Options,
+    options: TensorParallelOptions,
     *,
     device: torch.device,
 ) -> SplitModel:
@@ -92,16 +92,16 @@ class _Splitter:
         self,
         model: nn.Module,
         axis: Axis,
-        options: Options,
+        options: TensorParallelOptions,
         device: torch.device,
-        plan: Mapping[str, Rule],
+        plan: Mapping[str, SplitRule],
     ) -> None:
         self.model, self.axis, self.options = model, axis, options
         self.config: Any = getattr(model, "config", None)
         self.rows = [(matching(pattern), rule) for pattern, rule in plan.items()]
-        streams = Streams(axis, device, on=drops_out(model))
+        streams = RandomStreams(axis, device, on=drops_out(model))
         # With sliced sequences whole blocks are split: their layers need not say where.
-        self.streams = Streams(axis, device, on=False) if options.sequence else streams
+        self.streams = RandomStreams(axis, device, on=False) if options.sequence else streams
         self._all_streams = streams
         # parameter of the model -> what stands in its place -> the split of that
         self.local: dict[nn.Parameter, nn.Parameter] = {}
@@ -160,23 +160,23 @@ class _Splitter:
 
     # ---- modules ----------------------------------------------------------------------------
 
-    def _rule_of(self, name: str) -> Rule | None:
+    def _rule_of(self, name: str) -> SplitRule | None:
         return next((rule for pattern, rule in self.rows if pattern.fullmatch(name)), None)
 
-    def _modules(self) -> Iterator[tuple[str, nn.Module, Rule]]:
+    def _modules(self) -> Iterator[tuple[str, nn.Module, SplitRule]]:
         """The modules with a rule. Embedding and head are split over the vocabulary wherever they can be."""
         embedding, head = ends_of(self.model)
         for name, module in self.model.named_modules():
             rule = self._rule_of(name)
             if module is head and isinstance(module, nn.Linear):
                 if rule is None or STYLES[rule.style].gathers:
-                    rule = Rule("vocabulary_head")
+                    rule = SplitRule("vocabulary_head")
             elif module is embedding and rule is None and isinstance(module, nn.Embedding):
-                rule = Rule("embedding_rowwise")
+                rule = SplitRule("embedding_rowwise")
             if rule is not None:
                 yield name, module, rule
 
-    def _split_module(self, name: str, module: nn.Module, rule: Rule) -> None:
+    def _split_module(self, name: str, module: nn.Module, rule: SplitRule) -> None:
         style = STYLES[rule.style]
         if style.mixin is not None:
             swap(module, style.mixin, self._layer(name, module, rule, style))
@@ -190,8 +190,8 @@ class _Splitter:
                 raise self._indivisible(f"{name}.{attribute}", error.count) from None
         resize(module, style.side)
 
-    def _layer(self, name: str, module: nn.Module, rule: Rule, style: Style) -> Layer:
-        layer = Layer(self.axis, name, self.options.overlaps, self.streams)
+    def _layer(self, name: str, module: nn.Module, rule: SplitRule, style: Style) -> SplitInfo:
+        layer = SplitInfo(self.axis, name, self.options.overlaps, self.streams)
         layer.slices, layer.takes, layer.once = style.slices, style.takes, rule.once
         layer.heads = {key: (dim, getattr(module, rule.divide[0])) for key, dim in rule.heads.items()}
         weight = module._parameters.get("weight")
@@ -210,7 +210,7 @@ class _Splitter:
         layer.rope = int(getattr(self.config, "qk_rope_head_dim", None) or 0)
         return layer
 
-    def _proportions(self, rule: Rule, style: Style) -> list[int]:
+    def _proportions(self, rule: SplitRule, style: Style) -> list[int]:
         packed = style.packed if rule.packed == (1,) else rule.packed
         return [self._number(p) for p in packed] * self._number(rule.repeat)
 
@@ -219,7 +219,9 @@ class _Splitter:
 
     # ---- parameters -------------------------------------------------------------------------
 
-    def _split_parameter(self, name: str, module: nn.Module, key: str, rule: Rule, *, named: bool) -> None:
+    def _split_parameter(
+        self, name: str, module: nn.Module, key: str, rule: SplitRule, *, named: bool
+    ) -> None:
         """Put this rank's part in the place of a parameter.
 
         Args:
@@ -248,7 +250,7 @@ class _Splitter:
         module._parameters[key] = local
 
     def _split_of(
-        self, name: str, key: str, parameter: nn.Parameter, dim: int, rule: Rule, *, named: bool
+        self, name: str, key: str, parameter: nn.Parameter, dim: int, rule: SplitRule, *, named: bool
     ) -> Split:
         style = STYLES[rule.style]
         owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)

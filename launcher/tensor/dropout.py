@@ -16,7 +16,7 @@ _STEP = 0x9E3779B97F4A7C15  # odd, far apart: seeds of neighbouring ranks have n
 _SEEDS = 1 << 62
 
 
-class Streams:
+class RandomStreams:
     """The two streams of random numbers of a model.
 
     Args:

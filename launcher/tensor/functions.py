@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from launcher.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from launcher.tensor.parts import even_sizes
-from launcher.tensor.weight_gradients import Product, taken
+from launcher.tensor.weight_gradients import WeightGradient, taken
 
 # ---- collectives on tensors of any shape ------------------------------------------------------
 
@@ -240,7 +240,7 @@ class _Linear(torch.autograd.Function):
         rows = gradient.reshape(-1, weight.shape[0])  # [tokens, out]
         columns = x.reshape(-1, weight.shape[1])  # [tokens, in]
 
-        if ctx.needs_input_grad[1] and not taken(Product(leaf, rows, columns, transposed)):
+        if ctx.needs_input_grad[1] and not taken(WeightGradient(leaf, rows, columns, transposed)):
             dw = rows.t() @ columns
         if ctx.has_bias and ctx.needs_input_grad[2]:
             db = rows.sum(0)

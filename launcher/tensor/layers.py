@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from launcher.comm import Axis
-from launcher.tensor.dropout import Streams
+from launcher.tensor.dropout import RandomStreams
 from launcher.tensor.functions import (
     enter,
     gather_along,
@@ -35,7 +35,7 @@ class SequenceState:
 
 
 @dataclass
-class Layer:
+class SplitInfo:
     """What a split module knows of its split.
 
     Args:
@@ -58,7 +58,7 @@ class Layer:
     axis: Axis
     name: str
     overlaps: bool
-    streams: Streams
+    streams: RandomStreams
     gathers: list[list[int]] | None = None
     slices: bool = False
     takes: bool = False
@@ -75,7 +75,7 @@ class Layer:
 class SplitModule(nn.Module):
     """A module whose parameters this rank holds a share of."""
 
-    split: Layer
+    split: SplitInfo
 
 
 class ColumnParallel(SplitModule):
@@ -230,7 +230,7 @@ class LatentAndRope(SplitModule):
 _classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
-def swap(module: nn.Module, mixin: type[SplitModule], layer: Layer) -> None:
+def swap(module: nn.Module, mixin: type[SplitModule], layer: SplitInfo) -> None:
     """Put `mixin` in front of the class of `module`."""
     own = type(module)
     layer.linear = own.forward in (nn.Linear.forward, Conv1D.forward)

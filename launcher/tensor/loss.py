@@ -34,7 +34,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class LossOptions:
     """What the loss of a rank's columns is made of; see `vocab_parallel_cross_entropy`."""
 
     start: int
@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Whole:
+class LogitStatistics:
     """Numbers of all logits of each token, [T] each: the largest logit, sum of exp(logit - largest), the target's
     logit, sum of the logits (where it was asked for)."""
 
@@ -98,7 +98,7 @@ def vocab_parallel_cross_entropy(
             f"logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}",
             fix="give one label for each row of logits",
         )
-    settings = Settings(start, vocabulary, ignore_index, label_smoothing, z_loss)
+    settings = LossOptions(start, vocabulary, ignore_index, label_smoothing, z_loss)
     labels = labels.to(logits.device)
     _check(labels, settings)
     rows = logits.reshape(labels.numel(), logits.shape[-1])
@@ -155,7 +155,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Losses [T] of logits [T, width] and labels [T]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, settings: Settings) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, settings: LossOptions) -> Tensor:
         parts = logits.new_empty((axis.degree, settings.terms, len(labels)), dtype=_wide(logits))
         fill_terms(parts[axis.rank], logits, labels, settings)
         all_gather(parts.view(-1), axis, "head/loss").wait()
@@ -171,7 +171,7 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient(logits, labels, largest, total, upstream, ctx.settings), None, None, None
 
 
-def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: Settings) -> None:
+def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOptions) -> None:
     """What this rank knows of each token.
 
     Args:
@@ -197,14 +197,16 @@ def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: Settings
     terms[2] = logits.gather(1, column[:, None]).squeeze(1).masked_fill(~mine, 0)
 
 
-def combine(parts: Tensor) -> Whole:
+def combine(parts: Tensor) -> LogitStatistics:
     """The terms of all ranks [degree, 3 or 4, T] as numbers of the whole vocabulary."""
     largest = parts[:, 0].amax(0)
     total = (parts[:, 1] * (parts[:, 0] - largest).exp()).sum(0)
-    return Whole(largest, total, parts[:, 2].sum(0), parts[:, 3].sum(0) if parts.shape[1] == 4 else None)
+    return LogitStatistics(
+        largest, total, parts[:, 2].sum(0), parts[:, 3].sum(0) if parts.shape[1] == 4 else None
+    )
 
 
-def losses(whole: Whole, labels: Tensor, settings: Settings) -> Tensor:
+def losses(whole: LogitStatistics, labels: Tensor, settings: LossOptions) -> Tensor:
     """Loss of each token [T]; 0 where it is ignored."""
     log_total = whole.total.log()
     loss = log_total + (whole.largest - whole.target)
@@ -218,7 +220,7 @@ def losses(whole: Whole, labels: Tensor, settings: Settings) -> Tensor:
 
 
 def gradient(
-    logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, settings: Settings
+    logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, settings: LossOptions
 ) -> Tensor:
     """Gradient of this rank's logits [T, width], in their dtype.
 
@@ -256,7 +258,7 @@ def _wide(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _check(labels: Tensor, settings: Settings) -> None:
+def _check(labels: Tensor, settings: LossOptions) -> None:
     """No rank has the logit of a label that is no vocabulary id, so none would miss it."""
     wrong = (labels != settings.ignore_index) & ((labels < 0) | (labels >= settings.vocabulary))
     if labels.device.type == "cuda":  # no waiting for the device; torch's own loss does the same

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher.comm import Axis
-from launcher.tensor.split import Part
+from launcher.tensor.split import DimSlice
 
 
 class IndivisibleError(ValueError):
@@ -39,7 +39,7 @@ def shares_of(size: int, proportions: Sequence[int]) -> list[int]:
 
 def parts_of(
     shares: Sequence[int], axis: Axis, *, unit: int = 1, uneven: bool = False, replicates: bool = False
-) -> tuple[Part, ...]:
+) -> tuple[DimSlice, ...]:
     """This rank's part of each share.
 
     Args:
@@ -59,12 +59,12 @@ def parts_of(
         if units % degree == 0 or uneven:
             sizes = even_sizes(units, degree)
             start = offset + unit * sum(sizes[: axis.rank])
-            parts.append(Part(start, start + unit * sizes[axis.rank]))
+            parts.append(DimSlice(start, start + unit * sizes[axis.rank]))
         elif replicates and degree % units == 0:
             holders = degree // units
             group, place = divmod(axis.rank, holders)
             start = offset + unit * group
-            parts.append(Part(start, start + unit, holders, group, place == 0))
+            parts.append(DimSlice(start, start + unit, holders, group, place == 0))
         else:
             raise IndivisibleError(units)
         offset += share

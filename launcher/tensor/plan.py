@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
 from launcher.tensor.plans import PLANS, WITHOUT_PLAN
-from launcher.tensor.rule import Rule
+from launcher.tensor.rule import SplitRule
 from launcher.tensor.styles import STYLES, split_dim
 from launcher.tensor.user_plan import UserRule, check_rules, dim_along, rule_for, rules_of, sizes_along
 
@@ -32,7 +32,7 @@ def model_type_of(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
 
 
-def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, Rule]:
+def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, SplitRule]:
     """The plan of a model, by full name patterns; the first that matches counts.
 
     Args:
@@ -43,7 +43,7 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, R
     """
     kind = model_type_of(model)
     rows = {**_of_model(model), **_of_table(model, kind)}
-    plan = {pattern: row if isinstance(row, Rule) else Rule(row) for pattern, row in rows.items()}
+    plan = {pattern: row if isinstance(row, SplitRule) else SplitRule(row) for pattern, row in rows.items()}
     if own is not None:
         return {**_rows_of(own, model, kind, planned=_named(plan, model)), **plan}
     # every HF plan gets a row for the head: alone it is no plan
@@ -57,14 +57,14 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, R
     return plan
 
 
-def _named(plan: Mapping[str, Rule], model: nn.Module) -> set[str]:
+def _named(plan: Mapping[str, SplitRule], model: nn.Module) -> set[str]:
     """The modules and parameters that a plan speaks of."""
     names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
     patterns = [matching(pattern) for pattern in plan]
     return {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}
 
 
-def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str]) -> dict[str, Rule]:
+def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str]) -> dict[str, SplitRule]:
     """The JSON's rules as rows: by the module whose weight they match, or by the parameter of any other module."""
     rules = rules_of(own, kind)
     weights = {
@@ -92,8 +92,8 @@ def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str
             )
         owner = name.rpartition(".")[0]
         if module is None and rule.kind == "skip" and rule.where:
-            rows[owner] = Rule("replicate")  # what the plan says of its module counts no more
-        rows[owner if module else name] = Rule(style, packed if len(packed) > 1 else (1,))
+            rows[owner] = SplitRule("replicate")  # what the plan says of its module counts no more
+        rows[owner if module else name] = SplitRule(style, packed if len(packed) > 1 else (1,))
     return rows
 
 
@@ -129,7 +129,7 @@ def _of_model(model: nn.Module) -> dict[str, str]:
     return rows
 
 
-def _of_table(model: nn.Module, kind: str) -> dict[str, str | Rule]:
+def _of_table(model: nn.Module, kind: str) -> dict[str, str | SplitRule]:
     names = (getattr(model, "base_model_prefix", ""), "model")
     prefix = next((f"{name}." for name in names if name and hasattr(model, name)), "")
     return {

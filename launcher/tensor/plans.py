@@ -7,7 +7,7 @@ model is adding a row to PLANS. Names are those inside the base model: `layers.*
 
 from __future__ import annotations
 
-from launcher.tensor.rule import Case, Plan, Rule
+from launcher.tensor.rule import ConfigCase, SplitRule, TensorParallelPlan
 from launcher.tensor.rule import at as _at
 from launcher.tensor.rule import counts as _counts
 from launcher.tensor.rule import inside as _inside
@@ -24,9 +24,12 @@ _4H = _at("mlp", colwise="dense_h_to_4h", rowwise="dense_4h_to_h")
 
 _GPT2 = (
     _counts("h.*.attn", "num_heads split_size")
-    | {"h.*.attn.c_attn": Rule("colwise", packed=(1, 1, 1))}
+    | {"h.*.attn.c_attn": SplitRule("colwise", packed=(1, 1, 1))}
     | _counts("h.*.crossattention", "num_heads split_size")
-    | {"h.*.crossattention.c_attn": Rule("colwise", packed=(1, 1)), "h.*.crossattention.q_attn": "colwise"}
+    | {
+        "h.*.crossattention.c_attn": SplitRule("colwise", packed=(1, 1)),
+        "h.*.crossattention.q_attn": "colwise",
+    }
     | {"h.*.attn.c_proj": "rowwise", "h.*.crossattention.c_proj": "rowwise"}
     | _at("h.*.mlp", colwise="c_fc", rowwise="c_proj")
 )
@@ -41,12 +44,12 @@ _PERSIMMON = (
 )
 
 
-def _attention(place: str, counts: str = "num_heads") -> dict[str, str | Rule]:
+def _attention(place: str, counts: str = "num_heads") -> dict[str, str | SplitRule]:
     """Attention as in the first encoder-decoder models."""
     return _counts(place, counts) | _at(place, colwise=_QKV, rowwise="out_proj")
 
 
-def _decoder(place: str, counts: str = "num_heads") -> dict[str, str | Rule]:
+def _decoder(place: str, counts: str = "num_heads") -> dict[str, str | SplitRule]:
     layer = _attention("self_attn", counts) | _attention("encoder_attn", counts)
     return _inside(place, layer | {"fc1": "colwise", "fc2": "rowwise"})
 
@@ -69,8 +72,8 @@ _LFM = (
     _at("layers.*.self_attn", colwise=_QKV)
     | _at("layers.*.feed_forward", colwise="w1 w3", rowwise="w2")
     | {
-        "layers.*.conv.in_proj": Rule("colwise", packed=(1, 1, 1)),
-        "layers.*.conv.conv": Rule("channels", divide=("in_channels", "out_channels", "groups")),
+        "layers.*.conv.in_proj": SplitRule("colwise", packed=(1, 1, 1)),
+        "layers.*.conv.conv": SplitRule("channels", divide=("in_channels", "out_channels", "groups")),
         "layers.*.conv.out_proj": "rowwise",
     }
 )
@@ -84,37 +87,37 @@ _FALCON = "h.*.self_attention"
 _FALCON_ATTENTION = _at(_FALCON, colwise="query_key_value", rowwise="dense")
 _ALIBI = {"alibi": 1, "attention_mask": 1}
 
-_TYPES: dict[str, Plan | tuple[Case, ...]] = {
+_TYPES: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
     "gpt2 gpt-sw3": _GPT2,
     "openai-gpt": _counts("h.*.attn", "n_head split_size")
-    | {"h.*.attn.c_attn": Rule("colwise", packed=(1, 1, 1)), "h.*.attn.c_proj": "rowwise"}
+    | {"h.*.attn.c_attn": SplitRule("colwise", packed=(1, 1, 1)), "h.*.attn.c_proj": "rowwise"}
     | _at("h.*.mlp", colwise="c_fc", rowwise="c_proj"),
     "gpt_neo": _attention("h.*.attn.attention") | _at("h.*.mlp", colwise="c_fc", rowwise="c_proj"),
     "gptj": _attention("h.*.attn", "num_attention_heads") | _at("h.*.mlp", colwise="fc_in", rowwise="fc_out"),
     # written for four TPU cores: their query, value and key lie one after the other
     "codegen": _counts("h.*.attn", "num_attention_heads")
-    | {"h.*.attn.qkv_proj": Rule("colwise", packed=(1, 1, 1), repeat=4)}
-    | {"h.*.attn.out_proj": Rule("rowwise", repeat=4)}
+    | {"h.*.attn.qkv_proj": SplitRule("colwise", packed=(1, 1, 1), repeat=4)}
+    | {"h.*.attn.out_proj": SplitRule("rowwise", repeat=4)}
     | _at("h.*.mlp", colwise="fc_in", rowwise="fc_out"),
     "gpt_bigcode": (
-        Case(_BIGCODE_OTHERS),
-        Case(
+        ConfigCase(_BIGCODE_OTHERS),
+        ConfigCase(
             _counts("h.*.attn", "num_heads embed_dim")
             | {
-                "h.*.attn.c_attn": Rule(
+                "h.*.attn.c_attn": SplitRule(
                     "colwise", packed=("num_attention_heads", 1, 1), replicates=True, unit="head_dim"
                 )
             },
             when={"multi_query": True},
         ),
-        Case(
+        ConfigCase(
             _counts("h.*.attn", "num_heads kv_heads embed_dim kv_dim") | {"h.*.attn.c_attn": "colwise"},
             when={"multi_query": False},
         ),
     ),
     "opt": _decoder("decoder.layers.*"),
     "bloom": (
-        Case(
+        ConfigCase(
             _counts("h.*.self_attention", "num_heads", heads={"alibi": 0})
             | _at("h.*.self_attention", colwise="query_key_value", rowwise="dense")
             | _inside("h.*", _4H),
@@ -122,49 +125,49 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
         ),
     ),
     "falcon": (
-        Case(_inside("h.*", _4H) | {f"{_FALCON}.dense": "rowwise"}),
-        Case(
+        ConfigCase(_inside("h.*", _4H) | {f"{_FALCON}.dense": "rowwise"}),
+        ConfigCase(
             _counts(_FALCON, "num_heads num_kv_heads", heads=_ALIBI)
             | {f"{_FALCON}.query_key_value": "colwise"},
             when={"new_decoder_architecture": True},
         ),
-        Case(
+        ConfigCase(
             _counts(_FALCON, "num_heads num_kv_heads", heads=_ALIBI)
             | {f"{_FALCON}.query_key_value": "colwise"},
             when={"new_decoder_architecture": False, "multi_query": False},
         ),
-        Case(
+        ConfigCase(
             _counts(_FALCON, "num_heads", heads=_ALIBI)
             | {
-                f"{_FALCON}.query_key_value": Rule(
+                f"{_FALCON}.query_key_value": SplitRule(
                     "colwise", packed=("num_attention_heads", 1, 1), replicates=True
                 )
             },
             when={"new_decoder_architecture": False, "multi_query": True},
         ),
         # Falcon-7B: a number of heads that no degree divides
-        Case(
+        ConfigCase(
             {_FALCON: "replicate"} | _whole(_FALCON, "query_key_value", "dense"),
             when={"new_decoder_architecture": False, "multi_query": True, "num_attention_heads": 71},
         ),
     ),
     "mpt": _counts("blocks.*.attn", "n_heads hidden_size", heads={"position_bias": 0})
-    | {"blocks.*.attn.Wqkv": Rule("colwise", packed=(1, 1, 1)), "blocks.*.attn.out_proj": "rowwise"}
+    | {"blocks.*.attn.Wqkv": SplitRule("colwise", packed=(1, 1, 1)), "blocks.*.attn.out_proj": "rowwise"}
     | _at("blocks.*.ffn", colwise="up_proj", rowwise="down_proj"),
     "stablelm": (
-        Case(_GATED),
-        Case(
+        ConfigCase(_GATED),
+        ConfigCase(
             _counts("layers.*.self_attn", "num_heads num_key_value_heads", replicates=True) | _LLAMA,
             when={"qk_layernorm": False},
         ),
         # a norm for each head: attention is computed whole
-        Case(
+        ConfigCase(
             _at("layers.*.self_attn", colwise_gather_output=_QKV, rowwise_split_input="o_proj"),
             when={"qk_layernorm": True},
         ),
     ),
     "phi3": _counts("layers.*.self_attn", "config.num_attention_heads num_key_value_heads", replicates=True)
-    | {"layers.*.self_attn.qkv_proj": Rule("colwise", packed=_Q_K_V, replicates=True)}
+    | {"layers.*.self_attn.qkv_proj": SplitRule("colwise", packed=_Q_K_V, replicates=True)}
     | {"layers.*.self_attn.o_proj": "rowwise"}
     | _at("layers.*.mlp", packed_colwise="gate_up_proj", rowwise="down_proj"),
     "persimmon": _PERSIMMON,
@@ -173,29 +176,29 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
     | _inside("layers.*", _4H),
     "hunyuan_v1_dense": _LLAMA | _at("layers.*.self_attn", **{_SUMMED: "query_layernorm key_layernorm"}),
     # the two halves of the heads are subtracted from one another
-    "diffllama": {f"layers.*.self_attn.{name}": Rule("colwise", packed=(1, 1)) for name in _QKV.split()}
+    "diffllama": {f"layers.*.self_attn.{name}": SplitRule("colwise", packed=(1, 1)) for name in _QKV.split()}
     | _at("layers.*.self_attn", rowwise="o_proj", **{_SUMMED: "lambda_q1 lambda_k1 lambda_q2 lambda_k2"})
     | _GATED,
     "bitnet": _LLAMA
     | {"layers.*.self_attn.attn_sub_norm": "whole_norm", "layers.*.mlp.ffn_sub_norm": "whole_norm"},
     "gpt_oss": _at("layers.*.self_attn", colwise=f"{_QKV} sinks", rowwise="o_proj")
-    | {"layers.*.mlp.experts": Rule("moe_tp_experts", once=("down_proj_bias",))}
+    | {"layers.*.mlp.experts": SplitRule("moe_tp_experts", once=("down_proj_bias",))}
     | _at("layers.*.mlp.experts", last="gate_up_proj gate_up_proj_bias", colwise="down_proj"),
     "dbrx": _counts(
         "blocks.*.norm_attn_norm.attn", "hidden_size num_heads num_key_value_heads", replicates=True
     )
     | {
-        "blocks.*.norm_attn_norm.attn.Wqkv": Rule(
+        "blocks.*.norm_attn_norm.attn.Wqkv": SplitRule(
             "colwise",
             packed=("n_heads", "attn_config.kv_n_heads", "attn_config.kv_n_heads"),
             replicates=True,
             unit="head_dim",
         ),
         "blocks.*.norm_attn_norm.attn.out_proj": "rowwise",
-        "blocks.*.ffn.experts": Rule("moe_tp_experts", divide=("ffn_hidden_size",)),
+        "blocks.*.ffn.experts": SplitRule("moe_tp_experts", divide=("ffn_hidden_size",)),
     }
     | {
-        f"blocks.*.ffn.experts.mlp.{name}": Rule("colwise", repeat="ffn_config.moe_num_experts")
+        f"blocks.*.ffn.experts.mlp.{name}": SplitRule("colwise", repeat="ffn_config.moe_num_experts")
         for name in ("w1", "v1", "w2")
     },
     "jetmoe": _counts("layers.*.self_attention", "num_key_value_heads")
@@ -283,8 +286,8 @@ _TYPES: dict[str, Plan | tuple[Case, ...]] = {
 }
 
 # by model type: all cases that agree with the config, joined
-PLANS: dict[str, tuple[Case, ...]] = {
-    name: plan if isinstance(plan, tuple) else (Case(plan),)
+PLANS: dict[str, tuple[ConfigCase, ...]] = {
+    name: plan if isinstance(plan, tuple) else (ConfigCase(plan),)
     for names, plan in _TYPES.items()
     for name in names.split()
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Rule:
+class SplitRule:
     """How one module or parameter is split.
 
     A number may be given as a string: then it names one of the model's config, as in `attn_config.kv_n_heads`.
@@ -37,36 +37,36 @@ class Rule:
 
 
 # name pattern -> a style's name, or a rule where the style needs to know more
-Plan = Mapping[str, str | Rule]
+TensorParallelPlan = Mapping[str, str | SplitRule]
 
 
 @dataclass(frozen=True)
-class Case:
+class ConfigCase:
     """Rows for models whose config says so.
 
     Args:
         when: attribute of the config -> its value; all must agree.
     """
 
-    plan: Plan
+    plan: TensorParallelPlan
     when: Mapping[str, object] = field(default_factory=dict)
 
 
-def at(place: str, **names: str) -> dict[str, str | Rule]:
+def at(place: str, **names: str) -> dict[str, str | SplitRule]:
     """Rows for what is inside of `place`: style -> names."""
     return {f"{place}.{name}": style for style, joined in names.items() for name in joined.split()}
 
 
-def counts(place: str, attributes: str, **others: object) -> dict[str, str | Rule]:
+def counts(place: str, attributes: str, **others: object) -> dict[str, str | SplitRule]:
     """A row for a module whose attributes count heads or features."""
-    return {place: Rule("heads", divide=tuple(attributes.split()), **others)}  # type: ignore[arg-type]
+    return {place: SplitRule("heads", divide=tuple(attributes.split()), **others)}  # type: ignore[arg-type]
 
 
-def inside(place: str, plan: Plan) -> dict[str, str | Rule]:
+def inside(place: str, plan: TensorParallelPlan) -> dict[str, str | SplitRule]:
     """The rows of a plan, one level up."""
     return {f"{place}.{name}": row for name, row in plan.items()}
 
 
-def whole(place: str, columns: str, rows: str) -> dict[str, str | Rule]:
+def whole(place: str, columns: str, rows: str) -> dict[str, str | SplitRule]:
     """Attention whose heads cannot be split by its code: parameters are, it computes all heads on every rank."""
     return at(place, colwise_gather_output=columns, rowwise_split_input=rows)

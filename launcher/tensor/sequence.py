@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Axis
 from launcher.errors import ConfigError
-from launcher.tensor.dropout import Streams
+from launcher.tensor.dropout import RandomStreams
 from launcher.tensor.functions import enter_gathered, gather_along, slice_along
 from launcher.tensor.layers import (
     ColumnParallel,
@@ -42,7 +42,7 @@ _REDUCING = (RowParallel, PartialExperts, SummedOutput)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _STATES = ("hidden_states", "x", "hidden_state", "inputs")  # keywords of what travels from block to block
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 Slicing = tuple[bool, int]  # whether sequences are sliced, and how long they are
 
 
@@ -60,7 +60,7 @@ class SequenceParallel:
         self,
         axis: Axis,
         blocks: list[tuple[str, nn.Module]],
-        streams: Streams,
+        streams: RandomStreams,
         summed: set[nn.Parameter],
         *,
         overlaps: bool,
@@ -142,8 +142,8 @@ class SequenceParallel:
 
     # ---- blocks -----------------------------------------------------------------------------
 
-    def _before_block(self, name: str, *, first: bool) -> Callable[..., Call]:
-        def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _before_block(self, name: str, *, first: bool) -> Callable[..., CallArguments]:
+        def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
             if first:
                 self._begin(_states_of(args, kwargs)[1])
             elif not self._begun:
@@ -194,8 +194,8 @@ class SequenceParallel:
 
     # ---- regions ----------------------------------------------------------------------------
 
-    def _before_region(self, name: str) -> Callable[..., Call]:
-        def before(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _before_region(self, name: str) -> Callable[..., CallArguments]:
+        def before(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
             if not self.state.active:
                 return args, kwargs
             return _mapped(args, kwargs, lambda x: enter_gathered(x, self.axis, name, overlaps=self.overlaps))
@@ -234,7 +234,9 @@ def _splits_features(module: nn.Module) -> bool:
     return any(isinstance(m, ColumnParallel) and m.split.gathers is None for m in module.modules())
 
 
-def _mapped(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Call:
+def _mapped(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> CallArguments:
     """The arguments with what travels from block to block changed."""
     key, states = _states_of(args, kwargs)
     changed = change(states)

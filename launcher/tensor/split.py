@@ -26,7 +26,7 @@ BoxReader = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class DimSlice:
     """Elements [start, stop) along the split dim.
 
     Args:
@@ -62,7 +62,7 @@ class Box:
     sizes: tuple[int, ...]
     outer: Rectangle
     at: int
-    part: Part
+    part: DimSlice
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Split:
     """
 
     shape: torch.Size
-    parts: tuple[Part, ...]
+    parts: tuple[DimSlice, ...]
     dim: int = 0
     partial: bool = False
     room: int = 0
@@ -88,7 +88,7 @@ class Split:
     def whole(cls, shape: Sequence[int], axis: Axis | None = None, *, partial: bool = False) -> Split:
         """A parameter that every rank of the axis holds whole."""
         degree, rank = (1, 0) if axis is None else (axis.degree, axis.rank)
-        part = Part(0, shape[0] if len(shape) else 1, degree, 0, rank == 0)
+        part = DimSlice(0, shape[0] if len(shape) else 1, degree, 0, rank == 0)
         return cls(torch.Size(shape), (part,), partial=partial, room=math.prod(shape))
 
     @property
@@ -167,7 +167,7 @@ class Split:
             self.view(flat, start, box).copy_(values.view(box.sizes))
         return torch.empty(0) if flat is None else flat
 
-    def shared(self, start: int, stop: int) -> Iterator[tuple[int, int, Part]]:
+    def shared(self, start: int, stop: int) -> Iterator[tuple[int, int, DimSlice]]:
         """Ranges of the flattened local parameter inside [start, stop) that several ranks hold."""
         if all(part.holders == 1 for part in self.parts):
             return

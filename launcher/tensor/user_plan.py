@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from launcher.config import PartitionConfig
-from launcher.config.partition import Kind, Shape
+from launcher.config.partition import PartitionKind, SubParamShape
 from launcher.errors import ConfigError
 
 RULES = "tensor_parallel.partition_config.layer_specs"
@@ -33,8 +33,8 @@ class UserRule:
     """
 
     pattern: re.Pattern[str]
-    kind: Kind = "skip"
-    shape: Shape | None = None
+    kind: PartitionKind = "skip"
+    shape: SubParamShape | None = None
     dim: int | None = None
     gather_output: bool = False
     grad_allreduce: bool = False
@@ -159,7 +159,7 @@ def _packed(rule: UserRule, param: tuple[int, ...]) -> tuple[int, tuple[int, ...
 
 
 def _resolved(
-    rule: UserRule, param: tuple[int, ...], view: Shape, dim: int
+    rule: UserRule, param: tuple[int, ...], view: SubParamShape, dim: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The view without -1, and the sizes packed at `dim` of it."""
     split = view[dim]

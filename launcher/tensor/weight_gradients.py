@@ -1,7 +1,7 @@
 """When and where linear layers compute the gradients of their weights.
 
 At once, and autograd adds them up: what happens outside of everything here. Later (Qi et al. 2023, arXiv:2401.10241):
-a backward computes the gradients of inputs only, and leaves those of the weights to a `PutOff`. In place: where
+a backward computes the gradients of inputs only, and leaves those of weights to `DeferredWeightGrads`. In place: where
 gradients of microbatches are only added up, the product is added to the sum as it is computed, without being a tensor
 of its own; autograd, and hooks that wait for it, do not see it.
 """
@@ -18,14 +18,16 @@ from torch import Tensor
 from launcher.models.gradients import put_gradient
 
 # leaf -> what its gradient is added to: leaf.grad, or where that is to lie; None: it must go through autograd
-Place = Callable[[Tensor], Tensor | None]
+GradientBuffer = Callable[[Tensor], Tensor | None]
 
-_put_off: PutOff | None = None  # no ContextVar: autograd runs backwards on GPUs in threads of its own
-_place: Place | None = None
+_put_off: DeferredWeightGrads | None = (
+    None  # no ContextVar: autograd runs backwards on GPUs in threads of its own
+)
+_place: GradientBuffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class WeightGradient:
     """The gradient of a weight, before it is computed.
 
     Args:
@@ -44,7 +46,7 @@ class Product:
         left, right = self._factors
         return (left @ right).to(self.leaf.dtype)
 
-    def added(self, place: Place) -> bool:
+    def added(self, place: GradientBuffer) -> bool:
         """Add it to what the leaf has; false: it has to go through autograd."""
         sum_ = place(self.leaf)
         if sum_ is None or sum_.dtype != self.rows.dtype:
@@ -64,20 +66,20 @@ class Product:
         return self.rows.t(), self.columns
 
 
-class PutOff:
+class DeferredWeightGrads:
     """Weight gradients of one backward that are still to be computed. Their inputs are held until then."""
 
     def __init__(self) -> None:
-        self._products: list[Product] = []
+        self._products: list[WeightGradient] = []
 
-    def add(self, product: Product) -> None:
+    def add(self, product: WeightGradient) -> None:
         self._products.append(product)
 
     def __len__(self) -> int:
         return len(self._products)
 
     @torch.no_grad()
-    def computed(self, place: Place | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    def computed(self, place: GradientBuffer | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Compute all; what is held is let go.
 
         Args:
@@ -92,10 +94,10 @@ class PutOff:
 
 
 @contextmanager
-def putting_off() -> Iterator[PutOff]:
+def putting_off() -> Iterator[DeferredWeightGrads]:
     """Inside, backwards leave weight gradients to what this gives."""
     global _put_off
-    before, _put_off = _put_off, PutOff()
+    before, _put_off = _put_off, DeferredWeightGrads()
     try:
         yield _put_off
     finally:
@@ -103,7 +105,7 @@ def putting_off() -> Iterator[PutOff]:
 
 
 @contextmanager
-def adding_in(place: Place | None) -> Iterator[None]:
+def adding_in(place: GradientBuffer | None) -> Iterator[None]:
     """Inside, backwards add weight gradients in place, where they have one."""
     global _place
     before, _place = _place, place
@@ -113,7 +115,7 @@ def adding_in(place: Place | None) -> Iterator[None]:
         _place = before
 
 
-def taken(product: Product) -> bool:
+def taken(product: WeightGradient) -> bool:
     """Whether a gradient is put off, or was added in place; else its layer computes it for autograd."""
     if not product.leaf.is_leaf:
         return False

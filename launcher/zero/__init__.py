@@ -3,7 +3,7 @@
 from launcher.zero.apply import ZeroModel, apply, release
 from launcher.zero.axes import ShardAxes
 from launcher.zero.context import GatheredParameters, Init
-from launcher.zero.dealt import DealtInit, DealtValues, is_dealt
+from launcher.zero.dealt import PartitionedInit, PartitionedValues, is_dealt
 from launcher.zero.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -18,14 +18,14 @@ from launcher.zero.slot import ParamSlice
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource, StoredValues
 
 __all__ = [
-    "DealtInit",
-    "DealtValues",
     "GatheredParameters",
     "Init",
     "MadeOnMeta",
     "ModelValues",
     "ParamSlice",
     "ParamSource",
+    "PartitionedInit",
+    "PartitionedValues",
     "ShardAxes",
     "ShardedParameter",
     "StoredValues",

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from launcher.comm import Axis, all_reduce
 from launcher.errors import ElsewhereError, LauncherError
 from launcher.monitor.memory import hand_back_freed
-from launcher.offload.homes import Homes
+from launcher.offload.homes import Placements
 from launcher.tensor.assemble import whole
 from launcher.tensor.split import Split
 from launcher.zero.axes import ShardAxes
 from launcher.zero.checks import StepChecks
 from launcher.zero.copies import check_copies
-from launcher.zero.dealt import Dealer, is_dealt
-from launcher.zero.edits import Edits
+from launcher.zero.dealt import Partitioner, is_dealt
+from launcher.zero.edits import ParameterEdits
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.forgetting import ClaimedLeaves, follow_torch, refuse_uneven_discard, tell_once
@@ -34,7 +34,7 @@ from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer, order_of_reduction
 from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.shared import sum_over_stages, sum_partial, use_over_stages
-from launcher.zero.slot import ParamSlice, Slot
+from launcher.zero.slot import ParamSlice, ParamSlot
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
 from launcher.zero.unit import Unit
 
@@ -73,9 +73,9 @@ class ZeroModel:
         tp: Axis,
         pp: Axis,
         elsewhere: Mapping[Tensor, str] = _NONE,
-        homes: Homes | None = None,
+        homes: Placements | None = None,
     ) -> None:
-        self.homes = homes or Homes(pool.device)
+        self.homes = homes or Placements(pool.device)
         self.module, self.policy, self.axes, self.units, self.pool = module, policy, axes, units, pool
         self.axis, self.tp, self.pp, self.elsewhere = axes.dp, tp, pp, elsewhere
         self._copies_checked = False
@@ -86,12 +86,12 @@ class ZeroModel:
         self.reducer = Reducer(order_of_reduction(units), policy)
         self.hooks = Hooks(units, self.fetcher, self.reducer)
         self.hooks.keeps = self  # while modules call the hooks
-        self.slots: dict[str, Slot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
+        self.slots: dict[str, ParamSlot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
         hidden = [slot.leaf for g in self.gradients if not g.shows for slot in g.flat.slots]
         watched = [slot.leaf for flat in self.flats if flat.own_master for slot in flat.slots]
         self.hooks.until_removed(ClaimedLeaves(hidden, watched))
-        self.edits = Edits(self.flats)
+        self.edits = ParameterEdits(self.flats)
         follow_torch(live_models)
         self.serial: int = max((model.serial for model in _live), default=0) + 1
         _live.add(self)
@@ -248,13 +248,13 @@ class ZeroModel:
                 unit.held = False
                 self.fetcher.free(unit)
 
-    def _slots_of(self, parameters: Iterable[Tensor] | None) -> list[Slot]:
+    def _slots_of(self, parameters: Iterable[Tensor] | None) -> list[ParamSlot]:
         if parameters is None:
             return list(self.slots.values())
         slots = [self.slot_of(parameter) for parameter in parameters]
         return list(dict.fromkeys(slot for slot in slots if slot is not None))
 
-    def slot_of(self, parameter: Tensor) -> Slot | None:
+    def slot_of(self, parameter: Tensor) -> ParamSlot | None:
         """The slot of a parameter (leaf or handle) of this model; None for any other tensor.
 
         Raises:
@@ -267,14 +267,14 @@ class ZeroModel:
             )
         return self.find_slot(parameter)
 
-    def find_slot(self, parameter: Tensor) -> Slot | None:
+    def find_slot(self, parameter: Tensor) -> ParamSlot | None:
         """`slot_of`, but for a parameter of another stage: None."""
         if isinstance(parameter, ShardedParameter):  # a copy of a handle (its .data) knows the slot, too
             holder = parameter.zero_holder
-            return holder if isinstance(holder, Slot) and holder in self._unit_of else None
+            return holder if isinstance(holder, ParamSlot) and holder in self._unit_of else None
         return self._slot_of_parameter.get(id(parameter))
 
-    def unit_of(self, slot: Slot) -> Unit:
+    def unit_of(self, slot: ParamSlot) -> Unit:
         """The unit that a slot is gathered with."""
         return self._unit_of[slot]
 
@@ -287,7 +287,7 @@ class ZeroModel:
                 for slot in names:
                     yield slot.name, self.logical(slot)
 
-    def logical(self, slot: Slot) -> Tensor:
+    def logical(self, slot: ParamSlot) -> Tensor:
         """The logical parameter of a slot whose unit is gathered: all that the tp ranks hold of it. A collective."""
         return whole(slot.leaf.detach(), slot.split, self.tp)
 
@@ -324,7 +324,7 @@ def apply(
     pp: Axis | None = None,
     holders: Mapping[str, Axis] = _ALONE,
     elsewhere: Mapping[Tensor, str] = _NONE,
-    homes: Homes | None = None,
+    homes: Placements | None = None,
 ) -> ZeroModel:
     """Move the parameters of `module` into flat buffers.
 
@@ -343,7 +343,7 @@ def apply(
         homes: where shards rest; default: in the memory of the device.
     """
     source = source or ModelValues()
-    homes = homes or Homes(device)
+    homes = homes or Placements(device)
     pool = BufferPool(device, homes.buffers.idle if homes.one_memory else None)
     units = []
     for unit in lay_out(module, axes, policy, blocks, splits, holders, homes, pool):
@@ -369,7 +369,7 @@ def lay_out(
     blocks: list[tuple[str, nn.Module]],
     splits: Mapping[str, Split],
     holders: Mapping[str, Axis],
-    homes: Homes,
+    homes: Placements,
     pool: BufferPool,
     buffer: type[FlatBuffer] = FlatBuffer,
     gradient: type[FlatGradient] = FlatGradient,
@@ -412,7 +412,7 @@ def release(model: nn.Module) -> None:
     """
     earlier = [zero for zero in live_models() if any(zero.slot_of(p) is not None for p in model.parameters())]
     handles = [p for p in model.parameters() if isinstance(p, ShardedParameter) and not is_dealt(p)]
-    slots = [handle.zero_holder for handle in handles if isinstance(handle.zero_holder, Slot)]
+    slots = [handle.zero_holder for handle in handles if isinstance(handle.zero_holder, ParamSlot)]
     if any(zero.pp.degree > 1 for zero in earlier) or not all(slot.split.is_whole for slot in slots):
         raise LauncherError(
             "the model is split already, by an earlier initialize() of it",
@@ -423,7 +423,7 @@ def release(model: nn.Module) -> None:
         zero.hooks.remove()
         zero.free_gathered()
         _live.discard(zero)
-    dealer = Dealer()
+    dealer = Partitioner()
     for flat in dict.fromkeys(slot.flat for slot in slots):
         flat.gather_start("gather")
         flat.gather_wait()

@@ -23,7 +23,7 @@ from launcher.zero.shared import shared
 if TYPE_CHECKING:
     from launcher.zero.apply import ZeroModel
 
-Streams = dict[str, list[str]]  # collectives of one axis that must have one order on all its ranks
+CollectiveStreams = dict[str, list[str]]  # collectives of one axis that must have one order on all its ranks
 KEY = "zero_optimization.enable_sanity_checks"
 
 
@@ -108,9 +108,9 @@ def _gather_along(axis: Axis, mine: Any) -> list[Any]:
     return [mine] * axis.degree if axis.group is None else gather_plain(mine, axis.group)
 
 
-def _streams(records: list[CollectiveRecord], activations: str) -> Streams:
+def _streams(records: list[CollectiveRecord], activations: str) -> CollectiveStreams:
     """Collectives by axis. Those of the axis `activations` are longer on dp ranks with longer sequences."""
-    streams: Streams = defaultdict(list)
+    streams: CollectiveStreams = defaultdict(list)
     for r in records:
         kind = "gathers" if r.op in ("all_gather", "broadcast") else "reductions"
         size = "" if r.axis == activations else f" of {r.numel} elements"
@@ -118,7 +118,7 @@ def _streams(records: list[CollectiveRecord], activations: str) -> Streams:
     return dict(streams)
 
 
-def _raise_order(every: list[Streams]) -> None:
+def _raise_order(every: list[CollectiveStreams]) -> None:
     for name in sorted({name for streams in every for name in streams}):
         lines = [streams.get(name, []) for streams in every]
         for place, at in enumerate(zip_longest(*lines, fillvalue="nothing")):

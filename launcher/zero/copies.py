@@ -17,7 +17,7 @@ from launcher.comm import Axis, all_reduce
 from launcher.errors import LauncherError
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.shared import shared, sum_over_holders
-from launcher.zero.slot import Slot
+from launcher.zero.slot import ParamSlot
 
 UNLIKE = 1e-2  # kernels that sum in no fixed order make copies differ, but not by as much
 ALIKE = 1e-6
@@ -29,7 +29,7 @@ NOISE = 1e-6  # of the largest gradient: what is smaller is what rounding left
 class _Copy:
     """A part of a parameter: the size of its gradient, the mean of the holders', and how far this rank's is from it."""
 
-    slot: Slot
+    slot: ParamSlot
     size: float
     distance: float
 

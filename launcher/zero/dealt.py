@@ -24,10 +24,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from launcher.comm import Axis, all_gather, broadcast, init_distributed, pick_device
 from launcher.zero.sharded_parameter import ShardedParameter
-from launcher.zero.slot import Reader, Slot
+from launcher.zero.slot import ParamReader, ParamSlot
 
 
-class Dealt:
+class PartitionedParam:
     """The values of one parameter, of which each rank keeps a slice in host memory.
 
     Args:
@@ -37,7 +37,9 @@ class Dealt:
         dealer: who deals them out, and in which dtype.
     """
 
-    def __init__(self, values: Tensor, name: str, device: torch.device, dealer: Dealer | None = None) -> None:
+    def __init__(
+        self, values: Tensor, name: str, device: torch.device, dealer: Partitioner | None = None
+    ) -> None:
         self.name, self.shape, self.device = name, values.shape, device
         self.dtype = values.dtype if dealer is None else dealer.dtype_of(values)
         self._dealer = dealer
@@ -86,16 +88,16 @@ class Dealt:
 
 def is_dealt(parameter: Tensor) -> bool:
     """Whether it stands for values that are dealt out, and belongs to no engine yet."""
-    return isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, Dealt)
+    return isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, PartitionedParam)
 
 
-def dealt_of(parameter: Tensor) -> Dealt:
+def dealt_of(parameter: Tensor) -> PartitionedParam:
     """The values of a parameter that `is_dealt`."""
-    assert isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, Dealt)
+    assert isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, PartitionedParam)
     return parameter.zero_holder
 
 
-class Dealer:
+class Partitioner:
     """Puts handles in the place of parameters, one for each, however many modules show it.
 
     Args:
@@ -123,15 +125,15 @@ class Dealer:
     def handle(self, parameter: Tensor, name: str) -> ShardedParameter:
         """What stands for it from now on."""
         if parameter not in self._handles:
-            handle = ShardedParameter(Dealt(parameter, name, self.device, self))
+            handle = ShardedParameter(PartitionedParam(parameter, name, self.device, self))
             handle.__dict__.update(parameter.__dict__)
             self._handles[parameter] = handle
         found: ShardedParameter = self._handles[parameter]
         return found
 
 
-class DealtInit:
-    """Build a model of which no rank holds all: `with DealtInit(): model = Model(...)`. A collective of all ranks.
+class PartitionedInit:
+    """Build a model of which no rank holds all: `with PartitionedInit(): model = Model(...)`. Collective.
 
     A module keeps its parameters whole until it becomes a part of another one, or the `with` ends. Inside the `with`
     whatever touches one gathers it for that moment, on all ranks, and rank 0's changes are kept: so a model's own
@@ -155,11 +157,11 @@ class DealtInit:
         init_distributed()
         self.enabled = enabled
         self._hooks: list[Any] = []
-        self._dealer = Dealer(dtype)
+        self._dealer = Partitioner(dtype)
         if module is not None and self.enabled:
             self._dealer.deal(module)
 
-    def __enter__(self) -> DealtInit:
+    def __enter__(self) -> PartitionedInit:
         self._seen: dict[nn.Module, None] = {}
         if self.enabled:
             self._dealer.building = True
@@ -191,7 +193,7 @@ class DealtInit:
         self._seen.clear()
 
 
-class DealtValues:
+class PartitionedValues:
     """A source: takes what is dealt out, and what is whole, out of a model, and leaves parameters on meta there.
 
     Args:
@@ -199,7 +201,7 @@ class DealtValues:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._dealt: dict[str, Dealt] = {}
+        self._dealt: dict[str, PartitionedParam] = {}
         device, stand_ins = pick_device(), WeakIdKeyDictionary()
         for prefix, module in model.named_modules():
             for attribute, parameter in module._parameters.items():
@@ -207,13 +209,17 @@ class DealtValues:
                     continue
                 if parameter not in stand_ins:
                     name = f"{prefix}.{attribute}" if prefix else attribute
-                    held = dealt_of(parameter) if is_dealt(parameter) else Dealt(parameter, name, device)
+                    held = (
+                        dealt_of(parameter)
+                        if is_dealt(parameter)
+                        else PartitionedParam(parameter, name, device)
+                    )
                     self._dealt[name] = held
                     stand_ins[parameter] = _on_meta(parameter)
                 module._parameters[attribute] = stand_ins[parameter]
 
     @contextmanager
-    def open(self, slots: list[Slot]) -> Iterator[Reader]:
+    def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
         """As of `ParamSource`; the slices of what has been read are given up."""
         values: dict[str, Tensor] = {}
         for slot in slots:

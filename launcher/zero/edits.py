@@ -15,7 +15,7 @@ from torch import Tensor
 
 from launcher.errors import LauncherError
 from launcher.zero.flat import FlatBuffer
-from launcher.zero.slot import Slot
+from launcher.zero.slot import ParamSlot
 from launcher.zero.watched import WatchedLeaf
 
 FREEZING = (
@@ -23,7 +23,7 @@ FREEZING = (
 )
 
 
-class Edits:
+class ParameterEdits:
     """Takes over what was edited since it last looked.
 
     Args:
@@ -32,7 +32,7 @@ class Edits:
 
     def __init__(self, flats: Iterable[FlatBuffer]) -> None:
         self._flats = list(flats)
-        self._versions: dict[Slot, int] = {}
+        self._versions: dict[ParamSlot, int] = {}
 
     def take_over(self) -> None:
         """Called on every rank before a step; costs no communication and, without an edit, no pass over values.
@@ -49,7 +49,7 @@ class Edits:
             if edited and flat.own_master:
                 flat.take_edits(edited)
 
-    def _is_edited(self, flat: FlatBuffer, full: Tensor, slot: Slot) -> bool:
+    def _is_edited(self, flat: FlatBuffer, full: Tensor, slot: ParamSlot) -> bool:
         leaf: Any = slot.leaf
         version, at = leaf._version, full.data_ptr() + slot.offset * full.element_size()
         touched = self._versions.setdefault(slot, version) != version or leaf.__dict__.get(
@@ -64,7 +64,7 @@ class Edits:
         return touched
 
 
-def _bring_back(full: Tensor, slot: Slot) -> None:
+def _bring_back(full: Tensor, slot: ParamSlot) -> None:
     """`p.data = tensor` has put other memory in the place of the buffer's: take the values."""
     leaf = slot.leaf
     if leaf.shape != slot.shape:

@@ -29,14 +29,14 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Pending, all_gather, broadcast, dequantize, quantize, quantized_all_gather
-from launcher.offload.homes import Home, Homes
-from launcher.offload.resting import Part, Resting
+from launcher.offload.homes import Placement, Placements
+from launcher.offload.resting import OffloadedSlice, OffloadedTensor
 from launcher.offload.tier import memory
 from launcher.zero.axes import ShardAxes
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.sharded_parameter import ShardedParameter
-from launcher.zero.slot import ParamSlice, Reader, Slot
+from launcher.zero.slot import ParamReader, ParamSlice, ParamSlot
 
 EXACT = "gather"  # the phase of a gather for people, checkpoints and edits: nothing is quantised
 BITS = 8  # of quantised parameters
@@ -58,25 +58,25 @@ class FlatBuffer:
     def __init__(
         self,
         name: str,
-        slots: list[Slot],
+        slots: list[ParamSlot],
         dtype: torch.dtype,
         *,
         sharded: bool,
         policy: ZeroPolicy,
         axes: ShardAxes,
         pool: BufferPool,
-        homes: Homes | None = None,
-        params_home: Home | None = None,
-        optim_home: Home | None = None,
+        homes: Placements | None = None,
+        params_home: Placement | None = None,
+        optim_home: Placement | None = None,
     ) -> None:
         self.name, self.slots, self.dtype, self.pool = name, slots, dtype, pool
-        self.homes = homes or Homes(pool.device)
-        self.params_home = params_home or Home(pool.device)
-        self.optim_home = optim_home or Home(pool.device)
+        self.homes = homes or Placements(pool.device)
+        self.params_home = params_home or Placement(pool.device)
+        self.optim_home = optim_home or Placement(pool.device)
         self.axes, self.axis = axes, axes.shard
         self.trainable = slots[0].leaf.requires_grad
         # With one rank the slice is the whole: there is nothing to gather and nothing to free, if it rests there.
-        self.sharded = sharded and (self.axis.degree > 1 or self.params_home != Home(pool.device))
+        self.sharded = sharded and (self.axis.degree > 1 or self.params_home != Placement(pool.device))
         self.policy, self.shards_optim = policy, policy.shard_optim
         self.numel = self._lay_out()
         self.full: Tensor | None = None
@@ -180,7 +180,7 @@ class FlatBuffer:
 
     # ---- values in and out ------------------------------------------------------------------
 
-    def fill(self, read: Reader, *, from_rank_zero: bool) -> None:
+    def fill(self, read: ParamReader, *, from_rank_zero: bool) -> None:
         """Take the parameters' values, in whatever dtype `read` has them, and show the parameters to the module.
 
         Args:
@@ -204,12 +204,12 @@ class FlatBuffer:
         else:
             self._detach()
 
-    def _copy(self, read: Reader, span: slice, out: Tensor) -> None:
+    def _copy(self, read: ParamReader, span: slice, out: Tensor) -> None:
         for slot, start, stop in self.overlaps(span):
             at = slot.offset + start - span.start
             out[at : at + stop - start].copy_(read(slot.name, start, stop))
 
-    def _broadcast_first(self, read: Reader) -> Reader:
+    def _broadcast_first(self, read: ParamReader) -> ParamReader:
         values = {
             slot.name: read(slot.name, 0, slot.numel).to(self.pool.device, copy=True) for slot in self.slots
         }
@@ -221,14 +221,14 @@ class FlatBuffer:
         self.packed = quantize(values, BITS)
         self._shard = self._master = self.homes.staying(self._empty)
 
-    def values(self) -> Resting:
+    def values(self) -> OffloadedTensor:
         """The master weights, to be read: unpacked until they are published."""
         if self.packed is not None and not self._master.numel:
             whole = self._empty.new_empty(self.numel // self.axis.degree)
             self._master = self.homes.staying(dequantize(self.packed, whole, BITS))
         return self._master
 
-    def _make_leaf(self, slot: Slot) -> None:
+    def _make_leaf(self, slot: ParamSlot) -> None:
         old = slot.leaf
         if (
             old.is_meta
@@ -238,7 +238,7 @@ class FlatBuffer:
         if self.sharded:
             slot.handle = ShardedParameter(slot)
 
-    def overlaps(self, span: slice) -> Iterator[tuple[Slot, int, int]]:
+    def overlaps(self, span: slice) -> Iterator[tuple[ParamSlot, int, int]]:
         """Slots that meet `span` of the flat buffer, with the element range of the parameter that lies in it."""
         for slot in self.slots:
             start, stop = max(slot.offset, span.start), min(slot.offset + slot.numel, span.stop)
@@ -260,7 +260,7 @@ class FlatBuffer:
                 slot.split,
                 start,
                 stop,
-                Part(whole, slice(slot.offset + start - first, slot.offset + stop - first)),
+                OffloadedSlice(whole, slice(slot.offset + start - first, slot.offset + stop - first)),
             )
             for slot, start, stop in self.overlaps(span or self.owned)
         ]
@@ -363,7 +363,7 @@ class FlatBuffer:
         parts = [slice(at, at + size) for at in range(0, self.shard.numel(), size)]
         return [all_gather(self.full, self.axis, tag, within=part) for part in parts]
 
-    def take_edits(self, edited: Iterable[Slot]) -> None:
+    def take_edits(self, edited: Iterable[ParamSlot]) -> None:
         """Put what differs from the master weights into them; not for sharded parameters."""
         assert self.full is not None
         master, owned = self.master, self.owned
@@ -377,7 +377,7 @@ class FlatBuffer:
                 kept.copy_(torch.where(kept.to(now.dtype) == now, kept, now.to(kept.dtype)))
         self.rest(changed=True)
 
-    def take_back(self, edited: Slot, source: int) -> None:
+    def take_back(self, edited: ParamSlot, source: int) -> None:
         """Make a gathered parameter of rank `source` everybody's: parameter, shard and master weights."""
         assert self.full is not None
         full, self._second_is_new = self.full, False

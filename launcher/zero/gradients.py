@@ -8,13 +8,13 @@ from torch import Tensor
 from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
 from launcher.errors import LauncherError
 from launcher.models.gradients import put_gradient
-from launcher.offload.homes import Home
-from launcher.offload.resting import Resting
+from launcher.offload.homes import Placement
+from launcher.offload.resting import OffloadedTensor
 from launcher.offload.tier import memory
 from launcher.zero.flat import ALIGN, FlatBuffer
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.shared import sum_of_squares
-from launcher.zero.slot import Slot
+from launcher.zero.slot import ParamSlot
 
 
 class FlatGradient:
@@ -30,7 +30,7 @@ class FlatGradient:
 
     def __init__(self, flat: FlatBuffer, policy: ZeroPolicy) -> None:
         self.flat, self.policy = flat, policy
-        elsewhere = flat.optim_home != Home(flat.pool.device)
+        elsewhere = flat.optim_home != Placement(flat.pool.device)
         self.sharded = policy.shard_grads and (flat.axis.degree > 1 or elsewhere)
         self._scatters = flat.shards_optim and policy.reduce_scatter
         special = flat.dtype != policy.param_dtype
@@ -38,9 +38,9 @@ class FlatGradient:
         self._wire_dtype = policy.comm_dtype or (flat.dtype if special else None)
         self._predivide = policy.predivide or flat.axes.dp.degree
         self.watched = False  # note in `suspects` what is not finite before it is reduced
-        self.suspects: set[Slot] = set()
+        self.suspects: set[ParamSlot] = set()
         self._full: Tensor | None = None
-        self._shard: Resting | None = None
+        self._shard: OffloadedTensor | None = None
         self._landing: Tensor | None = None  # of a reduction on the device, where the shard is in host memory
         self._squares: Tensor | None = None  # of the shard that rests
         self._touched = False  # the shard was asked for since it rests
@@ -48,7 +48,7 @@ class FlatGradient:
         self.reduced = False  # what is kept whole is the sum over ranks (on each, of what it owns)
         self._mixed = False  # what is kept whole has a share of an earlier sum in it
         self._filled = False  # holds the gradient of an earlier microbatch of this step
-        self._shown: set[Slot] = set()  # whose leaf's `.grad` is a view of it
+        self._shown: set[ParamSlot] = set()  # whose leaf's `.grad` is a view of it
         self.discarded = False  # some of what was reduced was thrown away, on this rank
 
     @property
@@ -85,7 +85,7 @@ class FlatGradient:
         full = 0 if self._full is None else self._full.numel() * self._full.element_size()
         return full + (0 if self._shard is None else self._shard.held_bytes)
 
-    def _shard_buffer(self) -> Resting:
+    def _shard_buffer(self) -> OffloadedTensor:
         if self._shard is None:
             flat = self.flat
             size, key = flat.owned.stop - flat.owned.start, f"{flat.name}/gradient"
@@ -134,7 +134,7 @@ class FlatGradient:
 
     # ---- one microbatch ---------------------------------------------------------------------
 
-    def place(self, slot: Slot) -> Tensor | None:
+    def place(self, slot: ParamSlot) -> Tensor | None:
         """Where gradients of microbatches that are not reduced can be added up without autograd: the leaf's, or where
         that will lie. None: autograd must see them, for hooks on the leaf, or for whom frees its unit then."""
         if self.flat.sharded or slot.leaf._backward_hooks:
@@ -183,7 +183,7 @@ class FlatGradient:
             full[share].mul_(self._predivide)
         self.reduced, self._mixed = False, self.closed
 
-    def local(self, slot: Slot) -> Tensor | None:
+    def local(self, slot: ParamSlot) -> Tensor | None:
         """What this rank alone has added up for a parameter [its shape] since the last reduction, to read and to write;
         None where no gradient has come."""
         if self._mixed:
@@ -301,7 +301,7 @@ class FlatGradient:
             slot.used = False
             put_gradient(slot.leaf, None)
 
-    def forget(self, slots: set[Slot], *, reduced: bool) -> None:
+    def forget(self, slots: set[ParamSlot], *, reduced: bool) -> None:
         """Forget what is kept of the gradients of some parameters, and `.grad`. What is left of a reduced gradient is a
         reduced one, also where nothing is left: the other ranks will not reduce it again.
 
@@ -319,7 +319,7 @@ class FlatGradient:
             self._forget_some(slots)
         self.discarded = discarded
 
-    def _forget_some(self, slots: set[Slot]) -> None:
+    def _forget_some(self, slots: set[ParamSlot]) -> None:
         if self._filled:
             kept = self.owned if self.sharded else self._full_buffer()
             span = self.flat.owned if self.sharded else slice(0, self.flat.numel)
@@ -334,7 +334,7 @@ class FlatGradient:
         self._shown -= slots
 
 
-def _zero_padding(full: Tensor, slots: list[Slot]) -> None:
+def _zero_padding(full: Tensor, slots: list[ParamSlot]) -> None:
     """Padding takes part in norms and sums, so it must be zero."""
     for slot, following in zip(slots, [*slots[1:], None], strict=True):
         end = slot.offset + slot.numel

@@ -33,7 +33,7 @@ from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.forgetting import LeafElsewhere
 from launcher.zero.reduce import Reducer
-from launcher.zero.slot import Slot
+from launcher.zero.slot import ParamSlot
 from launcher.zero.unit import Unit
 
 Packed = tuple[FlatBuffer, torch.Size, tuple[int, ...], int | torch.SymInt]
@@ -336,7 +336,7 @@ class Hooks:
             self.fetcher.use(unit, "backward")
             self.fetcher.free(unit)
 
-    def _from_handle(self, unit: Unit, slot: Slot) -> Callable[[Tensor], None]:
+    def _from_handle(self, unit: Unit, slot: ParamSlot) -> Callable[[Tensor], None]:
         """Some compute with a handle inside GatheredParameters: its gradient is the leaf's."""
         mine, of_unit, of_slot = ref(self), ref(unit), ref(slot)  # as above
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from launcher.comm import Axis
 from launcher.errors import LauncherError
-from launcher.offload.homes import Home, Homes
+from launcher.offload.homes import Placement, Placements
 from launcher.tensor.split import Split
 from launcher.zero.policy import ZeroPolicy
-from launcher.zero.slot import NO_OTHERS, Slot
+from launcher.zero.slot import NO_OTHERS, ParamSlot
 
 
 @dataclass
@@ -22,7 +22,7 @@ class PlannedBuffer:
 
     sharded: bool
     dtype: torch.dtype
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[ParamSlot] = field(default_factory=list)
 
     @property
     def room(self) -> int:
@@ -97,8 +97,8 @@ def assign_units(
 
 
 def choose_homes(
-    units: list[PlannedUnit], homes: Homes, policy: ZeroPolicy, degree: int
-) -> Iterator[tuple[Home, Home]]:
+    units: list[PlannedUnit], homes: Placements, policy: ZeroPolicy, degree: int
+) -> Iterator[tuple[Placement, Placement]]:
     """For each buffer in its order: where its parameters rest, and where what the optimizer works with. Takes the room
     that they need there.
 
@@ -117,7 +117,7 @@ def choose_homes(
     return iter(chosen)
 
 
-def _slots(model: nn.Module, splits: Mapping[str, Split], holders: Mapping[str, Axis]) -> list[Slot]:
+def _slots(model: nn.Module, splits: Mapping[str, Split], holders: Mapping[str, Axis]) -> list[ParamSlot]:
     """One slot for each parameter, in the order of named_parameters(), with every module that shows it."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -135,7 +135,7 @@ def _slot(
     owners: list[tuple[nn.Module, str]],
     splits: Mapping[str, Split],
     holders: Mapping[str, Axis],
-) -> Slot:
+) -> ParamSlot:
     split = splits.get(name) or Split.whole(parameter.shape)
     if parameter.shape != split.local_shape or split.room < split.numel:
         raise LauncherError(
@@ -144,4 +144,4 @@ def _slot(
             where="zero.apply(splits=...)",
             fix="split the parameters of the model before ZeRO takes them, and name them as named_parameters() does",
         )
-    return Slot(name, split, parameter, owners, holders=holders.get(name, NO_OTHERS))
+    return ParamSlot(name, split, parameter, owners, holders=holders.get(name, NO_OTHERS))

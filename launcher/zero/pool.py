@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from launcher.offload.idle import Idle
+from launcher.offload.idle import BufferCache
 from launcher.offload.tier import memory
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ class BufferPool:
         idle: where they come from; default: memory of the device, kept for good.
     """
 
-    def __init__(self, device: torch.device, idle: Idle | None = None) -> None:
+    def __init__(self, device: torch.device, idle: BufferCache | None = None) -> None:
         self.device = device
         # who is gathered where, by the address of the storage object
         self.occupants: dict[int, FlatBuffer] = {}
-        self._idle = idle or Idle(partial(_new, device))
+        self._idle = idle or BufferCache(partial(_new, device))
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer [numel] with any content."""

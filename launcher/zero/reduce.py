@@ -30,7 +30,7 @@ def order_of_reduction(units: list[Unit]) -> list[Unit]:
     return [unit for unit in (*reversed(blocks), root) if unit.gradients]
 
 
-class Taker(Protocol):
+class ReduceListener(Protocol):
     """Who uses gradients as soon as they are reduced, in the last microbatch of a step."""
 
     def expect(self, gradient: FlatGradient) -> None:
@@ -53,7 +53,7 @@ class Reducer:
         self.gradients = [gradient for unit in order for gradient in unit.gradients]
         self.sync = True  # false inside no_sync: gradients stay on the leaves
         self.boundary = True  # the last microbatch of a step
-        self.taker: Taker | None = None  # for that one
+        self.taker: ReduceListener | None = None  # for that one
         self.unsent = False  # the leaves hold gradients of a backward inside no_sync
         self.measured = False  # the norm of this step was taken: nothing more may come before it is over
         self._turn = 0

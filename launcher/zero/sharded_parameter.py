@@ -13,7 +13,7 @@ from launcher.errors import ShardedParameterError
 from launcher.zero.forgetting import GradientElsewhere
 
 
-class Holder(Protocol):
+class ParameterHolder(Protocol):
     """Knows where the values of a parameter are: a slot of a flat buffer, or `Dealt` before there is one.
 
     Attributes:
@@ -81,10 +81,10 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
     """
 
     _is_param = True  # isinstance(x, nn.Parameter) is true: optimizers and HF code ask for it
-    zero_holder: Holder
+    zero_holder: ParameterHolder
 
     @staticmethod
-    def __new__(cls, holder: Holder, *, derived: bool = False) -> ShardedParameter:
+    def __new__(cls, holder: ParameterHolder, *, derived: bool = False) -> ShardedParameter:
         needs_grad = holder.trainable and not derived
         handle = torch.Tensor._make_wrapper_subclass(
             cls, holder.shape, dtype=holder.dtype, device=holder.device, requires_grad=needs_grad

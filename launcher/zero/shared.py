@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from launcher.comm import Axis, all_reduce
-from launcher.tensor.split import Part
+from launcher.tensor.split import DimSlice
 from launcher.zero.flat import FlatBuffer
-from launcher.zero.slot import Slot
+from launcher.zero.slot import ParamSlot
 
 if TYPE_CHECKING:
     from launcher.zero.gradients import FlatGradient
@@ -23,7 +23,7 @@ NORM_CHUNK = 4096  # fp32 sums of squares lose digits over long runs: chunks thi
 
 def shared(
     flat: FlatBuffer, span: slice, *, partial_only: bool = False
-) -> Iterator[tuple[slice, Part, Slot]]:
+) -> Iterator[tuple[slice, DimSlice, ParamSlot]]:
     """Ranges of a buffer over `span` of the flat buffer that several tp ranks hold. These ranks have the same ranges.
 
     Args:
@@ -37,7 +37,7 @@ def shared(
 
 
 def sum_over_holders(
-    terms: Sequence[Tensor], parts: Sequence[Part], tp: Axis, device: torch.device, tag: str
+    terms: Sequence[Tensor], parts: Sequence[DimSlice], tp: Axis, device: torch.device, tag: str
 ) -> list[Tensor]:
     """fp32 sums of each term over the ranks that hold its part. One collective along tp, of nothing where there are no
     terms.
@@ -60,7 +60,7 @@ def sum_over_holders(
 def sum_partial(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -> None:
     """Give the holders of partial gradients their sum. One collective along tp, after the reduction over dp."""
     terms: list[Tensor] = []
-    parts: list[Part] = []
+    parts: list[DimSlice] = []
     for gradient in gradients:
         for span, part, _ in shared(gradient.flat, gradient.flat.owned, partial_only=True):
             terms.append(gradient.owned[span])
@@ -77,7 +77,7 @@ def sum_over_stages(gradients: Sequence[FlatGradient]) -> None:
             all_reduce(gradient.owned, holders, f"{gradient.flat.name}/stages").wait()
 
 
-def use_over_stages(slots: Sequence[Slot], flags: Tensor) -> None:
+def use_over_stages(slots: Sequence[ParamSlot], flags: Tensor) -> None:
     """Let a flag of use [slots] hold where any stage that holds the parameter has used it."""
     axes = {id(slot.holders): slot.holders for slot in slots if slot.holders.degree > 1}
     for key, holders in axes.items():

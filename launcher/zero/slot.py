@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Axis
-from launcher.offload.resting import Part
+from launcher.offload.resting import OffloadedSlice
 from launcher.tensor.split import Split
 from launcher.zero.sharded_parameter import ShardedParameter
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from launcher.zero.flat import FlatBuffer
 
 # reads elements [start, stop) of a local parameter, flat: (name, start, stop) -> [stop - start]
-Reader = Callable[[str, int, int], Tensor]
+ParamReader = Callable[[str, int, int], Tensor]
 
 
 NO_OTHERS = Axis("pp")
 
 
 @dataclass(eq=False)
-class Slot:
+class ParamSlot:
     """One parameter of a flat buffer.
 
     Args:
@@ -123,7 +123,7 @@ class ParamSlice:
     split: Split
     start: int
     stop: int
-    part: Part
+    part: OffloadedSlice
 
     @property
     def data(self) -> Tensor:

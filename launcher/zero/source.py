@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from launcher.tensor.split import BoxReader
-from launcher.zero.slot import Reader, Slot
+from launcher.zero.slot import ParamReader, ParamSlot
 
 # gives real, initialised values to what a module owns directly: (root, module's name, module) -> None
-Make = Callable[[nn.Module, str, nn.Module], None]
+MakeModule = Callable[[nn.Module, str, nn.Module], None]
 
 
 class ParamSource(Protocol):
     """Gives the values of a group of parameters, and only while asked for them."""
 
-    def open(self, slots: list[Slot]) -> AbstractContextManager[Reader]:
+    def open(self, slots: list[ParamSlot]) -> AbstractContextManager[ParamReader]:
         """A context in which the reader knows the parameters of `slots`; leaving it frees what it made."""
         ...
 
@@ -30,7 +30,7 @@ class ModelValues:
     """The values that the model has now; where it is split, the local ones."""
 
     @contextmanager
-    def open(self, slots: list[Slot]) -> Iterator[Reader]:
+    def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
         flat = {slot.name: slot.leaf.detach().reshape(-1) for slot in slots}
         yield lambda name, start, stop: flat[name][start:stop]
 
@@ -42,14 +42,14 @@ class MadeOnMeta:
 
     Args:
         model: the whole model.
-        make: see `Make`; for example launcher.models.initialize.initializer with a seed.
+        make: see `MakeModule`; for example launcher.models.initialize.initializer with a seed.
         owner_of_tied: (module name, attribute) -> the place that `make` gives its value to, for tied parameters.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        make: Make,
+        make: MakeModule,
         owner_of_tied: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType({}),
     ) -> None:
         self.model, self.make, self.owner_of_tied = model, make, owner_of_tied
@@ -64,7 +64,7 @@ class MadeOnMeta:
         self._names = {module: name for name, module in self._modules.items()}
 
     @contextmanager
-    def open(self, slots: list[Slot]) -> Iterator[Reader]:
+    def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
         values: dict[str, Tensor] = {}
         made: dict[str, dict[str, Tensor]] = {}
         for slot in slots:
@@ -118,11 +118,11 @@ class StoredValues(MadeOnMeta):
         read: parameter name -> reader of its boxes.
     """
 
-    def __init__(self, model: nn.Module, make: Make, read: Callable[[str], BoxReader]) -> None:
+    def __init__(self, model: nn.Module, make: MakeModule, read: Callable[[str], BoxReader]) -> None:
         super().__init__(model, make)
         self.read = read
 
     @contextmanager
-    def open(self, slots: list[Slot]) -> Iterator[Reader]:
+    def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
         splits = {slot.name: slot.split for slot in slots}
         yield lambda name, start, stop: splits[name].read(start, stop, self.read(name))

@@ -9,7 +9,7 @@ from torch import nn
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.policy import ZeroPolicy
-from launcher.zero.slot import Slot
+from launcher.zero.slot import ParamSlot
 
 
 class Unit:
@@ -87,7 +87,7 @@ class Unit:
             owner for flat in self.flats if flat.sharded for slot in flat.slots for owner, _ in slot.owners
         )
 
-    def trainable_slots(self) -> list[Slot]:
+    def trainable_slots(self) -> list[ParamSlot]:
         return [slot for gradient in self.gradients for slot in gradient.flat.slots]
 
     def __repr__(self) -> str:

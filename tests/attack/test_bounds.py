@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from launcher.cli import hosts
-from launcher.cli.main import _Masking, main
-from launcher.cli.request import Request
+from launcher.cli.main import _MaskingStream, main
+from launcher.cli.request import RunRequest
 from launcher.cli.submit import batch_script, submit
 from launcher.cluster.environment import asked_for
 from launcher.cluster.hostfile import Host, read_hostfile
@@ -232,7 +232,7 @@ def test_names_of_hosts_do_not_act_on_a_terminal(
     monkeypatch.setattr(hosts, "_job", lambda _: job)
     hosts.report([])
     hosts.ssh(["true"])
-    said = capsys.readouterr().out + _Masking().format(logging.makeLogRecord({"msg": "a\x1b[31m"}))
+    said = capsys.readouterr().out + _MaskingStream().format(logging.makeLogRecord({"msg": "a\x1b[31m"}))
     assert unprintable(said) == [] and said.count("a\\x1b[31m") == 3
 
 
@@ -253,7 +253,7 @@ def test_paths_in_a_batch_script_are_quoted(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(here)
     (here / "my $(touch x) script.py").write_text("")
     name = "my $(touch x) script.py"
-    request = Request(flags_of(module=False, no_python=False, config=None), [name, "--x", "y z"])
+    request = RunRequest(flags_of(module=False, no_python=False, config=None), [name, "--x", "y z"])
     text = batch_script(flags_of(), request, ["--num_nodes", "2", name, "--x", "y z"], tmp_path / "o u't")
     lines = text.splitlines()
     assert "#SBATCH --job-name=my___touch_x__script" in lines

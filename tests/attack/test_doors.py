@@ -17,11 +17,11 @@ import pytest
 
 from launcher.cli.manifest import print_manifest
 from launcher.cluster import dial, handshake
-from launcher.cluster.handshake import Session
+from launcher.cluster.handshake import SignedSession
 from launcher.cluster.hostfile import Host
-from launcher.cluster.join import TOKEN, Door, knock, token_of
+from launcher.cluster.join import TOKEN, JoinServer, knock, token_of
 from launcher.cluster.node import Node
-from launcher.cluster.wire import MARK, Message, Reader, Writer
+from launcher.cluster.wire import MARK, Message, MessageReader, MessageWriter
 from launcher.errors import ConfigError
 from tests.cluster.launching import launch, launching, started
 from tests.cluster.test_elastic import free_port
@@ -40,9 +40,9 @@ RUDE = (
 
 
 @pytest.fixture
-def listener() -> Iterator[tuple[socket.socket, list[tuple[socket.socket, Session]]]]:
+def listener() -> Iterator[tuple[socket.socket, list[tuple[socket.socket, SignedSession]]]]:
     """A listening socket, and those who have proved themselves to it."""
-    inside: list[tuple[socket.socket, Session]] = []
+    inside: list[tuple[socket.socket, SignedSession]] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         until = time.monotonic() + LIMIT_S
 
@@ -70,7 +70,7 @@ def heard(connection: socket.socket, limit_s: float = 2.0) -> bytes:
     return said
 
 
-def claims(inside: list[tuple[socket.socket, Session]]) -> list[str]:
+def claims(inside: list[tuple[socket.socket, SignedSession]]) -> list[str]:
     """Who has come in, after a first one: a listener learns of it a moment later than the caller."""
     until = time.monotonic() + LIMIT_S
     while not inside and time.monotonic() < until:
@@ -142,9 +142,9 @@ def test_a_caller_takes_no_word_of_who_does_not_know_the_token() -> None:
             thread.join()
 
 
-def pair(*tokens: str) -> tuple[Session, Session]:
+def pair(*tokens: str) -> tuple[SignedSession, SignedSession]:
     nonces = "a" * 32, "b" * 32
-    return tuple(Session(tokens[0], nonces, "1", is_caller) for is_caller in (True, False))  # type: ignore[return-value]
+    return tuple(SignedSession(tokens[0], nonces, "1", is_caller) for is_caller in (True, False))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("attack", ["none", "changed", "added", "repeated", "left out", "turned back"])
@@ -164,7 +164,7 @@ def test_who_stands_in_between_changes_no_line(attack: str) -> None:
             lines[1] = listener.sends.closed(b'{"do": "start"}')
     read, write = os.pipe()
     os.write(write, b"".join(MARK + line + b"\n" for line in lines))
-    reader = Reader(read, listener.takes)
+    reader = MessageReader(read, listener.takes)
     said = [message["do"] for message in reader.read()]
     os.close(write)
     os.close(read)
@@ -177,7 +177,7 @@ def test_a_line_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.settimeout(0.1)
-        reader, sent = Reader(ours.fileno()), 0
+        reader, sent = MessageReader(ours.fileno()), 0
         while not reader.ended and sent < 1 << 22:
             sent += theirs.send(b"x" * (1 << 16))
             reader.read()
@@ -279,7 +279,7 @@ def test_the_port_of_pdsh_survives_silent_and_rude_strangers() -> None:
         assert time.monotonic() - began < handshake.ANSWER_S
         stack.enter_context(connection)
         code = "import json, os; os.write(1, hello['session'].sends.closed(b'here ' + hello['word'].encode()) + b'\\n')"
-        Writer(connection.fileno(), session.sends).send_plain({"code": code, "word": "x"})
+        MessageWriter(connection.fileno(), session.sends).send_plain({"code": code, "word": "x"})
         line = handshake.read_line(connection, time.monotonic() + LIMIT_S)
         assert session.takes.opened(line.encode()) == b"here x"
 
@@ -332,7 +332,7 @@ def test_one_pod_needs_no_door(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_door_of_another_token() -> None:
     port = free_port()
-    door, nodes = Door("127.0.0.1", port, WORD), [Node(Host(f"node{n}", (0,)), n, []) for n in (0, 1)]
+    door, nodes = JoinServer("127.0.0.1", port, WORD), [Node(Host(f"node{n}", (0,)), n, []) for n in (0, 1)]
     for token in ("", "another" * 3):
         with pytest.raises(ConfigError, match="did not take this node"):
             knock("127.0.0.1", port, 1, token, 1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from launcher.cluster.probe import OpenPort
+from launcher.cluster.probe import ProbeServer
 from tests.cluster.launching import launch
 
 HERE = "127.0.0.1"
@@ -50,7 +50,7 @@ def test_threads_that_are_still_in_torch_do_not_abort_a_good_run(tmp_path: Path,
 
 
 def test_a_picked_port_is_given_to_nobody_else_and_torch_can_take_it() -> None:
-    port = OpenPort()
+    port = ProbeServer()
     picked = port.open(HERE, 0, "word")["port"]
     port.leave()
     low, high = map(int, re.findall(r"\d+", Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from launcher.cluster.failure import Failure, describe
-from launcher.cluster.screen import Screen
+from launcher.cluster.screen import ConsoleWriter
 from launcher.cluster.terminal import LONGEST, LineLog
 from tests.cluster.launching import environment, launch, launching, started
 
@@ -114,7 +114,7 @@ def test_a_reader_that_has_gone_ends_the_run(tmp_path: Path) -> None:
 
 def test_the_front_end_goes_on_while_the_screen_waits() -> None:
     read, write = os.pipe()
-    screen, settled = Screen({0: "0: ", 1: "1: "}, write), []
+    screen, settled = ConsoleWriter({0: "0: ", 1: "1: "}, write), []
     began = time.monotonic()
     for rank in (0, 1):
         screen.show(rank, b"x" * 300_000 + b"\nrest", lambda rank=rank: settled.append(rank))  # type: ignore[misc]
@@ -142,7 +142,7 @@ def test_the_front_end_goes_on_while_the_screen_waits() -> None:
 
 
 def test_a_line_without_an_end_is_not_kept_in_memory(tmp_path: Path) -> None:
-    log, screen = LineLog(tmp_path / "log"), Screen({0: "0: "}, os.open(os.devnull, os.O_WRONLY))
+    log, screen = LineLog(tmp_path / "log"), ConsoleWriter({0: "0: "}, os.open(os.devnull, os.O_WRONLY))
     for _ in range(64):
         log.write(b"x" * (1 << 16))
         screen.show(0, b"x" * (1 << 16))

@@ -20,10 +20,10 @@ from launcher.checkpoint import fp32
 from launcher.checkpoint.store import load, save
 from launcher.comm import plain
 from launcher.errors import CheckpointError, LauncherError
-from launcher.pipeline.crossing import Shape
+from launcher.pipeline.crossing import TensorShape
 from launcher.pipeline.plain import packed, unpacked
-from launcher.pipeline.route import Learned
-from launcher.pipeline.rows import Nest
+from launcher.pipeline.route import StageInputs
+from launcher.pipeline.rows import BoundaryValues
 from tests.checkpoint.forging import agree
 from tests.pool import RankContext, WorkerPool
 
@@ -122,12 +122,12 @@ def test_a_letter_that_would_run_code(tmp_path: Path, subtests: pytest.Subtests)
 
 
 def test_what_stages_tell_each_other_comes_back() -> None:
-    shape = Shape(torch.Size([2, 3]), torch.bfloat16)
-    learned = Learned(
+    shape = TensorShape(torch.Size([2, 3]), torch.bfloat16)
+    learned = StageInputs(
         {"Block": BaseModelOutput(last_hidden_state=shape)}, {"rotary": (shape, None, [1, 2.5, "x"])},
         [[(0, (1, "mask")), (3, (0, 0))]], {(1, "past", 0): 0.5}, (True, 2), shapes=(shape,),
     )  # fmt: skip
-    nest = Nest(structure=OrderedDict(a=(shape, True), b={1: None}), shapes=(shape, shape))
+    nest = BoundaryValues(structure=OrderedDict(a=(shape, True), b={1: None}), shapes=(shape, shape))
     for value in (learned, nest, Pair(shape, 1e-3), [float("inf")]):
         found = unpacked(packed(value))
         assert found == value and type(found) is type(value)

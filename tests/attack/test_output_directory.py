@@ -15,7 +15,7 @@ import pytest
 
 from launcher import owner
 from launcher.cluster.agent import Agent
-from launcher.cluster.share import Share
+from launcher.cluster.share import NodeSpec
 from launcher.errors import ConfigError
 from launcher.owner import Owner, Ownership, check_free, is_held, take
 from tests.cluster.launching import environment, launch
@@ -231,5 +231,5 @@ def test_strange_locks_are_told(tmp_path: Path, subtests: pytest.Subtests) -> No
 
 def test_records_of_failures_are_of_one_run(tmp_path: Path) -> None:
     """Two runs of a script may share the directory of their logs."""
-    shares = [Share("script", "x.py", [], str(tmp_path), run=run) for run in ("a" * 32, "b" * 32)]
+    shares = [NodeSpec("script", "x.py", [], str(tmp_path), run=run) for run in ("a" * 32, "b" * 32)]
     assert shares[0].log(0) == shares[1].log(0) and shares[0].record(0) != shares[1].record(0)

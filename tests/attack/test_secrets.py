@@ -18,7 +18,7 @@ from launcher.cli.manifest import print_manifest
 from launcher.cli.submit import by_name
 from launcher.cluster import environment, frames, hang, secret, terminal
 from launcher.cluster.parcel import pack
-from launcher.cluster.store import Store
+from launcher.cluster.store import SyncedCopy
 from launcher.errors import ConfigError
 from launcher.run import Run
 from tests.cluster.launching import launch
@@ -58,7 +58,7 @@ def test_copies_have_the_permissions_of_what_was_shipped(tmp_path: Path) -> None
     parcel = pack([], str(source), str(source))
 
     def copied() -> Path:
-        store = Store(parcel.manifest(), tmp_path / "there")
+        store = SyncedCopy(parcel.manifest(), tmp_path / "there")
         here = os.getcwd()
         try:
             for piece in parcel.pieces(store.missing()):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from launcher.cluster.parcel import pack
-from launcher.cluster.store import Store
+from launcher.cluster.store import SyncedCopy
 from launcher.offload.nvme import NvmeTier
 from launcher.scratch import Scratch
 from tests.cluster.launching import environment, launching, wait_for, wait_until_gone
@@ -150,14 +150,14 @@ def test_copies_that_an_agent_had_not_finished(tmp_path: Path) -> None:
     root, here = tmp_path / "there", os.getcwd()
     killed = os.fork()
     if killed == 0:
-        store = Store(parcel.manifest(), root)
+        store = SyncedCopy(parcel.manifest(), root)
         piece = next(iter(parcel.pieces(store.missing())))
         store.take(piece["digest"], piece["data"])
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
     assert len(list(root.glob("arriving-*/*"))) == 2  # the lock, and half a content
     try:
-        store = Store(parcel.manifest(), root)
+        store = SyncedCopy(parcel.manifest(), root)
         for piece in parcel.pieces(store.missing()):
             store.take(piece["digest"], piece["data"])
         assert (store.build() / "tree" / "a").read_text() == "text"

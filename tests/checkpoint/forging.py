@@ -11,7 +11,7 @@ from launcher.checkpoint import checksums, tags
 def agree(checkpoint: Path, name: str) -> None:
     """Let meta.json agree with a changed file, so that what is tested is the file's reader."""
     found, content = tags.read_meta(checkpoint), (checkpoint / name).read_bytes()
-    stamp = checksums.Stamp(len(content), (checksums.digest(content),) if content else ())
+    stamp = checksums.FileChecksum(len(content), (checksums.digest(content),) if content else ())
     more = {"tag": found.tag, "saved_at_ns": found.saved_at_ns, "latest": found.latest}
     tags.write_meta(checkpoint, {**found.files, name: stamp}, found.meta, more)
 

@@ -12,14 +12,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from launcher.checkpoint.export import Entry, write_safetensors
+from launcher.checkpoint.export import ExportEntry, write_safetensors
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta
 from launcher.models.initialize import materialize
 from tests.models.tiny import config_of
 
 
-def _entries(tensors: dict[str, torch.Tensor], log: list[str] | None = None) -> list[Entry]:
+def _entries(tensors: dict[str, torch.Tensor], log: list[str] | None = None) -> list[ExportEntry]:
     def fetch(name: str) -> Callable[[], torch.Tensor | None]:
         def get() -> torch.Tensor:
             if log is not None:

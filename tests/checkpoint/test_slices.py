@@ -10,7 +10,7 @@ import torch
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.store import load, save
 from launcher.errors import ShardedParameterError
-from launcher.tensor.split import Part, Split
+from launcher.tensor.split import DimSlice, Split
 from tests.checkpoint.sharding import SHAPES, blank, bounds, share, whole
 from tests.pool import RankContext, WorkerPool
 
@@ -79,8 +79,8 @@ def test_it_looks_like_the_whole_tensor_and_refuses_arithmetic() -> None:
 
 
 COLUMNS = [  # of a 4 x 6 matrix: two ranks share columns 4 and 5
-    Split(torch.Size((4, 6)), (Part(0, 2), Part(4, 6, holders=2)), dim=1, room=16),
-    Split(torch.Size((4, 6)), (Part(2, 4), Part(4, 6, holders=2, first=False)), dim=1, room=16),
+    Split(torch.Size((4, 6)), (DimSlice(0, 2), DimSlice(4, 6, holders=2)), dim=1, room=16),
+    Split(torch.Size((4, 6)), (DimSlice(2, 4), DimSlice(4, 6, holders=2, first=False)), dim=1, room=16),
 ]
 
 

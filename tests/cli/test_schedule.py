@@ -11,7 +11,7 @@ from launcher.cli.schedule import schedule
 from launcher.errors import ConfigError
 from launcher.pipeline.recording import write
 from launcher.pipeline.schedules import schedule as make
-from launcher.pipeline.simulate import Costs, simulate
+from launcher.pipeline.simulate import MicrobatchCosts, simulate
 from tests.cli.test_main import answer
 
 ONE = ("--stages", "2", "--microbatches", "2")
@@ -48,7 +48,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run is drawn under what its own mean costs predict; the flags that it brings along may be left out."""
     made = make("1f1b", 2, 2)
     slow = {made.actions[1][0]: 1.0}
-    write(tmp_path / "run.json", simulate(made, Costs.even(2, 1, 1, 1), slow))
+    write(tmp_path / "run.json", simulate(made, MicrobatchCosts.even(2, 1, 1, 1), slow))
     lines = told(capsys, "--trace", str(tmp_path / "run.json"), "--out", str(tmp_path / "run.svg"))
     assert lines[0] == f"written: {tmp_path / 'run.svg'}"
     assert lines[1].startswith("bubble, predicted:") and lines[2].startswith("bubble, measured: 35.0%")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from launcher.cli.job import Job
 from launcher.cli.launch_flags import launch_parser
-from launcher.cli.request import Request
+from launcher.cli.request import RunRequest
 from launcher.cluster import preflight, rendezvous, runners
-from launcher.cluster.crew import Crew
+from launcher.cluster.crew import NodeGroup
 from launcher.cluster.node import Node
 
 
@@ -26,17 +26,17 @@ def measure(count: int) -> dict[str, float]:
         hostfile = Path(directory, "hosts")
         hostfile.write_text("".join(f"w{i} slots=8\n" for i in range(count)))
         flags = launch_parser().parse_args(["--hostfile", str(hostfile), "--device", "cpu", "--no_python"])
-        job = Job(Request(flags, ["true"]), flags, None, None)
-    command = runners.HERE.command(job.hosts[0], runners.Settings())
-    crew = Crew([Node(host, i, command) for i, host in enumerate(job.hosts)], job.limits)
+        job = Job(RunRequest(flags, ["true"]), flags, None, None)
+    command = runners.HERE.command(job.hosts[0], runners.RunnerOptions())
+    crew = NodeGroup([Node(host, i, command) for i, host in enumerate(job.hosts)], job.limits)
     began = time.monotonic()
     try:
         for _ in crew.connect(crew.nodes, job.hello):
             pass
         answered = time.monotonic()
-        rendezvous.meet(crew, rendezvous.Wanted(), lambda: None)
+        rendezvous.meet(crew, rendezvous.RendezvousOptions(), lambda: None)
         met = time.monotonic()
-        preflight.judge(crew.nodes, preflight.Needs(job.needs, "cpu"))
+        preflight.judge(crew.nodes, preflight.NodeRequirements(job.needs, "cpu"))
         judged = time.monotonic()
     finally:
         crew.close()

@@ -15,14 +15,14 @@ import pytest
 
 from launcher.cli.job import Job
 from launcher.cli.launch_flags import launch_parser
-from launcher.cli.request import Request
+from launcher.cli.request import RunRequest
 from launcher.cli.shares import allowed
-from launcher.cluster.attempt import Patience
-from launcher.cluster.crew import Crew, Limits
+from launcher.cluster.attempt import Timeouts
+from launcher.cluster.crew import NodeGroup, NodeTimeouts
 from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
-from launcher.cluster.rendezvous import Wanted
+from launcher.cluster.rendezvous import RendezvousOptions
 from launcher.config import load
 from launcher.errors import ConfigError
 from tests.cluster.launching import launch, launching, wait_for
@@ -110,9 +110,14 @@ def test_fewer_nodes_then_more_again(tmp_path: Path) -> None:
 
 def test_nodes_that_are_left_out_stay_so_while_the_others_are_the_same() -> None:
     nodes = [Node(Host(name, (0,)), index, []) for index, name in enumerate("abc")]
-    crew = Crew(nodes, Limits())
+    crew = NodeGroup(nodes, NodeTimeouts())
     front_end = FrontEnd(
-        crew, *[lambda *_: None] * 3, meeting=Wanted(), min_nodes=1, max_nodes=2, patience=Patience()
+        crew,
+        *[lambda *_: None] * 3,
+        meeting=RendezvousOptions(),
+        min_nodes=1,
+        max_nodes=2,
+        patience=Timeouts(),
     )  # type: ignore[arg-type]
     for node in nodes:
         node.facts = {}
@@ -144,7 +149,7 @@ def test_which_slots_a_restart_uses(tmp_path: Path) -> None:
 
 def job_of(directory: Path, *argv: str) -> Job:
     flags = launch_parser().parse_args([*argv, "--no_python"])
-    return Job(Request(flags, ["true"]), flags, load(str(directory / "ds.json")), None)
+    return Job(RunRequest(flags, ["true"]), flags, load(str(directory / "ds.json")), None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from launcher.cluster.environment import asked_for, parse_file, passed_on
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import ONE_LINE
-from launcher.cluster.runners import RUNNERS, Settings, command
+from launcher.cluster.runners import RUNNERS, RunnerOptions, command
 from launcher.cluster.wire import MARK
 from launcher.errors import ConfigError
 
@@ -84,7 +84,7 @@ def test_quoted_values_come_out_as_they_went_in(value: str) -> None:
 @given(st.lists(VALUES, max_size=4))
 def test_values_reach_a_process_behind_a_shell_byte_for_byte(values: list[str]) -> None:
     # As sshd does it: a shell reads the command; what is to be said comes through standard input.
-    line = command("ssh", Host("node1", (0,)), Settings(python="python3"))[-1]
+    line = command("ssh", Host("node1", (0,)), RunnerOptions(python="python3"))[-1]
     code = "import os; os.environ.update(hello['environment']); os.write(1, repr(dict(os.environb)).encode())"
     hello = {"environment": {f"V{i}": value for i, value in enumerate(values)}, "code": code}
     # Each example is a process: only the encoding is tried here for most of them.
@@ -102,7 +102,7 @@ def test_values_reach_a_process_behind_a_shell_byte_for_byte(values: list[str]) 
 def test_commands_of_the_runners_hold_no_value_and_nothing_for_a_shell() -> None:
     assert not set(ONE_LINE) & set("'$`\\%!\n")
     for name in RUNNERS:
-        words = command(name, Host("node1", (0, 1)), Settings(extra=("--more",), ssh_port=2222))
+        words = command(name, Host("node1", (0, 1)), RunnerOptions(extra=("--more",), ssh_port=2222))
         assert "--more" in words and any("node1" in word for word in words)
         assert (ONE_LINE in words[-1]) != RUNNERS[name].dials
     assert MARK not in ONE_LINE.encode()

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.cluster.hang import RankState, describe, place
 from launcher.monitor import beacon
-from launcher.monitor.beacon import Sign
+from launcher.monitor.beacon import FlightRecord
 from tests.cluster.launching import launch
 
 STACK = """Thread 0x00007f1 (most recent call first):
@@ -80,7 +80,9 @@ def test_beacon_is_read_as_it_was_shown(tmp_path: Path, monkeypatch: pytest.Monk
     sign = beacon.read(path)
     assert sign is not None and sign.number == 2 and sign.text.startswith("ää") and 0 <= sign.since_s < 10
     mine.show("third", "ranks 0,2")
-    assert beacon.read(path) == Sign(1, "third", ANY, "ranks 0,2"), "each set of ranks counts for itself"
+    assert beacon.read(path) == FlightRecord(1, "third", ANY, "ranks 0,2"), (
+        "each set of ranks counts for itself"
+    )
 
 
 def test_place_is_outside_of_what_only_waits() -> None:

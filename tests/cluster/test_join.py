@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.cluster.hostfile import Host
-from launcher.cluster.join import Door, knock
+from launcher.cluster.join import JoinServer, knock
 from launcher.cluster.node import Node
 from launcher.errors import ConfigError
 from tests.cluster.test_elastic import free_port
@@ -25,7 +25,7 @@ class House:
 
     def __init__(self) -> None:
         self.port = free_port()
-        self.door = Door("127.0.0.1", self.port, WORD)
+        self.door = JoinServer("127.0.0.1", self.port, WORD)
         self.nodes = [Node(Host(f"node{index}", (0,)), index, []) for index in (0, 1)]
         self.inside: list[socket.socket] = []
         self.refused: list[str] = []

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from launcher.cluster.hostfile import Host
-from launcher.cluster.node import Node, Try
-from launcher.cluster.preflight import Needs, judge
-from launcher.cluster.rendezvous import Wanted, _agreed, partners
+from launcher.cluster.node import ConnectionAttempt, Node
+from launcher.cluster.preflight import NodeRequirements, judge
+from launcher.cluster.rendezvous import RendezvousOptions, _agreed, partners
 from launcher.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -23,7 +23,7 @@ GOOD: dict[str, Any] = {
     "clock": 1000.0,
     "arrived": 1000.2,
 }
-NEEDS = Needs({"/w/ds.json": "d1"}, "cpu")
+NEEDS = NodeRequirements({"/w/ds.json": "d1"}, "cpu")
 
 
 def nodes(*changes: dict[str, Any] | None) -> list[Node]:
@@ -70,13 +70,13 @@ def test_all_is_told_at_once() -> None:
 
 
 def test_devices_and_slots() -> None:
-    judge(nodes({"gpus": 2}), Needs({}, "auto"))
+    judge(nodes({"gpus": 2}), NodeRequirements({}, "auto"))
     with pytest.raises(
         ConfigError, match="1 CUDA devices are visible, slot 1 is wanted, CUDA_VISIBLE_DEVICES=3"
     ):
-        judge(nodes({"gpus": 1, "mask": "3"}), Needs({}, "auto"))
+        judge(nodes({"gpus": 1, "mask": "3"}), NodeRequirements({}, "auto"))
     with pytest.raises(ConfigError, match="no CUDA device is visible"):
-        judge(nodes({}), Needs({}, "cuda"))
+        judge(nodes({}), NodeRequirements({}, "cuda"))
 
 
 def walled(count: int, *walls: tuple[int, int]) -> list[Node]:
@@ -86,7 +86,7 @@ def walled(count: int, *walls: tuple[int, int]) -> list[Node]:
         for other in partners(node, found, found[0]):
             there = found.index(other)
             reached = () if (here, there) in walls else ("10.0.0.9",)
-            node.tries.append(Try(other.name, 7000 + there, reached, "no answer within 3 s"))
+            node.tries.append(ConnectionAttempt(other.name, 7000 + there, reached, "no answer within 3 s"))
     return found
 
 
@@ -143,10 +143,12 @@ def test_every_host_is_tried_and_tries(count: int) -> None:
 def test_the_address_that_all_reach_is_taken() -> None:
     found = nodes({"addresses": ["10.0.0.1", "192.168.0.1"], "host": "w0"}, {}, {})
     for node, reached in zip(found[1:], (("10.0.0.1", "192.168.0.1"), ("192.168.0.1",)), strict=True):
-        node.tries = [Try("w0", 7000, reached, "refused")]
-    assert _agreed(found[0], found, Wanted()) == "192.168.0.1"
+        node.tries = [ConnectionAttempt("w0", 7000, reached, "refused")]
+    assert _agreed(found[0], found, RendezvousOptions()) == "192.168.0.1"
     judge(found, NEEDS)
-    found[1].tries = [Try("w0", 7000, ("10.0.0.1",), "refused")]  # now no address is common to both
-    assert _agreed(found[0], found, Wanted()) == "10.0.0.1"
+    found[1].tries = [
+        ConnectionAttempt("w0", 7000, ("10.0.0.1",), "refused")
+    ]  # now no address is common to both
+    assert _agreed(found[0], found, RendezvousOptions()) == "10.0.0.1"
     (row,) = rows_of(found)
     assert row.startswith("w2  cannot reach w0:7000: only at 192.168.0.1, others at 10.0.0.1: --master_addr")

@@ -10,20 +10,20 @@ from collections.abc import Iterator
 import pytest
 
 from launcher.cluster import probe
-from launcher.cluster.probe import OpenPort, Tries
+from launcher.cluster.probe import ProbeClient, ProbeServer
 
 HERE = "127.0.0.1"
 
 
 @pytest.fixture
-def opened() -> Iterator[tuple[OpenPort, int]]:
-    port = OpenPort()
+def opened() -> Iterator[tuple[ProbeServer, int]]:
+    port = ProbeServer()
     yield port, port.open(HERE, 0, "right")["port"]
     port.close()
 
 
 def found(*targets: dict[str, object]) -> list[dict[str, object]]:
-    tries = Tries(targets)
+    tries = ProbeClient(targets)
     while (said := tries.found()) is None:
         time.sleep(0.01)
     return said
@@ -39,7 +39,7 @@ def takes(port: int) -> bool:
     return True
 
 
-def test_the_word_tells_who_answers(opened: tuple[OpenPort, int]) -> None:
+def test_the_word_tells_who_answers(opened: tuple[ProbeServer, int]) -> None:
     place = {"addresses": [HERE], "port": opened[1]}
     right, wrong = found({**place, "word": "right"}, {**place, "word": "other"})
     assert right == {"addresses": [HERE], "why": None}
@@ -47,7 +47,7 @@ def test_the_word_tells_who_answers(opened: tuple[OpenPort, int]) -> None:
 
 
 def test_more_come_than_a_backlog_holds_and_nothing_lingers(
-    opened: tuple[OpenPort, int], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    opened: tuple[ProbeServer, int], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     held, port = opened
     monkeypatch.setattr(probe, "REACH_S", 1.0)
@@ -64,8 +64,8 @@ def test_more_come_than_a_backlog_holds_and_nothing_lingers(
     raise AssertionError("the port is still taken")
 
 
-def test_what_is_wrong_with_a_place(opened: tuple[OpenPort, int]) -> None:
-    taken = OpenPort().open(HERE, opened[1], "late")
+def test_what_is_wrong_with_a_place(opened: tuple[ProbeServer, int]) -> None:
+    taken = ProbeServer().open(HERE, opened[1], "late")
     assert taken == {"problem": "Address already in use"}
     opened[0].close()
     (closed,) = found({"addresses": [HERE], "port": opened[1], "word": "right"})
@@ -73,7 +73,7 @@ def test_what_is_wrong_with_a_place(opened: tuple[OpenPort, int]) -> None:
 
 
 def test_a_silent_address_is_not_waited_for_beside_one_that_answers(
-    opened: tuple[OpenPort, int], monkeypatch: pytest.MonkeyPatch
+    opened: tuple[ProbeServer, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = probe.why_not
 

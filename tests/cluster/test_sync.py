@@ -14,8 +14,8 @@ import pytest
 
 from launcher.cli.launch_flags import launch_parser, split_argv
 from launcher.cluster import parcel
-from launcher.cluster.parcel import Parcel, pack
-from launcher.cluster.store import KEEP_S, Store
+from launcher.cluster.parcel import SyncManifest, pack
+from launcher.cluster.store import KEEP_S, SyncedCopy
 from launcher.errors import ConfigError
 from tests.cluster.launching import launch
 from tests.cluster.testbed import Hosts, thorough
@@ -41,16 +41,16 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
-def deliver(package: Parcel, root: Path) -> tuple[Store, list[str]]:
+def deliver(package: SyncManifest, root: Path) -> tuple[SyncedCopy, list[str]]:
     """Everything that a control stream would do; what had to be sent."""
-    store = Store(package.manifest(), root)
+    store = SyncedCopy(package.manifest(), root)
     missing = store.missing()
     for piece in package.pieces(missing):
         store.take(**piece)
     return store, missing
 
 
-def names(package: Parcel) -> list[str]:
+def names(package: SyncManifest) -> list[str]:
     return sorted(name.removeprefix("tree/") for name in package.entries)
 
 
@@ -132,7 +132,7 @@ def test_contents_are_sent_once_and_made_good(
 
 def test_what_changes_meanwhile_is_not_taken(project: Path, tmp_path: Path) -> None:
     package = pack([str(project / "helper.py")], None, "/")
-    store = Store(package.manifest(), tmp_path / "store")
+    store = SyncedCopy(package.manifest(), tmp_path / "store")
     (digest,) = store.missing()
     store.take(digest, base64.b64encode(b"something else").decode())
     with pytest.raises(ValueError):

@@ -10,20 +10,20 @@ import time
 
 import pytest
 
-from launcher.comm.mailbox import PLACES, Mailbox
+from launcher.comm.mailbox import PLACES, ShmQueue
 from launcher.errors import LauncherError
 
 
 @pytest.fixture
-def boxes() -> list[Mailbox]:
+def boxes() -> list[ShmQueue]:
     """Two ranks, in one process."""
-    both = [Mailbox(0, 2), Mailbox(1, 2)]
+    both = [ShmQueue(0, 2), ShmQueue(1, 2)]
     for box in both:
         box.connect([b.address for b in both])
     return both
 
 
-def test_messages_are_told_apart_by_number_and_sender(boxes: list[Mailbox]) -> None:
+def test_messages_are_told_apart_by_number_and_sender(boxes: list[ShmQueue]) -> None:
     boxes[0].send(1, 7, 70)
     boxes[0].send(1, 3, -(2**62))
     boxes[1].send(1, 3, 30)
@@ -32,18 +32,18 @@ def test_messages_are_told_apart_by_number_and_sender(boxes: list[Mailbox]) -> N
     assert boxes[1].receive(0, 7) == 70
 
 
-def test_a_message_may_come_late(boxes: list[Mailbox]) -> None:
+def test_a_message_may_come_late(boxes: list[ShmQueue]) -> None:
     threading.Timer(0.2, boxes[0].send, (1, 1, 5)).start()
     assert boxes[1].receive(0, 1) == 5
 
 
-def test_thousands_wait_without_blocking_the_sender(boxes: list[Mailbox]) -> None:
+def test_thousands_wait_without_blocking_the_sender(boxes: list[ShmQueue]) -> None:
     for number in range(5000):
         boxes[0].send(1, number, number)
     assert [boxes[1].receive(0, number) for number in reversed(range(5000))] == list(reversed(range(5000)))
 
 
-def test_the_end_of_a_peer_is_an_error_that_names_it(boxes: list[Mailbox]) -> None:
+def test_the_end_of_a_peer_is_an_error_that_names_it(boxes: list[ShmQueue]) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     boxes[1]._peers[0] = dataclasses.replace(boxes[0].address, pid=ended.pid)

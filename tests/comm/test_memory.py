@@ -16,8 +16,8 @@ from torch import Tensor
 
 from launcher.comm import Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from launcher.comm.board import SLOT, SLOTS
-from launcher.comm.letters import Letters
-from launcher.comm.mailbox import Mailbox
+from launcher.comm.letters import P2PChannel
+from launcher.comm.mailbox import ShmQueue
 from launcher.comm.mesh import Axis
 from launcher.errors import LauncherError
 from tests.pool import RankContext, WorkerPool
@@ -87,7 +87,7 @@ def test_any_order_and_more_than_there_are_slots(pool: WorkerPool, world: int, m
 def correspondence(ctx: RankContext, size: int) -> bool:
     """Both send more than the slots hold, then read what came."""
     axis, peer = Mesh.build(torch.device("cpu")).dp, 1 - ctx.rank
-    first, letters = Letters(axis), Letters(axis)
+    first, letters = P2PChannel(axis), P2PChannel(axis)
     early = first.send(
         own(ctx.rank, 999, size), peer, "s/whole"
     )  # another correspondence along the same axis
@@ -121,7 +121,7 @@ time.sleep(600)
 
 def test_a_killed_peer_ends_the_wait_and_is_named() -> None:
     """Even while nobody has reaped it; what it had sent arrives."""
-    mine = Mailbox(0, 2)
+    mine = ShmQueue(0, 2)
     command = [sys.executable, "-c", DYING, str(os.getpid()), str(mine.address.descriptor)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdout is not None and peer.stdout.readline() == "ready\n"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.models.load import SafetensorsSource
-from launcher.offload.resting import Part
+from launcher.offload.resting import OffloadedSlice
 from tests.pool import RankContext
 from tests.zero.models import points, stack
 
@@ -83,7 +83,7 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
 
 def brought(value: Any) -> Any:
     """A state of the optimizer, in memory where it rests elsewhere."""
-    return value.here() if isinstance(value, Part) else value
+    return value.here() if isinstance(value, OffloadedSlice) else value
 
 
 def whole_state(engine: Any) -> dict[str, Tensor]:

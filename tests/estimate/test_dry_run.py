@@ -13,7 +13,7 @@ import launcher
 from launcher.config import load
 from launcher.estimate.answer import Estimate
 from launcher.estimate.dry_run import dry_run, rehearse
-from launcher.estimate.live import Counting
+from launcher.estimate.live import LiveBytesMode
 from launcher.models.build import build_on_meta, load_config
 from tests.estimate.cases import CASES, SEQUENCE, WORLD, chosen, config_of, rehearsed
 from tests.pool import RankContext, WorkerPool
@@ -26,7 +26,7 @@ def real(ctx: RankContext, config: dict[str, Any]) -> Estimate:
     model = build_on_meta(load_config("default"))
     cpu = torch.device("cpu")
     return rehearse(
-        lambda live: launcher.initialize(model=model, config=config, device=cpu)[0], SEQUENCE, Counting
+        lambda live: launcher.initialize(model=model, config=config, device=cpu)[0], SEQUENCE, LiveBytesMode
     )
 
 

@@ -14,7 +14,7 @@ from launcher.comm import Axis, Mesh
 from launcher.config import ActivationCheckpointingConfig
 from launcher.models import activation
 from launcher.models.activation import Checkpointer, checkpoint_blocks
-from launcher.models.saved_inputs import Block, Keeping, Kept, SavedInputs
+from launcher.models.saved_inputs import BlockInputs, SavedInput, SavedInputPolicy, SavedInputs
 from launcher.models.units import unit_modules
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import SEQ, batch, tiny_gpt2, tiny_llama
@@ -116,7 +116,7 @@ def places_of(model: Any, saved: SavedInputs) -> list[int]:
     found: list[int] = []
     pack = saved.pack
 
-    def spy(tensor: Tensor, block: Block) -> Any:
+    def spy(tensor: Tensor, block: BlockInputs) -> Any:
         kept = pack(tensor, block)
         found.append(kept.piece.untyped_storage().data_ptr())
         return kept
@@ -139,15 +139,15 @@ def test_one_buffer_for_all_saved_inputs(on_host: bool) -> None:
     assert len(set(places_of(other, prepared(other, **keys).saved))) == (3 if on_host else 0)
 
 
-def packed(saved: SavedInputs, tensor: Tensor) -> tuple[Kept, Block]:
+def packed(saved: SavedInputs, tensor: Tensor) -> tuple[SavedInput, BlockInputs]:
     """As the only input of a block."""
     with saved.block():
-        block = Block(lambda: None)
+        block = BlockInputs(lambda: None)
         return saved.pack(tensor, block), block
 
 
 def test_places_are_given_back_and_never_shared() -> None:
-    saved = SavedInputs(Keeping(places=2))
+    saved = SavedInputs(SavedInputPolicy(places=2))
     tensors = [torch.full((4,), float(i)) for i in range(4)]
     kept = [packed(saved, tensor) for tensor in tensors]  # two find no place
     odd = packed(saved, torch.ones(3))
@@ -212,7 +212,7 @@ def test_split_inputs_need_half_the_memory_on_two_ranks(pool: WorkerPool) -> Non
 
 
 def split_odd(ctx: RankContext) -> None:
-    saved = SavedInputs(Keeping(Mesh.build(torch.device("cpu")).dp, on_host=True, places=2))
+    saved = SavedInputs(SavedInputPolicy(Mesh.build(torch.device("cpu")).dp, on_host=True, places=2))
     for tensor in (
         torch.arange(7.0).view(7, 1),
         torch.arange(3),
@@ -265,7 +265,7 @@ def test_blocks_are_not_checkpointed_twice(when: str) -> None:
 
 def test_a_checkpoint_inside_a_checkpoint_only_calls() -> None:
     counted: list[int] = []
-    checkpointer = Checkpointer(Keeping())
+    checkpointer = Checkpointer(SavedInputPolicy())
 
     def inner(x: Tensor) -> Tensor:
         counted.append(1)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from launcher.models import host_copies
 from launcher.models.activation import Checkpointer
-from launcher.models.host_copies import SideStream, host_memory
-from launcher.models.saved_inputs import Keeping
+from launcher.models.host_copies import SideStreamCopies, host_memory
+from launcher.models.saved_inputs import SavedInputPolicy
 from tests.models.late import Late, late_lanes
 from tests.models.test_activation import IDS, INPUT_BYTES, assert_same, gradients, prepared
 from tests.pool.reference import tiny_gpt2, tiny_llama
@@ -25,7 +25,7 @@ class Blocks:
 
     def __init__(self, events: list[str], number: int = 3) -> None:
         self.events, self.number = events, number
-        self.checkpointer = Checkpointer(Keeping(on_host=True))
+        self.checkpointer = Checkpointer(SavedInputPolicy(on_host=True))
 
     def __call__(self, x: Tensor, *shared: Tensor) -> Tensor:
         for i in range(self.number):
@@ -120,7 +120,7 @@ def test_a_block_that_fails_leaves_nothing_on_its_way(events: list[str]) -> None
         raise KeyError("in the block")
 
     with pytest.raises(KeyError):
-        Checkpointer(Keeping(on_host=True)).run("0", failing, torch.ones(3, requires_grad=True))
+        Checkpointer(SavedInputPolicy(on_host=True)).run("0", failing, torch.ones(3, requires_grad=True))
     assert events == ["out 0", "out 0 done"]
 
 
@@ -144,7 +144,7 @@ def test_late_copies_change_no_bit(monkeypatch: pytest.MonkeyPatch, keys: dict[s
 
 @pytest.mark.key("activation_checkpointing.cpu_checkpointing")
 def test_inputs_that_are_given_by_name() -> None:
-    checkpointer = Checkpointer(Keeping(on_host=True))
+    checkpointer = Checkpointer(SavedInputPolicy(on_host=True))
     x = torch.ones(4, 5, requires_grad=True)
     out = checkpointer.run("0", lambda a, *, b, scale: a * b.exp() * scale, x, b=x * 2, scale=3.0)
     assert checkpointer.saved.kept_bytes == 2 * 4 * 5 * 4
@@ -178,7 +178,7 @@ def test_on_a_gpu() -> None:
     less, got = run(cpu_checkpointing=True)
     assert held - less >= 8 * INPUT_BYTES * (256 // 32)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    lane = SideStream(device)
+    lane = SideStreamCopies(device)
     source, host = torch.ones(1 << 20, device=device), host_memory(1 << 20, torch.ones(1, device=device))
     lane.wait(lane.copy(host, source))
     torch.cuda.synchronize()

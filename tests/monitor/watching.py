@@ -12,7 +12,7 @@ import torch
 import launcher
 from launcher.comm import CollectiveRecord, log_summary, record_collectives
 from launcher.comm.log import read_log
-from launcher.monitor.comms import Key, Row
+from launcher.monitor.comms import CollectiveKey, CollectiveTotals
 from tests.pool import RankContext
 from tests.pool.reference import batch, share
 from tests.zero.training import SEQUENCES, Case, config_of, model_of
@@ -27,7 +27,7 @@ class Watched:
     times: list[dict[str, float]] = field(default_factory=list)
     steps: list[list[CollectiveRecord]] = field(default_factory=list)  # of each step
     printed: str = ""
-    rows: dict[Key, Row] = field(default_factory=dict)
+    rows: dict[CollectiveKey, CollectiveTotals] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     hooks: list[int] = field(default_factory=list)  # on the modules, after each step
     answers: dict[str, Any] = field(default_factory=dict)

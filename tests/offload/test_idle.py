@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from launcher.offload.idle import Idle
+from launcher.offload.idle import BufferCache
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 
 
-def idle(*, sparing: bool) -> Idle:
-    return Idle(lambda numel, dtype: torch.empty(numel, dtype=dtype), sparing=sparing)
+def idle(*, sparing: bool) -> BufferCache:
+    return BufferCache(lambda numel, dtype: torch.empty(numel, dtype=dtype), sparing=sparing)
 
 
 def test_memory_is_used_again_by_bytes() -> None:

@@ -11,13 +11,13 @@ from launcher.cli.main import main
 from launcher.config import load
 from launcher.errors import OffloadError
 from launcher.offload import measure
-from launcher.offload.measure import Row, bench, best, sweep
+from launcher.offload.measure import IoMeasurement, bench, best, sweep
 
 MIB = 1 << 20
 
 
-def row(block_size: int, in_flight: int, *rates: float) -> Row:
-    return Row(block_size, in_flight, list(rates), list(rates))
+def row(block_size: int, in_flight: int, *rates: float) -> IoMeasurement:
+    return IoMeasurement(block_size, in_flight, list(rates), list(rates))
 
 
 def test_the_smallest_of_the_fast_ones_is_taken() -> None:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from launcher.offload.resting import Part, Window
+from launcher.offload.resting import OffloadedSlice, PrefetchWindow
 from tests.engine.driving import advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import stack
@@ -71,14 +71,14 @@ def checkpointed(ctx: RankContext, config: dict[str, Any], depth: int, directory
     advance(engine, ctx, range(1))
     engine.zero.homes.buffers.settle()
     held: list[int] = []
-    real = Window.here
+    real = PrefetchWindow.here
 
-    def watching(window: Window, part: Part) -> torch.Tensor:
+    def watching(window: PrefetchWindow, part: OffloadedSlice) -> torch.Tensor:
         found = real(window, part)
         held.append(sum(engine.held_bytes().values()))
         return found
 
-    with patch.object(Window, "here", watching):
+    with patch.object(PrefetchWindow, "here", watching):
         engine.save_checkpoint(directory)
         engine.load_checkpoint(directory)
     engine.destroy()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from launcher.offload.ranges import Ranges
+from launcher.offload.ranges import FreeRanges
 
 
 def test_ranges_do_not_overlap_and_come_back() -> None:
-    chance, ranges = random.Random(0), Ranges()
+    chance, ranges = random.Random(0), FreeRanges()
     held: dict[int, int] = {}
     for _ in range(3000):
         if held and chance.random() < 0.5:
@@ -30,6 +30,6 @@ def test_ranges_do_not_overlap_and_come_back() -> None:
 
 
 def test_the_last_free_range_grows() -> None:
-    ranges = Ranges()
+    ranges = FreeRanges()
     ranges.give(ranges.take(10), 10)
     assert ranges.take(15) == 0 and ranges.end == 15

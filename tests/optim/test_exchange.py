@@ -8,7 +8,7 @@ import torch
 from launcher.comm import CollectiveRecord, record_collectives
 from launcher.optim.exchange import deal, on_whole
 from launcher.optim.whole import held
-from launcher.zero.flat import Slot
+from launcher.zero.flat import ParamSlot
 from tests.engine.driving import STAGES, advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import stack
@@ -17,7 +17,7 @@ MUON = {"type": "Muon", "params": {"lr": 0.02}}
 Exchanged = tuple[list[bool], list[int], list[CollectiveRecord]]
 
 
-def matrices(engine: object) -> list[Slot]:
+def matrices(engine: object) -> list[ParamSlot]:
     return [slot for slot in engine.zero.slots.values() if len(slot.shape) == 2]  # type: ignore[attr-defined]
 
 

@@ -73,7 +73,7 @@ def test_bits_of_torch(name: str, grad_dtype: torch.dtype, threads: int) -> None
             rule,
             optimizer.param_groups[0],
             [
-                one_pass.OnePass(p.data, grad, optimizer.state[p], low[i] if low else None)
+                one_pass.FusedSlice(p.data, grad, optimizer.state[p], low[i] if low else None)
                 for i, (p, grad) in enumerate(zip(ours, grads, strict=True))
             ],
             scale=0.3,
@@ -97,7 +97,7 @@ def test_16_bit_master_weights(state: torch.dtype, threads: int) -> None:
     for turn in range(3):
         by_torch(reference, theirs, values(1 + turn, torch.bfloat16), 0.5)
         items = [
-            one_pass.OnePass(*each)
+            one_pass.FusedSlice(*each)
             for each in zip(ours, values(1 + turn, torch.bfloat16), states, strict=True)
         ]
         one_pass.step(one_pass.ADAMW, reference.param_groups[0], items, scale=0.5, dtype=state)
@@ -135,7 +135,7 @@ def stepped_low(name: str, *, compiles: bool) -> tuple[list[Tensor], list[Tensor
     for turn in range(3):
         grads = values(1 + turn, torch.bfloat16)
         items = [
-            one_pass.OnePass(p.data, grad, optimizer.state[p], into)
+            one_pass.FusedSlice(p.data, grad, optimizer.state[p], into)
             for p, grad, into in zip(params, grads, low, strict=True)
         ]
         one_pass.step(rule, group, items, scale=0.3, compiles=compiles)

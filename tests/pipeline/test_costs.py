@@ -13,7 +13,7 @@ from launcher.models.build import build_on_meta
 from launcher.models.initialize import materialize
 from launcher.models.units import unit_modules
 from launcher.monitor.flops import ModuleMeter
-from launcher.pipeline.costs import Costs, balance, deal, model_costs
+from launcher.pipeline.costs import LayerCosts, balance, deal, model_costs
 from tests.models.tiny import config_of
 
 SEQUENCE = 16
@@ -70,17 +70,17 @@ def test_the_head_takes_blocks_from_the_last_stage() -> None:
 
 def test_classes_by_regular_expression() -> None:
     model = meta()
-    assert model_costs(model, "type:llamadecoder") == Costs(0, (1, 1, 1), 0)
-    assert model_costs(model, "type:DecoderLayer|embedding") == Costs(1, (1, 1, 1), 0)
+    assert model_costs(model, "type:llamadecoder") == LayerCosts(0, (1, 1, 1), 0)
+    assert model_costs(model, "type:DecoderLayer|embedding") == LayerCosts(1, (1, 1, 1), 0)
     with pytest.raises(ConfigError, match=r'"type:gpt" matches no layer(?s:.)*LlamaDecoderLayer'):
         model_costs(model, "type:gpt")
 
 
 def test_what_was_measured_is_taken() -> None:
-    model, measured = meta(), Costs(0.5, (1.0, 3.0, 1.0), 0.25)
+    model, measured = meta(), LayerCosts(0.5, (1.0, 3.0, 1.0), 0.25)
     assert model_costs(model, "profile", measured=measured) is measured
     assert deal(measured, 2) == [0, 1, 3]
-    for wrong in (None, Costs(0, (1.0,), 0)):
+    for wrong in (None, LayerCosts(0, (1.0,), 0)):
         with pytest.raises(ConfigError, match="needs the measured seconds of 3 blocks"):
             model_costs(model, "profile", measured=wrong)
 

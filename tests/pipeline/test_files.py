@@ -12,14 +12,14 @@ from launcher.errors import LauncherError
 from launcher.pipeline.picture import svg
 from launcher.pipeline.recording import read, trace, write
 from launcher.pipeline.schedules import schedule
-from launcher.pipeline.simulate import Costs, Timeline, simulate
+from launcher.pipeline.simulate import MicrobatchCosts, Timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timeline_of(name: str, *costs: float) -> Timeline:
     made = schedule(name, 3, 4)
-    return simulate(made, Costs.even(made.virtual_stages, *costs))
+    return simulate(made, MicrobatchCosts.even(made.virtual_stages, *costs))
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -30,13 +30,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert record["actions"].pop(0) == {
         "rank": 0, "kind": "F", "stage": 0, "microbatch": 0, "start": 0.0, "end": 0.25
     }  # fmt: skip
-    assert Costs.measured(timeline) == Costs((0.25,) * 6, (0.5,) * 6, (0.125,) * 6)
+    assert MicrobatchCosts.measured(timeline) == MicrobatchCosts((0.25,) * 6, (0.5,) * 6, (0.125,) * 6)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_measured_costs_predict_the_run_that_they_are_of(name: str) -> None:
     timeline = timeline_of(name, 0.25, 0.5, 0.125, 0.0625)
-    costs = Costs.measured(timeline)
+    costs = MicrobatchCosts.measured(timeline)
     assert costs.transfer == 0.0625
     assert simulate(schedule(name, 3, 4), costs).bubble == timeline.bubble
 

@@ -16,7 +16,7 @@ from launcher.models.build import build_on_meta
 from launcher.models.units import unit_modules
 from launcher.pipe import LayerSpec, PipelineModule
 from launcher.pipeline.costs import deal
-from launcher.pipeline.measure import Way, measure_model, measure_row
+from launcher.pipeline.measure import MeasureOptions, measure_model, measure_row
 from tests.models.tiny import config_of as model_config_of
 from tests.pipeline.running import config_of, engine_of
 from tests.pipeline.test_rows import refusal
@@ -67,7 +67,7 @@ def test_a_slow_block_and_a_model_that_stays_as_it_was(kind: str) -> None:
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     state = torch.get_rng_state()
     ids = batch(0, 2)
-    costs = measure_model(model, {"input_ids": ids, "labels": ids}, Way(CPU))
+    costs = measure_model(model, {"input_ids": ids, "labels": ids}, MeasureOptions(CPU))
     assert torch.equal(torch.get_rng_state(), state)
     assert costs.blocks[1] > NAP and max(costs.blocks[:1] + costs.blocks[2:]) < NAP / 2
     assert min(costs.before, costs.after, *costs.blocks) > 0
@@ -81,7 +81,7 @@ def test_a_slow_block_and_a_model_that_stays_as_it_was(kind: str) -> None:
 def test_experts_under_autocast() -> None:
     model, ids = build_on_meta(model_config_of("mixtral")), batch(0, 2)
     costs = measure_model(
-        model, {"input_ids": ids, "labels": ids}, Way(CPU, torch.bfloat16, autocast=torch.bfloat16)
+        model, {"input_ids": ids, "labels": ids}, MeasureOptions(CPU, torch.bfloat16, autocast=torch.bfloat16)
     )
     assert len(costs.blocks) == len(unit_modules(model)) and min(costs.blocks) > 0
 
@@ -91,9 +91,9 @@ def test_parameters_have_the_dtype_of_the_run() -> None:
     linear = nn.Linear(4, 4)
     linear.register_forward_pre_hook(lambda *_: seen.add((linear.weight.dtype, linear.bias.dtype)))
     row = PipelineModule([lambda states: states.double(), linear])
-    measure_row(row, torch.ones(2, 4), (), Way(CPU, torch.float64, {"1.bias": torch.float64}))
+    measure_row(row, torch.ones(2, 4), (), MeasureOptions(CPU, torch.float64, {"1.bias": torch.float64}))
     with pytest.raises(RuntimeError, match="dtype"):
-        measure_row(row, torch.ones(2, 4), (), Way(CPU, torch.bfloat16, {"1.bias": torch.float32}))
+        measure_row(row, torch.ones(2, 4), (), MeasureOptions(CPU, torch.bfloat16, {"1.bias": torch.float32}))
     assert seen == {(torch.float64, torch.float64), (torch.bfloat16, torch.float32)}
 
 
@@ -107,8 +107,8 @@ def test_layers_of_a_row_forward_backward_and_recomputed() -> None:
 
     row = PipelineModule(layers, loss_fn=loss_of, partition_method="profile")
     x = torch.ones(2, 4)
-    plain = measure_row(row, x, (x,), Way(CPU))
-    again = measure_row(row, x, (x,), Way(CPU, recomputed=True))
+    plain = measure_row(row, x, (x,), MeasureOptions(CPU))
+    again = measure_row(row, x, (x,), MeasureOptions(CPU, recomputed=True))
     assert [round(cost / NAP, 1) for cost in plain] == pytest.approx([0, 1, 0, 1.5], abs=0.3)
     assert again[1] > 2 * NAP and 1.5 * NAP < again[3] < 2 * NAP
     assert made.calls == 0 and made.linear.weight.grad is None and torch.equal(x, torch.ones(2, 4))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import launcher
 from launcher.errors import ConfigError
 from launcher.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, TiedLayerSpec
-from launcher.zero import DealtInit, Init
+from launcher.zero import Init, PartitionedInit
 from tests.pipeline.running import CLIP, LR, config_of, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import VOCAB, batch, share
@@ -160,7 +160,7 @@ def test_any_cut_trains_alike(pool: WorkerPool, ranks: int) -> None:
 def from_own_parameters(ctx: RankContext) -> tuple[int, dict[str, Any], str]:
     """A script asks a row for its parameters before initialize(): those of this rank's stage."""
     module = row(False, num_stages=2)
-    for context in (Init(), DealtInit()):
+    for context in (Init(), PartitionedInit()):
         with context:
             assert not list(row(False, num_stages=2).parameters())
     count = torch.tensor(sum(parameter.numel() for parameter in module.parameters()))

@@ -10,16 +10,16 @@ from itertools import pairwise
 import pytest
 
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import Action, Kind, Schedule, dependencies
+from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule, dependencies
 from launcher.pipeline.check import check
 from launcher.pipeline.schedules import SCHEDULES, schedule
-from launcher.pipeline.simulate import Costs, simulate
+from launcher.pipeline.simulate import MicrobatchCosts, simulate
 from launcher.pipeline.transfers import arrivals, matching_receive, with_transfers
 
 CHOSEN = [("gpipe", None), ("1f1b", None), ("interleaved", 3), ("zb-h1", None), ("zbv", None)]
 
 
-def with_rank(made: Schedule, rank: int, actions: list[Action]) -> Schedule:
+def with_rank(made: PipelineSchedule, rank: int, actions: list[Action]) -> PipelineSchedule:
     lists = list(made.actions)
     lists[rank] = tuple(actions)
     return replace(made, actions=tuple(lists))
@@ -111,7 +111,7 @@ def test_simulations_with_any_costs_and_delays() -> None:
         )
         check(made)
         rows = [[dice.uniform(0, 3) for _ in range(made.virtual_stages)] for _ in range(3)]
-        costs = Costs(*(tuple(row) for row in rows), transfer=dice.choice((0, 0.5)))
+        costs = MicrobatchCosts(*(tuple(row) for row in rows), transfer=dice.choice((0, 0.5)))
         delays = {action: dice.uniform(0, 20) for action in dice.sample(made.actions[0], 2)}
         timeline = simulate(made, costs, delays)
         assert tuple(tuple(span.action for span in spans) for spans in timeline.spans) == made.actions
@@ -129,16 +129,16 @@ def test_simulations_with_any_costs_and_delays() -> None:
 def test_a_slow_stage_sets_the_pace() -> None:
     """Costs of each virtual stage count: one stage twice as slow takes all the time there is."""
     made = schedule("1f1b", 4, 16)
-    costs = Costs((1, 1, 2, 1), (1, 1, 2, 1), (1, 1, 2, 1), transfer=0.25)
+    costs = MicrobatchCosts((1, 1, 2, 1), (1, 1, 2, 1), (1, 1, 2, 1), transfer=0.25)
     timeline = simulate(made, costs)
     assert timeline.busy == (48, 48, 96, 48)
     assert 96 + 2 * 3 < timeline.total < 96 + 16
     with pytest.raises(LauncherError, match="3 virtual stages for a schedule that has 4"):
-        simulate(made, Costs.even(3, 1, 1, 1))
+        simulate(made, MicrobatchCosts.even(3, 1, 1, 1))
 
 
 def test_the_curve_of_what_is_held() -> None:
-    timeline = simulate(schedule("1f1b", 2, 2), Costs.even(2, 1, 1, 1))
+    timeline = simulate(schedule("1f1b", 2, 2), MicrobatchCosts.even(2, 1, 1, 1))
     assert timeline.held(0) == [(0, 1), (1, 2), (6, 1), (9, 0)]
     assert timeline.peak_held == (2, 1)
 
@@ -148,7 +148,7 @@ def test_transfers_reach_who_waits_for_them(name: str, chunks: int | None) -> No
     """Run with queues that have no tags, as pairs of ranks do: receives posted in the order of `arrivals` match."""
     made = schedule(name, 3, 5, chunks)
     full, inbound = with_transfers(made), arrivals(made)
-    computed = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+    computed = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
     assert tuple(tuple(step for step in steps if step.kind in computed) for steps in full) == made.actions
     posted = [{key: deque(order) for key, order in of_rank.items()} for of_rank in inbound]
     arrived: set[Action] = set()
@@ -159,9 +159,9 @@ def test_transfers_reach_who_waits_for_them(name: str, chunks: int | None) -> No
         for rank, steps in enumerate(full):
             while position[rank] < len(steps):
                 step = steps[position[rank]]
-                if step.kind in (Kind.RECV_F, Kind.RECV_B) and step not in arrived:
+                if step.kind in (ActionKind.RECV_F, ActionKind.RECV_B) and step not in arrived:
                     break
-                if step.kind in (Kind.SEND_F, Kind.SEND_B):
+                if step.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                     wanted = matching_receive(step)
                     target = made.rank_of[wanted.stage]
                     assert target != rank
@@ -174,7 +174,11 @@ def test_transfers_reach_who_waits_for_them(name: str, chunks: int | None) -> No
     kinds = Counter(step.kind for steps in full for step in steps)
     crossings = sum(one != two for one, two in pairwise(made.rank_of))
     assert (
-        kinds[Kind.SEND_F] == kinds[Kind.RECV_F] == kinds[Kind.SEND_B] == kinds[Kind.RECV_B] == 5 * crossings
+        kinds[ActionKind.SEND_F]
+        == kinds[ActionKind.RECV_F]
+        == kinds[ActionKind.SEND_B]
+        == kinds[ActionKind.RECV_B]
+        == 5 * crossings
     )
 
 
@@ -192,7 +196,7 @@ def test_where_transfers_stand() -> None:
     ]
     looped = arrivals(schedule("interleaved", 2, 2, 2))[0]
     assert {key: list(map(str, order)) for key, order in looped.items()} == {
-        (1, Kind.RECV_F): ["RECV_F2.0", "RECV_F2.1"],
-        (1, Kind.RECV_B): ["RECV_B2.0", "RECV_B2.1", "RECV_B0.0", "RECV_B0.1"],
+        (1, ActionKind.RECV_F): ["RECV_F2.0", "RECV_F2.1"],
+        (1, ActionKind.RECV_B): ["RECV_B2.0", "RECV_B2.1", "RECV_B0.0", "RECV_B0.1"],
     }
     assert with_transfers(schedule("1f1b", 1, 2)) == schedule("1f1b", 1, 2).actions

@@ -9,7 +9,7 @@ from launcher.pipeline.bubble import bubble_time
 from launcher.pipeline.check import check
 from launcher.pipeline.draw import grid
 from launcher.pipeline.schedules import SCHEDULES, schedule
-from launcher.pipeline.simulate import Costs, simulate
+from launcher.pipeline.simulate import MicrobatchCosts, simulate
 from launcher.pipeline.streams import stream, weights_used
 
 GRIDS = {
@@ -52,7 +52,7 @@ def test_bubble_memory_and_order(name: str, chunks: int | None) -> None:
         check(made)
         for costs in ((1, 1, 1), (2, 3, 1), (3, 2, 4), (2, 1, 1)):
             share = [cost / made.chunks for cost in costs]
-            timeline = simulate(made, Costs.even(made.virtual_stages, *share))
+            timeline = simulate(made, MicrobatchCosts.even(made.virtual_stages, *share))
             forward, input, weight = costs
             idle = bubble_time(
                 name, stages, microbatches, made.chunks, forward=forward, input=input, weight=weight
@@ -104,7 +104,7 @@ def test_steps_that_do_not_drain(name: str) -> None:
     assert not one.flushes
     joined = stream(one, 10)
     check(joined)
-    assert simulate(joined, Costs.even(4, 1, 1, 1)).total == 10 * 8 * 3 + 9
+    assert simulate(joined, MicrobatchCosts.even(4, 1, 1, 1)).total == 10 * 8 * 3 + 9
     used = weights_used(joined)
     for rank, actions in enumerate(joined.actions):
         alive: set[int] = set()

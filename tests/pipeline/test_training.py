@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from launcher.cli.recipe_flags import training_parser
 from launcher.config.ranks import mesh_lines, places
-from launcher.pipeline.actions import Kind
+from launcher.pipeline.actions import ActionKind
 from launcher.pipeline.recording import read
 from launcher.run import Run
 from launcher.train import Training
@@ -126,8 +126,8 @@ def test_the_measured_schedule_is_that_of_the_run(runs: dict[str, Path]) -> None
     assert len(ends) == 2 * 4 * 4
     for spans in measured.spans:
         for span in spans:
-            if span.action.kind is Kind.FORWARD and span.action.stage:
-                before = next(a for a in ends if a.kind is Kind.FORWARD and a.stage == span.action.stage - 1
+            if span.action.kind is ActionKind.FORWARD and span.action.stage:
+                before = next(a for a in ends if a.kind is ActionKind.FORWARD and a.stage == span.action.stage - 1
                               and a.microbatch == span.action.microbatch)  # fmt: skip
                 assert span.start >= ends[before]  # one clock for both ranks
 

@@ -7,15 +7,17 @@ from transformers import LlamaConfig
 
 from launcher.config import load
 from launcher.monitor.devices import device
-from launcher.plan.choose import Place, choose, reasons, states
+from launcher.plan.choose import PlanSearch, choose, reasons, states
 from launcher.plan.layout import Layout, as_json, layouts, meshes
-from launcher.plan.memory import Memory
+from launcher.plan.memory import MemoryPredictor
 from launcher.plan.speed import step_time
-from launcher.plan.work import Work, work_of
+from launcher.plan.work import ModelWork, work_of
 
-WORK = Work(layers=32, hidden=4096, heads=32, sequence=4096, parameters=8 * 10**9, flops=7e13, traffic=1e11)
+WORK = ModelWork(
+    layers=32, hidden=4096, heads=32, sequence=4096, parameters=8 * 10**9, flops=7e13, traffic=1e11
+)
 H100 = device("h100")
-PLACE = Place(H100, 8, H100.memory)
+PLACE = PlanSearch(H100, 8, H100.memory)
 
 
 def kept(layout: Layout) -> float:
@@ -59,7 +61,7 @@ def test_of_each_mesh_the_fastest_that_fits(memory_gib: int, more: float) -> Non
     def takes(layout: Layout) -> int:
         return int(more * needs(layout))
 
-    ways, place = list(layouts(WORK, 16, 64)), Place(H100, 8, memory_gib * 2**30)
+    ways, place = list(layouts(WORK, 16, 64)), PlanSearch(H100, 8, memory_gib * 2**30)
     found = choose(WORK, place, ways, takes, kept, top=100)
     fitting = [way for way in ways if takes(way) <= place.memory]
     assert {choice.layout.mesh for choice in found} == {way.mesh for way in fitting}
@@ -95,7 +97,7 @@ def test_reasons_name_what_would_be_worse() -> None:
 
 
 def test_less_memory_makes_other_layouts() -> None:
-    small = Place(H100, 8, 12 * 2**30)
+    small = PlanSearch(H100, 8, 12 * 2**30)
     best = choose(WORK, small, layouts(WORK, 16, 64), needs, kept)[0].layout
     assert best.stage == 3 or best.tp * best.pp > 1
     assert needs(best) <= small.memory
@@ -104,7 +106,7 @@ def test_less_memory_makes_other_layouts() -> None:
 @pytest.mark.full
 def test_blocks_keep_no_more_than_is_needed() -> None:
     """What is left out for it is too large."""
-    memory = Memory(
+    memory = MemoryPredictor(
         LlamaConfig(vocab_size=512, num_hidden_layers=8, hidden_size=256, intermediate_size=688), 256
     )
     work = work_of(memory.model, 256)

@@ -10,10 +10,12 @@ from launcher.monitor.devices import device
 from launcher.plan.layout import Layout
 from launcher.plan.literature import Published, published
 from launcher.plan.speed import bandwidth, flops_per_rank, step_time
-from launcher.plan.work import Work
+from launcher.plan.work import ModelWork
 
 H100 = device("h100")
-WORK = Work(layers=32, hidden=4096, heads=32, sequence=4096, parameters=8 * 10**9, flops=7e13, traffic=1e11)
+WORK = ModelWork(
+    layers=32, hidden=4096, heads=32, sequence=4096, parameters=8 * 10**9, flops=7e13, traffic=1e11
+)
 
 
 @pytest.mark.parametrize("run", published(), ids=lambda run: f"{run.name}, {run.ranks}")

@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from launcher.comm import Axis, Mesh
 from launcher.errors import ConfigError
 from launcher.models.units import ends_of, unit_modules
-from launcher.tensor.apply import Options, SplitModel, apply
+from launcher.tensor.apply import SplitModel, TensorParallelOptions, apply
 from launcher.tensor.layers import ColumnParallel, VocabularyHead
 from launcher.tensor.plan import matching, model_type_of, plan_of
 from launcher.tensor.plans import PLANS
-from launcher.tensor.rule import Rule
+from launcher.tensor.rule import SplitRule
 from tests.pool import RankContext
 from tests.tensor.transparency import CPU, Truth, all_ranks, compare_with, truth_of
 from tests.tensor.zoo import batch_of, tiny_model
@@ -178,7 +178,7 @@ def _outcomes(
 ) -> tuple[Outcome, Outcome]:
     """At degree 4, and at degree 2."""
     outcomes = []
-    for axis, options in ((four, Options()), (pair, Options(sequence=sequence))):
+    for axis, options in ((four, TensorParallelOptions()), (pair, TensorParallelOptions(sequence=sequence))):
         split_model = copy.deepcopy(model)
         outcome = Outcome()
         try:
@@ -231,7 +231,7 @@ def _facts(plain: PreTrainedModel, model: PreTrainedModel, made: SplitModel) -> 
     }
 
 
-def _rules(model: PreTrainedModel) -> Iterator[Rule]:
+def _rules(model: PreTrainedModel) -> Iterator[SplitRule]:
     names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
     for pattern, rule in plan_of(model).items():
         if any(matching(pattern).fullmatch(name) for name in names):

@@ -10,7 +10,7 @@ import torch
 
 from launcher.comm import CollectiveRecord, Mesh, Pending, record_collectives
 from launcher.tensor import functions
-from launcher.tensor.apply import Options, apply
+from launcher.tensor.apply import TensorParallelOptions, apply
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import tiny_llama
 
@@ -22,7 +22,7 @@ def one_pass(ctx: RankContext, sequence: bool) -> tuple[list[CollectiveRecord], 
     """Collectives of a forward and a backward, and the hidden size."""
     axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
     model = tiny_llama(layers=LAYERS, vocab=VOCAB, num_key_value_heads=4)
-    apply(model, axis, Options(sequence=sequence), device=CPU)
+    apply(model, axis, TensorParallelOptions(sequence=sequence), device=CPU)
     ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCAB
     with record_collectives() as records:
         model(input_ids=ids, labels=ids).loss.backward()

@@ -13,7 +13,7 @@ from launcher.comm import Axis, Mesh
 from launcher.config import ActivationCheckpointingConfig
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.units import unit_modules
-from launcher.tensor.apply import Options, apply
+from launcher.tensor.apply import TensorParallelOptions, apply
 from tests.pool import RankContext, WorkerPool
 from tests.tensor.transparency import CPU, sum_partial
 from tests.tensor.zoo import batch_of, tiny_model
@@ -24,7 +24,9 @@ DROPOUT: dict[str, dict[str, Any]] = {
 }
 
 
-def split_copy(model: nn.Module, axis: Axis, options: Options, *, recompute: bool = False) -> tuple[Any, Any]:
+def split_copy(
+    model: nn.Module, axis: Axis, options: TensorParallelOptions, *, recompute: bool = False
+) -> tuple[Any, Any]:
     model = copy.deepcopy(model)
     made = apply(model, axis, options, device=CPU)
     if recompute:
@@ -49,7 +51,9 @@ def recomputed(ctx: RankContext, kind: str, sequence: bool) -> list[str]:
     axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
     model, batch = tiny_model(kind, seed=0, **DROPOUT[kind]), batch_of(kind, seed=1, length=16)
     plain, again = (
-        gradients_of(*split_copy(model, axis, Options(sequence=sequence), recompute=recompute), batch)
+        gradients_of(
+            *split_copy(model, axis, TensorParallelOptions(sequence=sequence), recompute=recompute), batch
+        )
         for recompute in (False, True)
     )
     assert any(not torch.equal(plain[0][name], plain[1][name]) for name in plain[0])  # it does drop out
@@ -68,7 +72,9 @@ def test_recomputation_drops_out_the_same(pool: WorkerPool, kind: str, sequence:
 def masks(ctx: RankContext, sequence: bool) -> list[Tensor]:
     """What GPT-2 dropped in one step, in order: [batch, sequence, hidden] or [batch, heads, sequence, sequence]."""
     axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
-    model, _ = split_copy(tiny_model("gpt2", seed=0, **DROPOUT["gpt2"]), axis, Options(sequence=sequence))
+    model, _ = split_copy(
+        tiny_model("gpt2", seed=0, **DROPOUT["gpt2"]), axis, TensorParallelOptions(sequence=sequence)
+    )
     found: list[Tensor] = []
     dropout = nn.functional.dropout
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from launcher.comm import Axis, Mesh
 from launcher.config import load
 from launcher.errors import ConfigError
-from launcher.tensor.apply import Options, apply
+from launcher.tensor.apply import TensorParallelOptions, apply
 from launcher.tensor.plans import WITHOUT_PLAN, WITHOUT_SEQUENCE
 from launcher.tensor.styles import STYLES
 from tests.pool import RankContext, WorkerPool
@@ -72,7 +72,7 @@ def differences_of_heads(ctx: RankContext, heads: list[int], sequence: bool) -> 
             tiny_model("llama", seed=0, num_key_value_heads=count),
             batch_of("llama", seed=1, length=16),
             axis,
-            Options(sequence=sequence),
+            TensorParallelOptions(sequence=sequence),
         ).largest
         for count in heads
     ]
@@ -99,14 +99,14 @@ def test_heads_that_the_degree_does_not_divide(degree: int) -> None:
     with pytest.raises(
         ConfigError, match=rf"(?s)has 8 heads .* {degree} tensor-parallel .* one of 1, 2, 4, 8$"
     ):
-        apply(on_meta("llama"), Axis("tp", degree), Options(), device=CPU)
+        apply(on_meta("llama"), Axis("tp", degree), TensorParallelOptions(), device=CPU)
 
 
 def test_a_model_without_a_plan() -> None:
     with pytest.raises(
         ConfigError, match=r"(?s)type mamba .*: its layers are recurrences.*partition_config"
     ) as error:
-        apply(on_meta("mamba"), Axis("tp", 2), Options(), device=CPU)
+        apply(on_meta("mamba"), Axis("tp", 2), TensorParallelOptions(), device=CPU)
     assert "backbone.layers.*.mixer.in_proj" in str(error.value)
 
 
@@ -114,17 +114,19 @@ def test_sequence_parallelism_is_refused_inside_of_other_models_too() -> None:
     with pytest.raises(
         ConfigError, match=r"(?s)type gemma4_text .*embedding of each token .*sequence_parallel"
     ):
-        apply(on_meta("gemma4"), Axis("tp", 2), Options(sequence=True), device=CPU)
+        apply(on_meta("gemma4"), Axis("tp", 2), TensorParallelOptions(sequence=True), device=CPU)
 
 
 def difference_of_example(ctx: RankContext) -> tuple[float, float]:
     """And the share of the elements that a rank has."""
     rules = load(json.loads(EXAMPLE)).tensor_parallel.partition_config
     axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
-    found = compare(tiny_model("rwkv", seed=0), batch_of("rwkv", seed=1), axis, Options(rules=rules))
+    found = compare(
+        tiny_model("rwkv", seed=0), batch_of("rwkv", seed=1), axis, TensorParallelOptions(rules=rules)
+    )
     model = tiny_model("rwkv", seed=0)
     whole = sum(p.numel() for p in model.parameters())
-    made = apply(model, axis, Options(rules=rules), device=CPU)
+    made = apply(model, axis, TensorParallelOptions(rules=rules), device=CPU)
     return found.largest, sum(split.numel for split in made.splits.values()) / whole
 
 

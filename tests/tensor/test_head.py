@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM, P
 
 from launcher.comm import Axis, Mesh, record_collectives
 from launcher.errors import LauncherError, SplitLogitsError
-from launcher.tensor.apply import Options, apply
+from launcher.tensor.apply import TensorParallelOptions, apply
 from launcher.tensor.head import gather_logits, loss_only, split_head, wants_gathered_head
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, tiny_gpt2, tiny_llama
@@ -54,7 +54,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def split(model: PreTrainedModel, axis: Axis) -> Any:
-    return apply(model, axis, Options(), device=CPU)
+    return apply(model, axis, TensorParallelOptions(), device=CPU)
 
 
 def compare(ctx: RankContext, name: str) -> None:

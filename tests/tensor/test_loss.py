@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from launcher.comm import Axis, Mesh, record_collectives
 from launcher.errors import LauncherError
 from launcher.tensor import loss
-from launcher.tensor.loss import Settings, causal_lm_loss, vocab_parallel_cross_entropy
+from launcher.tensor.loss import LossOptions, causal_lm_loss, vocab_parallel_cross_entropy
 from tests.pool import RankContext, WorkerPool
 
 ALONE = Axis("tp")
@@ -38,7 +38,7 @@ def truth(
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[int], Tensor, Tensor, Settings]:
+def problems(draw: st.DrawFn) -> tuple[list[int], Tensor, Tensor, LossOptions]:
     """Widths of the shares, logits [T, V], labels [T], what the loss is made of."""
     widths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any))
     tokens, vocabulary = draw(st.integers(1, 6)), sum(widths)
@@ -47,7 +47,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], Tensor, Tensor, Settings]:
     ignore = draw(st.sampled_from([-100, -1, 0]))
     labels = draw(st.lists(st.sampled_from([ignore, *range(vocabulary)]), min_size=tokens, max_size=tokens))
     smoothing, z_loss = draw(st.sampled_from([0.0, 0.1, 1.0])), draw(st.sampled_from([0.0, 1e-3]))
-    return widths, logits, torch.tensor(labels), Settings(0, vocabulary, ignore, smoothing, z_loss)
+    return widths, logits, torch.tensor(labels), LossOptions(0, vocabulary, ignore, smoothing, z_loss)
 
 
 @given(problems(), st.sampled_from([1, 8, 1 << 20]))
@@ -57,7 +57,7 @@ def test_shares_put_together_are_torchs_loss(problem: Any, chunk: int) -> None:
     options = {"ignore_index": whole.ignore_index, "label_smoothing": whole.label_smoothing}
     shares = list(logits.split(widths, -1))
     settings = [
-        Settings(
+        LossOptions(
             sum(widths[:rank]), whole.vocabulary, whole.ignore_index, whole.label_smoothing, whole.z_loss
         )
         for rank in range(len(widths))
@@ -102,8 +102,8 @@ def test_ids_masked_by_minus_infinity() -> None:
     logits[:, 3:] = float("-inf")
     parts = torch.empty(2, 3, 3)
     for rank in range(2):
-        loss.fill_terms(parts[rank], logits[:, 3 * rank : 3 * rank + 3], labels, Settings(3 * rank, 6))
-    found = loss.losses(loss.combine(parts), labels, Settings(0, 6))
+        loss.fill_terms(parts[rank], logits[:, 3 * rank : 3 * rank + 3], labels, LossOptions(3 * rank, 6))
+    found = loss.losses(loss.combine(parts), labels, LossOptions(0, 6))
     torch.testing.assert_close(found, F.cross_entropy(logits, labels, reduction="none"), **CLOSE)
 
 
@@ -117,7 +117,7 @@ def test_the_gradient_of_bf16_logits_is_bf16_and_no_fp32_copy_is_kept() -> None:
     value.backward()
     assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
     numbers = torch.ones(16)
-    made = loss.gradient(logits.detach(), labels, numbers, numbers, numbers, Settings(0, 64))
+    made = loss.gradient(logits.detach(), labels, numbers, numbers, numbers, LossOptions(0, 64))
     assert made.dtype == torch.bfloat16  # autograd would have rounded a larger one
     exact = logits.detach().float().requires_grad_()
     truth(exact, labels).backward()

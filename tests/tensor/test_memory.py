@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm import Axis
-from launcher.tensor.apply import Options, apply
+from launcher.tensor.apply import TensorParallelOptions, apply
 from tests.pool.reference import batch, tiny_llama
 
 
@@ -22,7 +22,7 @@ def living() -> int:
 def test_a_step_leaves_no_activations(sequence: bool) -> None:
     alone = Axis("tp", degree=2)  # without a group nothing is sent: values are wrong, memory is not
     model = tiny_llama(layers=2, vocab=67)
-    apply(model, alone, Options(sequence=sequence), device=torch.device("cpu"))
+    apply(model, alone, TensorParallelOptions(sequence=sequence), device=torch.device("cpu"))
     after = []
     gc.collect()
     gc.disable()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from launcher.comm import Axis, Mesh
 from launcher.errors import ConfigError
-from launcher.tensor.apply import Options, apply
+from launcher.tensor.apply import TensorParallelOptions, apply
 from launcher.tensor.plan import plan_of
 from launcher.tensor.plans import PLANS
-from launcher.tensor.rule import Rule
+from launcher.tensor.rule import SplitRule
 from launcher.tensor.styles import STYLES
 from tests.pool import RankContext, WorkerPool
 from tests.tensor.transparency import CPU, compare
@@ -70,7 +70,7 @@ def split_on_meta(kind: str, degree: int, **changes: Any) -> tuple[int, int, nn.
     whole = sum(p.numel() for p in model.parameters())
     model = model.to("meta")
     model.tie_weights()
-    made = apply(model, Axis("tp", degree), Options(), device=CPU)
+    made = apply(model, Axis("tp", degree), TensorParallelOptions(), device=CPU)
     return whole, sum(split.numel for split in made.splits.values()), model
 
 
@@ -138,7 +138,7 @@ class _Blocks(nn.Module):
 def own_plan(ctx: RankContext) -> tuple[Tensor, list[tuple[int, ...]]]:
     torch.manual_seed(0)
     model = _Blocks({"*.up": "colwise", "layers.*.down": "rowwise"})
-    apply(model, Mesh.build(CPU, tp=ctx.world).axes["tp"], Options(), device=CPU)
+    apply(model, Mesh.build(CPU, tp=ctx.world).axes["tp"], TensorParallelOptions(), device=CPU)
     return model(torch.ones(2, 4)).detach(), [tuple(p.shape) for p in model.parameters()][:4]
 
 
@@ -155,6 +155,6 @@ def test_a_plan_of_the_models_own(pool: WorkerPool) -> None:
 
 def test_the_table_holds_together() -> None:
     rows = [(kind, *row) for kind, cases in PLANS.items() for case in cases for row in case.plan.items()]
-    rules = [(kind, name, row if isinstance(row, Rule) else Rule(row)) for kind, name, row in rows]
+    rules = [(kind, name, row if isinstance(row, SplitRule) else SplitRule(row)) for kind, name, row in rows]
     assert [(kind, name) for kind, name, rule in rules if rule.style not in STYLES] == []
     assert [(kind, name) for kind, name, rule in rules if rule.heads and not rule.divide] == []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from launcher.comm import Axis
-from launcher.tensor.split import Part, Split
+from launcher.tensor.split import DimSlice, Split
 
 
 @st.composite
@@ -24,7 +24,7 @@ def splits(draw: st.DrawFn) -> Split:
     cuts = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=2, max_size=6)))
     ranges = list(zip(cuts[::2], cuts[1::2], strict=False))
     parts = [
-        Part(start, stop, draw(st.sampled_from([1, 2, 4])), first=draw(st.booleans()))
+        DimSlice(start, stop, draw(st.sampled_from([1, 2, 4])), first=draw(st.booleans()))
         for start, stop in draw(st.permutations(ranges))
     ]
     return Split(torch.Size(shape), tuple(parts), dim, partial=draw(st.booleans()))

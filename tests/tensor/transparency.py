@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.comm import Axis, all_reduce
-from launcher.tensor.apply import Options, SplitModel, apply
+from launcher.tensor.apply import SplitModel, TensorParallelOptions, apply
 
 STEPS, LR, NOISE = 3, 0.01, 0.05
 CPU = torch.device("cpu")
@@ -65,11 +65,11 @@ def truth_of(model: nn.Module, batch: dict[str, Tensor]) -> Truth:
 
 
 def compare(
-    model: nn.Module, batch: dict[str, Tensor], axis: Axis, options: Options | None = None
+    model: nn.Module, batch: dict[str, Tensor], axis: Axis, options: TensorParallelOptions | None = None
 ) -> Difference:
     """Train `model` plain and split. Every rank gives the same model and batch."""
     split_model = copy.deepcopy(model)
-    made = apply(split_model, axis, options or Options(), device=CPU)
+    made = apply(split_model, axis, options or TensorParallelOptions(), device=CPU)
     return compare_with(truth_of(model, batch), split_model, made, batch)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from launcher.comm.collectives import record_collectives
 from launcher.errors import LauncherError, ShardedParameterError
-from launcher.zero import DealtInit, GatheredParameters, ShardedParameter, set_z3_leaf_module
+from launcher.zero import GatheredParameters, PartitionedInit, ShardedParameter, set_z3_leaf_module
 from tests.engine.driving import advance, config_of, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import points, stack
@@ -17,7 +17,7 @@ from tests.zero.models import points, stack
 
 def dealt_stack(ctx: RankContext) -> nn.Module:
     """Ranks build other values; those of rank 0 count."""
-    with DealtInit():
+    with PartitionedInit():
         model = stack(5 + ctx.rank)
     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
     return model
@@ -43,7 +43,7 @@ def test_a_dealt_model_trains_as_one_that_was_whole(pool: WorkerPool, stage: int
 
 def in_sixteen_bits(ctx: RankContext) -> tuple[set[torch.dtype], Tensor, Tensor]:
     """Dtypes of the parameters, and a weight with what it is rounded from; integers stay as they are."""
-    with DealtInit(dtype=torch.bfloat16):
+    with PartitionedInit(dtype=torch.bfloat16):
         model = nn.Sequential(stack(5), nn.Linear(2, 2))
         model[1].steps = nn.Parameter(torch.zeros(1, dtype=torch.long), requires_grad=False)
     weight = next(model[0].parameters())
@@ -61,7 +61,7 @@ def test_parameters_are_dealt_out_in_the_dtype_of_training(pool: WorkerPool, wor
 
 def changed(ctx: RankContext) -> dict[str, Tensor]:
     """Edits of a dealt parameter, a frozen one, a tied one, a new one; then an engine."""
-    with DealtInit():
+    with PartitionedInit():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     first, second, third = model
     with pytest.raises(ShardedParameterError, match="keeps sharded until it is gathered"):
@@ -191,7 +191,7 @@ class Nano(nn.Module):
 
 
 def filled_by_its_init(ctx: RankContext) -> dict[str, Tensor]:
-    with DealtInit():
+    with PartitionedInit():
         model = Nano(3 + ctx.rank)
     found = {}
     for name, parameter in model.named_parameters():
@@ -209,7 +209,7 @@ def test_a_model_fills_its_parameters_in_while_it_is_built(pool: WorkerPool) -> 
 
 
 def partly_on_meta(ctx: RankContext) -> tuple[str, bool]:
-    with DealtInit():
+    with PartitionedInit():
         model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, device="meta")))
         skipped = nn.Sequential(nn.utils.skip_init(nn.Linear, 4, 4))
     try:
