@@ -29,12 +29,12 @@ from launcher.engine.assemble import resolve
 from launcher.estimate.dry_run import rehearse
 from launcher.estimate.estimator import Estimator
 from launcher.estimate.live import LiveBytesMode
-from launcher.estimate.paper import META, SimulatedRank
-from launcher.estimate.portion import RankParts
-from launcher.estimate.resting import on
+from launcher.estimate.memory_trace import TraceSegment
+from launcher.estimate.model_trace import ModelTraces
+from launcher.estimate.offloaded_bytes import on
+from launcher.estimate.rank_part import RankParts
+from launcher.estimate.simulated import META, SimulatedRank
 from launcher.estimate.states import StateBytes
-from launcher.estimate.tape import TraceSegment
-from launcher.estimate.trace import ModelTraces
 from launcher.models.build import build_on_meta, load_config
 from launcher.pipeline.bubble import bubble_time
 from launcher.pipeline.schedules import schedule

@@ -113,7 +113,7 @@ def plans(model: str, ranks: int) -> dict[str, float]:
 
     from launcher.checkpoint.slices import FlatSlice
     from launcher.estimate.estimator import Estimator
-    from launcher.estimate.paper import SimulatedRank
+    from launcher.estimate.simulated import SimulatedRank
 
     estimator, config = Estimator(model_config(model)), ds_config()
     mesh, resolved, portion = estimator._laid_out(config, ranks, 0, SEQUENCE)

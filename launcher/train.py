@@ -22,8 +22,8 @@ from launcher.data.loader import GlobalBatchLoader
 from launcher.data.tokenizer import fingerprint, save_tokenizer
 from launcher.data.vocabulary import check_vocabulary
 from launcher.engine import Engine, report
-from launcher.engine.blame import weights_are_finite
 from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
+from launcher.engine.nonfinite_tracer import weights_are_finite
 from launcher.errors import CheckpointError, ConfigError, NotFiniteError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics

@@ -29,15 +29,15 @@ from launcher.cli.request import (
 )
 from launcher.cluster import environment, facts, join, preflight, runners, sync
 from launcher.cluster.attempt import Timeouts
-from launcher.cluster.crew import NodeGroup, NodeTimeouts
 from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
-from launcher.cluster.parcel import SyncManifest, pack
+from launcher.cluster.node_group import NodeGroup, NodeTimeouts
+from launcher.cluster.node_spec import NodeSpec
 from launcher.cluster.rendezvous import RendezvousOptions
 from launcher.cluster.secret import secrets_of
 from launcher.cluster.selection import select
-from launcher.cluster.share import NodeSpec
+from launcher.cluster.sync_manifest import SyncManifest, pack
 from launcher.cluster.wire import Message
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from launcher.cli.flags import value_of
 from launcher.cli.request import THIS_MACHINE
 from launcher.cluster import gpus
 from launcher.cluster.hostfile import Host
+from launcher.cluster.node_spec import NodeSpec
 from launcher.cluster.secret import shown
-from launcher.cluster.share import NodeSpec
 
 if TYPE_CHECKING:
     from launcher.cli.job import Job

@@ -16,8 +16,8 @@ from launcher.cluster import cores, preflight
 from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import MOST_SLOTS, Host
 from launcher.cluster.node import Node
+from launcher.cluster.node_spec import NodeSpec
 from launcher.cluster.selection import first_ranks
-from launcher.cluster.share import NodeSpec
 from launcher.errors import ConfigError, shortened
 from launcher.integrations.surface import SWITCH
 from launcher.owner import check_free

@@ -21,7 +21,7 @@ from launcher.errors import LauncherError
 
 if TYPE_CHECKING:
     from launcher.cluster.local import LocalRanks
-    from launcher.cluster.share import NodeSpec
+    from launcher.cluster.node_spec import NodeSpec
     from launcher.cluster.store import SyncedCopyWriter
     from launcher.owner import Ownership
 
@@ -37,7 +37,7 @@ LOST = 3
 
 
 def serve(hello: Message) -> NoReturn:
-    """Become the agent (see `arrive.py`)."""
+    """Become the agent (see `bootstrap.py`)."""
     processes.adopt_orphans()
     agent = os.fork()
     if agent == 0:
@@ -162,7 +162,7 @@ class Agent:
     def _start(self, share: Message) -> None:
         # Imported now: on a large cluster nobody waits for it before all nodes are known to be ready.
         from launcher.cluster.local import LocalRanks
-        from launcher.cluster.share import NodeSpec
+        from launcher.cluster.node_spec import NodeSpec
 
         self._port.leave()
         self._unshown, self._patient = 0, True

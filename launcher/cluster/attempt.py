@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from launcher.cluster import hang
-from launcher.cluster.crew import NodeGroup
+from launcher.cluster.console import ConsoleWriter
 from launcher.cluster.failure import SAID, Failure, describe, exit_code
 from launcher.cluster.node import Node
-from launcher.cluster.screen import ConsoleWriter
-from launcher.cluster.share import NodeSpec
+from launcher.cluster.node_group import NodeGroup
+from launcher.cluster.node_spec import NodeSpec
 from launcher.cluster.signals import Interrupted, Signals
 from launcher.cluster.wire import Message, bytes_of
 from launcher.errors import ConfigError

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from launcher.cluster import processes, rendezvous
 from launcher.cluster.attempt import Attempt, LogOptions, RunOutcome, Timeouts
-from launcher.cluster.crew import NodeGroup
 from launcher.cluster.node import Node
-from launcher.cluster.share import NodeSpec
+from launcher.cluster.node_group import NodeGroup
+from launcher.cluster.node_spec import NodeSpec
 from launcher.cluster.signals import Interrupted, Signals
 from launcher.cluster.wire import Message
 

@@ -200,7 +200,7 @@ def callers(
 
 
 def serve_at(connection: socket.socket, session: SignedSession) -> NoReturn:
-    """Become the agent of the front end at the other end: its first line says with which code (`arrive.py`)."""
+    """Become the agent of the front end at the other end: its first line says with which code (`bootstrap.py`)."""
     connection.settimeout(None)
     os.dup2(connection.fileno(), 0)
     os.dup2(connection.fileno(), 1)
@@ -208,7 +208,7 @@ def serve_at(connection: socket.socket, session: SignedSession) -> NoReturn:
     with open(0, "rb", 0, closefd=False) as stream:
         hello = json.loads(session.takes.opened(stream.readline(LONGEST_HELLO)[:-1]))
     hello["session"] = session
-    exec(compile(hello["code"], "arrive.py", "exec"), {"hello": hello, "__name__": "arrive"})
+    exec(compile(hello["code"], "bootstrap.py", "exec"), {"hello": hello, "__name__": "bootstrap"})
     raise SystemExit(1)
 
 

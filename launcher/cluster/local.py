@@ -28,11 +28,11 @@ from launcher.cluster.failure import (
     with_tail,
 )
 from launcher.cluster.gpus import MASKS
+from launcher.cluster.node_spec import NodeSpec, open_log
 from launcher.cluster.selection import masked_devices
-from launcher.cluster.share import NodeSpec, open_log
 from launcher.cluster.terminal import PseudoTerminal
 from launcher.errors import ConfigError
-from launcher.monitor import beacon
+from launcher.monitor import flight_recorder
 from launcher.scratch import Scratch
 
 PIECE = 1 << 16
@@ -106,7 +106,11 @@ class LocalRanks:
 
     def stalled_s(self) -> float | None:
         """For how long no rank of this node has begun anything; None where none has ever."""
-        signs = [beacon.read(self._watched / f"{r}.beacon") for r in self._every()] if self._watched else []
+        signs = (
+            [flight_recorder.read(self._watched / f"{r}.beacon") for r in self._every()]
+            if self._watched
+            else []
+        )
         return min((sign.since_s for sign in signs if sign is not None), default=None)
 
     def ask_for_stacks(self) -> None:
@@ -119,7 +123,7 @@ class LocalRanks:
         if self._watched is None:
             return found
         for local_rank in self._every():
-            sign = beacon.read(self._watched / f"{local_rank}.beacon")
+            sign = flight_recorder.read(self._watched / f"{local_rank}.beacon")
             stacks = self._watched / f"{local_rank}.stacks"
             found.append(
                 {
@@ -188,8 +192,8 @@ class LocalRanks:
             share.record(local_rank).unlink(missing_ok=True)
             variables = {**common, **share.identity(local_rank)}
             if self._watched is not None:
-                beacon.prepare(self._watched / f"{local_rank}.beacon")
-                variables[beacon.VARIABLE] = str(self._watched / f"{local_rank}.beacon")
+                flight_recorder.prepare(self._watched / f"{local_rank}.beacon")
+                variables[flight_recorder.VARIABLE] = str(self._watched / f"{local_rank}.beacon")
                 variables["LAUNCHER_STACKS"] = str(self._watched / f"{local_rank}.stacks")
             if shares is not None:
                 variables["LAUNCHER_CORES"] = ",".join(map(str, shares[local_rank]))

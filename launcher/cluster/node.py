@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.cluster import arrive, dial
+from launcher.cluster import bootstrap, dial
 from launcher.cluster.handshake import SignedSession
 from launcher.cluster.hostfile import Host
 from launcher.cluster.wire import Message, MessageReader, MessageWriter
@@ -86,7 +86,7 @@ class Node:
     def connect(self, hello: Message) -> None:
         """Start the agent and tell it who it is."""
         self.heard, self.copy = time.monotonic(), None
-        self._first = {**hello, "code": Path(arrive.__file__).read_text(encoding="utf-8")}
+        self._first = {**hello, "code": Path(bootstrap.__file__).read_text(encoding="utf-8")}
         if not self.command:
             return
         try:

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from launcher.cluster.crew import NodeGroup
 from launcher.cluster.node import ConnectionAttempt, Node
+from launcher.cluster.node_group import NodeGroup
 from launcher.cluster.wire import Message
 from launcher.errors import ConfigError
 

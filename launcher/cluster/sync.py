@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
-from launcher.cluster.crew import NodeGroup
 from launcher.cluster.node import Node
-from launcher.cluster.parcel import SyncManifest, spoken
+from launcher.cluster.node_group import NodeGroup
 from launcher.cluster.preflight import few, refuse
+from launcher.cluster.sync_manifest import SyncManifest, spoken
 from launcher.cluster.wire import Message
 
 logger = logging.getLogger("launcher")

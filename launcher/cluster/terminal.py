@@ -15,7 +15,7 @@ import struct
 import termios
 from pathlib import Path
 
-from launcher.cluster.share import open_log
+from launcher.cluster.node_spec import open_log
 
 ESCAPE_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*+(?:\x07|\x1b\\)|[()][A-Z0-9])")
 LONGEST = 1 << 20

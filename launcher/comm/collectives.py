@@ -27,7 +27,7 @@ from torch.profiler import record_function
 from launcher.comm.memory import Add, Waitable
 from launcher.comm.mesh import Axis
 from launcher.comm.observe import Timing, observers
-from launcher.monitor import beacon
+from launcher.monitor import flight_recorder
 from launcher.monitor.clock import now
 
 # torch 2.13 renamed these two; older versions know only the second name.
@@ -75,7 +75,7 @@ class Pending:
 
 
 _recorders: list[list[CollectiveRecord]] = []
-_beacon = beacon.mine()
+_beacon = flight_recorder.mine()
 
 
 @contextmanager

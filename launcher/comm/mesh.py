@@ -41,7 +41,7 @@ class Axis:
         levels: (across nodes, inside a node): gathers along this axis go in these two hops; None: in one.
         gathers, reduced, exchanged: numbers of the messages of each kind. All ranks of an axis start the same
             ones in the same order, but not so on two axes.
-        sent, received: how many letters (`letters.py`), by (coordinate of the other, whether they go back).
+        sent, received: how many letters (`p2p.py`), by (coordinate of the other, whether they go back).
     """
 
     name: str

@@ -8,13 +8,13 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
+from launcher.config.foreign import stranger
 from launcher.config.known_keys import Known, known_keys
 from launcher.config.problems import MOST, ConfigProblems, Note, Path, Problem, dotted, is_comment, show
 from launcher.config.reader import Document
 from launcher.config.readings import as_switch, readings
 from launcher.config.schema import not_written, unknown_key
 from launcher.config.section import AUTO, Section
-from launcher.config.strangers import stranger
 from launcher.config.suggest import nearest
 from launcher.config.wording import in_words
 

@@ -36,14 +36,14 @@ from launcher.engine.staging import (
     runtime_of,
     versions_of,
 )
-from launcher.engine.watch import open_monitor
+from launcher.engine.telemetry import open_monitor
 from launcher.errors import ArgumentsError, ConfigError, LauncherError
 from launcher.models.initialize import initializer
 from launcher.models.initialize_plan import plan_of
 from launcher.models.units import ends_of, unit_modules
 from launcher.monitor.memory import hand_back_freed
 from launcher.monitor.processors import warn_of_slow_products
-from launcher.offload.homes import Placements
+from launcher.offload.placement import Placements
 from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer

@@ -17,16 +17,14 @@ from launcher.checkpoint.saver import Saver
 from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.engine import pipelined
-from launcher.engine.answers import EngineGetters
 from launcher.engine.batches import call, cast, loss_in, to_device
-from launcher.engine.blame import NonFiniteTracer
-from launcher.engine.borrowed import DeepSpeedMethods
 from launcher.engine.clipping import Clipping, follow_clipping
 from launcher.engine.curriculum import Curriculum
+from launcher.engine.data import DataMixin
+from launcher.engine.deepspeed_methods import DeepSpeedMethods
+from launcher.engine.describe import state_lines
 from launcher.engine.dtypes import autocast_dtype
-from launcher.engine.dump import state_lines
 from launcher.engine.evaluating import losses_and_outputs, reduced
-from launcher.engine.feeding import DataMixin
 from launcher.engine.finite import (
     check_scales,
     may_step_early,
@@ -34,17 +32,19 @@ from launcher.engine.finite import (
     tell_overflow,
 )
 from launcher.engine.fragments import ENGINES
-from launcher.engine.putting_away import StateOffloadMixin
+from launcher.engine.nonfinite_tracer import NonFiniteTracer
 from launcher.engine.python_gc import hold
+from launcher.engine.queries import EngineGetters
 from launcher.engine.same_inputs import SameInputs
 from launcher.engine.saving import CheckpointMixin
-from launcher.engine.watch import Telemetry
+from launcher.engine.state_offload import StateOffloadMixin
+from launcher.engine.telemetry import Telemetry
 from launcher.errors import ConfigError, LauncherError, MisplacedCallError
 from launcher.models.activation import Checkpointer
 from launcher.models.compiled import compile_blocks
 from launcher.monitor.log import set_level
 from launcher.monitor.writers import Monitor
-from launcher.optim.early import OptimizerInBackward
+from launcher.optim.in_backward import OptimizerInBackward
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.runtime import Runtime

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from launcher.comm import all_reduce
 from launcher.errors import LauncherError
-from launcher.offload.resting import OffloadedSlice
+from launcher.offload.offloaded import OffloadedSlice
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import ParamSlot
 

@@ -10,10 +10,10 @@ import torch
 from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.config.offload import OffloadConfig
-from launcher.offload.homes import Placement, Placements, TierBudget
-from launcher.offload.idle import MakeBuffer
+from launcher.offload.buffer_cache import MakeBuffer
 from launcher.offload.nvme import NvmeTier
-from launcher.offload.resting import HostBuffers
+from launcher.offload.offloaded import HostBuffers
+from launcher.offload.placement import Placement, Placements, TierBudget
 from launcher.offload.tier import Tier
 
 ITEM = 4  # bytes of an element at most, where the JSON counts elements

@@ -18,9 +18,9 @@ from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.costs import balance, deal
 from launcher.pipeline.crossing import StagedPart
 from launcher.pipeline.layers import PipelineModule
-from launcher.pipeline.rows import SequentialPipeline
 from launcher.pipeline.runtime import Runtime
 from launcher.pipeline.schedules import DRAINED, schedule
+from launcher.pipeline.sequential import SequentialPipeline
 from launcher.pipeline.staged import StagedModel
 from launcher.tensor.apply import SplitModel
 from launcher.zero import ZeroModel

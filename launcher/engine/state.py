@@ -20,7 +20,7 @@ from launcher.engine.whole import tied_names
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
 from launcher.models.settings import settings_of
-from launcher.offload.resting import OffloadedSlice, PrefetchWindow, in_turn
+from launcher.offload.offloaded import OffloadedSlice, PrefetchWindow, in_turn
 from launcher.zero import ParamSlice
 
 if TYPE_CHECKING:

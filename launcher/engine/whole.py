@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint import export
-from launcher.comm.letters import P2PChannel
+from launcher.comm.p2p import P2PChannel
 from launcher.comm.plain import gather_plain
 from launcher.errors import CheckpointError
 from launcher.models.companions import write_companions

@@ -25,11 +25,11 @@ from launcher.engine.dtypes import DTYPES
 from launcher.engine.engine import Engine
 from launcher.engine.offloading import HOST, open_homes
 from launcher.estimate.answer import PHASES, DeviceBytes, Estimate
-from launcher.estimate.hollow import FakeMode, fused_dropout
+from launcher.estimate.fake import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes, LiveBytesMode
-from launcher.estimate.resting import gradients_of, masters_of, on, parameters_of
+from launcher.estimate.model_trace import fill_buffers, microbatch, one_thread
+from launcher.estimate.offloaded_bytes import gradients_of, masters_of, on, parameters_of
 from launcher.estimate.tiers import CountingTier
-from launcher.estimate.trace import fill_buffers, microbatch, one_thread
 from launcher.offload.tier import buffer
 from launcher.pipeline.crossing import signature_of
 from launcher.pipeline.staged import StagedModel

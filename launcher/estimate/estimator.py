@@ -1,8 +1,8 @@
 """`Estimator`: what the ranks of a run need, for many configurations of one model, each in milliseconds.
 
-Three things are put together. What blocks do to memory is traced once for each way of running them (`trace.py`). What
-a rank has is found by the code that cuts, splits and shards (`portion.py`, `paper.py`). Then the actions of a step are
-replayed, and the engine's own pool, fetcher and reducer say what is in memory when (`replay.py`).
+An estimate has three parts. What blocks do to memory is traced once for each way of running them (`model_trace.py`).
+The code that cuts, splits and shards finds what a rank holds (`rank_part.py`, `simulated.py`). Then the actions of a
+step are replayed, and the engine's own pool, fetcher and reducer say what is in memory when (`replay.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from launcher.config import Config
 from launcher.engine.assemble import resolve
 from launcher.engine.offloading import HOST
 from launcher.estimate.answer import DeviceBytes, Estimate
-from launcher.estimate.paper import META, SimulatedRank
-from launcher.estimate.portion import RankPart, RankParts
+from launcher.estimate.model_trace import ModelTrace, ModelTraces, section_of
+from launcher.estimate.offloaded_bytes import on
+from launcher.estimate.rank_part import RankPart, RankParts
 from launcher.estimate.replay import ScriptedStep, StepScript
-from launcher.estimate.resting import on
+from launcher.estimate.simulated import META, SimulatedRank
 from launcher.estimate.states import StateBytes
-from launcher.estimate.trace import ModelTrace, ModelTraces, section_of
 from launcher.models.build import build_on_meta
 from launcher.optim.build import params_of
 

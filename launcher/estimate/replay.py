@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.estimate.answer import PHASES
-from launcher.estimate.paper import SimulatedRank
-from launcher.estimate.portion import RankPart
-from launcher.estimate.tape import BlockTrace, Items, TraceEvent, TraceMark, TraceSegment, absolute
-from launcher.estimate.trace import ModelTrace
+from launcher.estimate.memory_trace import BlockTrace, Items, TraceEvent, TraceMark, TraceSegment, absolute
+from launcher.estimate.model_trace import ModelTrace
+from launcher.estimate.rank_part import RankPart
+from launcher.estimate.simulated import SimulatedRank
 from launcher.pipeline.actions import Action, ActionKind
-from launcher.pipeline.mail import AHEAD
 from launcher.pipeline.schedules import schedule
+from launcher.pipeline.stage_p2p import AHEAD
 
 MICROBATCHES = 2  # later ones do what the second does, where there are no stages
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from launcher.config import Config
 from launcher.engine.dtypes import state_dtype
-from launcher.estimate.resting import OffloadedBytes
+from launcher.estimate.offloaded_bytes import OffloadedBytes
 from launcher.optim.build import choose
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient

@@ -17,7 +17,7 @@ from launcher.errors import OffloadError
 from launcher.offload import faults
 from launcher.offload.aio import DirectFile, IoQueue, IoRequest
 from launcher.offload.directory import OwnDirectory
-from launcher.offload.ranges import FreeRanges
+from launcher.offload.free_ranges import FreeRanges
 from launcher.offload.tier import ALIGNMENT, as_bytes, finished, padded, size_of, wrong_size
 
 WORDS = ALIGNMENT // 8  # of a page

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from launcher.comm import Pending
 from launcher.errors import ConfigError, MisplacedCallError
-from launcher.offload.resting import OffloadedSlice
+from launcher.offload.offloaded import OffloadedSlice
 from launcher.optim import one_pass
 from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
-from launcher.zero.forgetting import ours
 from launcher.zero.gradients import FlatGradient
+from launcher.zero.user_gradients import ours
 
 logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -101,7 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             slot.name: state for state in self.states.values() for slot in state.gradient.flat.slots
         }
         self.compiles = False  # the step on the CPU may go through torch.compile
-        self.early: set[FlatGradient] = set()  # stepped before the step (`early.py`)
+        self.early: set[FlatGradient] = set()  # stepped before the step (`in_backward.py`)
         for state in self.states.values():
             state.hide()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.monitor.memory import hand_back_freed
-from launcher.offload.resting import OffloadedSlice, OffloadedTensor
+from launcher.offload.offloaded import OffloadedSlice, OffloadedTensor
 from launcher.offload.tier import memory
 from launcher.zero import ParamSlice
 from launcher.zero.gradients import FlatGradient

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from launcher.comm import Axis
-from launcher.comm.letters import P2PChannel
+from launcher.comm.p2p import P2PChannel
 from launcher.errors import LauncherError
 from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, signature_of
-from launcher.pipeline.mail import StageP2P
 from launcher.pipeline.schedules import DRAINED
 from launcher.pipeline.schedules import schedule as schedule_of
+from launcher.pipeline.stage_p2p import StageP2P
 from launcher.pipeline.stopwatch import Stopwatch
 from launcher.pipeline.streams import weights_used
 from launcher.pipeline.transfers import with_transfers

@@ -19,8 +19,8 @@ from launcher.models.names import places_of
 from launcher.pipeline.crossing import Signature, TensorShape
 from launcher.pipeline.origins import Origin
 from launcher.pipeline.parts import ModelParts, around, parts_of
+from launcher.pipeline.remote import RemoteBlock, RemotePart
 from launcher.pipeline.route import Route, StageInputs, StageOutputs
-from launcher.pipeline.standins import RemoteBlock, RemotePart
 from launcher.tensor.sequence import SequenceParallel
 
 Swap = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, what it holds, its stand-in

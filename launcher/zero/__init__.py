@@ -3,7 +3,6 @@
 from launcher.zero.apply import ZeroModel, apply, release
 from launcher.zero.axes import ShardAxes
 from launcher.zero.context import GatheredParameters, Init
-from launcher.zero.dealt import PartitionedInit, PartitionedValues, is_dealt
 from launcher.zero.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -12,6 +11,7 @@ from launcher.zero.leaf import (
     set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
 )
+from launcher.zero.partitioned import PartitionedInit, PartitionedValues, is_dealt
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.slot import ParamSlice

@@ -13,22 +13,21 @@ from torch import Tensor, nn
 from launcher.comm import Axis, all_reduce
 from launcher.errors import ElsewhereError, LauncherError
 from launcher.monitor.memory import hand_back_freed
-from launcher.offload.homes import Placements
+from launcher.offload.placement import Placements
 from launcher.tensor.assemble import whole
 from launcher.tensor.split import Split
 from launcher.zero.axes import ShardAxes
 from launcher.zero.checks import StepChecks
 from launcher.zero.copies import check_copies
-from launcher.zero.dealt import Partitioner, is_dealt
 from launcher.zero.edits import ParameterEdits
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
-from launcher.zero.forgetting import ClaimedLeaves, follow_torch, refuse_uneven_discard, tell_once
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
 from launcher.zero.layout import assign_units, choose_homes
 from launcher.zero.leaf import with_leaves
 from launcher.zero.module_apply import GatheringApply
+from launcher.zero.partitioned import Partitioner, is_dealt
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer, order_of_reduction
@@ -37,6 +36,7 @@ from launcher.zero.shared import sum_over_stages, sum_partial, use_over_stages
 from launcher.zero.slot import ParamSlice, ParamSlot
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
 from launcher.zero.unit import Unit
+from launcher.zero.user_gradients import ClaimedLeaves, follow_torch, refuse_uneven_discard, tell_once
 
 _NO_SPLITS: Mapping[str, Split] = MappingProxyType({})
 _ALONE: Mapping[str, Axis] = MappingProxyType({})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.zero.apply import ZeroModel, live_models
-from launcher.zero.dealt import dealt_of, is_dealt
+from launcher.zero.partitioned import dealt_of, is_dealt
 
 
 class Init:

@@ -16,7 +16,7 @@ from torch import Tensor
 from launcher.errors import LauncherError
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.slot import ParamSlot
-from launcher.zero.watched import WatchedLeaf
+from launcher.zero.watched_leaf import WatchedLeaf
 
 FREEZING = (
     "set requires_grad before initialize(), or call initialize() again where the trained parameters change"

@@ -16,7 +16,7 @@ master        the weights that the optimizer steps: the shard itself in fp32, an
               shard itself where `fp32_master` is false)
 owned         the range of the flat buffer whose optimizer state this rank holds: its slice, or all of it (stage 0)
 packed        the shard of frozen parameters in 8-bit blocks, in place of `shard` and `master`
-resting       shard, master or gradient that is in memory only while somebody works with it (`offload/resting.py`):
+resting       shard, master or gradient that is in memory only while somebody works with it (`offload/offloaded.py`):
               who asks for it brings it in, and `rest` lets it go
 second        with hpZ: slice r of what was gathered last, r being the rank on a smaller axis that later gathers use
 """
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Pending, all_gather, broadcast, dequantize, quantize, quantized_all_gather
-from launcher.offload.homes import Placement, Placements
-from launcher.offload.resting import OffloadedSlice, OffloadedTensor
+from launcher.offload.offloaded import OffloadedSlice, OffloadedTensor
+from launcher.offload.placement import Placement, Placements
 from launcher.offload.tier import memory
 from launcher.zero.axes import ShardAxes
 from launcher.zero.policy import ZeroPolicy

@@ -8,8 +8,8 @@ from torch import Tensor
 from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
 from launcher.errors import LauncherError
 from launcher.models.gradients import put_gradient
-from launcher.offload.homes import Placement
-from launcher.offload.resting import OffloadedTensor
+from launcher.offload.offloaded import OffloadedTensor
+from launcher.offload.placement import Placement
 from launcher.offload.tier import memory
 from launcher.zero.flat import ALIGN, FlatBuffer
 from launcher.zero.policy import ZeroPolicy
@@ -24,7 +24,7 @@ class FlatGradient:
     reduce-scatter, and the sum is kept in `owned`. Without it the full gradient persists, leaves' `.grad` are views
     of it (so later microbatches accumulate in place), and it is reduced once, at the accumulation boundary.
 
-    What is kept of a sharded gradient is in the optimizer's home (`offload/homes.py`): where that is a tier it is in
+    A sharded gradient is kept where the optimizer's states are (`offload/placement.py`). On a tier it is in
     memory only until `rest`, and comes back for the next microbatch and for the step.
     """
 

@@ -31,10 +31,10 @@ from launcher.models.gradients import put_gradient
 from launcher.zero import outside
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
-from launcher.zero.forgetting import LeafElsewhere
 from launcher.zero.reduce import Reducer
 from launcher.zero.slot import ParamSlot
 from launcher.zero.unit import Unit
+from launcher.zero.user_gradients import LeafElsewhere
 
 Packed = tuple[FlatBuffer, torch.Size, tuple[int, ...], int | torch.SymInt]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from launcher.comm import Axis
 from launcher.errors import LauncherError
-from launcher.offload.homes import Placement, Placements
+from launcher.offload.placement import Placement, Placements
 from launcher.tensor.split import Split
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.slot import NO_OTHERS, ParamSlot

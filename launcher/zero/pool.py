@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from launcher.offload.idle import BufferCache
+from launcher.offload.buffer_cache import BufferCache
 from launcher.offload.tier import memory
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Axis
-from launcher.offload.resting import OffloadedSlice
+from launcher.offload.offloaded import OffloadedSlice
 from launcher.tensor.split import Split
 from launcher.zero.sharded_parameter import ShardedParameter
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.cluster.console import ConsoleWriter
 from launcher.cluster.failure import Failure, describe
-from launcher.cluster.screen import ConsoleWriter
 from launcher.cluster.terminal import LONGEST, LineLog
 from tests.cluster.launching import environment, launch, launching, started
 

@@ -15,7 +15,7 @@ import pytest
 
 from launcher import owner
 from launcher.cluster.agent import Agent
-from launcher.cluster.share import NodeSpec
+from launcher.cluster.node_spec import NodeSpec
 from launcher.errors import ConfigError
 from launcher.owner import Owner, Ownership, check_free, is_held, take
 from tests.cluster.launching import environment, launch

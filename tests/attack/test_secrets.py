@@ -17,8 +17,8 @@ from launcher.cli.main import main
 from launcher.cli.manifest import print_manifest
 from launcher.cli.submit import by_name
 from launcher.cluster import environment, frames, hang, secret, terminal
-from launcher.cluster.parcel import pack
 from launcher.cluster.store import SyncedCopy
+from launcher.cluster.sync_manifest import pack
 from launcher.errors import ConfigError
 from launcher.run import Run
 from tests.cluster.launching import launch

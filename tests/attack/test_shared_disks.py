@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 
-from launcher.cluster.parcel import pack
 from launcher.cluster.store import SyncedCopy
+from launcher.cluster.sync_manifest import pack
 from launcher.offload.nvme import NvmeTier
 from launcher.scratch import Scratch
 from tests.cluster.launching import environment, launching, wait_for, wait_until_gone

@@ -26,8 +26,8 @@ from tests.cluster.testbed import SCRIPT, Hosts, wait_for
 HANGS = """
 import contextlib
 with contextlib.suppress(ImportError, AttributeError):  # under other launchers it only sleeps
-    from launcher.monitor import beacon
-    beacon.mine().show("all_gather of layers.0")
+    from launcher.monitor import flight_recorder
+    flight_recorder.mine().show("all_gather of layers.0")
 time.sleep(99)
 """
 NAMES = ("head", "node1", "node2")

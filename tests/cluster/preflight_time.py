@@ -16,8 +16,8 @@ from launcher.cli.job import Job
 from launcher.cli.launch_flags import launch_parser
 from launcher.cli.request import RunRequest
 from launcher.cluster import preflight, rendezvous, runners
-from launcher.cluster.crew import NodeGroup
 from launcher.cluster.node import Node
+from launcher.cluster.node_group import NodeGroup
 
 
 def measure(count: int) -> dict[str, float]:

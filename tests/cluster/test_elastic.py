@@ -18,10 +18,10 @@ from launcher.cli.launch_flags import launch_parser
 from launcher.cli.request import RunRequest
 from launcher.cli.shares import allowed
 from launcher.cluster.attempt import Timeouts
-from launcher.cluster.crew import NodeGroup, NodeTimeouts
 from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
+from launcher.cluster.node_group import NodeGroup, NodeTimeouts
 from launcher.cluster.rendezvous import RendezvousOptions
 from launcher.config import load
 from launcher.errors import ConfigError

@@ -9,8 +9,8 @@ from unittest.mock import ANY
 import pytest
 
 from launcher.cluster.hang import RankState, describe, place
-from launcher.monitor import beacon
-from launcher.monitor.beacon import FlightRecord
+from launcher.monitor import flight_recorder
+from launcher.monitor.flight_recorder import FlightRecord
 from tests.cluster.launching import launch
 
 STACK = """Thread 0x00007f1 (most recent call first):
@@ -26,10 +26,10 @@ Current thread 0x00007f2 (most recent call first):
 # Each rank begins three operations; rank 1 stays before the last, in a function of its own.
 HANGING = """
 import os, time
-from launcher.monitor import beacon
+from launcher.monitor import flight_recorder
 def next_batch():
     time.sleep(99)
-show = beacon.mine().show
+show = flight_recorder.mine().show
 for unit in range(3):
     if os.environ["RANK"] == "1" and unit == 2:
         next_batch()
@@ -69,18 +69,18 @@ def state(
 
 def test_beacon_is_read_as_it_was_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "0.beacon"
-    assert beacon.read(path) is None
-    beacon.prepare(path)
-    assert beacon.read(path) is None
-    monkeypatch.setenv(beacon.VARIABLE, str(path))
-    mine = beacon.mine()
+    assert flight_recorder.read(path) is None
+    flight_recorder.prepare(path)
+    assert flight_recorder.read(path) is None
+    monkeypatch.setenv(flight_recorder.VARIABLE, str(path))
+    mine = flight_recorder.mine()
     assert mine is not None
     mine.show("first")
     mine.show("ä" * 300)
-    sign = beacon.read(path)
+    sign = flight_recorder.read(path)
     assert sign is not None and sign.number == 2 and sign.text.startswith("ää") and 0 <= sign.since_s < 10
     mine.show("third", "ranks 0,2")
-    assert beacon.read(path) == FlightRecord(1, "third", ANY, "ranks 0,2"), (
+    assert flight_recorder.read(path) == FlightRecord(1, "third", ANY, "ranks 0,2"), (
         "each set of ranks counts for itself"
     )
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.launch_flags import launch_parser, split_argv
-from launcher.cluster import parcel
-from launcher.cluster.parcel import SyncManifest, pack
 from launcher.cluster.store import KEEP_S, SyncedCopy
+from launcher.cluster.sync_manifest import SyncManifest, pack
 from launcher.errors import ConfigError
 from tests.cluster.launching import launch
 from tests.cluster.testbed import Hosts, thorough
@@ -90,7 +89,7 @@ def test_what_cannot_be_shipped_is_named(project: Path, monkeypatch: pytest.Monk
     os.mkfifo(project / "pipe.bin")
     with pytest.raises(ConfigError, match=r"pipe\.bin is no file that can be shipped"):
         pack([str(project / "pipe.bin")], None, "/")
-    monkeypatch.setattr(parcel, "MOST_BYTES", 100)
+    monkeypatch.setattr(sync_manifest, "MOST_BYTES", 100)
     with pytest.raises(
         ConfigError, match=r"3 files of .* are too much to ship: .*; the largest: .*script.py \(\d+ bytes"
     ):

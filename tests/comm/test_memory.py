@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from launcher.comm import Mesh, Pending, all_gather, all_reduce, reduce_scatter
-from launcher.comm.board import SLOT, SLOTS
-from launcher.comm.letters import P2PChannel
-from launcher.comm.mailbox import ShmQueue
 from launcher.comm.mesh import Axis
+from launcher.comm.p2p import P2PChannel
+from launcher.comm.shm_arena import SLOT, SLOTS
+from launcher.comm.shm_queue import ShmQueue
 from launcher.errors import LauncherError
 from tests.pool import RankContext, WorkerPool
 
@@ -110,7 +110,7 @@ def test_letters(pool: WorkerPool, size: int) -> None:
 
 DYING = """
 import sys, time
-from launcher.comm.mailbox import Address, Mailbox
+from launcher.comm.shm_queue import Address, Mailbox
 mine = Mailbox(1, 2)
 mine.connect([Address(int(sys.argv[1]), int(sys.argv[2])), mine.address])
 mine.send(0, 7, 70)

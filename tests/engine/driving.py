@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.models.load import SafetensorsSource
-from launcher.offload.resting import OffloadedSlice
+from launcher.offload.offloaded import OffloadedSlice
 from tests.pool import RankContext
 from tests.zero.models import points, stack
 

@@ -53,7 +53,7 @@ def test_blocks_that_are_alike_are_traced_once(estimator: Estimator) -> None:
 
 def test_a_model_keeps_what_was_found_out(estimator: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = estimator.estimate(load(config_of(2)), WORLD, sequence=SEQUENCE)
-    monkeypatch.setattr("launcher.estimate.trace._traced", None)
+    monkeypatch.setattr("launcher.estimate.model_trace._traced", None)
     assert estimator.estimate(load(config_of(2)), WORLD, sequence=SEQUENCE) == wanted
     estimator.estimate(load(config_of(3)), 1024, sequence=SEQUENCE)
 

@@ -274,7 +274,7 @@ MUTANTS = {
         "what follows the last whole page of a tensor is written into the place of another tensor",
     ),
     "loaded-values-never-reach-the-disk": Mutant(
-        "offload/resting.py",
+        "offload/offloaded.py",
         "whole.put() if self._changed else whole.drop()",
         "whole.drop()",
         "with shards on NVMe what is loaded from a checkpoint is dropped, and the disk has the old values",

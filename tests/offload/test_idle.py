@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from launcher.offload.idle import BufferCache
+from launcher.offload.buffer_cache import BufferCache
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 

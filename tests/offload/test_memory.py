@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from launcher.offload.resting import OffloadedSlice, PrefetchWindow
+from launcher.offload.offloaded import OffloadedSlice, PrefetchWindow
 from tests.engine.driving import advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import stack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from launcher.offload.ranges import FreeRanges
+from launcher.offload.free_ranges import FreeRanges
 
 
 def test_ranges_do_not_overlap_and_come_back() -> None:

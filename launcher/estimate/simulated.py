@@ -17,11 +17,11 @@ from launcher.config import Config
 from launcher.engine.assemble import axes_of, mark_leaves, policy_of, units_of
 from launcher.engine.dtypes import special_dtypes
 from launcher.engine.offloading import open_homes
-from launcher.estimate.portion import RankPart
-from launcher.estimate.resting import OffloadedBytes, gradients_of, masters_of, on, parameters_of
+from launcher.estimate.offloaded_bytes import OffloadedBytes, gradients_of, masters_of, on, parameters_of
+from launcher.estimate.rank_part import RankPart
 from launcher.estimate.states import StateBytes
 from launcher.estimate.tiers import CountingTier
-from launcher.offload.resting import OffloadedTensor
+from launcher.offload.offloaded import OffloadedTensor
 from launcher.pipeline.schedules import schedule
 from launcher.zero.apply import lay_out
 from launcher.zero.fetch import Fetcher

@@ -16,10 +16,10 @@ from launcher.config import ActivationCheckpointingConfig, Config
 from launcher.engine.assemble import split_layers
 from launcher.engine.batches import call, loss_in
 from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes
-from launcher.estimate.hollow import FakeMode, fused_dropout
+from launcher.estimate.fake import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes
-from launcher.estimate.short import ShortModel, shortened
-from launcher.estimate.tape import BlockTrace, MemoryTrace, TraceRecorder, relative
+from launcher.estimate.memory_trace import BlockTrace, MemoryTrace, TraceRecorder, relative
+from launcher.estimate.short_model import ShortModel, shortened
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.units import ends_of, unit_modules
 from launcher.tensor.head import loss_only

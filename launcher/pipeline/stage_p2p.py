@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher.comm import Pending
 from launcher.comm.collectives import show_wait
-from launcher.comm.letters import P2PChannel
+from launcher.comm.p2p import P2PChannel
 from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, TensorShape
 from launcher.pipeline.plain import packed, unpacked

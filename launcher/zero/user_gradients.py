@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from launcher.errors import LauncherError
 from launcher.models.gradients import put_gradient, seen_gradient
-from launcher.zero.watched import WatchedLeaf
+from launcher.zero.watched_leaf import WatchedLeaf
 
 if TYPE_CHECKING:
     from launcher.zero.apply import ZeroModel

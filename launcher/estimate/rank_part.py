@@ -12,8 +12,8 @@ from launcher.comm import Axis, Mesh
 from launcher.config import Config
 from launcher.engine.assemble import split_layers
 from launcher.engine.staging import holders_of
-from launcher.estimate.short import shallow
-from launcher.estimate.trace import CPU
+from launcher.estimate.model_trace import CPU
+from launcher.estimate.short_model import shallow
 from launcher.models.units import unit_modules
 from launcher.pipeline.costs import deal, model_costs
 from launcher.pipeline.schedules import DRAINED, schedule

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from launcher.offload.resting import HostBuffers, OffloadedTensor
+from launcher.offload.offloaded import HostBuffers, OffloadedTensor
 from launcher.offload.tier import Tier, memory
 
 

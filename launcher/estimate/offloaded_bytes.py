@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from launcher.offload.homes import Placement
+from launcher.offload.placement import Placement
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 

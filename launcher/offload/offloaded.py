@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from launcher.offload.idle import BufferCache, MakeBuffer
+from launcher.offload.buffer_cache import BufferCache, MakeBuffer
 from launcher.offload.tier import Tier, buffer
 
 

@@ -11,7 +11,7 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.getters import ConfigGetters
-from launcher.engine.watch import Telemetry
+from launcher.engine.telemetry import Telemetry
 from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
