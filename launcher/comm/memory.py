@@ -1,7 +1,7 @@
 """Collectives and messages between CPU ranks of one machine: each rank reads what it needs from its peers' memory.
 
 Small tensors lie in shared memory (`shm_arena.py`): a rank that starts a collective has written its part there, and a
-rank that waits for it reads the parts of the others. Only the caller's thread is involved, and no rank waits for readers.
+rank that waits for it reads the parts of the others. Only the caller works; nobody waits for readers.
 Large ones are read where they lie (`cross_memory.py`), by a thread for gathers and one for reductions, while the main
 thread computes. Messages (`shm_queue.py`) say where data lies and that it was read:
 

@@ -97,7 +97,7 @@ def test_values_and_arguments_arrive_as_they_are_and_are_not_seen(hosts: Hosts, 
     (tmp_path / "seen").touch()
     assert ended(process, time.monotonic(), limit_s=20).code == 0
     assert [json.loads(path.read_text()) for path in told] == [[AWKWARD + "key", [AWKWARD]]] * 2
-    assert "arrive" not in shown and "key" not in shown.replace("test_key", "")
+    assert "bootstrap" not in shown and "key" not in shown.replace("test_key", "")
 
 
 @thorough

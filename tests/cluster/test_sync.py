@@ -89,7 +89,7 @@ def test_what_cannot_be_shipped_is_named(project: Path, monkeypatch: pytest.Monk
     os.mkfifo(project / "pipe.bin")
     with pytest.raises(ConfigError, match=r"pipe\.bin is no file that can be shipped"):
         pack([str(project / "pipe.bin")], None, "/")
-    monkeypatch.setattr(sync_manifest, "MOST_BYTES", 100)
+    monkeypatch.setattr("launcher.cluster.sync_manifest.MOST_BYTES", 100)
     with pytest.raises(
         ConfigError, match=r"3 files of .* are too much to ship: .*; the largest: .*script.py \(\d+ bytes"
     ):
