@@ -18,7 +18,7 @@ from rich.console import Console
 from launcher import owner
 from launcher.cluster.secret import without_secrets
 from launcher.comm import init_distributed, pick_device
-from launcher.comm.plain import told_by_first
+from launcher.comm.plain import broadcast_from_first
 from launcher.config import Config, load
 from launcher.config.complete import complete, flags_for_json, micro_batch_of
 from launcher.config.ranks import mesh_lines
@@ -98,7 +98,7 @@ class Run:
                     self.ownership = owner.take(self.output_dir, "", self.say)
             except ConfigError as error:
                 problem = error.what, error.where, error.fix
-        if (told := told_by_first(problem)) is not None:
+        if (told := broadcast_from_first(problem)) is not None:
             what, where, fix = told
             raise ConfigError(what, where=where, fix=fix)
 
@@ -126,7 +126,7 @@ class Run:
         """Print a line, once for all ranks."""
         self.console.print(text, highlight=False, markup=False)
 
-    def told_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether some rank was told to end, so that all save a checkpoint first. Every rank must call it."""
         if "LAUNCHER_TERM_GRACE" not in os.environ:
             return False

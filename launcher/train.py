@@ -140,7 +140,7 @@ class Training:
                     progress.update(metrics.write(**record))
                 if self._due(self.run.args.save_every):
                     self.save()
-                if self.run.told_to_stop():
+                if self.run.stop_requested():
                     saved = self.save()
                     how = "saved after" if saved else "stopped, and not saved, after"
                     progress.message(f"SIGTERM: {how} step {self.engine.global_steps}")

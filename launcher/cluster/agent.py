@@ -138,7 +138,7 @@ class Agent:
             case "signal" if self._ranks is not None:
                 processes.signal_all(self._ranks.pids, message["number"])
             case "stacks" if self._ranks is not None:
-                self._ranks.ask_for_stacks()
+                self._ranks.request_stacks()
                 self._stacks_due = time.monotonic() + STACKS_S
             case "resize" if self._ranks is not None:
                 self._ranks.resize(message["rows"], message["columns"])

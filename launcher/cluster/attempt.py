@@ -99,7 +99,7 @@ class Attempt:
         signals: Signals,
     ) -> None:
         self.crew, self.shares, self.speech, self.patience = crew, shares, speech, patience
-        self.signals, self.screen, self.log_dir = signals, ConsoleWriter(speech.shown), shares[0].log_dir
+        self.signals, self.console, self.log_dir = signals, ConsoleWriter(speech.shown), shares[0].log_dir
         self.causes: list[EndCause] = []
         self._stalled: dict[Node, float] = {}
         self._hurried = False
@@ -110,7 +110,7 @@ class Attempt:
 
     def run(self) -> tuple[RunOutcome, EndCause | None]:
         """Start all ranks and wait for their end; the cause is None unless something failed."""
-        size = self.screen.size if self.shares[0].shown else None
+        size = self.console.size if self.shares[0].shown else None
         number = None
         try:
             for node in self.crew.nodes:
@@ -150,7 +150,7 @@ class Attempt:
         """Until every node has ended well, or one has not."""
         failing = False
         while any(node.running for node in self.crew.nodes) and not (failing or self.causes):
-            self.screen.settle()
+            self.console.flush()
             for node, message in self.crew.events():
                 failing = failing or message["is"] == "failing"
                 self._take(node, message)
@@ -160,8 +160,8 @@ class Attempt:
             ]
             if self.patience.hang_s and stalled and min(stalled) >= self.patience.hang_s:
                 self.causes.append(self._hang())
-            if size is not None and self.screen.size not in (None, size):
-                size = self.screen.size or size
+            if size is not None and self.console.size not in (None, size):
+                size = self.console.size or size
                 self.crew.nodes[0].send("resize", rows=size[0], columns=size[1])
         return size
 
@@ -179,7 +179,7 @@ class Attempt:
             case "output":
                 data = bytes_of(message["text"])
                 # A node sends so much and no more before it hears that this is on the screen.
-                self.screen.show(message["rank"], data, lambda: node.send("shown", size=len(data)))
+                self.console.show(message["rank"], data, lambda: node.send("shown", size=len(data)))
             case "over":
                 self._over.add(node)
             case "refused":
@@ -215,7 +215,7 @@ class Attempt:
             and time.monotonic() < until
             and len(self.signals.numbers) < 2
         ):
-            self.screen.settle()
+            self.console.flush()
             for node, message in self.crew.events():
                 self._take(node, message)
 
@@ -263,7 +263,7 @@ class Attempt:
         # Nodes that have missed heartbeats already are probably gone, too: where this machine is cut off, all are.
         doubtful = [node for node in running if began - node.heard > 2.5 * self.crew.limits.beat_s]
         while self._waits_for(running, patient=patient and not self._hurried, deadline=deadline):
-            self.screen.settle()
+            self.console.flush()
             for node, message in self.crew.events():
                 self._take(node, message)
             if time.monotonic() - began > DOUBTFUL_S:
@@ -292,13 +292,13 @@ class Attempt:
 
     def _show_the_rest(self, *, patient: bool) -> None:
         """Wait until all is printed, for a moment only where the user wants to leave."""
-        self.screen.finish()
+        self.console.finish()
         until = time.monotonic() + (float("inf") if patient else LAST_OUTPUT_S)
         asked = len(self.signals.numbers)
-        while not self.screen.finished and time.monotonic() < until and len(self.signals.numbers) == asked:
+        while not self.console.finished and time.monotonic() < until and len(self.signals.numbers) == asked:
             for _ in self.crew.events():
                 pass
-        self.screen.settle()
+        self.console.flush()
 
     def _told(self, unclean: list[Node]) -> str:
         if not unclean:

@@ -50,7 +50,7 @@ class ConsoleWriter:
         text = b"".join(name + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in lines)
         self._write(text, then)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Tell what has been printed.
 
         Raises:

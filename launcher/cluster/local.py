@@ -113,7 +113,7 @@ class LocalRanks:
         )
         return min((sign.since_s for sign in signs if sign is not None), default=None)
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Every rank writes where its threads are; `states` reads it a moment later."""
         processes.signal_all(self.pids, rank.SHOW_STACKS)
 

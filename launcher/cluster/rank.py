@@ -31,7 +31,7 @@ EXIT_ALLOWANCE_S = 3  # a failed rank that hangs in its threads or exit handlers
 
 def main() -> None:
     kind, name, *arguments = sys.argv[1:]
-    die_with_the_launcher()
+    die_with_launcher()
     os.dup2(1, 2)
     bind_cores()
     if kind == "program":
@@ -122,7 +122,7 @@ def flush(file: io.IOBase | TextIO) -> None:
         file.flush()
 
 
-def die_with_the_launcher() -> None:
+def die_with_launcher() -> None:
     """Ask the kernel to kill this rank when the launcher dies, however it dies (Linux only)."""
     launcher = int(os.environ["LAUNCHER_PID"])
     if sys.platform == "linux":

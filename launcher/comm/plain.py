@@ -35,7 +35,7 @@ def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any
     return [unpacked(content[: int(size)]) for content, size in zip(every, sizes, strict=True)]
 
 
-def told_by_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """What the first rank of the group passes; the others' values are not read. Collective."""
     first, device = dist.get_rank(group) == 0, _get_object_coll_device(group)
     content = packed(value).to(device) if first else None

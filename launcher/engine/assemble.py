@@ -41,7 +41,7 @@ from launcher.errors import ArgumentsError, ConfigError, LauncherError
 from launcher.models.initialize import initializer
 from launcher.models.initialize_plan import plan_of
 from launcher.models.units import ends_of, unit_modules
-from launcher.monitor.memory import hand_back_freed
+from launcher.monitor.memory import trim_malloc
 from launcher.monitor.processors import warn_of_slow_products
 from launcher.offload.placement import Placements
 from launcher.optim.build import choose
@@ -193,7 +193,7 @@ def initialize(
     )
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
-    hand_back_freed()  # what the parameters took before they were laid out
+    trim_malloc()  # what the parameters took before they were laid out
     return engine, stepper, loader, scheduler
 
 

@@ -120,7 +120,7 @@ def clip_step(engine: Engine, slots: set[ParamSlot], limit: float, norm_type: fl
     if engine.managed_gradient_accumulation() and not engine.is_gradient_accumulation_boundary():
         _tell_of_microbatches(engine.mesh.rank)
         return engine.get_global_grad_norm() or 0.0
-    engine.zero.reducer.settle()
+    engine.zero.reducer.flush()
     norm = engine.clipping.measure(engine)
     engine.clipping.ask(limit)
     return norm

@@ -26,8 +26,8 @@ from launcher.engine.describe import state_lines
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.evaluating import losses_and_outputs, reduced
 from launcher.engine.finite import (
+    can_step_in_backward,
     check_scales,
-    may_step_early,
     skips_overflow,
     tell_overflow,
 )
@@ -98,12 +98,12 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
         self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
         self.inputs = SameInputs(mesh.axes["tp"], mesh.device)
         if runtime is None and self.inputs.active:  # also where a script calls the module itself
-            zero.hooks.until_removed(self.inputs.follow(self.module))
+            zero.hooks.add_removable(self.inputs.follow(self.module))
         if optimizer is not None:
             optimizer.engine = weakref.ref(self)
         self.saver = Saver(config.checkpoint, mesh.rank)
         self.watch = Telemetry(config, mesh, monitor or Monitor(), checkpointer)
-        weakref.finalize(self, self.watch.last_words)
+        weakref.finalize(self, self.watch.flush_on_exit)
         self.monitor, self.timers = self.watch.monitor, self.watch.timers
         self.curriculum = Curriculum.of(config.data_efficiency)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -220,7 +220,7 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
         if boundary:
             with self.watch.phase("step", self):
                 self.zero.edits.take_over()
-                self.zero.reducer.settle()
+                self.zero.reducer.flush()
                 self._optimizer_step(lr_kwargs or {})
             self.watch.after_step(self)
         self._microbatches = 0 if boundary else self._microbatches + 1
@@ -236,8 +236,8 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
 
     def _announce_boundary(self) -> None:
         self.zero.reducer.boundary = self.is_gradient_accumulation_boundary()
-        optimizer = self.optimizer if self._step_follows and may_step_early(self) else None
-        self.zero.reducer.taker = (
+        optimizer = self.optimizer if self._step_follows and can_step_in_backward(self) else None
+        self.zero.reducer.listener = (
             None if optimizer is None else OptimizerInBackward(optimizer, lambda: 1 / self.gradient_divisor())
         )
         watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
@@ -382,7 +382,7 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
         with self.no_sync():
             yield
         self.zero.reducer.boundary = True
-        self.zero.reducer.settle()
+        self.zero.reducer.flush()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Nothing is left to do: gradients are reduced while backward goes on, and all have been when step() begins."""
@@ -393,7 +393,7 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
     def abandon_step(self) -> None:
         """Forget the microbatches since the last optimizer step."""
         if self.optimizer is not None:
-            self.optimizer.forget_early()
+            self.optimizer.forget_in_backward()
         self.zero.zero_grad()
         self.watch.forget()
         self.blame.forget()
@@ -546,7 +546,7 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters and idle buffers."""
-        self.zero.free_gathered()
+        self.zero.reshard_all()
 
     def destroy(self) -> None:
         """Wait for a save in the background, close monitors, take hooks off, free buffers, delete what rests on NVMe,
@@ -557,7 +557,7 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
             self._gc()
         self.watch.close()
         self.zero.hooks.remove()
-        self.zero.free_gathered()
+        self.zero.reshard_all()
         self.zero.homes.close()
 
     def __getattr__(self, name: str) -> Any:

@@ -26,7 +26,7 @@ def clip_factor(norm: float, limit: float) -> float:
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 
-def may_step_early(engine: Engine) -> bool:
+def can_step_in_backward(engine: Engine) -> bool:
     """Whether a buffer can be stepped before all gradients are there: its gradient is whole after its reduction over
     dp, and nothing about the others changes its step."""
     config, zero = engine._config, engine.zero

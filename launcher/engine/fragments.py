@@ -180,8 +180,8 @@ def _state(place: _ParamFragment, key: str) -> Iterator[Tensor | None]:
     states = place.engine.optimizer.state_slices().get(place.slot.name, {})
     value = states.get(key)
     if isinstance(value, OffloadedSlice):
-        yield value.here()
-        value.of.put()
+        yield value.load()
+        value.of.write_back()
     else:
         yield value
 
@@ -189,7 +189,7 @@ def _state(place: _ParamFragment, key: str) -> Iterator[Tensor | None]:
 @contextmanager
 def _gradient(place: _ParamFragment) -> Iterator[Tensor | None]:
     gradient = place.gradient
-    gradient.look_again()
+    gradient.sync_with_leaves()
     yield gradient.owned[place.at] if gradient.kept else None
     if gradient.kept:
         gradient.rest()

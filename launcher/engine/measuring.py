@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from launcher.comm import Mesh
-from launcher.comm.plain import told_by_first
+from launcher.comm.plain import broadcast_from_first
 from launcher.config import Config
 from launcher.engine.batches import cast, to_device
 from launcher.engine.dtypes import DTYPES, autocast_dtype, special_dtypes
@@ -127,5 +127,5 @@ def _told_by_rank_0(measured: Callable[[], T], mesh: Mesh) -> T:
         except Exception as error:
             error.add_note(f'while "{WHERE}": "{METHOD}" measured; "best" and "parameters" measure nothing')
             raise
-    found: T = told_by_first(told) if mesh.world_size > 1 else told
+    found: T = broadcast_from_first(told) if mesh.world_size > 1 else told
     return found

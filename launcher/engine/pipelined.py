@@ -99,7 +99,7 @@ class EngineExecutor:
 
     def update(self, needed: Collection[int]) -> None:
         engine = self.engine
-        _settle(engine)
+        _flush_gradients(engine)
         with engine.watch.phase("step", engine):
             engine.step_weights({self.first + version for version in needed})
             engine.zero.zero_grad()
@@ -121,7 +121,7 @@ def train(
     with _gathering(engine):
         try:
             losses = engine.runtime.run(batches, EngineExecutor(engine, weights), training=True)
-            _settle(engine)
+            _flush_gradients(engine)
         finally:
             engine.zero.reducer.sync = True
             if engine.versions is not None:
@@ -167,12 +167,12 @@ def _shared(
     return shared
 
 
-def _settle(engine: Engine) -> None:
+def _flush_gradients(engine: Engine) -> None:
     """Reduce what the last backward has not."""
     reducer = engine.zero.reducer
     if not reducer.sync:
         reducer.boundary = True
-        reducer.settle()
+        reducer.flush()
         reducer.sync = True
 
 

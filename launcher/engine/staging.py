@@ -51,7 +51,7 @@ def row_in(model: nn.Module, config: Config) -> tuple[PipelineModule | None, Con
             raise ConfigError(
                 f"{key} does not go with a row of layers in stages", where=config.where(key), fix=fix
             )
-    model.settle(config.pipeline)
+    model.configure(config.pipeline)
     return model, config
 
 

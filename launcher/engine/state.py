@@ -74,7 +74,7 @@ def load_state(
         engine, path, meta,
         strict=strict, optimizer=stepper is not None, scheduler=scheduler, allow_model_changes=allow_model_changes,
     )  # fmt: skip
-    engine.zero.free_gathered()
+    engine.zero.reshard_all()
     engine.abandon_step()
     with in_turn(changed=True) as window:
         tensors: Tensors = {
@@ -110,7 +110,7 @@ def _flat_slice(
     place, firsts_only = (piece.split, piece.start, piece.stop), not engine.saver.node_local
     if isinstance(data, Tensor):
         return FlatSlice(data, *place, firsts_only=firsts_only)
-    get = partial(window.here, data)
+    get = partial(window.load, data)
     return FlatSlice.lazily(get, *place, dtype=data.of.dtype, device=data.of.device, firsts_only=firsts_only)
 
 

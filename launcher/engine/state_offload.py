@@ -27,18 +27,18 @@ def _optimizer_states(engine: Engine) -> Iterator[Tensor]:
 
 
 def _masters(engine: Engine) -> Iterator[Tensor]:
-    yield from (flat.master for flat in engine.zero.flats if flat.own_master and not flat.moves)
+    yield from (flat.master for flat in engine.zero.flats if flat.own_master and not flat.is_offloaded)
 
 
 def _parameters(engine: Engine) -> Iterator[Tensor]:
     for flat in engine.zero.flats:
-        if not flat.moves:
+        if not flat.is_offloaded:
             yield from (part for part in (flat.shard, flat.full, flat.second) if part is not None)
 
 
 def _gradients(engine: Engine) -> Iterator[Tensor]:
     for gradient in engine.zero.gradients:
-        if gradient.held_bytes and not gradient.moves:
+        if gradient.held_bytes and not gradient.is_offloaded:
             yield gradient.owned
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from launcher.comm import Mesh, Timing, all_reduce, observe_collectives
 from launcher.comm.log import read_log, start_log, stop_log
-from launcher.comm.plain import told_by_first
+from launcher.comm.plain import broadcast_from_first
 from launcher.config import Config
 from launcher.engine.flops import StepProfiler
 from launcher.errors import ConfigError
@@ -109,7 +109,7 @@ class Telemetry:
         every = engine.steps_per_print()
         if not every or engine.global_steps % every or self._mesh.rank > 0:
             return
-        self.last_words()
+        self.flush_on_exit()
         if not engine.quiet:
             counts = f"step={engine.global_steps}, skipped={engine.skipped_steps}"
             say(f"{counts}, lr={engine.get_lr()}, mom={engine.get_mom()}")
@@ -133,7 +133,7 @@ class Telemetry:
             speed = f"iter time (s): {seconds:.3f} samples/sec: {engine.train_batch_size() / seconds:.3f}"
             say(f"steps: {engine.global_steps} loss: {loss:.4f} {speed}")
 
-    def last_words(self) -> None:
+    def flush_on_exit(self) -> None:
         """Print the times of checkpointed blocks that no step has printed."""
         if self._checkpointer is not None and self._mesh.rank == 0:
             self._checkpointer.print_profile()
@@ -193,7 +193,7 @@ class Telemetry:
 
     def close(self) -> None:
         """End the monitors and the log of collectives."""
-        self.last_words()
+        self.flush_on_exit()
         self.monitor.close()
         if self._logs:
             stop_log()
@@ -226,7 +226,7 @@ def open_monitor(config: Config, mesh: Mesh) -> Monitor:
             writers = open_writers(sections)
         except ConfigError as error:
             problem = (error.what, error.where, error.fix)
-    if (told := told_by_first(problem) if mesh.world_size > 1 else problem) is not None:
+    if (told := broadcast_from_first(problem) if mesh.world_size > 1 else problem) is not None:
         what, where, fix = told
         raise ConfigError(what, where=where, fix=fix)
     return Monitor(writers, enabled=True)

@@ -93,14 +93,14 @@ class ScriptedStep:
         rank.fetcher.end()
         if not rank.reducer.sync:
             rank.reducer.boundary = True
-            rank.reducer.settle()
+            rank.reducer.flush()
             rank.reducer.sync = True
         self._enter(PHASES[2])
         rank.live = 0
         rank.restart()
         rank.step()
         self._enter(PHASES[2])
-        rank.settle()
+        rank.finish_step()
 
     # ---- actions ----------------------------------------------------------------------------
 

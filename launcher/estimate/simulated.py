@@ -205,15 +205,15 @@ class SimulatedRank:
                 self._fetch(following)
             self._fetch(gradient)
             for state in self._resting[gradient]:
-                state.here()
-            gradient.flat.values().here()
+                state.load()
+            gradient.flat.values().load()
             share = gradient.owned
             for state in self._resting[gradient]:
-                state.put()
+                state.write_back()
             del share
             gradient.rest(changed=False)
             gradient.flat.publish()
-        self.homes.buffers.settle()
+        self.homes.buffers.wait_for_writes()
 
     def _fetch(self, gradient: FlatGradient) -> None:
         gradient.flat.fetch(master=True)
@@ -231,11 +231,11 @@ class SimulatedRank:
             for key, dtype in states.dtypes(gradient).items()
         ]
         for one in made:
-            one.fresh()
-            one.put()
+            one.allocate()
+            one.write_back()
         return made
 
-    def settle(self) -> None:
+    def finish_step(self) -> None:
         """A step is over: what is alive now is alive between steps."""
         for gradient in self.gradients:
             gradient.zero()

@@ -41,7 +41,7 @@ def current_memory_bytes(device: torch.device | str = "cpu") -> int:
     return psutil.Process().memory_info().rss
 
 
-def hand_back_freed() -> None:
+def trim_malloc() -> None:
     """Have malloc give freed memory back to the system, which it keeps for later where that lies between blocks in use.
     Nothing happens where the C library is not glibc."""
     if (trim := _malloc_trim()) is not None:

@@ -46,16 +46,16 @@ class HostBuffers:
         """A tensor is being written: the oldest ones are waited for until what is on its way is allowed to be."""
         self._queue.append(resting)
         while len(self._queue) > self.leaving:
-            self._queue[0].settle()
+            self._queue[0].wait_for_writes()
 
     def left(self, resting: OffloadedTensor) -> None:
         """It is not on its way any more."""
         self._queue.remove(resting)
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait for all that is being written."""
         while self._queue:
-            self._queue[0].settle()
+            self._queue[0].wait_for_writes()
 
 
 class OffloadedTensor:
@@ -83,7 +83,7 @@ class OffloadedTensor:
         self.written = False  # the tier has it
 
     @property
-    def moves(self) -> bool:
+    def is_offloaded(self) -> bool:
         """It is not always in memory."""
         return self.tier is not None
 
@@ -112,8 +112,8 @@ class OffloadedTensor:
             self._tensor = self._buffers.idle.take(self.numel, self.dtype)
             self._coming = self.tier.read(self.key, self._tensor)
 
-    def here(self) -> Tensor:
-        """Its values, in memory until `put` or `drop`."""
+    def load(self) -> Tensor:
+        """Its values, in memory until `write_back` or `discard`."""
         self.fetch()
         if self._coming is not None:
             self._coming.result()
@@ -125,28 +125,28 @@ class OffloadedTensor:
         assert self._tensor is not None
         return self._tensor
 
-    def fresh(self) -> Tensor:
+    def allocate(self) -> Tensor:
         """Memory for new values, in place of those that it has."""
         if self._tensor is None:
             self._tensor = self._buffers.idle.take(self.numel, self.dtype)
             return self._tensor
-        return self.here()
+        return self.load()
 
-    def put(self) -> None:
+    def write_back(self) -> None:
         """Start writing its values; its memory is given back when that is done."""
         if self.tier is None or self._tensor is None or self._leaving is not None:
             return
-        self._leaving = self.tier.write(self.key, self.here())
+        self._leaving = self.tier.write(self.key, self.load())
         self.written = True
         self._buffers.leave(self)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Its values have not changed since they were read, or nobody needs them: give its memory back."""
         if self.tier is None or self._tensor is None or self._leaving is not None:
             return
-        self._give_back(self.here())
+        self._give_back(self.load())
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait until it is away, if it is leaving."""
         if self._leaving is None:
             return
@@ -172,9 +172,9 @@ class OffloadedSlice:
     def numel(self) -> int:
         return int(self.span.stop - self.span.start)
 
-    def here(self) -> Tensor:
+    def load(self) -> Tensor:
         """[numel], in memory until the whole is let go of."""
-        return self.of.here()[self.span]
+        return self.of.load()[self.span]
 
     def part(self, start: int, stop: int) -> OffloadedSlice:
         """Elements [start, stop) of it."""
@@ -194,18 +194,18 @@ class PrefetchWindow:
         self._changed = changed
         self._open: dict[OffloadedTensor, None] = {}  # by last use
 
-    def here(self, part: OffloadedSlice) -> Tensor:
+    def load(self, part: OffloadedSlice) -> Tensor:
         """[numel]; good until the next call."""
         whole = part.of
-        if not whole.moves:
-            return part.here()
+        if not whole.is_offloaded:
+            return part.load()
         self._open.pop(whole, None)
         while len(self._open) >= self.MOST:
             self._let_go(next(iter(self._open)))
         self._open[whole] = None
         if self._changed and not whole.has_values:
-            whole.fresh().zero_()
-        return part.here()
+            whole.allocate().zero_()
+        return part.load()
 
     def close(self) -> None:
         """Let go of all."""
@@ -214,7 +214,7 @@ class PrefetchWindow:
 
     def _let_go(self, whole: OffloadedTensor) -> None:
         del self._open[whole]
-        whole.put() if self._changed else whole.drop()
+        whole.write_back() if self._changed else whole.discard()
 
 
 @contextmanager

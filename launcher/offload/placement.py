@@ -115,7 +115,7 @@ class Placements:
 
     def close(self) -> None:
         """Delete what rests in tiers."""
-        self.buffers.settle()
+        self.buffers.wait_for_writes()
         for tier in self.tiers:
             tier.close()
 

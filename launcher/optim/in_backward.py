@@ -28,7 +28,7 @@ class OptimizerInBackward:
         self.optimizer, self.scale = optimizer, scale
         self._expected: set[FlatGradient] = set()
 
-    def expect(self, gradient: FlatGradient) -> None:
+    def on_reduce_start(self, gradient: FlatGradient) -> None:
         """Its reduction has started: read what its step needs, if that comes from somewhere.
 
         Parameters that another rank may have used and this one has not are left to the step. So is what is not
@@ -36,14 +36,14 @@ class OptimizerInBackward:
         """
         state, flat = self.optimizer.states[gradient], gradient.flat
         own = flat.sharded or flat.axis.degree == 1
-        if state.moves and own and all(slot.used for slot in flat.slots):
+        if state.is_offloaded and own and all(slot.used for slot in flat.slots):
             state.fetch()
             self._expected.add(gradient)
 
-    def take(self, gradient: FlatGradient) -> bool:
+    def on_reduced(self, gradient: FlatGradient) -> bool:
         """It is reduced; gives whether it was stepped, and is not needed any more."""
         if gradient not in self._expected:
             return False
         self._expected.remove(gradient)
-        self.optimizer.step_early(gradient, self.scale())
+        self.optimizer.step_in_backward(gradient, self.scale())
         return True

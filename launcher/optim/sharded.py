@@ -79,7 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.zero, self.sub_group_size, self._state_dtype = zero, sub_group_size, state_dtype
         self.tensors: dict[str, nn.Parameter] = {}
         for flat in [gradient.flat for gradient in zero.gradients]:
-            if not flat.moves:
+            if not flat.is_offloaded:
                 self.tensors |= {piece.name: nn.Parameter(piece.data) for piece in flat.slices()}
                 continue
             # what is not in memory is its shape only, for those that make states of that at once
@@ -180,14 +180,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             travelling.wait()
 
     @torch.no_grad()
-    def step_early(self, gradient: FlatGradient, scale: float) -> None:
+    def step_in_backward(self, gradient: FlatGradient, scale: float) -> None:
         """Step one buffer now, of those that need no collective; the next `step` leaves it out."""
         squares = gradient.squares() if self.zero.policy.compute_norm else None
         self._step_batch([gradient], scale, one_pass.rule_of(self.inner))
         gradient.spend(squares)
         self.early.add(gradient)
 
-    def forget_early(self) -> None:
+    def forget_in_backward(self) -> None:
         """The step that these were part of will not come."""
         if self.early:
             names = ", ".join(sorted(gradient.flat.name for gradient in self.early))

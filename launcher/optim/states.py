@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from launcher.monitor.memory import hand_back_freed
+from launcher.monitor.memory import trim_malloc
 from launcher.offload.offloaded import OffloadedSlice, OffloadedTensor
 from launcher.offload.tier import memory
 from launcher.zero import ParamSlice
@@ -32,7 +32,7 @@ class FlatState:
         self, gradient: FlatGradient, tensors: Mapping[str, nn.Parameter], state: dict[Tensor, Any]
     ) -> None:
         self.gradient, self.flat, self.tensors, self._state = gradient, gradient.flat, tensors, state
-        self.moves = self.flat.optim_home.tier is not None or self.flat.moves
+        self.is_offloaded = self.flat.optim_home.tier is not None or self.flat.is_offloaded
         self.shown = True
         self._resting: dict[str, OffloadedTensor] = {}
         first = self.flat.owned.start
@@ -49,7 +49,7 @@ class FlatState:
 
     def fetch(self) -> None:
         """Start bringing everything in that a step needs."""
-        if not self.moves:
+        if not self.is_offloaded:
             return
         self.flat.fetch(master=True)
         self.gradient.fetch()
@@ -65,14 +65,14 @@ class FlatState:
             tensor = self.tensors[piece.name]
             tensor.data = piece.data
             for key in self._keys(tensor):
-                self._state[tensor][key] = self._resting[key].here()[self._places[piece.name]]
+                self._state[tensor][key] = self._resting[key].load()[self._places[piece.name]]
         self.shown = True
         return pieces
 
     def zeros(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
         """A new state of a parameter, in the memory that goes where it rests."""
         place = self._places[name]
-        if not self.moves:
+        if not self.is_offloaded:
             return memory(place.stop - place.start, dtype, self.flat.optim_home.device).zero_()
         return self._place_of(key, dtype)[place].zero_()
 
@@ -87,7 +87,7 @@ class FlatState:
     def start(self, name: str, key: str, dtype: torch.dtype) -> Tensor | OffloadedSlice:
         """Zeros to be filled, as a state of a parameter: a tensor, or a part of one that rests."""
         tensor, place = self.tensors[name], self._places[name]
-        if not self.moves:
+        if not self.is_offloaded:
             self._state[tensor][key] = self.zeros(name, key, dtype)
             return cast(Tensor, self._state[tensor][key])
         self._state[tensor][key] = self._empty.to(dtype)
@@ -95,7 +95,7 @@ class FlatState:
 
     def hide(self) -> None:
         """Take them away again, changed; weights and gradient are let go of by those who have them."""
-        if not self.moves:
+        if not self.is_offloaded:
             return
         copied = False
         for name, place in self._places.items():
@@ -105,9 +105,9 @@ class FlatState:
                     copied |= self._take(key, value, tensor, place)
             tensor.data = self._empty
         if copied:
-            hand_back_freed()  # or what optimizers make for all buffers, one after the other, stays in malloc's hands
+            trim_malloc()  # or what optimizers make for all buffers, one after the other, stays in malloc's hands
         for one in self._resting.values():
-            one.put()
+            one.write_back()
         self.shown = False
 
     # ---- inside -----------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class FlatState:
     def _place_of(self, key: str, dtype: torch.dtype) -> Tensor:
         """[owned range] of a state; zeros when it is new."""
         one = self._resting_of(key, dtype)
-        return one.here() if one.has_values else one.fresh().zero_()
+        return one.load() if one.has_values else one.allocate().zero_()
 
     def _resting_of(self, key: str, dtype: torch.dtype) -> OffloadedTensor:
         if key not in self._resting:

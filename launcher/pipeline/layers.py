@@ -125,7 +125,7 @@ class PipelineModule(nn.Module):
         """What was given."""
         return self._topology
 
-    def settle(self, section: PipelineConfig) -> None:
+    def configure(self, section: PipelineConfig) -> None:
         """Keys that the JSON writes come before arguments; its stages are `Config.with_stages`' business."""
         if "partition" in section.model_fields_set:
             self.partition_method = section.partition

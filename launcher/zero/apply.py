@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Axis, all_reduce
 from launcher.errors import ElsewhereError, LauncherError
-from launcher.monitor.memory import hand_back_freed
+from launcher.monitor.memory import trim_malloc
 from launcher.offload.placement import Placements
 from launcher.tensor.assemble import whole
 from launcher.tensor.split import Split
@@ -36,7 +36,12 @@ from launcher.zero.shared import sum_over_stages, sum_partial, use_over_stages
 from launcher.zero.slot import ParamSlice, ParamSlot
 from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource
 from launcher.zero.unit import Unit
-from launcher.zero.user_gradients import ClaimedLeaves, follow_torch, refuse_uneven_discard, tell_once
+from launcher.zero.user_gradients import (
+    ClaimedLeaves,
+    follow_torch,
+    refuse_uneven_discard,
+    warn_of_discard_once,
+)
 
 _NO_SPLITS: Mapping[str, Split] = MappingProxyType({})
 _ALONE: Mapping[str, Axis] = MappingProxyType({})
@@ -90,15 +95,15 @@ class ZeroModel:
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
         hidden = [slot.leaf for g in self.gradients if not g.shows for slot in g.flat.slots]
         watched = [slot.leaf for flat in self.flats if flat.own_master for slot in flat.slots]
-        self.hooks.until_removed(ClaimedLeaves(hidden, watched))
+        self.hooks.add_removable(ClaimedLeaves(hidden, watched))
         self.edits = ParameterEdits(self.flats)
         follow_torch(live_models)
         self.serial: int = max((model.serial for model in _live), default=0) + 1
         _live.add(self)
         self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
-        self.checks = self.hooks.until_removed(StepChecks(self)) if policy.checks else None
+        self.checks = self.hooks.add_removable(StepChecks(self)) if policy.checks else None
         if policy.apply_gathers and any(unit.sharded for unit in units):
-            self.hooks.until_removed(GatheringApply(self))
+            self.hooks.add_removable(GatheringApply(self))
 
     # ---- slices -----------------------------------------------------------------------------
 
@@ -146,7 +151,7 @@ class ZeroModel:
             check_copies(self.gradients, self.axis, self.tp)
             self._copies_checked = True
         for gradient in self.gradients:
-            gradient.look_again()
+            gradient.sync_with_leaves()
         sum_partial(self.gradients, self.tp, self.pool.device)
         sum_over_stages(self.gradients)
         if self.checks is not None:
@@ -201,7 +206,7 @@ class ZeroModel:
         if not slots:
             return
         if not self.reducer.boundary and any(gradient.kept for gradient in self.gradients):
-            tell_once(self.axis.rank)
+            warn_of_discard_once(self.axis.rank)
         if (
             torch._C._current_graph_task_id() == -1
         ):  # else a hook of the user's calls, and the backward goes on
@@ -232,11 +237,11 @@ class ZeroModel:
         """
         slots = self._slots_of(parameters)
         units = list(dict.fromkeys(self._unit_of[slot] for slot in slots if slot.flat.sharded))
-        opened = [unit for unit in units if not unit.gathered]
+        opened = [unit for unit in units if not unit.is_unsharded]
         for unit in opened:
-            unit.gather_start("gather")
+            unit.unshard("gather")
         for unit in opened:
-            unit.gather_wait()
+            unit.wait_for_unshard()
             unit.held = True
         try:
             yield
@@ -246,7 +251,7 @@ class ZeroModel:
         finally:
             for unit in opened:
                 unit.held = False
-                self.fetcher.free(unit)
+                self.fetcher.reshard(unit)
 
     def _slots_of(self, parameters: Iterable[Tensor] | None) -> list[ParamSlot]:
         if parameters is None:
@@ -303,11 +308,11 @@ class ZeroModel:
             "gradients": sum(g.held_bytes for g in self.gradients),
         }
 
-    def free_gathered(self) -> None:
+    def reshard_all(self) -> None:
         """Free every gathered parameter, and the idle buffers."""
         self.fetcher.end()
         for unit in self.units:
-            unit.free()
+            unit.reshard()
         self.pool.clear()
 
 
@@ -352,7 +357,7 @@ def apply(
                 flat.fill(read, from_rank_zero=isinstance(source, ModelValues))
         units.append(unit)
         if homes.one_memory:
-            hand_back_freed()  # what the values took before
+            trim_malloc()  # what the values took before
     if isinstance(source, MadeOnMeta):
         source.make_buffers(device)
     for owner in module.modules():
@@ -421,14 +426,14 @@ def release(model: nn.Module) -> None:
         )
     for zero in earlier:
         zero.hooks.remove()
-        zero.free_gathered()
+        zero.reshard_all()
         _live.discard(zero)
     dealer = Partitioner()
     for flat in dict.fromkeys(slot.flat for slot in slots):
-        flat.gather_start("gather")
-        flat.gather_wait()
+        flat.unshard("gather")
+        flat.wait_for_unshard()
         dealt = [(slot, dealer.handle(slot.leaf, slot.name)) for slot in flat.slots]
-        flat.free()
+        flat.reshard()
         for slot, handle in dealt:
             slot.show(handle)
     for zero in earlier:

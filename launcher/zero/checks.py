@@ -81,7 +81,7 @@ class StepChecks:
         copies, shard, tp = {}, self.zero.axes.shard, self.zero.tp
         part = f" of tp rank {tp.rank}" if tp.degree > 1 else ""
         for flat in self.zero.flats:
-            values = flat.values().here()
+            values = flat.values().load()
             if not flat.sharded and flat.full is not None:
                 copies[f"unit {flat.name}{part}"] = _checksum(flat.full)
             elif self.zero.axes.replicate.degree > 1:

@@ -47,7 +47,7 @@ class Fetcher:
         self._mode = Following.RECORDING
         self._with_grad = False
         self._active = False
-        self.gathered: dict[Unit, None] = {}  # in order of gathering
+        self.unsharded: dict[Unit, None] = {}  # in order of gathering
         self.keeps = False  # gather once and free nothing: many forwards and backwards come
 
     # ---- one iteration ----------------------------------------------------------------------
@@ -64,8 +64,8 @@ class Fetcher:
         if self._active and self._mode is Following.RECORDING:
             self._orders[self._with_grad] = self._order
         self._active = False
-        for unit in list(self.gathered):
-            self.free(unit)
+        for unit in list(self.unsharded):
+            self.reshard(unit)
         for unit in self._fetched:
             unit.rest()
         self._fetched.clear()
@@ -77,18 +77,18 @@ class Fetcher:
         self._advance(unit)
         self._start(unit, phase)
         self._prefetch(phase)
-        unit.gather_wait()
+        unit.wait_for_unshard()
 
     def leave(self, unit: Unit) -> None:
         """The forward of `unit` has ended: free it unless the order says that it is used again soon."""
         if unit.sharded and not self._reused_soon(unit):
-            self.free(unit)
+            self.reshard(unit)
 
-    def free(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         if self.keeps or unit.held:
             return
-        unit.free()
-        self.gathered.pop(unit, None)
+        unit.reshard()
+        self.unsharded.pop(unit, None)
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -105,13 +105,13 @@ class Fetcher:
     @property
     def live(self) -> int:
         """Elements gathered now."""
-        return sum(unit.numel for unit in self.gathered)
+        return sum(unit.numel for unit in self.unsharded)
 
     def _start(self, unit: Unit, phase: str) -> None:
-        if unit not in self.gathered:
+        if unit not in self.unsharded:
             self._fetched.discard(unit)
-            self.gathered[unit] = None
-            unit.gather_start(phase)
+            self.unsharded[unit] = None
+            unit.unshard(phase)
 
     def _advance(self, unit: Unit) -> None:
         if not self._active:
@@ -140,13 +140,13 @@ class Fetcher:
             return
         ahead = 0
         for unit in self._order[self._next :]:
-            if ahead >= self.policy.prefetch_bucket_size or (ahead and self.spares and unit.moves):
+            if ahead >= self.policy.prefetch_bucket_size or (ahead and self.spares and unit.is_offloaded):
                 break
             ahead += unit.numel
-            if unit not in self.gathered:
+            if unit not in self.unsharded:
                 if self.live + unit.numel > self.policy.max_live_parameters:
                     break
-                if unit.moves and unit not in self._fetched:
+                if unit.is_offloaded and unit not in self._fetched:
                     break  # its shards have not been asked for, and waiting for them would stop this rank
                 self._start(unit, phase)
         self._fetch()
@@ -155,12 +155,12 @@ class Fetcher:
         """Bring the shards of units further on in. All ranks ask for the same ones, so they gather the same ones."""
         near: set[Unit] = set()
         for unit in self._order[self._next :]:
-            if not unit.moves or unit in near:
+            if not unit.is_offloaded or unit in near:
                 continue
             if near and not self._fits(near, unit):
                 return
             near.add(unit)
-            if unit not in self.gathered and unit not in self._fetched:
+            if unit not in self.unsharded and unit not in self._fetched:
                 unit.fetch()
                 self._fetched.add(unit)
 
@@ -178,7 +178,7 @@ class Fetcher:
             distance += later.numel
             if distance > self.policy.max_reuse_distance:
                 return False
-            if unit.moves and self.spares and later not in near:
+            if unit.is_offloaded and self.spares and later not in near:
                 if not self._fits(near, later):
                     return False
                 near.add(later)

@@ -118,21 +118,21 @@ class FlatBuffer:
     @property
     def shard(self) -> Tensor:
         """[numel / degree] of this rank."""
-        return self._shard.here()
+        return self._shard.load()
 
     @property
     def master(self) -> Tensor:
         """Over the owned range."""
-        return self._master.here()
+        return self._master.load()
 
     @property
     def master_dtype(self) -> torch.dtype:
         return self._master.dtype
 
     @property
-    def moves(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Something of it is not always in memory."""
-        return self._shard.moves or self._master.moves
+        return self._shard.is_offloaded or self._master.is_offloaded
 
     def fetch(self, *, master: bool = False) -> None:
         """Start bringing the shard in, or the master weights."""
@@ -145,7 +145,7 @@ class FlatBuffer:
             changed: write it first.
         """
         for resting in (self._shard, self._master):
-            resting.put() if changed else resting.drop()
+            resting.write_back() if changed else resting.discard()
 
     @property
     def shard_span(self) -> slice:
@@ -163,7 +163,7 @@ class FlatBuffer:
         return self.full[self.owned]
 
     @property
-    def gathered(self) -> bool:
+    def is_unsharded(self) -> bool:
         return self.full is not None
 
     @property
@@ -190,10 +190,10 @@ class FlatBuffer:
         if from_rank_zero and self.axes.dp.degree > 1:
             read = self._broadcast_first(read)
         keep = slice(0, self.numel) if self.full is not None else self.shard_span
-        params = self.full if self.full is not None else self._shard.fresh().zero_()
+        params = self.full if self.full is not None else self._shard.allocate().zero_()
         self._copy(read, keep, params)
         if self.own_master:
-            self._copy(read, self.owned, self._master.fresh().zero_())
+            self._copy(read, self.owned, self._master.allocate().zero_())
         if self.policy.quantized_frozen and self.sharded and not self.trainable:
             self._pack(self.shard)
         self.rest(changed=True)
@@ -267,7 +267,7 @@ class FlatBuffer:
 
     # ---- gather and free --------------------------------------------------------------------
 
-    def gather_start(self, phase: str) -> None:
+    def unshard(self, phase: str) -> None:
         """Begin the all-gather into a buffer of the pool; nothing happens when gathered or under way."""
         if self.full is not None or self._gathering is not None:
             return
@@ -285,11 +285,11 @@ class FlatBuffer:
             packed = quantize(self.shard, BITS) if self.packed is None else self.packed
             self._gathering = buffer, quantized_all_gather(buffer, packed, self.axis, tag, bits=BITS)
             return
-        buffer[self.shard_span].copy_(self.shard, non_blocking=not self._shard.moves)
-        self._shard.drop()
+        buffer[self.shard_span].copy_(self.shard, non_blocking=not self._shard.is_offloaded)
+        self._shard.discard()
         self._gathering = buffer, all_gather(buffer, self.axis, tag)
 
-    def gather_wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Finish the all-gather and show the parameters to the module."""
         if self._gathering is None:
             return
@@ -301,9 +301,9 @@ class FlatBuffer:
         self.pool.occupants[self.full.untyped_storage()._cdata] = self
         self._attach()
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Give the gathered parameters up: the module shows handles again."""
-        self.gather_wait()
+        self.wait_for_unshard()
         if not self.sharded or self.full is None:
             return
         self._detach()
@@ -334,7 +334,7 @@ class FlatBuffer:
     @property
     def params_beside_master(self) -> Tensor | None:
         """[owned range]: the parameters, where they are other memory than the master weights, and always there."""
-        if not self.own_master or self._shard.moves:
+        if not self.own_master or self._shard.is_offloaded:
             return None
         return self.shard if self.sharded else self._owned_params
 
@@ -346,10 +346,10 @@ class FlatBuffer:
         """
         self._second_is_new = False
         if self.packed is not None:
-            self._pack(self.values().here())
+            self._pack(self.values().load())
             return []
         if self.own_master and not written:
-            params = self._shard.fresh() if self.sharded else self._owned_params
+            params = self._shard.allocate() if self.sharded else self._owned_params
             params.copy_(self.master)
         self.rest(changed=True)
         if self.sharded or not self.shards_optim:

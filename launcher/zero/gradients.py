@@ -58,7 +58,7 @@ class FlatGradient:
             return self._full_buffer()[self.flat.owned]
         self._squares, self._touched = None, True
         shard = self._shard_buffer()
-        return shard.here() if self._filled or shard.held_bytes else shard.fresh().zero_()
+        return shard.load() if self._filled or shard.held_bytes else shard.allocate().zero_()
 
     @property
     def share(self) -> Tensor:
@@ -93,13 +93,13 @@ class FlatGradient:
         return self._shard
 
     @property
-    def moves(self) -> bool:
+    def is_offloaded(self) -> bool:
         """It is not always in memory."""
-        return self.sharded and self._shard_buffer().moves
+        return self.sharded and self._shard_buffer().is_offloaded
 
     def fetch(self) -> None:
         """Start bringing in what is owned."""
-        if self.moves and self._filled:
+        if self.is_offloaded and self._filled:
             self._shard_buffer().fetch()
 
     def squares(self) -> Tensor:
@@ -115,16 +115,16 @@ class FlatGradient:
             changed: somebody has written to it: write it first.
             final: nothing more is added in this step.
         """
-        if not (self.moves and self._touched):
+        if not (self.is_offloaded and self._touched):
             return
         squares = sum_of_squares(self) if changed and final and self.policy.compute_norm else None
         shard = self._shard_buffer()
-        shard.put() if changed and self._filled else shard.drop()
+        shard.write_back() if changed and self._filled else shard.discard()
         self._squares, self._touched = squares, False
 
     def spend(self, squares: Tensor | None) -> None:
         """The optimizer has used it: forget its values, keep the sum of their squares."""
-        self._shard_buffer().drop()
+        self._shard_buffer().discard()
         self._filled, self._touched, self._squares = False, False, squares
 
     def _full_buffer(self) -> Tensor:
@@ -160,7 +160,7 @@ class FlatGradient:
             put_gradient(slot.leaf, full[slot.span].view(slot.shape) if slot in self._shown else None)
         return full
 
-    def look_again(self) -> None:
+    def sync_with_leaves(self) -> None:
         """Take over what became of the leaves' `.grad` since the last backward, where that is what is kept."""
         if self.adds_in_place:
             self.collect()
@@ -175,7 +175,7 @@ class FlatGradient:
         follows counts it once."""
         if not self.reduced:
             return
-        self.look_again()
+        self.sync_with_leaves()
         if self._filled:
             full, share = self._full_buffer(), self.flat.shard_span
             full[: share.start].zero_()
@@ -263,7 +263,7 @@ class FlatGradient:
         """Reductions end in memory of the device, and the shard is in the host's."""
         return self.sharded and self.flat.optim_home.device != self.flat.pool.device
 
-    def sum_over_groups(self) -> Pending:
+    def all_reduce_over_groups(self) -> Pending:
         """Start the sum over the shard groups of what each has reduced for itself (MiCS); once a step."""
         if self._summed:
             raise LauncherError(
@@ -292,8 +292,8 @@ class FlatGradient:
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
         self._filled = self._summed = self.reduced = self._mixed = self.discarded = False
-        if self.moves:
-            self._shard_buffer().drop()
+        if self.is_offloaded:
+            self._shard_buffer().discard()
             self._squares, self._touched = None, False
         self.suspects.clear()
         self._shown.clear()

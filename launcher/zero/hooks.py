@@ -107,13 +107,13 @@ class Hooks:
                 # always_call: an exception in forward must not leave the packing of saved tensors on
                 self._handles.append(unit.module.register_forward_hook(after, always_call=True))
             for slot in unit.trainable_slots():
-                self._arrivals[id(slot.leaf)] = self.until_removed(LastHook(slot.leaf, self._arrival(unit)))
+                self._arrivals[id(slot.leaf)] = self.add_removable(LastHook(slot.leaf, self._arrival(unit)))
                 if slot.flat.sharded:
                     move = self._from_handle(unit, slot)
                     self._handles.append(Tensor.register_post_accumulate_grad_hook(slot.handle, move))
         outside.watch(self)
 
-    def until_removed(self, thing: R) -> R:
+    def add_removable(self, thing: R) -> R:
         """Have `remove` take this away, too."""
         self._handles.append(thing)
         return thing
@@ -209,7 +209,7 @@ class Hooks:
             return packed
         flat, size, stride, offset = packed
         unit = self._owner[flat]
-        if not flat.gathered or not unit.in_backward:
+        if not flat.is_unsharded or not unit.in_backward:
             self.enter_backward(unit)
         assert flat.full is not None
         return flat.full.as_strided(size, stride, offset)
@@ -270,7 +270,7 @@ class Hooks:
 
     def enter_backward(self, unit: Unit) -> None:
         self._begin_backward()
-        if unit.in_backward and unit.gathered:
+        if unit.in_backward and unit.is_unsharded:
             return
         unit.in_backward = True
         if unit.sharded:
@@ -281,10 +281,10 @@ class Hooks:
     def _free_passed_units(self, entering: Unit) -> None:
         """Of a unit without trainable parameters no gradients tell that its backward has ended. Nor do those of one
         that was recomputed and is partly frozen: its frozen parameters may be needed after the last of them."""
-        for unit in list(self.fetcher.gathered):
+        for unit in list(self.fetcher.unsharded):
             if unit.in_backward and unit.arrived == unit.expected and unit not in (entering, self.root):
                 unit.in_backward = False
-                self.fetcher.free(unit)
+                self.fetcher.reshard(unit)
 
     def _arrival(self, unit: Unit) -> Callable[[Tensor], None]:
         # torch keeps hooks where Python's collector does not look: one that owned its leaf would keep all of us.
@@ -307,7 +307,7 @@ class Hooks:
         with record_function(f"{unit.name}/reduce"):
             self.reducer.ready(unit)
         if unit.sharded and unit is not self.root and not (unit.recomputed and unit.partly_frozen):
-            self.fetcher.free(unit)
+            self.fetcher.reshard(unit)
 
     def _come_to(self, unit: Unit) -> None:
         """The backward has come to the outputs of a unit, from all that followed it in the forward.
@@ -334,7 +334,7 @@ class Hooks:
         """Gather a unit whose backward this rank leaves out: other ranks may need its part."""
         if unit.sharded and unit.ran and not unit.in_backward:
             self.fetcher.use(unit, "backward")
-            self.fetcher.free(unit)
+            self.fetcher.reshard(unit)
 
     def _from_handle(self, unit: Unit, slot: ParamSlot) -> Callable[[Tensor], None]:
         """Some compute with a handle inside GatheredParameters: its gradient is the leaf's."""

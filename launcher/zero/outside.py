@@ -26,12 +26,12 @@ def watch(hooks: Hooks) -> None:
     for unit in hooks.units:
         for module in dict.fromkeys(unit.owners()):
             handle = module.register_forward_pre_hook(_before(hooks, unit), prepend=True)
-            hooks.until_removed(handle)
+            hooks.add_removable(handle)
 
 
 def _before(hooks: Hooks, unit: Unit) -> Callable[[nn.Module, Any], None]:
     def before_forward(module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or unit.gathered:
+        if torch.compiler.is_compiling() or unit.is_unsharded:
             return
         if recomputing():
             unit.recomputed = True
@@ -51,7 +51,7 @@ def _open(hooks: Hooks, unit: Unit, module: nn.Module) -> None:
         closing.remove()
         if packs:
             hooks.stop_packing()
-        hooks.fetcher.free(unit)
+        hooks.fetcher.reshard(unit)
         if torch.is_grad_enabled():
             hooks.watch_backward(output)
 

@@ -33,10 +33,10 @@ def order_of_reduction(units: list[Unit]) -> list[Unit]:
 class ReduceListener(Protocol):
     """Who uses gradients as soon as they are reduced, in the last microbatch of a step."""
 
-    def expect(self, gradient: FlatGradient) -> None:
+    def on_reduce_start(self, gradient: FlatGradient) -> None:
         """Its reduction has started."""
 
-    def take(self, gradient: FlatGradient) -> bool:
+    def on_reduced(self, gradient: FlatGradient) -> bool:
         """It is reduced; gives whether nobody needs it any more."""
 
 
@@ -53,7 +53,7 @@ class Reducer:
         self.gradients = [gradient for unit in order for gradient in unit.gradients]
         self.sync = True  # false inside no_sync: gradients stay on the leaves
         self.boundary = True  # the last microbatch of a step
-        self.taker: ReduceListener | None = None  # for that one
+        self.listener: ReduceListener | None = None  # for that one
         self.unsent = False  # the leaves hold gradients of a backward inside no_sync
         self.measured = False  # the norm of this step was taken: nothing more may come before it is over
         self._turn = 0
@@ -81,7 +81,7 @@ class Reducer:
         self.abandon()
         self.unsent = not self.sync
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Reduce what was accumulated without communication: the step comes after backwards that did not know it."""
         for gradient in self.gradients:
             if self.holds_local(gradient):
@@ -126,8 +126,8 @@ class Reducer:
                 self._reduce(gradient, full)
 
     def _reduce(self, gradient: FlatGradient, full: Tensor) -> None:
-        if self.boundary and self.taker is not None:
-            self.taker.expect(gradient)
+        if self.boundary and self.listener is not None:
+            self.listener.on_reduce_start(gradient)
         full = gradient.to_wire(full)
         chunks = gradient.chunks()
         for chunk in chunks:
@@ -156,6 +156,6 @@ class Reducer:
             return
         gradient.done(full)
         if boundary and gradient.flat.axes.replicate.degree > 1:
-            self._over_groups.append(gradient.sum_over_groups())
-        elif not (boundary and self.taker is not None and self.taker.take(gradient)):
+            self._over_groups.append(gradient.all_reduce_over_groups())
+        elif not (boundary and self.listener is not None and self.listener.on_reduced(gradient)):
             gradient.rest(final=boundary)

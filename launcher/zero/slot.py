@@ -81,7 +81,7 @@ class ParamSlot:
     @property
     def whole(self) -> Tensor | None:
         """The local parameter while it is there."""
-        return self.leaf.data if self.flat.gathered else None
+        return self.leaf.data if self.flat.is_unsharded else None
 
     def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
         """Nothing: units are gathered by their model."""
@@ -128,7 +128,7 @@ class ParamSlice:
     @property
     def data(self) -> Tensor:
         """[stop - start], a writable view; brings in what rests elsewhere."""
-        return self.part.here()
+        return self.part.load()
 
     @property
     def shape(self) -> torch.Size:

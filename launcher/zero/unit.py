@@ -49,14 +49,14 @@ class Unit:
         return self.numel > 0
 
     @property
-    def gathered(self) -> bool:
+    def is_unsharded(self) -> bool:
         """All its parameters can be used."""
-        return all(flat.gathered for flat in self.flats)
+        return all(flat.is_unsharded for flat in self.flats)
 
     @property
-    def moves(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Its shards are not always in memory."""
-        return any(flat.sharded and flat.moves for flat in self.flats)
+        return any(flat.sharded and flat.is_offloaded for flat in self.flats)
 
     def fetch(self) -> None:
         """Start bringing its shards in."""
@@ -69,17 +69,17 @@ class Unit:
         for flat in self.flats:
             flat.rest()
 
-    def gather_start(self, phase: str) -> None:
+    def unshard(self, phase: str) -> None:
         for flat in self.flats:
-            flat.gather_start(phase)
+            flat.unshard(phase)
 
-    def gather_wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         for flat in self.flats:
-            flat.gather_wait()
+            flat.wait_for_unshard()
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         for flat in self.flats:
-            flat.free()
+            flat.reshard()
 
     def owners(self) -> Iterator[nn.Module]:
         """The modules that show its sharded parameters."""

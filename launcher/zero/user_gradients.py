@@ -98,7 +98,7 @@ def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, keyword
 
 
 @cache
-def tell_once(rank: int) -> None:
+def warn_of_discard_once(rank: int) -> None:
     """Say that gradients of a step that is not over are gone."""
     if rank == 0:
         logger.warning(

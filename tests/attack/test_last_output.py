@@ -120,7 +120,7 @@ def test_the_front_end_goes_on_while_the_screen_waits() -> None:
         screen.show(rank, b"x" * 300_000 + b"\nrest", lambda rank=rank: settled.append(rank))  # type: ignore[misc]
     screen.finish()
     assert time.monotonic() - began < 1 and not screen.finished
-    screen.settle()
+    screen.flush()
     assert settled == []
     seen: list[bytes] = []
 
@@ -135,7 +135,7 @@ def test_the_front_end_goes_on_while_the_screen_waits() -> None:
     os.close(write)
     reader.join()
     os.close(read)
-    screen.settle()
+    screen.flush()
     assert settled == [0, 1]
     lines = b"".join(seen).splitlines()
     assert [len(line) for line in lines] == [300_003, 300_003, 7, 7] and lines[-1] == b"1: rest"

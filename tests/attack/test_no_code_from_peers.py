@@ -137,7 +137,7 @@ def test_what_stages_tell_each_other_comes_back() -> None:
 
 def gather(ctx: RankContext) -> tuple[list[Any], Any]:
     mine = {"rank": ctx.rank, (1, "a"): [None, 1.5, "ü" * 1000 * ctx.rank], "inf": float("inf")}
-    return plain.gather_plain(mine), plain.told_by_first(("first", ctx.rank))
+    return plain.gather_plain(mine), plain.broadcast_from_first(("first", ctx.rank))
 
 
 def test_plain_values_reach_all_ranks(pool: WorkerPool) -> None:

@@ -83,7 +83,7 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
 
 def brought(value: Any) -> Any:
     """A state of the optimizer, in memory where it rests elsewhere."""
-    return value.here() if isinstance(value, OffloadedSlice) else value
+    return value.load() if isinstance(value, OffloadedSlice) else value
 
 
 def whole_state(engine: Any) -> dict[str, Tensor]:

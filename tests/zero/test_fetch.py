@@ -18,7 +18,7 @@ class FakeUnit:
     numel: int = 100
     starts: int = 0
     whole: bool = False
-    moves: bool = False
+    is_offloaded: bool = False
     fetches: int = 0
     held: bool = False
 
@@ -32,13 +32,13 @@ class FakeUnit:
     def rest(self) -> None:
         """Nobody needed it."""
 
-    def gather_start(self, phase: str) -> None:
+    def unshard(self, phase: str) -> None:
         self.starts += 1
 
-    def gather_wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         self.whole = True
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         self.whole = False
 
 
@@ -54,13 +54,13 @@ def iterate(fetch: Fetcher, units: list[FakeUnit]) -> list[list[str]]:
     for unit in units:
         fetch.use(unit, "forward")
         assert unit.whole
-        seen.append([u.name for u in fetch.gathered])
+        seen.append([u.name for u in fetch.unsharded])
         fetch.leave(unit)
     for unit in reversed(units):
         fetch.use(unit, "backward")
         assert unit.whole
-        seen.append([u.name for u in fetch.gathered])
-        fetch.free(unit)
+        seen.append([u.name for u in fetch.unsharded])
+        fetch.reshard(unit)
     fetch.end()
     return seen
 
@@ -121,7 +121,7 @@ def test_forwards_without_gradients_have_an_order_of_their_own() -> None:
             fetch.leave(unit)
         fetch.end()
     assert iterate(fetch, units)[0] == ["a", "b"]
-    assert not fetch.gathered
+    assert not fetch.unsharded
 
 
 @pytest.mark.key("zero_optimization.log_trace_cache_warnings")
@@ -140,7 +140,7 @@ def test_a_change_of_order_is_reported_when_asked_for(warn: bool, caplog: pytest
 def test_what_rests_elsewhere_is_read_ahead_and_gathered_one_use_later(
     elements: int, number: int, asked: int
 ) -> None:
-    units = [FakeUnit(c, moves=True) for c in "abcdef"]
+    units = [FakeUnit(c, is_offloaded=True) for c in "abcdef"]
     fetch = Fetcher(ZeroPolicy.of_stage(3, prefetch_bucket_size=100), elements, number)
     iterate(fetch, units)
     fetch.begin(with_grad=True)
@@ -155,7 +155,7 @@ def test_what_rests_elsewhere_is_kept_no_longer_than_it_would_be_read_ahead() ->
     """Memory must not grow with the model: without a limit all units are there at the end of the forward."""
 
     def most(*, spares: bool) -> int:
-        units = [FakeUnit(c, moves=True) for c in "abcdefghij"]
+        units = [FakeUnit(c, is_offloaded=True) for c in "abcdefghij"]
         policy = ZeroPolicy.of_stage(3, prefetch_bucket_size=10**9, max_reuse_distance=10**9)
         fetch = Fetcher(policy, ahead=10**9, units_ahead=3, spares=spares)
         iterate(fetch, units)

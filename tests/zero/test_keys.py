@@ -35,12 +35,12 @@ def gathered(ctx: RankContext, zero: dict[str, Any]) -> tuple[int, int, int]:
 
     def watched_start(unit: Unit, phase: str) -> None:
         nonlocal starts
-        starts += unit not in fetcher.gathered
+        starts += unit not in fetcher.unsharded
         start(unit, phase)
         live.append(fetcher.live)
 
     def watched_use(unit: Unit, phase: str) -> None:
-        before = starts + (unit not in fetcher.gathered)
+        before = starts + (unit not in fetcher.unsharded)
         use(unit, phase)
         ahead.append(starts - before)
 
