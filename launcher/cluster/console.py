@@ -36,7 +36,7 @@ class ConsoleWriter:
         return None if self._names else size_of(self._out)
 
     def show(self, rank: int, data: bytes, then: Callable[[], None] = lambda: None) -> None:
-        """Print it soon; `settle` calls `then` when that is done."""
+        """Print it soon; `flush` calls `then` when that is done."""
         if not self._names:
             self._write(data, then)
             return

@@ -73,7 +73,7 @@ class EngineExecutor:
     def backward(self, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
         place = self._begin_backward(last)
         if not outputs:
-            self.engine.zero.reducer.sync = False  # nothing is reduced here: `settle` does it
+            self.engine.zero.reducer.sync = False  # nothing is reduced here: `_flush_gradients` does it
             return
         with self.engine.watch.phase("backward", self.engine), adding_in(place):
             torch.autograd.backward(outputs, gradients)

@@ -110,9 +110,9 @@ def test_letters(pool: WorkerPool, size: int) -> None:
 
 DYING = """
 import sys, time
-from launcher.comm.shm_queue import Address, Mailbox
-mine = Mailbox(1, 2)
-mine.connect([Address(int(sys.argv[1]), int(sys.argv[2])), mine.address])
+from launcher.comm.shm_queue import ShmQueue, ShmQueueAddress
+mine = ShmQueue(1, 2)
+mine.connect([ShmQueueAddress(int(sys.argv[1]), int(sys.argv[2])), mine.address])
 mine.send(0, 7, 70)
 print("ready", flush=True)
 time.sleep(600)

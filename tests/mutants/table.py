@@ -234,8 +234,8 @@ MUTANTS = {
     ),
     "clips-the-undivided-norm": Mutant(
         "engine/engine.py",
-        "self.optimizer.step_scaled(clip_factor(norm, float(self._config.gradient_clipping)) / scale)",
-        "self.optimizer.step_scaled(clip_factor(norm * scale, float(self._config.gradient_clipping)) / scale)",
+        "self.clipping.take_factor(norm) / self.gradient_divisor()",
+        "self.clipping.take_factor(norm * self.gradient_divisor()) / self.gradient_divisor()",
         "clipping takes the norm of the sum over ranks, times the loss scale, for that of the gradient",
     ),
     "random-state-of-dp-rank-0": Mutant(
@@ -269,14 +269,14 @@ MUTANTS = {
     ),
     "tail-at-a-whole-block": Mutant(
         "offload/nvme.py",
-        "yield Request(self._file, extent.offset + start, data[start:end], write, label, seen)",
-        "yield Request(self._file, extent.offset + i * block, data[start:end], write, label, seen)",
+        "yield IoRequest(self._file, extent.offset + start, data[start:end], write, label, seen)",
+        "yield IoRequest(self._file, extent.offset + i * block, data[start:end], write, label, seen)",
         "what follows the last whole page of a tensor is written into the place of another tensor",
     ),
     "loaded-values-never-reach-the-disk": Mutant(
         "offload/offloaded.py",
-        "whole.put() if self._changed else whole.drop()",
-        "whole.drop()",
+        "whole.write_back() if self._changed else whole.discard()",
+        "whole.discard()",
         "with shards on NVMe what is loaded from a checkpoint is dropped, and the disk has the old values",
     ),
     "directory-is-not-locked": Mutant(
@@ -321,8 +321,8 @@ MUTANTS = {
     # pipeline: schedules, stages, asynchronous weights
     "last-weight-gradient-is-left-out": Mutant(
         "pipeline/schedules.py",
-        "made.extend((Kind.WEIGHT, slot) for slot in backwards[weights:])",
-        "made.extend((Kind.WEIGHT, slot) for slot in backwards[weights:-1])",
+        "made.extend((ActionKind.WEIGHT, slot) for slot in backwards[weights:])",
+        "made.extend((ActionKind.WEIGHT, slot) for slot in backwards[weights:-1])",
         "with zb-h1 all stages but the first drop the weight gradients of the last microbatch",
     ),
     "last-group-of-layers-is-left-out": Mutant(

@@ -39,7 +39,7 @@ def trained(
     """Losses, weights, states, and what a rank held between steps."""
     engine = engine_of(config)
     losses = advance(engine, ctx, range(steps))
-    engine.zero.homes.buffers.settle()
+    engine.zero.homes.buffers.wait_for_writes()
     held = engine.held_bytes()
     state = whole_state(engine)
     weights = whole_weights(engine)
@@ -221,7 +221,7 @@ def frozen(ctx: RankContext, config: dict[str, Any]) -> tuple[list[float], dict[
     first.requires_grad_(False)
     engine = engine_of(config, model)
     losses = advance(engine, ctx, range(STEPS))
-    engine.zero.homes.buffers.settle()
+    engine.zero.homes.buffers.wait_for_writes()
     held = engine.held_bytes()["parameters"]
     weights = whole_weights(engine)
     engine.destroy()

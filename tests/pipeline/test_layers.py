@@ -190,14 +190,14 @@ def test_a_layer_that_looks_at_values_is_counted_too() -> None:
 
 def test_the_json_comes_before_arguments() -> None:
     module = PipelineModule(row(), num_stages=2, partition_method="Uniform", activation_checkpoint_interval=3)
-    module.settle(load({}).pipeline)
+    module.configure(load({}).pipeline)
     assert (module.partition_method, module.seed_layers, module.activation_checkpoint_interval) == (
         "uniform",
         False,
         3,
     )
     written = {"partition": "type:block", "seed_layers": True, "activation_checkpoint_interval": 1}
-    module.settle(load({"pipeline": written}).pipeline)
+    module.configure(load({"pipeline": written}).pipeline)
     assert module.partition_method == "type:block" and module.seed_layers
     assert module.activation_checkpoint_interval == 1
 
