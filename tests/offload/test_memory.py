@@ -71,14 +71,14 @@ def checkpointed(ctx: RankContext, config: dict[str, Any], depth: int, directory
     advance(engine, ctx, range(1))
     engine.zero.homes.buffers.wait_for_writes()
     held: list[int] = []
-    real = PrefetchWindow.here
+    real = PrefetchWindow.load
 
     def watching(window: PrefetchWindow, part: OffloadedSlice) -> torch.Tensor:
         found = real(window, part)
         held.append(sum(engine.held_bytes().values()))
         return found
 
-    with patch.object(PrefetchWindow, "here", watching):
+    with patch.object(PrefetchWindow, "load", watching):
         engine.save_checkpoint(directory)
         engine.load_checkpoint(directory)
     engine.destroy()
