@@ -1,0 +1,24 @@
+"""Writes the pages that are made from the code:  python -m tests.pages
+
+docs/design/files.md and the table of imports in docs/architecture.md from the modules, docs/reference/cli.md from the
+parsers. (`python -m launcher.config.markdown > docs/config.md` writes the list of keys.)
+"""
+
+from __future__ import annotations
+
+from tests.pages.commands_page import commands_page
+from tests.pages.files_page import files_page, with_imports_table
+from tests.pages.rooms import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def main() -> None:
+    (DOCS / "design" / "files.md").write_text(files_page())
+    (DOCS / "reference" / "cli.md").write_text(commands_page())
+    page = DOCS / "architecture.md"
+    page.write_text(with_imports_table(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
