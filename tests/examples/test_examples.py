@@ -40,7 +40,8 @@ def test_a_plain_loop(tmp_path: Path) -> None:
 def test_zero_3_and_an_export(tmp_path: Path) -> None:
     text = said("zero3_and_export.py", tmp_path)
     assert len(losses(text)) == 1
-    assert len(re.search(r"generated \[(.*)\]", text)[1].split(",")) == 12  # type: ignore[index]
+    generated = re.search(r"generated \[(.*)\]", text)
+    assert generated is not None and 4 < len(generated[1].split(",")) <= 12
     assert (tmp_path / "runs" / "zero3_and_export" / "config.json").is_file()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import runpy
+import ast
+from pathlib import Path
+from typing import Any
 
 from launcher.cli.bench import bench_parser
 from launcher.cli.check import check_parser
@@ -13,7 +15,7 @@ from launcher.cli.launch_flags import launch_parser
 from launcher.cli.manifest import OWN, manifest_parser
 from launcher.cli.memory_estimate import estimate_parser
 from launcher.cli.plan import plan_parser
-from launcher.cli.recipes import find_recipe, recipe_names
+from launcher.cli.recipes import _serves_flags, find_recipe, recipe_names
 from launcher.cli.schedule import schedule_parser
 from launcher.cli.shim import shim_parser
 
@@ -33,7 +35,7 @@ def commands_page() -> str:
     for name in recipe_names():
         path, has_flags = find_recipe(name)
         if has_flags:
-            parts += _section(f"launch ... {name}", runpy.run_path(str(path))["flags"]())
+            parts += _section(f"launch ... {name}", _recipe_parser(path))
     for parser in (check_parser(), estimate_parser(), plan_parser(), schedule_parser(), bench_parser()):
         parts += _section(parser.prog, parser)
     parts += _section("launch shim", shim_parser())
@@ -41,6 +43,17 @@ def commands_page() -> str:
     for name, text in (("report", REPORT_HELP), ("ssh", SSH_HELP)):
         parts += [f"## launch {name}", "", "```", text, "```", ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _recipe_parser(path: Path) -> FlagParser:
+    """What the recipe's `flags()` gives, as `launch` reads it: without the imports that training needs."""
+    tree = ast.parse(path.read_text())
+    tree.body = [statement for statement in tree.body if _serves_flags(statement)]
+    scope: dict[str, Any] = {}
+    exec(compile(tree, str(path), "exec"), scope)
+    parser = scope["flags"]()
+    assert isinstance(parser, FlagParser)
+    return parser
 
 
 def _section(title: str, parser: FlagParser, only: tuple[str, ...] = ()) -> list[str]:
