@@ -1,4 +1,4 @@
-"""Ours against each peer, mode by mode: the tables of docs/speed.md, and six rows of the README, from the newest records.
+"""Ours against each peer, mode by mode: the tables of docs/speed.md and six rows of the README, from the records.
 
 python -m benchmarks.speed_page
 """
@@ -54,12 +54,12 @@ AIMS = {
 }
 # The README's rows: (section, group, peer) -> what the row is called
 SHORT = {
-    ("zero-small", "stage 0", "ddp"): "stage 0, 26 M parameters",
+    ("zero-small", "stage 0", "ddp"): "stage 0, 26 M",
     ("zero-small", "stage 3", "deepspeed"): "stage 3, 26 M",
     ("zero-small", "stage 3", "fsdp2"): "stage 3, 26 M",
-    ("tensor-small", "tp 2", "deepspeed"): "tensor parallel, 26 M",
-    ("pipeline-small", "two stages", "deepspeed"): "two pipeline stages, 26 M",
-    ("offload-medium", "optimizer on NVMe", "deepspeed"): "optimizer on NVMe, 114 M",
+    ("tensor-small", "tp 2", "deepspeed"): "tensor, 26 M",
+    ("pipeline-small", "two stages", "deepspeed"): "two stages, 26 M",
+    ("offload-medium", "optimizer on NVMe", "deepspeed"): "NVMe, 114 M",
 }
 SHORT_HEAD = ["| run | ours | peer | speed | memory |", "| --- | ---: | ---: | ---: | ---: |"]
 COLUMNS = (

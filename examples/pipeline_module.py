@@ -21,10 +21,16 @@ torch.manual_seed(0)
 inputs = torch.randn(512, 8)
 data = list(zip(inputs, inputs.sum(dim=1, keepdim=True), strict=True))  # (inputs, labels)
 model = PipelineModule(
-    layers=[LayerSpec(nn.Linear, 8, 32), nn.Tanh(), LayerSpec(nn.Linear, 32, 32), nn.Tanh(), LayerSpec(nn.Linear, 32, 1)],
+    layers=[
+        LayerSpec(nn.Linear, 8, 32),
+        nn.Tanh(),
+        LayerSpec(nn.Linear, 32, 32),
+        nn.Tanh(),
+        LayerSpec(nn.Linear, 32, 1),
+    ],
     num_stages=2,
     loss_fn=nn.functional.mse_loss,
-)  # fmt: skip
+)
 engine, *_ = launcher.initialize(model=model, config=CONFIG, training_data=data)
 for step in range(STEPS):
     loss = engine.train_batch()  # forward, backward and step of all microbatches

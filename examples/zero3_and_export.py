@@ -1,6 +1,6 @@
 """ZeRO 3 from the first byte to the export:  launch --num_gpus 2 --device cpu examples/zero3_and_export.py
 
-Under zero.Init the model is built without memory. No rank ever holds all of it, unless `from_pretrained` reads the export.
+Under zero.Init the model is built without memory, and no rank ever holds all of it. The export is an ordinary model.
 """
 
 import torch

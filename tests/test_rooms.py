@@ -1,4 +1,4 @@
-"""The structure that docs/architecture.md promises: rooms import downwards only, and every module says what it is for."""
+"""The structure that docs/architecture.md promises: imports go downwards, and every module says what it is for."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ def _launch(argv: list[str]) -> int:
     from launcher.cli.request import Request
 
     if flags.config is not None:
-        flags.config, found = find_config(flags.config)
+        path, found = find_config(flags.config)
+        flags.config = path
         if found:
             logger.info(found)
     if _is_yaml(flags.config):

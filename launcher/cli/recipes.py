@@ -1,4 +1,4 @@
-"""Recipes and example configurations by name: where they are, which one is meant, whether a recipe's flags are right."""
+"""Recipes and example configurations by name: where they are, which is meant, whether a recipe's flags are right."""
 
 from __future__ import annotations
 

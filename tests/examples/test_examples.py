@@ -21,7 +21,7 @@ def said(name: str, directory: Path, ranks: int = 2) -> str:
 
 
 def losses(text: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", text)]
+    return [float(loss) for loss in re.findall(r"(?<!_)loss'?:? '?([\d.]+)", text)]
 
 
 def test_the_page_lists_each_and_each_has_a_test() -> None:

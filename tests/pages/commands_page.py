@@ -71,7 +71,9 @@ def _section(title: str, parser: FlagParser, only: tuple[str, ...] = ()) -> list
 
 
 def _title(group: argparse._ArgumentGroup) -> str:
-    title = {"positional arguments": "arguments", "options": "flags"}.get(group.title or "", group.title or "")
+    title = {"positional arguments": "arguments", "options": "flags"}.get(
+        group.title or "", group.title or ""
+    )
     return title[0].upper() + title[1:] + (f" ({group.description})" if group.description else "")
 
 
@@ -83,12 +85,14 @@ def _shown(action: argparse.Action, only: tuple[str, ...]) -> bool:
 def _row(action: argparse.Action) -> str:
     metavar = action.metavar if isinstance(action.metavar, str) else None
     if action.choices is not None:
-        metavar = metavar or "|".join(map(str, action.choices))
+        metavar = metavar or f"{{{','.join(map(str, action.choices))}}}"
     takes = action.nargs != 0 and action.option_strings
     value = f" {metavar or action.dest.upper()}" if takes else ""
     value = f" [{value.strip()}]" if takes and action.nargs == "?" else value
     names = action.option_strings or [metavar or action.dest]
     shown = ", ".join(f"`{name}`" for name in names[:-1])
-    last = f"`{names[-1]}{value}`".replace("|", "\\|")
-    text = " ".join((action.help or "").split()).replace("%(default)s", str(action.default)).replace("|", "\\|")
+    last = f"`{names[-1]}{value.replace('|', ' or ')}`"
+    text = (
+        " ".join((action.help or "").split()).replace("%(default)s", str(action.default)).replace("|", "\\|")
+    )
     return f"| {shown + ', ' if shown else ''}{last} | {text} |"

@@ -10,14 +10,19 @@ BEGIN, END = "<!-- imports: made by `python -m tests.pages` -->", "<!-- end of i
 HEAD = """\
 # Files
 
-Every module of `launcher/`, by package, in the order of imports: a package imports only packages above it. The sentences are the
-first ones of the modules' docstrings. Made by `python -m tests.pages`.
+Every module of `launcher/`, by package, in the order of imports: a package imports only packages above it. The
+sentences are the first ones of the modules' docstrings. Made by `python -m tests.pages`.
 """
 
 
 def files_page() -> str:
     """The text of docs/design/files.md."""
-    parts = [HEAD, "## Modules beside the packages", "", *_rows([path for path in FILES if len(path.parts) == 1])]
+    parts = [
+        HEAD,
+        "## Modules beside the packages",
+        "",
+        *_rows([path for path in FILES if len(path.parts) == 1]),
+    ]
     for room in ORDER:
         files = [path for path in FILES if len(path.parts) > 1 and room_of(path) == room]
         if files:

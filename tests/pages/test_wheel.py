@@ -46,7 +46,16 @@ def test_the_readme_of_an_index() -> None:
 def test_a_wheel(tmp_path: Path) -> None:
     """Built, installed beside its dependencies, and used in an empty directory."""
     pytest.importorskip("hatchling", reason="pip install hatchling")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+    ]
     subprocess.run([*build, str(tmp_path), str(ROOT)], check=True, timeout=120)
     (wheel,) = tmp_path.glob("zero_launcher-*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
