@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from launcher import __version__
 from launcher.cli.launch_flags import launch_parser
 from launcher.cli.recipe_flags import training_parser
 from launcher.config import load
 from tests.pages.commands_page import commands_page
-from tests.pages.rooms import ROOT
+from tests.pages.rooms import PACKAGE, ROOT
 
 DOCS = ROOT / "docs"
 OUTSIDE = [
@@ -80,6 +82,36 @@ def test_front_pages_stay_short(page: str, most: int) -> None:
 def test_tables_of_the_front_page_fit_a_terminal() -> None:
     shown = re.sub(r"\]\([^)]*\)|[`*\[]", "", (ROOT / "README.md").read_text())  # what is read
     assert [line for line in shown.splitlines() if line.startswith("|") and len(line) > 80] == []
+
+
+def test_the_size_that_is_told_is_about_right() -> None:
+    def lines(*rooms: str) -> int:
+        return sum(
+            len(path.read_text().splitlines()) for room in rooms for path in (PACKAGE / room).rglob("*.py")
+        )
+
+    for page in ("README.md", "docs/architecture.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        told = re.search(r"([\d,]+) lines.*?; its core, `zero/` and `engine/`, has ([\d,]+)", text)
+        assert told is not None
+        everything, core = (int(number.replace(",", "")) for number in told.groups())
+        assert everything == pytest.approx(lines("."), rel=0.1) and core == pytest.approx(
+            lines("zero", "engine"), rel=0.1
+        )
+
+
+def test_what_forges_and_libraries_read() -> None:
+    """Issue templates and CITATION.cff are YAML with the fields that are asked for, and of this version."""
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        template = yaml.safe_load(path.read_text())
+        if path.stem == "config":
+            continue
+        assert template["name"] and template["description"], path
+        asked = [field for field in template["body"] if field["type"] != "markdown"]
+        assert len({field["id"] for field in asked}) == len(asked) > 0, path
+        assert all(field["attributes"]["label"] for field in asked), path
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__ and citation["license"] == "Apache-2.0" and citation["authors"]
 
 
 def test_the_page_of_commands_is_of_today() -> None:
