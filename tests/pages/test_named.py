@@ -14,7 +14,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 SPAN = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?:[\w.]+/)*\w+\.(?:py|json|tsv)\b")
 THEIR_TESTS = re.compile(r"^## DeepSpeed's own unit tests$.*?(?=^## )", re.MULTILINE | re.DOTALL)
-CAMEL = re.compile(r"\b[A-Z][a-z]+[A-Z]\w*\b")
+CAMEL = re.compile(r"(?<![\w.\"-])[A-Z][a-z]\w*")
 # Written by machine from DeepSpeed's names, or about files of other programs.
 NOT_OURS = {"deepspeed_api.md", "config.md", "transformers.md", "files.md", "cli.md"}
 # What runs, users and other programs write, read or are called.
@@ -23,8 +23,8 @@ THEIRS = {
     "schedule.json", "device.json", "ds.json", "train.py", "my_script.py", "zero_to_fp32.py", "aio.json", "RUN.json",
     "RECIPE.py", "SCRIPT.py", "DS.json", "OUT.json", "NAME.py", "FILE.json", "x.py", "new.json", "data.py",
 }  # fmt: skip
-OUTSIDE = {  # classes of torch, transformers, DeepSpeed and Kubernetes, and keys
-    "DistributedSampler", "FlopCounterMode", "AdamW", "PyTorchJob", "JobSet", "ConfigMap", "LinearLR", "OneCycle",
+OUTSIDE = {  # words of Python, classes of torch, transformers, DeepSpeed and Kubernetes, and keys
+    "None", "True", "False", "DistributedSampler", "FlopCounterMode", "AdamW", "PyTorchJob", "JobSet", "ConfigMap", "LinearLR", "OneCycle",
     "WarmupLR", "WarmupCosineLR", "LRRangeTest", "OneBitAdam", "DeepSpeedCPUAdam", "TensorBoard", "SmolLM2",
 }  # fmt: skip
 
