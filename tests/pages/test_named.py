@@ -24,7 +24,8 @@ THEIRS = {
     "RECIPE.py", "SCRIPT.py", "DS.json", "OUT.json", "NAME.py", "FILE.json", "x.py", "new.json", "data.py",
 }  # fmt: skip
 OUTSIDE = {  # words of Python, classes of torch, transformers, DeepSpeed and Kubernetes, and keys
-    "None", "True", "False", "DistributedSampler", "FlopCounterMode", "AdamW", "PyTorchJob", "JobSet", "ConfigMap", "LinearLR", "OneCycle",
+    "None", "True", "False",
+    "DistributedSampler", "FlopCounterMode", "AdamW", "PyTorchJob", "JobSet", "ConfigMap", "LinearLR", "OneCycle",
     "WarmupLR", "WarmupCosineLR", "LRRangeTest", "OneBitAdam", "DeepSpeedCPUAdam", "TensorBoard", "SmolLM2",
 }  # fmt: skip
 
