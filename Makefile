@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all test-rest mutants lint parity upstream models stages pages cluster clients clean
+.PHONY: train test test-all test-rest mutants lint parity upstream models stages pages cluster clients docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch --config ds_configs/zero2.json
@@ -74,8 +74,13 @@ clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m tests.parity_deepspeed.operators
 	$(CLIENTS)/bin/python -m tests.clients $(if $(EXAMPLES),--examples $(EXAMPLES)) $(if $(ONLY),--only "$(ONLY)")
 
+# The site of docs/, in site/. Pages that are made from the code are written first; a broken link is an error.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m tests.pages
+	$(BIN)/zensical build --clean --strict
+
 clean:
-	rm -rf $(VENV) $(CLIENTS)
+	rm -rf site .cache $(VENV) $(CLIENTS)
 
 # torch first: packages that look for it while they are built must find this one.
 $(VENV)/.torch: constraints.txt
@@ -94,6 +99,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
 	$(PIP) -e ".[test,dev]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) -e ".[docs]"
 	touch $@
 
 $(VENV)/.installed-parity: $(VENV)/.installed-test

@@ -1,4 +1,4 @@
-"""Runs what docs/speed.md and the README's tables of speed are made of, and makes them: some two hours.
+"""Runs what docs/speed.md and the README's table of speed are made of, and makes them: some two hours.
 
 python -m benchmarks.all
 python -m benchmarks.all --only tensor-small --repeat 5

@@ -1,4 +1,4 @@
-"""Ours against each peer, mode by mode: the tables of docs/speed.md and of the README, from the newest records.
+"""Ours against each peer, mode by mode: the tables of docs/speed.md and six rows of the README, from the records.
 
 python -m benchmarks.speed_page
 """
@@ -52,6 +52,16 @@ AIMS = {
     ("optimizer on NVMe", "deepspeed"): 1.5,
     ("all on NVMe", "deepspeed"): 1.5,
 }
+# The README's rows: (section, group, peer) -> what the row is called
+SHORT = {
+    ("zero-small", "stage 0", "ddp"): "stage 0, 26 M",
+    ("zero-small", "stage 3", "deepspeed"): "stage 3, 26 M",
+    ("zero-small", "stage 3", "fsdp2"): "stage 3, 26 M",
+    ("tensor-small", "tp 2", "deepspeed"): "tensor, 26 M",
+    ("pipeline-small", "two stages", "deepspeed"): "two stages, 26 M",
+    ("offload-medium", "optimizer on NVMe", "deepspeed"): "NVMe, 114 M",
+}
+SHORT_HEAD = ["| run | ours | peer | speed | memory |", "| --- | ---: | ---: | ---: | ---: |"]
 COLUMNS = (
     "| mode | ours | peer | ours / peer, speed (smallest-largest turn) | aimed at | memory, ours / peer |"
 )
@@ -62,10 +72,9 @@ ABOUT = """\
 Made by `python -m benchmarks.all`, which takes some two hours; `python -m benchmarks.speed_page` makes the page again
 from the records in `benchmarks/results/`. Two ranks with one thread each on two cores, in turns. Each peer stands with
 the fastest of its rows, tuned ones among them, and with the least memory of any of its rows; the records have them all,
-and [benchmarks/README.md](../benchmarks/README.md) says how each is set up. Times are medians of a step, speeds are
+and `benchmarks/README.md` says how each is set up. Times are medians of a step, speeds are
 compared turn by turn, memory is the peak RSS of the rank with most. Runs during which other programs used more than a
-tenth of the CPUs do not count where a row has others. What was tried is in
-[benchmarks/notes.md](../benchmarks/notes.md).
+tenth of the CPUs do not count where a row has others. What was tried is in `benchmarks/notes.md`.
 """
 
 
@@ -90,16 +99,31 @@ class Against:
     @property
     def cells(self) -> list[str]:
         aim = AIMS.get((self.group, self.fastest.peer))
-        ratio, memory = statistics.median(self.ratios), self.ours.peak_rss_mb / self.least_mb
         name = PEERS[self.fastest.peer]
         return [
             self.mode,
             _own(self.ours),
             f"{name}: {statistics.median(self.fastest.step_ms):.0f} ms, {self.least_mb:.0f} MB",
-            _bold(f"{ratio:.2f}", ratio > 1) + f" ({min(self.ratios):.2f}-{max(self.ratios):.2f})",
+            self.speed,
             "" if aim is None else f"{aim:g}",
-            _bold(f"{memory:.2f}", memory <= 1),
+            self.memory,
         ]
+
+    @property
+    def short_cells(self) -> list[str]:
+        """Those of the README, but for the first."""
+        peer = f"{PEERS[self.fastest.peer]}: {statistics.median(self.fastest.step_ms):.0f} ms"
+        return [f"{statistics.median(self.ours.step_ms):.0f} ms", peer, self.speed, self.memory]
+
+    @property
+    def speed(self) -> str:
+        ratio = statistics.median(self.ratios)
+        return _bold(f"{ratio:.2f}", ratio > 1) + f" ({min(self.ratios):.2f}-{max(self.ratios):.2f})"
+
+    @property
+    def memory(self) -> str:
+        ratio = self.ours.peak_rss_mb / self.least_mb
+        return _bold(f"{ratio:.2f}", ratio <= 1)
 
 
 def against(group: str, lines: list[Line]) -> Iterator[Against]:
@@ -119,13 +143,29 @@ def records(section: str) -> list[Path]:
     return sorted(RESULTS.glob(f"{section}-*.jsonl"), reverse=True)
 
 
-def table(files: list[Path]) -> list[str]:
+def groups_of(files: list[Path]) -> dict[str, list[Line]]:
     """Of the last session of each file; a group is taken from the first of them that has it."""
     groups: dict[str, list[Line]] = {}
     for file in reversed(files):
         groups |= lines_of(file)[1]
+    return groups
+
+
+def short_table() -> list[str]:
+    """The README's: of each group the first of our rows. Rows without a record are left out."""
     rows = []
-    for group, lines in groups.items():
+    for (section, group, peer), name in SHORT.items():
+        lines = groups_of(records(section)).get(group, [])
+        row = next((one for one in against(group, lines) if one.fastest.peer == peer), None)
+        if row is not None:
+            rows.append([name, *row.short_cells])
+    return [*SHORT_HEAD, *(f"| {' | '.join(cells)} |" for cells in rows)]
+
+
+def table(files: list[Path]) -> list[str]:
+    """One row for each of ours and each peer."""
+    rows = []
+    for group, lines in groups_of(files).items():
         rows += [one.cells for one in against(group, lines)]
         if all(line.ours for line in lines):  # what the peers made of it is in the records
             rows += [[_mode(group, line, lines), _own(line), "no peer ran", "", "", ""] for line in lines]
@@ -138,14 +178,11 @@ def write() -> None:
     page = [ABOUT]
     for section, files in sections.items():
         abouts = [
-            f"[Records](../benchmarks/results/{file.name}). {heading(lines_of(file)[0])}" for file in files
+            f"Records: `benchmarks/results/{file.name}`. {heading(lines_of(file)[0])}" for file in files
         ]
         page += [f"## {SECTIONS[section]}\n", "\n\n".join(abouts), "", *table(files), ""]
     PAGE.write_text("\n".join(page))
-    short = [
-        part for section, files in sections.items() for part in (f"\n{SECTIONS[section]}:\n", *table(files))
-    ]
-    text, block = README.read_text(), "\n".join([BEGIN, *short, "", END])
+    text, block = README.read_text(), "\n".join([BEGIN, "", *short_table(), "", END])
     README.write_text(re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: block, text, flags=re.DOTALL))
 
 

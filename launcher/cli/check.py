@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import FlagParser, positive
-from launcher.cli.output import new_console, write
+from launcher.cli.output import config_of, new_console, write
 from launcher.errors import ConfigError, LauncherError, printable
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def check(argv: Sequence[str]) -> int:
 
     console = new_console()
     try:
-        written = read(flags.config)
+        written = read(config_of(flags.config))
     except LauncherError as error:
         console.print(str(error), markup=False)
         return EXIT_REFUSED

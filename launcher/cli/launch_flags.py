@@ -81,7 +81,8 @@ def launch_parser() -> FlagParser:
         "--config",
         "--deepspeed_config",
         metavar="DS.json",
-        help="the DeepSpeed-style JSON: a file, or its text in base64; or accelerate's YAML",
+        help="the DeepSpeed-style JSON: a file, an example's name such as zero2.json, or its text in base64; or "
+        "accelerate's YAML",
     )
     run.add_argument(
         "--num_gpus",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
-from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, shared_directory
+from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, find_config, shared_directory
 from launcher.cluster.secret import hide, hide_inherited, masked, secret_arguments, secrets_of
 from launcher.errors import ConfigError, LauncherError, printable
 
@@ -99,6 +99,7 @@ def _launch(argv: list[str]) -> int:
     _set_up_logging("error" if flags.quiet else flags.log_level)
     from launcher.cli.request import RunRequest
 
+    _find_config(flags)
     if _is_yaml(flags.config):
         from launcher.cli import accelerate_flags
 
@@ -169,6 +170,14 @@ def _checked_config(path: str | None, *, needed: bool) -> Config | None:
             fix='write "stage": 0, 1, 2 or 3',
         )
     return config
+
+
+def _find_config(flags: argparse.Namespace) -> None:
+    """Put an example's path in the place of its name, and say so."""
+    if flags.config is not None:
+        flags.config, found = find_config(flags.config)
+        if found:
+            logger.info(found)
 
 
 def _is_yaml(path: str | None) -> bool:

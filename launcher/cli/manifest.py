@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launcher.cli.flags import FlagParser, shown, value_of, without
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
+from launcher.cli.output import config_of
 from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, check_name, find_recipe
 from launcher.cli.request import check_bounds, restarts_of
 from launcher.cluster import environment
@@ -141,7 +142,7 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
         flags=told,
         recipe=recipe,
         gpus=0 if flags.device == "cpu" else flags.num_gpus,
-        config=_config_text(flags.config),
+        config=_config_text(flags.config and config_of(flags.config)),
         namespace=flags.namespace,
         environment=asked,
         secrets=dict(flags.secret),

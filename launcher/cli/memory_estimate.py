@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import FlagParser, add_model_and_ranks, positive, slots_of
+from launcher.cli.output import config_of
 from launcher.errors import ConfigError
 from launcher.sizes import bytes_of
 
@@ -59,7 +60,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
     world = flags.num_gpus or (sum(slots_of(flags.hostfile)) if flags.hostfile else 1)
     from launcher.config.load import load
 
-    config = load(flags.config)
+    config = load(config_of(flags.config))
     config.dp_degree(world)  # raises where the degrees do not make the number of ranks
     if flags.rank is not None and not 0 <= flags.rank < world:
         raise ConfigError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.errors import ConfigError
+from launcher.cli.recipes import find_config
+from launcher.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +23,14 @@ def new_console() -> Console:
     if not made.is_terminal:
         made.width = WIDE
     return made
+
+
+def config_of(given: str) -> str:
+    """What a subcommand reads for a configuration that was named; where that is an example, stderr says so."""
+    path, found = find_config(given)
+    if found:
+        print(f"launch: {printable(found)}", file=sys.stderr)
+    return path
 
 
 def must_be_new(path: str | Path, flag: str) -> None:

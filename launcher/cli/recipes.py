@@ -1,4 +1,4 @@
-"""Recipes by name: where they are, which one is meant, and whether its flags are right."""
+"""Recipes and example configurations by name: where they are, which is meant, whether a recipe's flags are right."""
 
 from __future__ import annotations
 
@@ -27,6 +27,22 @@ def shared_directory(name: str) -> Path:
 def recipe_names() -> list[str]:
     """Names that can be given to `launch`, sorted."""
     return sorted(path.stem for path in shared_directory("recipes").glob("*.py") if path.stem[0] != "_")
+
+
+def find_config(given: str) -> tuple[str, str | None]:
+    """What `--config` names: a file that is there, else an example of the package by its bare name, such as zero2.json.
+
+    Returns:
+        what to read, and a line for people where an example was taken.
+    """
+    if given in _config_names() and not os.path.lexists(given):
+        path = str(shared_directory("ds_configs") / given)
+        return path, f"there is no {given} in this directory; using the example {path}"
+    return given, None
+
+
+def _config_names() -> list[str]:
+    return sorted(path.name for path in shared_directory("ds_configs").glob("*.json"))
 
 
 def check_name(name: str, kind: str) -> None:

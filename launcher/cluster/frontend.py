@@ -1,4 +1,4 @@
-"""The front end: owns a run. It starts the agents, watches them, and ends all of them on the first failure.
+"""The front end of a run: starts the agents, watches them, and ends all of them on the first failure.
 
 Whatever happens to a rank, a node, a connection or to itself, no process of the run remains: agents end their ranks
 when they are told to, and when they hear nothing any more.

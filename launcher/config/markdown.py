@@ -16,7 +16,7 @@ from launcher.config.root import Config
 from launcher.config.section import Section, field_docs
 
 INTRODUCTION = """\
-# The configuration
+# Configuration keys
 
 <!-- Made by `python -m launcher.config.markdown > docs/config.md`; edit the docstrings in launcher/config/ instead. -->
 

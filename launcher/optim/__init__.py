@@ -1,0 +1,1 @@
+"""Optimizers and schedules: the step on what a rank owns."""

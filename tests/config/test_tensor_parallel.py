@@ -13,7 +13,7 @@ from launcher.config import Config, ConfigProblems, load
 from launcher.errors import ConfigError
 
 KEY = "tensor_parallel"
-README = Path(__file__).parents[2] / "README.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "tensor_parallelism.md"
 
 
 def tensor(**written: Any) -> Config:
@@ -210,9 +210,8 @@ def test_partition_activations_acts_over_tensor_parallel_ranks() -> None:
     assert told(load(keep)) and not told(load({**keep, KEY: {"autotp_size": 2}}))
 
 
-def test_the_examples_of_the_readme_are_taken() -> None:
-    section = README.read_text().partition("## Tensor parallelism")[2].partition("\n## ")[0]
-    examples = re.findall("```json\n(.*?)```", section, re.DOTALL)
+def test_the_examples_of_the_guide_are_taken() -> None:
+    examples = re.findall("```json\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert len(examples) == 2
     for text in examples:
         config = load(text if text.startswith("{") else f"{{{text}}}")

@@ -1,4 +1,4 @@
-"""The Trainer's recipe, as the README shows it."""
+"""The Trainer's recipe, as docs/guides/trainer.md shows it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from tests.cluster.launching import ROOT, launch
 RECIPE = ROOT / "recipes" / "hf_trainer.py"
 
 
-def test_the_readme_shows_the_recipe() -> None:
-    shown = re.search(
-        r"hf_trainer\.py\), all of it:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
-    )
+def test_the_guide_shows_the_recipe() -> None:
+    page = (ROOT / "docs" / "guides" / "trainer.md").read_text()
+    shown = re.search(r"hf_trainer\.py`, all of it:\n\n```python\n(.*?)```", page, re.DOTALL)
     assert shown is not None
     assert RECIPE.read_text().partition('"""\n\n')[2] == shown[1]
 
 
 def test_the_recipe_trains_and_saves(tmp_path: Path) -> None:
-    """The README's command, with fewer steps."""
+    """The guide's command, with fewer steps."""
     (tmp_path / "hf_trainer.py").write_text(RECIPE.read_text().replace("max_steps=30", "max_steps=10"))
     config = str(ROOT / "ds_configs" / "hf_zero3.json")
     done = launch("--config", config, "--num_gpus", "2", "--device", "cpu", "hf_trainer.py", cwd=tmp_path)

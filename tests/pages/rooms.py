@@ -1,0 +1,39 @@
+"""The packages and modules of `launcher/`: their order, what they import, and what each says of itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "launcher"
+# A room (a package, or a module beside the packages) imports those before it, and itself.
+ORDER = ["errors", "files", "sizes", "owner", "scratch", "monitor", "arguments", "config", "comm", "cluster", "data",
+         "models", "checkpointing", "tensor", "pipeline", "pipe", "offload", "zero", "checkpoint", "optim", "engine",
+         "estimate", "plan", "resuming", "run", "train", "integrations", "cli"]  # fmt: skip
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """The room of a file: its package, or the module itself."""
+    return path.parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> Iterator[str]:
+    """Rooms that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "launcher":
+                names = [f"launcher.{alias.name}" for alias in node.names]
+        yield from (name.split(".")[1] for name in names if name.startswith("launcher."))
+
+
+def purpose(path: Path) -> str:
+    """The first sentence of a module's docstring, or "" where it has none."""
+    said = ast.get_docstring(ast.parse((PACKAGE / path).read_text())) or ""
+    paragraph = " ".join(said.partition("\n\n")[0].split())
+    return re.split(r"(?<=[^.].\.) (?=[A-Z`(])", paragraph, maxsplit=1)[0].removesuffix(".").removesuffix(":")
