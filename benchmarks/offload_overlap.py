@@ -54,11 +54,11 @@ class Job:
         items = [{"input_ids": ids, "labels": ids} for ids in batch]
         self.engine.run_microbatches(items, [1 / len(items)] * len(items))
         self.engine.step()
-        self.engine.zero.homes.buffers.settle()  # what is still being written belongs to the step
+        self.engine.zero.placements.buffers.wait_for_writes()  # what is still being written belongs to the step
 
     def traffic(self) -> list[Moved]:
         """What one step moves."""
-        (tier,) = self.engine.zero.homes.tiers
+        (tier,) = self.engine.zero.placements.tiers
         moved: list[Moved] = []
 
         def noted(operation: str) -> Callable[[str, Tensor], Future[None]]:
@@ -80,7 +80,7 @@ class Job:
 
     def io(self, moved: list[Moved]) -> float:
         """Seconds of moving the same once more; the values are read before they are written again."""
-        (tier,) = self.engine.zero.homes.tiers
+        (tier,) = self.engine.zero.placements.tiers
         kept = {key: buffer(size, torch.uint8) for _, key, size in moved}
         for key, memory in kept.items():
             tier.read(key, memory).result()

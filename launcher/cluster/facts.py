@@ -95,6 +95,6 @@ def digest(path: Path) -> str | None:
 
 def _digest_of_package() -> str:
     """Of the code of this package: versions alone do not tell two work trees apart."""
-    room: Any = Path(__file__).resolve().parent
-    text = b"".join(path.read_bytes() for path in sorted(room.glob("*.py")))
+    package: Any = Path(__file__).resolve().parent
+    text = b"".join(path.read_bytes() for path in sorted(package.glob("*.py")))
     return hashlib.sha256(text).hexdigest()[:16]

@@ -78,7 +78,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of a run. Built once; every room takes the axis it works on."""
+    """All axes of a run. Built once; every package takes the axis it works on."""
 
     device: torch.device
     world_size: int = 1

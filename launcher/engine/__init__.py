@@ -1,4 +1,4 @@
-"""A model in training: DeepSpeed's surface over the rooms, how they are put together, and what is saved of them."""
+"""A model in training: DeepSpeed's surface over the packages, how they are put together, and what is saved of them."""
 
 from launcher.engine.engine import Engine
 

@@ -25,7 +25,7 @@ from launcher.engine.dtypes import (
 from launcher.engine.engine import Engine
 from launcher.engine.given import check_mpu, loaded_config
 from launcher.engine.loaders import loader_of, share_of
-from launcher.engine.offloading import open_homes
+from launcher.engine.offloading import open_placements
 from launcher.engine.staging import (
     agree,
     cut_model,
@@ -83,7 +83,7 @@ def initialize(
     config_params: str | Path | Mapping[str, Any] | None = None,
     *,
     source: ParamSource | None = None,
-    homes: Callable[[Config, Mesh, torch.device], Placements] = open_homes,
+    placements: Callable[[Config, Mesh, torch.device], Placements] = open_placements,
     seed: int = 0,
     device: torch.device | None = None,
     auto: Mapping[str, Any] | None = None,
@@ -106,7 +106,7 @@ def initialize(
         mpu: model parallelism that the script has set up (Megatron's): its sizes must be those of the JSON.
         mesh_param: sequence parallelism; refused.
         source: where parameters get their values from, instead of what `model` holds.
-        homes: says where shards rest; default: where the JSON says.
+        placements: says where shards rest; default: where the JSON says.
         seed: for a model on meta, and for the order of `training_data`.
         device: default: this rank's GPU, else the CPU.
         auto: values for keys that say "auto", by dotted path.
@@ -167,7 +167,7 @@ def initialize(
         pp=mesh.axes["pp"],
         holders=holders,
         elsewhere=staged.elsewhere if staged is not None else {},
-        homes=homes(resolved, mesh, device),
+        placements=placements(resolved, mesh, device),
     )
     cast_buffers(resolved, model)
     stepper = (

@@ -1,4 +1,4 @@
-"""The engine: DeepSpeed's surface over the rooms below. What each call does is in the DeepSpeed documentation;
+"""The engine: DeepSpeed's surface over the packages below. What each call does is in the DeepSpeed documentation;
 where ours differs, the docstring says so."""
 
 from __future__ import annotations
@@ -558,7 +558,7 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
         self.watch.close()
         self.zero.hooks.remove()
         self.zero.reshard_all()
-        self.zero.homes.close()
+        self.zero.placements.close()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The JSON's `offload_param` and `offload_optimizer` as rooms for shards, the fastest first."""
+"""The JSON's `offload_param` and `offload_optimizer` as budgets for shards, the fastest first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATES = {"SGD": 1, "Adagrad": 1, "Lion": 1}  # of other optimizers two are expe
 HOST = torch.device("cpu")
 
 
-def open_homes(
+def open_placements(
     config: Config,
     mesh: Mesh,
     device: torch.device,
@@ -40,23 +40,28 @@ def open_homes(
     zero = config.zero_optimization
     params, optim = zero.parameters_elsewhere, zero.offload_optimizer
     opened = _OpenTiers(tier_at or (lambda path: NvmeTier(path, config.aio, rank=mesh.rank)))
-    homes = Placements(device)
+    placements = Placements(device)
     if params is not None:
         in_host = params.max_in_cpu * ITEM if params.host_budget is None else params.host_budget
-        homes.parameters = _rooms(params, device, opened, in_host)
-        homes.ahead, homes.units_ahead = params.buffer_count * params.buffer_size, params.buffer_count
+        placements.parameters = _rooms(params, device, opened, in_host)
+        placements.ahead, placements.units_ahead = (
+            params.buffer_count * params.buffer_size,
+            params.buffer_count,
+        )
     if optim is not None and optim.device != "none":
-        homes.optimizer = _rooms(optim, device, opened, optim.host_budget or 0, share=1 - float(optim.ratio))
-        homes.reads_ahead = bool(optim.pipeline_read)
+        placements.optimizer = _rooms(
+            optim, device, opened, optim.host_budget or 0, share=1 - float(optim.ratio)
+        )
+        placements.reads_ahead = bool(optim.pipeline_read)
         if optim.device == "nvme":
-            homes.cut = int(zero.sub_group_size)
+            placements.cut = int(zero.sub_group_size)
     kind = config.optimizer.type if config.optimizer is not None else ""
-    homes.states = STATES.get(kind, 2)
+    placements.states = STATES.get(kind, 2)
     writes = optim.buffer_count if optim is not None and optim.pipeline_write else 0
     pins = [bool(section.pin_memory) for section in (params, optim) if section is not None]
-    homes.buffers = HostBuffers(writes, pin=None if all(pins) else False, make=make)
-    weakref.finalize(homes, _close, list(opened.values()))
-    return homes
+    placements.buffers = HostBuffers(writes, pin=None if all(pins) else False, make=make)
+    weakref.finalize(placements, _close, list(opened.values()))
+    return placements
 
 
 class _OpenTiers(dict[str, Tier]):
@@ -83,17 +88,17 @@ def _rooms(
     in_host: bytes that stay in host memory where the rest is on NVMe.
     share: of the bytes, stays on the device.
     """
-    rooms = []
+    budgets = []
     if section.device_budget is not None:
-        rooms.append(TierBudget(Placement(device), section.device_budget))
+        budgets.append(TierBudget(Placement(device), section.device_budget))
     elif share > 0:
-        rooms.append(TierBudget(Placement(device), share=share))
+        budgets.append(TierBudget(Placement(device), share=share))
     if section.device == "cpu":
-        return [*rooms, TierBudget(Placement(HOST))]
+        return [*budgets, TierBudget(Placement(HOST))]
     path = str(section.nvme_path)
     if in_host:
-        rooms.append(TierBudget(Placement(HOST), in_host))
-    return [*rooms, TierBudget(Placement(HOST, opened[path]))]
+        budgets.append(TierBudget(Placement(HOST), in_host))
+    return [*budgets, TierBudget(Placement(HOST, opened[path]))]
 
 
 def _close(tiers: list[Tier]) -> None:

@@ -23,7 +23,7 @@ from launcher.config import Config
 from launcher.engine.assemble import initialize, split_layers
 from launcher.engine.dtypes import DTYPES
 from launcher.engine.engine import Engine
-from launcher.engine.offloading import HOST, open_homes
+from launcher.engine.offloading import HOST, open_placements
 from launcher.estimate.answer import PHASES, DeviceBytes, Estimate
 from launcher.estimate.fake import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes, LiveBytesMode
@@ -37,7 +37,7 @@ from launcher.tensor.head import loss_only
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import ParamReader, ParamSlot
 
-DEVICE = torch.device("cpu", 0)  # tensors of it are not told from the host's, but homes are
+DEVICE = torch.device("cpu", 0)  # tensors of it are not told from the host's, but placements are
 NEARLY = 0.95  # of the peak of the step before, when a look is worth its time
 
 
@@ -66,10 +66,14 @@ def dry_run(
 
         def make(live: LiveBytes) -> Engine:
             whole = copy.deepcopy(model) if config.pipeline.degree > 1 else None
-            homes = partial(open_homes, tier_at=lambda path: CountingTier())
+            placements = partial(open_placements, tier_at=lambda path: CountingTier())
             if device != HOST:
-                homes = partial(homes, make=lambda numel, dtype: live.note_host(buffer(numel, dtype)))
-            engine = initialize(model=model, config=config, device=device, source=_Anything(), homes=homes)[0]
+                placements = partial(
+                    placements, make=lambda numel, dtype: live.note_host(buffer(numel, dtype))
+                )
+            engine = initialize(
+                model=model, config=config, device=device, source=_Anything(), placements=placements
+            )[0]
             if whole is not None:
                 learn_crossings(engine, whole, batch_of(engine, sequence))
             return engine
@@ -101,7 +105,7 @@ def rehearse(
             peaks = watcher.end()
             watcher.look_at(max(peaks.values()))
             _step(engine, batch)
-            tiers = engine.zero.homes.tiers
+            tiers = engine.zero.placements.tiers
             return Estimate(
                 engine.mesh.rank,
                 engine.mesh.world_size,
@@ -152,7 +156,7 @@ def held(engine: Engine, live: int) -> DeviceBytes:
     buffers = pool.idle_bytes + gathered
     optimizer = masters_of(zero.flats)
     for gradient, tensors in _states(engine).items():
-        optimizer[gradient.flat.optim_home] += sum(tensor.nbytes for tensor in tensors)
+        optimizer[gradient.flat.optim_placement] += sum(tensor.nbytes for tensor in tensors)
     kept = parameters_of(zero.flats), gradients_of(zero.gradients), optimizer
     parameters, gradients, states = (on(device, one) for one in kept)
     known = parameters + gradients + states + buffers
@@ -232,7 +236,7 @@ def _states(engine: Engine) -> dict[FlatGradient, list[Tensor]]:
 def _note_states(engine: Engine, live: LiveBytes) -> None:
     """Optimizers make their states; those of shards that rest on the host are there."""
     for gradient, tensors in _states(engine).items():
-        if gradient.flat.optim_home.device != engine.zero.pool.device:
+        if gradient.flat.optim_placement.device != engine.zero.pool.device:
             for tensor in tensors:
                 live.note_host(tensor)
 

@@ -134,4 +134,4 @@ def _held(paper: SimulatedRank, buffers: int, activations: int) -> DeviceBytes:
 def _host(paper: SimulatedRank) -> int:
     """Bytes of shards that stay in host memory, and of buffers there for what rests on NVMe."""
     host = sum(on(HOST, held) for held in paper.kept())
-    return host + paper.homes.buffers.idle.most
+    return host + paper.placements.buffers.idle.most

@@ -18,7 +18,7 @@ def parameters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
     """What is kept of parameters."""
     held: OffloadedBytes = Counter()
     for flat in flats:
-        held[flat.params_home if flat.sharded else Placement(flat.pool.device)] += flat.held_bytes
+        held[flat.params_placement if flat.sharded else Placement(flat.pool.device)] += flat.held_bytes
     return held
 
 
@@ -26,7 +26,7 @@ def masters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
     """Master weights that are no parameters."""
     held: OffloadedBytes = Counter()
     for flat in flats:
-        held[flat.optim_home] += flat.master_bytes
+        held[flat.optim_placement] += flat.master_bytes
     return held
 
 
@@ -34,7 +34,7 @@ def gradients_of(gradients: Iterable[FlatGradient]) -> OffloadedBytes:
     """What is kept of gradients."""
     held: OffloadedBytes = Counter()
     for gradient in gradients:
-        held[gradient.flat.optim_home if gradient.sharded else Placement(gradient.flat.pool.device)] += (
+        held[gradient.flat.optim_placement if gradient.sharded else Placement(gradient.flat.pool.device)] += (
             gradient.held_bytes
         )
     return held

@@ -16,7 +16,7 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.assemble import axes_of, mark_leaves, policy_of, units_of
 from launcher.engine.dtypes import special_dtypes
-from launcher.engine.offloading import open_homes
+from launcher.engine.offloading import open_placements
 from launcher.estimate.offloaded_bytes import OffloadedBytes, gradients_of, masters_of, on, parameters_of
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.states import StateBytes
@@ -123,12 +123,12 @@ class SimulatedRank:
         special = special_dtypes(config, model)
         policy = replace(policy_of(config), special_dtypes=special, compute_norm=False)  # there are no values
         self.disk = CountingTier()
-        self.homes = open_homes(config, mesh, META, lambda path: self.disk, _on_meta)
+        self.placements = open_placements(config, mesh, META, lambda path: self.disk, _on_meta)
         self.pool = SimulatedPool(META)
         self.pool.taken = self._look
         axes = axes_of(config, mesh)
         blocks = units_of(model, portion.blocks)
-        places = portion.splits, portion.holders, self.homes, self.pool
+        places = portion.splits, portion.holders, self.placements, self.pool
         self.units = list(lay_out(model, axes, policy, blocks, *places, SimulatedBuffer, SimulatedGradient))
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = [gradient for unit in self.units for gradient in unit.gradients]
@@ -137,7 +137,7 @@ class SimulatedRank:
         for gradient in self.gradients:
             assert isinstance(gradient, SimulatedGradient)
             gradient.collected = self._taken_from_leaves
-        self.fetcher = Fetcher(policy, self.homes.ahead, self.homes.units_ahead)
+        self.fetcher = Fetcher(policy, self.placements.ahead, self.placements.units_ahead)
         self.reducer = Reducer(order_of_reduction(self.units), policy)
         self.hooks = SimulatedHooks(self.units, self.fetcher, self.reducer)
         self.unit_of = {unit.name: unit for unit in self.units}
@@ -158,8 +158,8 @@ class SimulatedRank:
         masters = masters_of(self.flats)
         masters.update(self.optimizer)
         parameters = parameters_of(self.flats)
-        for home in parameters:
-            parameters[home] *= self.versions
+        for placement in parameters:
+            parameters[placement] *= self.versions
         return parameters, gradients_of(self.gradients), masters
 
     def fix(self) -> None:
@@ -199,9 +199,9 @@ class SimulatedRank:
 
     def step(self) -> None:
         """The optimizer steps what rests in tiers, buffer by buffer, as `ShardedOptimizer.step` does."""
-        moving = [gradient for gradient in self.gradients if gradient.flat.optim_home.tier is not None]
+        moving = [gradient for gradient in self.gradients if gradient.flat.optim_placement.tier is not None]
         for gradient, following in zip_longest(moving, moving[1:]):
-            if following is not None and self.homes.reads_ahead:
+            if following is not None and self.placements.reads_ahead:
                 self._fetch(following)
             self._fetch(gradient)
             for state in self._resting[gradient]:
@@ -213,7 +213,7 @@ class SimulatedRank:
             del share
             gradient.rest(changed=False)
             gradient.flat.publish()
-        self.homes.buffers.wait_for_writes()
+        self.placements.buffers.wait_for_writes()
 
     def _fetch(self, gradient: FlatGradient) -> None:
         gradient.flat.fetch(master=True)
@@ -223,11 +223,11 @@ class SimulatedRank:
 
     def _states_at_rest(self, gradient: FlatGradient, states: StateBytes) -> list[OffloadedTensor]:
         flat = gradient.flat
-        if flat.optim_home.tier is None:
+        if flat.optim_placement.tier is None:
             return []
         size = flat.owned.stop - flat.owned.start
         made = [
-            self.homes.resting(f"{flat.name}/{key}", size, dtype, flat.optim_home)
+            self.placements.resting(f"{flat.name}/{key}", size, dtype, flat.optim_placement)
             for key, dtype in states.dtypes(gradient).items()
         ]
         for one in made:

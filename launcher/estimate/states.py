@@ -60,8 +60,10 @@ class StateBytes:
             for slot, start, stop in flat.overlaps(flat.owned):
                 if slot.name in self._group_of:
                     kept = self._kept(self._group_of[slot.name], self._dtype_of(flat))
-                    in_memory = kept.once if flat.optim_home.tier is not None else kept.bytes_of(stop - start)
-                    held[flat.optim_home] += in_memory
+                    in_memory = (
+                        kept.once if flat.optim_placement.tier is not None else kept.bytes_of(stop - start)
+                    )
+                    held[flat.optim_placement] += in_memory
         return held
 
     def dtypes(self, gradient: FlatGradient) -> dict[str, torch.dtype]:

@@ -11,11 +11,11 @@ VERSION = "0.19.8"
 """Of the DeepSpeed whose names these are; scripts ask for 0.18.2 at least."""
 MAJOR, MINOR, PATCH = (int(part) for part in VERSION.split("."))
 
-_ROOM = "launcher.integrations"
-_HERE, _BEFORE = f"{_ROOM}.stand_ins", f"{_ROOM}.processes"
-_OPTIMIZERS, _UTILITIES = f"{_ROOM}.optimizers", f"{_ROOM}.utilities"
-_ENUMERATIONS, _GROUPS = f"{_ROOM}.enumerations", f"{_ROOM}.groups"
-_DEVICE, _KINDS = f"{_ROOM}.accelerator", f"{_ROOM}.optimizer_kinds"
+_PACKAGE = "launcher.integrations"
+_HERE, _BEFORE = f"{_PACKAGE}.stand_ins", f"{_PACKAGE}.processes"
+_OPTIMIZERS, _UTILITIES = f"{_PACKAGE}.optimizers", f"{_PACKAGE}.utilities"
+_ENUMERATIONS, _GROUPS = f"{_PACKAGE}.enumerations", f"{_PACKAGE}.groups"
+_DEVICE, _KINDS = f"{_PACKAGE}.accelerator", f"{_PACKAGE}.optimizer_kinds"
 
 
 def _from(home: str, *names: str) -> dict[str, str]:
@@ -24,7 +24,7 @@ def _from(home: str, *names: str) -> dict[str, str]:
 
 _ENGINE = {"DeepSpeedEngine": "launcher.engine:Engine"}
 _CONFIG = {
-    "DeepSpeedConfig": f"{_ROOM}.configuration:DeepSpeedConfig",
+    "DeepSpeedConfig": f"{_PACKAGE}.configuration:DeepSpeedConfig",
     "DeepSpeedConfigError": f"{_ENUMERATIONS}:DeepSpeedConfigError",
 }
 _ACCELERATOR = _from(
@@ -39,7 +39,7 @@ _ZERO = {
     "GatheredParameters": "launcher.zero:GatheredParameters",
     **_from(_ENUMERATIONS, "ZeroParamStatus", "ZeroParamType"),
     **_EXTERNAL,
-    **_from(f"{_ROOM}.tiling", "TiledLinear", "TiledLinearReturnBias"),
+    **_from(f"{_PACKAGE}.tiling", "TiledLinear", "TiledLinearReturnBias"),
     **_from(f"{_HERE}", "unwrap_model_for_generation"),
 }
 _LEAVES = _from(
@@ -51,7 +51,7 @@ _LEAVES = _from(
     "get_z3_leaf_modules",
     "unset_z3_leaf_modules",
 )
-_IS_LEAF = _from(f"{_ROOM}.marks", "z3_leaf_module")
+_IS_LEAF = _from(f"{_PACKAGE}.marks", "z3_leaf_module")
 _FRAGMENTS = _from(
     "launcher.engine.fragments",
     *(
@@ -63,13 +63,13 @@ _FRAGMENTS = _from(
     "safe_update_full_grad_vectorized",
 )
 _NAMES_OF_FILES = _from(
-    f"{_ROOM}.files",
+    f"{_PACKAGE}.files",
     "get_layer_ckpt_name_for_rank",
     "get_model_ckpt_name_for_rank",
     "get_zero_ckpt_name_for_rank",
 )
-_TORCH_FILES = _from(f"{_ROOM}.files", "TorchCheckpointEngine")
-_NESTED = _from(f"{_ROOM}.nested", "recursive_getattr", "recursive_setattr")
+_TORCH_FILES = _from(f"{_PACKAGE}.files", "TorchCheckpointEngine")
+_NESTED = _from(f"{_PACKAGE}.nested", "recursive_getattr", "recursive_setattr")
 _LOG = _from(_UTILITIES, "log_dist", "log_dist_once", "set_log_level_from_string")
 _PIPE = _from("launcher.pipe", "LayerSpec", "PipelineModule", "TiedLayerSpec")
 _FP32 = _from(
@@ -84,13 +84,13 @@ _COMM_FIRST = {
     ),  # asked for before there is an engine: these import none
     "log_summary": "launcher.comm:log_summary",
 }
-_MEMORY = f"{_ROOM}.memory_needs"
+_MEMORY = f"{_PACKAGE}.memory_needs"
 _BUILDER = _from(_BEFORE, "AsyncIOBuilder")
 _BUILDERS = _from(_BEFORE, "AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder")
-_SECTIONS = f"{_ROOM}.sections"
+_SECTIONS = f"{_PACKAGE}.sections"
 _OFFLOADS = _from(_SECTIONS, "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
 _BWC = _from(
-    f"{_ROOM}.groups",
+    f"{_PACKAGE}.groups",
     "bwc_pipeline_parallel_group",
     "bwc_pipeline_parallel_world_size",
     "bwc_tensor_model_parallel_group",
@@ -109,21 +109,21 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "add_config_arguments": "launcher.arguments:add_config_arguments",
         "PipelineModule": "launcher.pipe:PipelineModule",
         "PipelineEngine": "launcher.engine:Engine",
-        "DeepSpeedDataLoader": f"{_ROOM}.loading:DeepSpeedDataLoader",
+        "DeepSpeedDataLoader": f"{_PACKAGE}.loading:DeepSpeedDataLoader",
         "DeepSpeedOptimizer": f"{_KINDS}:DeepSpeedOptimizer",
         "OnDevice": f"{_UTILITIES}:OnDevice",
         "log_dist": f"{_UTILITIES}:log_dist",
         "logger": f"{_BEFORE}:logger",
         "get_accelerator": f"{_DEVICE}:get_accelerator",
-        "dist": f"{_ROOM}.collectives:",
-        "version": f"{_ROOM}.served:VERSION",
-        "__version__": f"{_ROOM}.served:VERSION",
-        "__version_major__": f"{_ROOM}.served:MAJOR",
-        "__version_minor__": f"{_ROOM}.served:MINOR",
-        "__version_patch__": f"{_ROOM}.served:PATCH",
-        "__git_hash__": f"{_ROOM}.version_report:git_hash",
-        "__git_branch__": f"{_ROOM}.version_report:git_branch",
-        "load_ds_config": f"{_ROOM}.configuration:load_ds_config",
+        "dist": f"{_PACKAGE}.collectives:",
+        "version": f"{_PACKAGE}.served:VERSION",
+        "__version__": f"{_PACKAGE}.served:VERSION",
+        "__version_major__": f"{_PACKAGE}.served:MAJOR",
+        "__version_minor__": f"{_PACKAGE}.served:MINOR",
+        "__version_patch__": f"{_PACKAGE}.served:PATCH",
+        "__git_hash__": f"{_PACKAGE}.version_report:git_hash",
+        "__git_branch__": f"{_PACKAGE}.version_report:git_branch",
+        "load_ds_config": f"{_PACKAGE}.configuration:load_ds_config",
     },
     "accelerator": _ACCELERATOR,
     "accelerator.abstract_accelerator": _from(_DEVICE, "DeepSpeedAccelerator"),
@@ -142,7 +142,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "comm.comm": {**_COMM_FIRST, **_from(_BEFORE, "mpi_discovery")},
     "comm.constants": {},
     "comm.pg_utils": {},
-    "comm.reduce_op": {"ReduceOp": f"{_ROOM}.collectives:ReduceOp"},
+    "comm.reduce_op": {"ReduceOp": f"{_PACKAGE}.collectives:ReduceOp"},
     "comm.torch": {},
     "comm.utils": {},
     "compression.helper": _NESTED,
@@ -156,17 +156,17 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": f"{_BEFORE}:DEEPSPEED_ENVIRONMENT_NAME",
         "main": "launcher.cli.main:main",
-        **_from(f"{_ROOM}.hostfiles", "EXPORT_ENVS", "fetch_hostfile", "parse_inclusion_exclusion"),
+        **_from(f"{_PACKAGE}.hostfiles", "EXPORT_ENVS", "fetch_hostfile", "parse_inclusion_exclusion"),
     },
-    "moe.layer": _from(f"{_ROOM}.experts", "MoE"),
-    "moe.utils": _from(f"{_ROOM}.experts", "is_moe_param"),
+    "moe.layer": _from(f"{_PACKAGE}.experts", "MoE"),
+    "moe.utils": _from(f"{_PACKAGE}.experts", "is_moe_param"),
     "monitor": {},
-    "monitor.comet": _from(f"{_ROOM}.monitors", "CometMonitor"),
+    "monitor.comet": _from(f"{_PACKAGE}.monitors", "CometMonitor"),
     "monitor.config": _from(_SECTIONS, "DeepSpeedMonitorConfig"),
-    "monitor.csv_monitor": _from(f"{_ROOM}.monitors", "csvMonitor"),
-    "monitor.monitor": _from(f"{_ROOM}.monitors", "MonitorMaster", "Monitor"),
-    "monitor.tensorboard": _from(f"{_ROOM}.monitors", "TensorBoardMonitor"),
-    "monitor.wandb": _from(f"{_ROOM}.monitors", "WandbMonitor"),
+    "monitor.csv_monitor": _from(f"{_PACKAGE}.monitors", "csvMonitor"),
+    "monitor.monitor": _from(f"{_PACKAGE}.monitors", "MonitorMaster", "Monitor"),
+    "monitor.tensorboard": _from(f"{_PACKAGE}.monitors", "TensorBoardMonitor"),
+    "monitor.wandb": _from(f"{_PACKAGE}.monitors", "WandbMonitor"),
     "ops": {"__compatible_ops__": f"{_BEFORE}:COMPATIBLE_OPS"},
     "ops.adagrad": _from(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
     "ops.adagrad.cpu_adagrad": _from(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
@@ -195,14 +195,18 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.fp16.unfused_optimizer": _from(_KINDS, "FP16_UnfusedOptimizer"),
     "runtime.config": {**_CONFIG, "DtypeEnum": f"{_ENUMERATIONS}:DtypeEnum"},
     "runtime.constants": _from(_ENUMERATIONS, "ValidationMode"),
-    "runtime.config_utils": _from(f"{_ROOM}.configuration", "dict_raise_error_on_duplicate_keys"),
+    "runtime.config_utils": _from(f"{_PACKAGE}.configuration", "dict_raise_error_on_duplicate_keys"),
     "runtime.data_pipeline.constants": {},
-    "runtime.data_pipeline.curriculum_scheduler": _from(f"{_ROOM}.curriculum", "CurriculumScheduler"),
+    "runtime.data_pipeline.curriculum_scheduler": _from(f"{_PACKAGE}.curriculum", "CurriculumScheduler"),
     "runtime.dataloader": {
         "RepeatingLoader": f"{_UTILITIES}:RepeatingLoader",
-        "DeepSpeedDataLoader": f"{_ROOM}.loading:DeepSpeedDataLoader",
+        "DeepSpeedDataLoader": f"{_PACKAGE}.loading:DeepSpeedDataLoader",
     },
-    "runtime.engine": {**_ENGINE, **_from(f"{_ROOM}.experts", "MoE"), **_from(_HERE, "autocast_if_enabled")},
+    "runtime.engine": {
+        **_ENGINE,
+        **_from(f"{_PACKAGE}.experts", "MoE"),
+        **_from(_HERE, "autocast_if_enabled"),
+    },
     "inference.config": _from(_ENUMERATIONS, "DtypeEnum"),
     "runtime.lr_schedules": {"VALID_LR_SCHEDULES": f"{_BEFORE}:VALID_LR_SCHEDULES"},
     "runtime.pipe": _PIPE,
@@ -257,12 +261,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "runtime.zero.tiling": _from(
-        f"{_ROOM}.tiling", "TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"
+        f"{_PACKAGE}.tiling", "TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"
     ),
     "runtime.zero.utils": {
         **_from(_ENUMERATIONS, "ZeRORuntimeException"),
-        **_from(f"{_ROOM}.marks", "is_zero_param"),
-        **_from(f"{_ROOM}.nested", "apply_to_tensors_only"),
+        **_from(f"{_PACKAGE}.marks", "is_zero_param"),
+        **_from(f"{_PACKAGE}.nested", "apply_to_tensors_only"),
         **_from(f"{_HERE}", "is_zero_supported_optimizer"),
     },
     "utils": {
@@ -302,43 +306,43 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "utils.nvtx": _from(_UTILITIES, "instrument_w_nvtx"),
     "utils.tensor_fragment": _FRAGMENTS,
     "utils.timer": {},
-    "utils.torch": _from(f"{_ROOM}.nested", "required_torch_version", "register_grad_hook"),
+    "utils.torch": _from(f"{_PACKAGE}.nested", "required_torch_version", "register_grad_hook"),
     "utils.z3_leaf_module": {**_LEAVES, **_IS_LEAF},
     "utils.zero_to_fp32": _FP32,
     "zero": _ZERO,
 }
 """Module below `deepspeed` -> its names -> `module:attribute` here; `module:` is that module itself."""
 
-_COMM = (f"{_ROOM}.collectives", "torch.distributed")
-_CHECKPOINTING = ("launcher.checkpointing", f"{_ROOM}.rng_trackers")
+_COMM = (f"{_PACKAGE}.collectives", "torch.distributed")
+_CHECKPOINTING = ("launcher.checkpointing", f"{_PACKAGE}.rng_trackers")
 
 REST: Mapping[str, tuple[str, ...]] = {
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
     "comm.comm": _COMM,
-    "comm.pg_utils": (f"{_ROOM}.collectives",),
-    "comm.torch": (f"{_ROOM}.collectives",),
-    "comm.utils": (f"{_ROOM}.collectives",),
-    "elasticity": (f"{_ROOM}.elastic",),
-    "elasticity.elasticity": (f"{_ROOM}.elastic",),
-    "elasticity.config": (f"{_ROOM}.elastic",),
-    "env_report": (f"{_ROOM}.version_report",),
-    "git_version_info": (f"{_ROOM}.version_report",),
-    "moe.utils": (f"{_ROOM}.moe_groups",),
+    "comm.pg_utils": (f"{_PACKAGE}.collectives",),
+    "comm.torch": (f"{_PACKAGE}.collectives",),
+    "comm.utils": (f"{_PACKAGE}.collectives",),
+    "elasticity": (f"{_PACKAGE}.elastic",),
+    "elasticity.elasticity": (f"{_PACKAGE}.elastic",),
+    "elasticity.config": (f"{_PACKAGE}.elastic",),
+    "env_report": (f"{_PACKAGE}.version_report",),
+    "git_version_info": (f"{_PACKAGE}.version_report",),
+    "moe.utils": (f"{_PACKAGE}.moe_groups",),
     "pipe": ("launcher.pipe",),
-    "profiling.flops_profiler": (f"{_ROOM}.profiles",),
-    "profiling.flops_profiler.profiler": (f"{_ROOM}.profiles",),
+    "profiling.flops_profiler": (f"{_PACKAGE}.profiles",),
+    "profiling.flops_profiler.profiler": (f"{_PACKAGE}.profiles",),
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "runtime.lr_schedules": (f"{_ROOM}.lr_schedules",),
+    "runtime.lr_schedules": (f"{_PACKAGE}.lr_schedules",),
     "runtime.pipe": ("launcher.pipe",),
     "runtime.pipe.module": ("launcher.pipe",),
-    "runtime.fp16.loss_scaler": (f"{_ROOM}.loss_scalers",),
-    "runtime.pipe.p2p": (f"{_ROOM}.stage_sends",),
-    "runtime.pipe.schedule": (f"{_ROOM}.pipe_schedule",),
-    "runtime.pipe.topology": ("launcher.pipe", f"{_ROOM}.grid"),
-    "runtime.utils": (_UTILITIES, f"{_ROOM}.norms", f"{_ROOM}.partitioned_tensor"),
+    "runtime.fp16.loss_scaler": (f"{_PACKAGE}.loss_scalers",),
+    "runtime.pipe.p2p": (f"{_PACKAGE}.stage_sends",),
+    "runtime.pipe.schedule": (f"{_PACKAGE}.pipe_schedule",),
+    "runtime.pipe.topology": ("launcher.pipe", f"{_PACKAGE}.grid"),
+    "runtime.utils": (_UTILITIES, f"{_PACKAGE}.norms", f"{_PACKAGE}.partitioned_tensor"),
     "utils.groups": (_GROUPS,),
     "utils.logging": (_UTILITIES,),
-    "utils.timer": (f"{_ROOM}.timing",),
+    "utils.timer": (f"{_PACKAGE}.timing",),
 }
 """Modules that have all public names of others besides."""

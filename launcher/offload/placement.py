@@ -1,4 +1,4 @@
-"""Which tensors rest where: the fastest room that has space takes them."""
+"""Which tensors rest where: each goes to the fastest tier with space left."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ class Placement:
 
 @dataclass(frozen=True)
 class TierBudget:
-    """A home with limited space.
+    """A placement with limited space.
 
     Args:
-        home: what it stands for.
+        placement: what it stands for.
         size: bytes; None: as many as there are.
         share: of the bytes of all that is placed.
     """
 
-    home: Placement
+    placement: Placement
     size: int | None = None
     share: float = 1.0
 
 
-def placed(sizes: Sequence[int], rooms: Sequence[TierBudget]) -> list[Placement]:
-    """A home for each tensor, in the first room that has space left; the last room takes all.
+def placed(sizes: Sequence[int], budgets: Sequence[TierBudget]) -> list[Placement]:
+    """A placement for each tensor, in the first budget with space left; the last one takes all.
 
     Args:
         sizes: bytes, in the order in which they choose.
-        rooms: fastest first.
+        budgets: fastest first.
     """
     total = sum(sizes)
-    left = [min(total if r.size is None else r.size, int(total * r.share)) for r in rooms[:-1]]
-    homes = []
+    left = [min(total if r.size is None else r.size, int(total * r.share)) for r in budgets[:-1]]
+    placements = []
     for size in sizes:
         for number, space in enumerate(left):
             if size <= space:
                 left[number] -= size
-                homes.append(rooms[number].home)
+                placements.append(budgets[number].placement)
                 break
         else:
-            homes.append(rooms[-1].home)
-    return homes
+            placements.append(budgets[-1].placement)
+    return placements
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Placements:
 
     Args:
         device: what the module computes on.
-        parameters, optimizer: rooms for the shards of parameters, and for what the optimizer works with: master
+        parameters, optimizer: budgets for the shards of parameters, and for what the optimizer works with: master
             weights, gradients and states. None: all stay on the device.
         buffers: memory for what comes and goes.
         ahead, units_ahead: elements and units of parameters that are read before they are gathered, at most.
@@ -93,16 +93,18 @@ class Placements:
         return placed(sizes, self.optimizer or [TierBudget(Placement(self.device))])
 
     def reserve(self, sizes: Sequence[tuple[Placement, int]]) -> None:
-        """Take the room for so many bytes, before anything is written."""
+        """Reserve so many bytes, before anything is written."""
         for tier in self.tiers:
-            if wanted := sum(size for home, size in sizes if home.tier is tier):
+            if wanted := sum(size for placement, size in sizes if placement.tier is tier):
                 tier.reserve(wanted)
 
-    def resting(self, key: str, numel: int, dtype: torch.dtype, home: Placement) -> OffloadedTensor:
-        """A tensor of zeros in a home, or one without values yet where it comes and goes."""
-        if home.tier is not None:
-            return OffloadedTensor(key, numel, dtype, self.buffers, home.tier)
-        return OffloadedTensor(key, numel, dtype, self.buffers, tensor=self._zeros(numel, dtype, home.device))
+    def resting(self, key: str, numel: int, dtype: torch.dtype, placement: Placement) -> OffloadedTensor:
+        """A tensor of zeros in a placement, or one without values yet where it comes and goes."""
+        if placement.tier is not None:
+            return OffloadedTensor(key, numel, dtype, self.buffers, placement.tier)
+        return OffloadedTensor(
+            key, numel, dtype, self.buffers, tensor=self._zeros(numel, dtype, placement.device)
+        )
 
     def staying(self, tensor: Tensor) -> OffloadedTensor:
         """A tensor that is here already, and stays."""
@@ -127,5 +129,5 @@ class Placements:
     @property
     def tiers(self) -> list[Tier]:
         """Each once."""
-        found = [room.home.tier for room in (*self.parameters, *self.optimizer)]
+        found = [budget.placement.tier for budget in (*self.parameters, *self.optimizer)]
         return list({id(tier): tier for tier in found if tier is not None}.values())

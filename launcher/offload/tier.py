@@ -1,4 +1,4 @@
-"""Tiers: where tensors rest under names. The room's glossary.
+"""Tiers: where tensors rest under names. Glossary of the package.
 
 A tier takes tensors under keys and gives their values back. A tensor that rests has a place, a range of a file. The
 first write of a key allocates the place; later ones must have as many bytes. Reads and writes are futures, which

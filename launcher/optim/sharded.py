@@ -83,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.tensors |= {piece.name: nn.Parameter(piece.data) for piece in flat.slices()}
                 continue
             # what is not in memory is its shape only, for those that make states of that at once
-            zero_ = torch.zeros(1, dtype=flat.master_dtype, device=flat.optim_home.device)
+            zero_ = torch.zeros(1, dtype=flat.master_dtype, device=flat.optim_placement.device)
             for slot, start, stop in flat.overlaps(flat.owned):
                 self.tensors[slot.name] = nn.Parameter(zero_.expand(stop - start))
         groups = list(groups)
@@ -171,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rule, batches = one_pass.rule_of(self.inner), list(self._batches())
         no_more: list[FlatGradient] = []
         for gradients, following in zip_longest(batches, batches[1:], fillvalue=no_more):
-            for gradient in following if self.zero.homes.reads_ahead else ():
+            for gradient in following if self.zero.placements.reads_ahead else ():
                 self.states[gradient].fetch()
             pending += self._step_batch(gradients, scale, rule)
         self.early.clear()

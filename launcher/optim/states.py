@@ -32,7 +32,7 @@ class FlatState:
         self, gradient: FlatGradient, tensors: Mapping[str, nn.Parameter], state: dict[Tensor, Any]
     ) -> None:
         self.gradient, self.flat, self.tensors, self._state = gradient, gradient.flat, tensors, state
-        self.is_offloaded = self.flat.optim_home.tier is not None or self.flat.is_offloaded
+        self.is_offloaded = self.flat.optim_placement.tier is not None or self.flat.is_offloaded
         self.shown = True
         self._resting: dict[str, OffloadedTensor] = {}
         first = self.flat.owned.start
@@ -40,7 +40,7 @@ class FlatState:
             slot.name: slice(slot.offset + start - first, slot.offset + stop - first)
             for slot, start, stop in self.flat.overlaps(self.flat.owned)
         }
-        self._empty = torch.empty(0, device=self.flat.optim_home.device)
+        self._empty = torch.empty(0, device=self.flat.optim_placement.device)
 
     @property
     def held_bytes(self) -> int:
@@ -73,7 +73,7 @@ class FlatState:
         """A new state of a parameter, in the memory that goes where it rests."""
         place = self._places[name]
         if not self.is_offloaded:
-            return memory(place.stop - place.start, dtype, self.flat.optim_home.device).zero_()
+            return memory(place.stop - place.start, dtype, self.flat.optim_placement.device).zero_()
         return self._place_of(key, dtype)[place].zero_()
 
     def parts(self, name: str) -> dict[str, Any]:
@@ -134,5 +134,5 @@ class FlatState:
     def _resting_of(self, key: str, dtype: torch.dtype) -> OffloadedTensor:
         if key not in self._resting:
             name, size = f"{self.flat.name}/{key}", self.flat.owned.stop - self.flat.owned.start
-            self._resting[key] = self.flat.homes.resting(name, size, dtype, self.flat.optim_home)
+            self._resting[key] = self.flat.placements.resting(name, size, dtype, self.flat.optim_placement)
         return self._resting[key]

@@ -1,4 +1,4 @@
-"""`Action` and `PipelineSchedule`: what each rank of a pipeline does, as data. The room's glossary.
+"""`Action` and `PipelineSchedule`: what each rank of a pipeline does, as data. Glossary of the package.
 
 stages (P)      ranks of the pp axis.
 chunks (v)      virtual stages of a rank.

@@ -273,7 +273,7 @@ class _Splitter:
             shape[dim] = longest(shares, self.axis.degree, unit)
         else:
             shape[dim] = sum(part.size for part in parts)
-        return Split(parameter.shape, parts, dim, partial=True, room=prod(shape))
+        return Split(parameter.shape, parts, dim, partial=True, padded_numel=prod(shape))
 
     def _agree(self, parameter: nn.Parameter) -> None:
         """Rank 0's values for all, for models that each rank built on its own."""

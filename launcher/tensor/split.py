@@ -1,6 +1,6 @@
 """Which elements of a logical parameter a rank of the tp axis holds.
 
-Words of this room:
+Terms of this package:
 
 logical       as one process would have it: the parameter of the model before it was split
 local         what this rank holds: its parts along one dim, end to end
@@ -74,7 +74,7 @@ class Split:
         parts: in the order in which they lie in the local parameter.
         dim: along which they lie.
         partial: see above; says nothing of parts with one holder.
-        room: elements of the largest share of any rank; flat buffers keep so much room, which makes their layout the
+        padded_numel: elements of the largest share of any rank. Flat buffers reserve as many, so that their layout is the
             same on all ranks of the axis.
     """
 
@@ -82,14 +82,14 @@ class Split:
     parts: tuple[DimSlice, ...]
     dim: int = 0
     partial: bool = False
-    room: int = 0
+    padded_numel: int = 0
 
     @classmethod
     def whole(cls, shape: Sequence[int], axis: Axis | None = None, *, partial: bool = False) -> Split:
         """A parameter that every rank of the axis holds whole."""
         degree, rank = (1, 0) if axis is None else (axis.degree, axis.rank)
         part = DimSlice(0, shape[0] if len(shape) else 1, degree, 0, rank == 0)
-        return cls(torch.Size(shape), (part,), partial=partial, room=math.prod(shape))
+        return cls(torch.Size(shape), (part,), partial=partial, padded_numel=math.prod(shape))
 
     @property
     def local_shape(self) -> torch.Size:

@@ -24,7 +24,7 @@ from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
-from launcher.zero.layout import assign_units, choose_homes
+from launcher.zero.layout import assign_units, choose_placements
 from launcher.zero.leaf import with_leaves
 from launcher.zero.module_apply import GatheringApply
 from launcher.zero.partitioned import Partitioner, is_dealt
@@ -65,7 +65,7 @@ class ZeroModel:
         tp: along it parameters are split; each of its ranks has a ZeRO run of its own over what it holds.
         pp: along it the model is cut into stages; the same of its ranks.
         elsewhere: parameters of the model that only other stages hold -> where they are, in words.
-        homes: where shards rest.
+        placements: where shards rest.
     """
 
     def __init__(
@@ -78,16 +78,18 @@ class ZeroModel:
         tp: Axis,
         pp: Axis,
         elsewhere: Mapping[Tensor, str] = _NONE,
-        homes: Placements | None = None,
+        placements: Placements | None = None,
     ) -> None:
-        self.homes = homes or Placements(pool.device)
+        self.placements = placements or Placements(pool.device)
         self.module, self.policy, self.axes, self.units, self.pool = module, policy, axes, units, pool
         self.axis, self.tp, self.pp, self.elsewhere = axes.dp, tp, pp, elsewhere
         self._copies_checked = False
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
-        self.fetcher = Fetcher(policy, self.homes.ahead, self.homes.units_ahead, spares=self.homes.one_memory)
+        self.fetcher = Fetcher(
+            policy, self.placements.ahead, self.placements.units_ahead, spares=self.placements.one_memory
+        )
         self.reducer = Reducer(order_of_reduction(units), policy)
         self.hooks = Hooks(units, self.fetcher, self.reducer)
         self.hooks.keeps = self  # while modules call the hooks
@@ -329,7 +331,7 @@ def apply(
     pp: Axis | None = None,
     holders: Mapping[str, Axis] = _ALONE,
     elsewhere: Mapping[Tensor, str] = _NONE,
-    homes: Placements | None = None,
+    placements: Placements | None = None,
 ) -> ZeroModel:
     """Move the parameters of `module` into flat buffers.
 
@@ -345,18 +347,18 @@ def apply(
         pp: the axis along which the model is cut into stages.
         holders: the stages that hold a parameter, by name, where there are several.
         elsewhere: parameters that only other stages hold -> where they are, in words.
-        homes: where shards rest; default: in the memory of the device.
+        placements: where shards rest; default: in the memory of the device.
     """
     source = source or ModelValues()
-    homes = homes or Placements(device)
-    pool = BufferPool(device, homes.buffers.idle if homes.one_memory else None)
+    placements = placements or Placements(device)
+    pool = BufferPool(device, placements.buffers.idle if placements.one_memory else None)
     units = []
-    for unit in lay_out(module, axes, policy, blocks, splits, holders, homes, pool):
+    for unit in lay_out(module, axes, policy, blocks, splits, holders, placements, pool):
         for flat in unit.flats:
             with source.open(flat.slots) as read:
                 flat.fill(read, from_rank_zero=isinstance(source, ModelValues))
         units.append(unit)
-        if homes.one_memory:
+        if placements.one_memory:
             trim_malloc()  # what the values took before
     if isinstance(source, MadeOnMeta):
         source.make_buffers(device)
@@ -364,7 +366,9 @@ def apply(
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.device != device:
                 owner._buffers[key] = buffer.to(device)
-    return ZeroModel(module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"), elsewhere, homes)
+    return ZeroModel(
+        module, policy, axes, units, pool, tp or Axis("tp"), pp or Axis("pp"), elsewhere, placements
+    )
 
 
 def lay_out(
@@ -374,7 +378,7 @@ def lay_out(
     blocks: list[tuple[str, nn.Module]],
     splits: Mapping[str, Split],
     holders: Mapping[str, Axis],
-    homes: Placements,
+    placements: Placements,
     pool: BufferPool,
     buffer: type[FlatBuffer] = FlatBuffer,
     gradient: type[FlatGradient] = FlatGradient,
@@ -384,14 +388,14 @@ def lay_out(
     Args:
         buffer, gradient: what they are made of.
     """
-    cut = homes.cut * axes.shard.degree
+    cut = placements.cut * axes.shard.degree
     units = with_leaves(module, blocks) if policy.shard_params else blocks
     planning = assign_units(module, units, policy, splits, holders, cut)
-    chosen = choose_homes(planning, homes, policy, axes.shard.degree)
+    chosen = choose_placements(planning, placements, policy, axes.shard.degree)
     for planned in planning:
         flats = []
         for i, group in enumerate(planned.groups):
-            params_home, optim_home = next(chosen)
+            params_placement, optim_placement = next(chosen)
             flats.append(
                 buffer(
                     planned.name if len(planned.groups) == 1 else f"{planned.name}.{i}",
@@ -401,9 +405,9 @@ def lay_out(
                     policy=policy,
                     axes=axes,
                     pool=pool,
-                    homes=homes,
-                    params_home=params_home,
-                    optim_home=optim_home,
+                    placements=placements,
+                    params_placement=params_placement,
+                    optim_placement=optim_placement,
                 )
             )
         yield Unit(planned.name, planned.module, flats, policy, gradient)
@@ -437,4 +441,4 @@ def release(model: nn.Module) -> None:
         for slot, handle in dealt:
             slot.show(handle)
     for zero in earlier:
-        zero.homes.close()
+        zero.placements.close()

@@ -1,13 +1,13 @@
 """Flat buffers: how parameters are laid out, sharded and shown to the module.
 
-Words used in this room, and nowhere with another meaning:
+Terms of this package:
 
 unit          a transformer block, the embedding, the head, or the rest of the model (the root unit): what is gathered
               and reduced together
 flat buffer   the parameters of one unit with one dtype and one `requires_grad`, laid end to end, padded so that the
               degree of the shard axis divides it
 slot          the place of one parameter in a flat buffer: its elements on this tp rank, and room for the most on any;
-              what is left of the room is padding, which stays zero
+              the rest is padding, which stays zero
 shard         slice r of a flat buffer, held by rank r of the axis
 full          the whole flat buffer: always there when parameters are not sharded, else only while gathered
 leaf          the nn.Parameter that autograd sees; its data is a view of `full`
@@ -51,8 +51,8 @@ class FlatBuffer:
         slots: the parameters; their leaves may still be on meta.
         dtype: what the module computes in.
         sharded: whether parameters are sharded (the policy's answer, unless these persist).
-        homes: where things rest; default: in the memory of the device.
-        params_home, optim_home: where these parameters do, and what the optimizer works with.
+        placements: where things rest; default: in the memory of the device.
+        params_placement, optim_placement: where these parameters do, and what the optimizer works with.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class FlatBuffer:
         policy: ZeroPolicy,
         axes: ShardAxes,
         pool: BufferPool,
-        homes: Placements | None = None,
-        params_home: Placement | None = None,
-        optim_home: Placement | None = None,
+        placements: Placements | None = None,
+        params_placement: Placement | None = None,
+        optim_placement: Placement | None = None,
     ) -> None:
         self.name, self.slots, self.dtype, self.pool = name, slots, dtype, pool
-        self.homes = homes or Placements(pool.device)
-        self.params_home = params_home or Placement(pool.device)
-        self.optim_home = optim_home or Placement(pool.device)
+        self.placements = placements or Placements(pool.device)
+        self.params_placement = params_placement or Placement(pool.device)
+        self.optim_placement = optim_placement or Placement(pool.device)
         self.axes, self.axis = axes, axes.shard
         self.trainable = slots[0].leaf.requires_grad
         # With one rank the slice is the whole: there is nothing to gather and nothing to free, if it rests there.
-        self.sharded = sharded and (self.axis.degree > 1 or self.params_home != Placement(pool.device))
+        self.sharded = sharded and (self.axis.degree > 1 or self.params_placement != Placement(pool.device))
         self.policy, self.shards_optim = policy, policy.shard_optim
         self.numel = self._lay_out()
         self.full: Tensor | None = None
@@ -92,7 +92,7 @@ class FlatBuffer:
         end = 0
         for slot in self.slots:
             slot.flat, slot.offset = self, end
-            end += -(-slot.room // ALIGN) * ALIGN
+            end += -(-slot.padded_numel // ALIGN) * ALIGN
         unit = self.axis.degree * ALIGN
         return -(-end // unit) * unit
 
@@ -100,20 +100,22 @@ class FlatBuffer:
         device = self.pool.device
         if self.sharded:
             size = self.numel // self.axis.degree
-            self._shard = self.homes.resting(f"{self.name}/parameters", size, self.dtype, self.params_home)
+            self._shard = self.placements.resting(
+                f"{self.name}/parameters", size, self.dtype, self.params_placement
+            )
             if self.axes.secondary is not None:
                 size = self.numel // self.axes.secondary.degree
                 self.second = memory(size, self.dtype, device).zero_()
         else:
             self.full = memory(self.numel, self.dtype, device).zero_()
-            self._shard = self.homes.staying(self.full[self.shard_span])
+            self._shard = self.placements.staying(self.full[self.shard_span])
         wide = torch.float32 if self.policy.fp32_master else self.dtype
-        self._master = self._shard if self.sharded else self.homes.staying(self._owned_params)
-        params_on = self.params_home.device if self.sharded else device
-        self.own_master = self.trainable and (self.dtype != wide or self.optim_home.device != params_on)
+        self._master = self._shard if self.sharded else self.placements.staying(self._owned_params)
+        params_on = self.params_placement.device if self.sharded else device
+        self.own_master = self.trainable and (self.dtype != wide or self.optim_placement.device != params_on)
         if self.own_master:
             size = self.owned.stop - self.owned.start
-            self._master = self.homes.resting(f"{self.name}/master", size, wide, self.optim_home)
+            self._master = self.placements.resting(f"{self.name}/master", size, wide, self.optim_placement)
 
     @property
     def shard(self) -> Tensor:
@@ -219,13 +221,13 @@ class FlatBuffer:
 
     def _pack(self, values: Tensor) -> None:
         self.packed = quantize(values, BITS)
-        self._shard = self._master = self.homes.staying(self._empty)
+        self._shard = self._master = self.placements.staying(self._empty)
 
     def values(self) -> OffloadedTensor:
         """The master weights, to be read: unpacked until they are published."""
         if self.packed is not None and not self._master.numel:
             whole = self._empty.new_empty(self.numel // self.axis.degree)
-            self._master = self.homes.staying(dequantize(self.packed, whole, BITS))
+            self._master = self.placements.staying(dequantize(self.packed, whole, BITS))
         return self._master
 
     def _make_leaf(self, slot: ParamSlot) -> None:
@@ -252,7 +254,7 @@ class FlatBuffer:
             of: a buffer over the owned range; default: the master weights, which are not brought in for this.
             span: only what lies in this range of the flat buffer; default: all that is owned.
         """
-        whole = self.values() if of is None else self.homes.staying(of)
+        whole = self.values() if of is None else self.placements.staying(of)
         first = self.owned.start
         return [
             ParamSlice(

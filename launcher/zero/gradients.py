@@ -30,7 +30,7 @@ class FlatGradient:
 
     def __init__(self, flat: FlatBuffer, policy: ZeroPolicy) -> None:
         self.flat, self.policy = flat, policy
-        elsewhere = flat.optim_home != Placement(flat.pool.device)
+        elsewhere = flat.optim_placement != Placement(flat.pool.device)
         self.sharded = policy.shard_grads and (flat.axis.degree > 1 or elsewhere)
         self._scatters = flat.shards_optim and policy.reduce_scatter
         special = flat.dtype != policy.param_dtype
@@ -89,7 +89,7 @@ class FlatGradient:
         if self._shard is None:
             flat = self.flat
             size, key = flat.owned.stop - flat.owned.start, f"{flat.name}/gradient"
-            self._shard = flat.homes.resting(key, size, self._dtype, flat.optim_home)
+            self._shard = flat.placements.resting(key, size, self._dtype, flat.optim_placement)
         return self._shard
 
     @property
@@ -261,7 +261,7 @@ class FlatGradient:
     @property
     def _lands(self) -> bool:
         """Reductions end in memory of the device, and the shard is in the host's."""
-        return self.sharded and self.flat.optim_home.device != self.flat.pool.device
+        return self.sharded and self.flat.optim_placement.device != self.flat.pool.device
 
     def all_reduce_over_groups(self) -> Pending:
         """Start the sum over the shard groups of what each has reduced for itself (MiCS); once a step."""

@@ -25,13 +25,13 @@ class PlannedBuffer:
     slots: list[ParamSlot] = field(default_factory=list)
 
     @property
-    def room(self) -> int:
+    def padded_numel(self) -> int:
         """Elements, but for what alignment adds."""
-        return sum(slot.room for slot in self.slots)
+        return sum(slot.padded_numel for slot in self.slots)
 
     def bytes_of_parameters(self, degree: int) -> int:
         """Of a shard that can rest somewhere."""
-        return self.room // degree * self.dtype.itemsize if self.sharded else 0
+        return self.padded_numel // degree * self.dtype.itemsize if self.sharded else 0
 
     def bytes_of_step(self, degree: int, policy: ZeroPolicy, states: int) -> int:
         """Of what the optimizer works with: gradient, master weights that are no parameters, fp32 states."""
@@ -39,7 +39,7 @@ class PlannedBuffer:
             return 0
         gradient = policy.grad_dtype.itemsize if policy.shard_grads else 0
         master = 4 if policy.fp32_master and self.dtype != torch.float32 else 0
-        return self.room // degree * (gradient + master + 4 * states)
+        return self.padded_numel // degree * (gradient + master + 4 * states)
 
 
 @dataclass
@@ -75,31 +75,29 @@ def assign_units(
     buffers: dict[tuple[object, ...], PlannedBuffer] = {}
     persisted = 0
     for slot in _slots(model, splits, holders):
-        homes = {
-            unit_of_module[owner].name if owner in unit_of_module else "root" for owner, _ in slot.owners
-        }
-        home = unit_of_module[slot.owners[0][0]] if len(homes) == 1 and "root" not in homes else root
+        owners = {unit_of_module.get(owner, root).name for owner, _ in slot.owners}
+        unit = unit_of_module.get(slot.owners[0][0], root) if len(owners) == 1 else root
         sharded = policy.shard_params
         alone = slot.holders.degree == 1
-        if sharded and alone and slot.room < policy.persistence_threshold:
-            persisted += slot.room
+        if sharded and alone and slot.padded_numel < policy.persistence_threshold:
+            persisted += slot.padded_numel
             if persisted <= policy.model_persistence_threshold:
-                sharded, home = False, root
+                sharded, unit = False, root
         dtype = slot.leaf.dtype
         if dtype.is_floating_point:
             dtype = policy.special_dtypes.get(slot.name, policy.param_dtype)
-        key = (home.name, dtype, slot.leaf.requires_grad, sharded, None if alone else id(slot.holders))
-        if key not in buffers or buffers[key].room + slot.room > cut:
+        key = (unit.name, dtype, slot.leaf.requires_grad, sharded, None if alone else id(slot.holders))
+        if key not in buffers or buffers[key].padded_numel + slot.padded_numel > cut:
             buffers[key] = PlannedBuffer(sharded, dtype)
-            home.groups.append(buffers[key])
+            unit.groups.append(buffers[key])
         buffers[key].slots.append(slot)
     return [unit for unit in units if unit.groups] + [root]
 
 
-def choose_homes(
-    units: list[PlannedUnit], homes: Placements, policy: ZeroPolicy, degree: int
+def choose_placements(
+    units: list[PlannedUnit], placements: Placements, policy: ZeroPolicy, degree: int
 ) -> Iterator[tuple[Placement, Placement]]:
-    """For each buffer in its order: where its parameters rest, and where what the optimizer works with. Takes the room
+    """For each buffer in its order: where its parameters rest, and where what the optimizer works with. Reserves the bytes
     that they need there.
 
     Args:
@@ -110,10 +108,10 @@ def choose_homes(
     """
     groups = [group for unit in units for group in unit.groups]
     params = [group.bytes_of_parameters(degree) for group in groups]
-    stepped = [group.bytes_of_step(degree, policy, homes.states) for group in groups]
-    chosen = list(zip(homes.of_parameters(params), homes.of_optimizer(stepped), strict=True))
+    stepped = [group.bytes_of_step(degree, policy, placements.states) for group in groups]
+    chosen = list(zip(placements.of_parameters(params), placements.of_optimizer(stepped), strict=True))
     sizes = zip(chosen, params, stepped, strict=True)
-    homes.reserve([pair for (one, other), p, s in sizes for pair in ((one, p), (other, s))])
+    placements.reserve([pair for (one, other), p, s in sizes for pair in ((one, p), (other, s))])
     return iter(chosen)
 
 
@@ -137,10 +135,10 @@ def _slot(
     holders: Mapping[str, Axis],
 ) -> ParamSlot:
     split = splits.get(name) or Split.whole(parameter.shape)
-    if parameter.shape != split.local_shape or split.room < split.numel:
+    if parameter.shape != split.local_shape or split.padded_numel < split.numel:
         raise LauncherError(
             f"{name} is {tuple(parameter.shape)}, and its split says {tuple(split.local_shape)} "
-            f"with room for {split.room} elements",
+            f"with room for {split.padded_numel} elements",
             where="zero.apply(splits=...)",
             fix="split the parameters of the model before ZeRO takes them, and name them as named_parameters() does",
         )

@@ -62,9 +62,9 @@ class ParamSlot:
         return self.split.shape.numel()
 
     @property
-    def room(self) -> int:
+    def padded_numel(self) -> int:
         """Elements that the flat buffer keeps for it: the same number on all tp ranks."""
-        return self.split.room
+        return self.split.padded_numel
 
     @property
     def dtype(self) -> torch.dtype:

@@ -79,8 +79,10 @@ def test_it_looks_like_the_whole_tensor_and_refuses_arithmetic() -> None:
 
 
 COLUMNS = [  # of a 4 x 6 matrix: two ranks share columns 4 and 5
-    Split(torch.Size((4, 6)), (DimSlice(0, 2), DimSlice(4, 6, holders=2)), dim=1, room=16),
-    Split(torch.Size((4, 6)), (DimSlice(2, 4), DimSlice(4, 6, holders=2, first=False)), dim=1, room=16),
+    Split(torch.Size((4, 6)), (DimSlice(0, 2), DimSlice(4, 6, holders=2)), dim=1, padded_numel=16),
+    Split(
+        torch.Size((4, 6)), (DimSlice(2, 4), DimSlice(4, 6, holders=2, first=False)), dim=1, padded_numel=16
+    ),
 ]
 
 

@@ -106,7 +106,7 @@ def test_log_level_silences_the_step_lines(pool: WorkerPool) -> None:
         pool.run(printed, 1, {"steps_per_print": 2, "log_level": level})[0] for level in ("info", "warning")
     ]
     assert "step=2," in said[0] and "step=4," in said[0]
-    assert said[0].endswith("launcher.data.pack: packing\n")  # what other rooms log is heard, too
+    assert said[0].endswith("launcher.data.pack: packing\n")  # what other packages log is heard, too
     assert said[1] == ""
 
 

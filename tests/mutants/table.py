@@ -18,7 +18,7 @@ class Mutant:
         old: what stands there; it occurs exactly once in the file.
         new: what stands there in the faulty copy.
         fault: what is wrong then, in words.
-        near: the tests to look at first, below `tests/`; default: those of the room.
+        near: the tests to look at first, below `tests/`; default: those of the package.
     """
 
     file: str

@@ -30,8 +30,8 @@ def most_in_use(ctx: RankContext, config: dict[str, Any], depth: int) -> tuple[i
     """Bytes of buffers that were in use at once, and that there are after some steps."""
     engine = engine_of(config, stack(width=64, depth=depth))
     advance(engine, ctx, range(3))
-    engine.zero.homes.buffers.wait_for_writes()
-    idle = engine.zero.homes.buffers.idle
+    engine.zero.placements.buffers.wait_for_writes()
+    idle = engine.zero.placements.buffers.idle
     found = idle.most, idle.nbytes
     engine.destroy()
     return found
@@ -69,7 +69,7 @@ def checkpointed(ctx: RankContext, config: dict[str, Any], depth: int, directory
     """Most bytes that were held while a checkpoint was written and read, and the bytes of all that is in it."""
     engine = engine_of(config, stack(width=64, depth=depth))
     advance(engine, ctx, range(1))
-    engine.zero.homes.buffers.wait_for_writes()
+    engine.zero.placements.buffers.wait_for_writes()
     held: list[int] = []
     real = PrefetchWindow.load
 

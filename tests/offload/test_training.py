@@ -39,7 +39,7 @@ def trained(
     """Losses, weights, states, and what a rank held between steps."""
     engine = engine_of(config)
     losses = advance(engine, ctx, range(steps))
-    engine.zero.homes.buffers.wait_for_writes()
+    engine.zero.placements.buffers.wait_for_writes()
     held = engine.held_bytes()
     state = whole_state(engine)
     weights = whole_weights(engine)
@@ -112,7 +112,7 @@ def by_whole_steps(
         early.append((len(engine.optimizer.early), len(engine.zero.gradients)))
         engine.step()
         norms.append(engine.get_global_grad_norm())
-    wrote = any("gradient" in key for tier in engine.zero.homes.tiers for key in tier._index)
+    wrote = any("gradient" in key for tier in engine.zero.placements.tiers for key in tier._index)
     weights = whole_weights(engine)
     engine.destroy()
     return losses, weights, early, wrote, norms
@@ -221,7 +221,7 @@ def frozen(ctx: RankContext, config: dict[str, Any]) -> tuple[list[float], dict[
     first.requires_grad_(False)
     engine = engine_of(config, model)
     losses = advance(engine, ctx, range(STEPS))
-    engine.zero.homes.buffers.wait_for_writes()
+    engine.zero.placements.buffers.wait_for_writes()
     held = engine.held_bytes()["parameters"]
     weights = whole_weights(engine)
     engine.destroy()
@@ -259,33 +259,33 @@ def test_an_edit_of_a_parameter_on_nvme_is_kept(pool: WorkerPool, tmp_path: Path
 # ---- what the keys do ---------------------------------------------------------------------------
 
 
-def homes(ctx: RankContext, config: dict[str, Any]) -> dict[str, list[str]]:
+def placements(ctx: RankContext, config: dict[str, Any]) -> dict[str, list[str]]:
     """Where the buffers rest, after a step."""
     engine = engine_of(config)
     advance(engine, ctx, range(1))
     found = {
-        "parameters": [_words(flat.params_home) for flat in engine.zero.flats if flat.sharded],
-        "optimizer": [_words(gradient.flat.optim_home) for gradient in engine.zero.gradients],
+        "parameters": [_words(flat.params_placement) for flat in engine.zero.flats if flat.sharded],
+        "optimizer": [_words(gradient.flat.optim_placement) for gradient in engine.zero.gradients],
         "numel": [str(gradient.flat.numel) for gradient in engine.zero.gradients],
-        "ahead": [str(engine.zero.homes.ahead), str(engine.zero.homes.units_ahead)],
+        "ahead": [str(engine.zero.placements.ahead), str(engine.zero.placements.units_ahead)],
         "buffers": [
-            str(engine.zero.homes.buffers.leaving),
-            str(engine.zero.homes.buffers.make.keywords["pin"]),
+            str(engine.zero.placements.buffers.leaving),
+            str(engine.zero.placements.buffers.make.keywords["pin"]),
         ],
-        "reads_ahead": [str(engine.zero.homes.reads_ahead)],
+        "reads_ahead": [str(engine.zero.placements.reads_ahead)],
     }
     engine.destroy()
     return found
 
 
-def _words(home: Any) -> str:
-    return "memory" if home.tier is None else str(home.tier.name)
+def _words(placement: Any) -> str:
+    return "memory" if placement.tier is None else str(placement.tier.name)
 
 
 @pytest.mark.key(f"{KEY}.offload_optimizer.ratio", f"{KEY}.offload_optimizer.device_budget")
 def test_a_part_of_the_state_stays_on_the_device(pool: WorkerPool, tmp_path: Path) -> None:
     def found(**keys: Any) -> tuple[int, int]:
-        places = pool.run(homes, 2, json_of(2, str(tmp_path), {"offload_optimizer": NVME | keys}))[0]
+        places = pool.run(placements, 2, json_of(2, str(tmp_path), {"offload_optimizer": NVME | keys}))[0]
         return places["optimizer"].count("memory"), places["optimizer"].count("nvme")
 
     none, every = found()
@@ -305,7 +305,7 @@ def test_a_part_of_the_state_stays_on_the_device(pool: WorkerPool, tmp_path: Pat
 def test_host_memory_is_filled_before_nvme(pool: WorkerPool, tmp_path: Path) -> None:
     def found(of: str, **keys: Any) -> list[str]:
         section = f"offload_{'param' if of == 'parameters' else of}"
-        return pool.run(homes, 2, json_of(3, str(tmp_path), {section: NVME | keys}))[0][of]
+        return pool.run(placements, 2, json_of(3, str(tmp_path), {section: NVME | keys}))[0][of]
 
     assert set(found("parameters", max_in_cpu=0)) == {"nvme"}
     assert set(found("parameters")) == {"memory"}, "the default is 1e9 elements"
@@ -330,20 +330,20 @@ def test_how_much_is_under_way(pool: WorkerPool, tmp_path: Path) -> None:
         "offload_param": ALL_ON_NVME | {"buffer_count": 3, "buffer_size": 100, "pin_memory": False},
         "offload_optimizer": NVME | {"buffer_count": 2},
     }
-    found = pool.run(homes, 2, json_of(3, str(tmp_path), offload))[0]
+    found = pool.run(placements, 2, json_of(3, str(tmp_path), offload))[0]
     assert found["ahead"] == ["300", "3"]
     assert found["buffers"] == ["2", "False"]
     assert found["reads_ahead"] == ["True"]
     offload["offload_optimizer"] |= {"pipeline_read": False, "pipeline_write": False}
-    found = pool.run(homes, 2, json_of(3, str(tmp_path), offload))[0]
+    found = pool.run(placements, 2, json_of(3, str(tmp_path), offload))[0]
     assert found["buffers"][0] == "0" and found["reads_ahead"] == ["False"]
 
 
 @pytest.mark.key(f"{KEY}.sub_group_size")
 def test_sub_groups_are_what_is_in_memory_at_a_time(pool: WorkerPool, tmp_path: Path) -> None:
-    whole = pool.run(homes, 2, json_of(3, str(tmp_path), {"offload_optimizer": NVME}))[0]["numel"]
+    whole = pool.run(placements, 2, json_of(3, str(tmp_path), {"offload_optimizer": NVME}))[0]["numel"]
     config = json_of(3, str(tmp_path), {"offload_optimizer": NVME, "sub_group_size": 64})
-    cut = pool.run(homes, 2, config)[0]["numel"]
+    cut = pool.run(placements, 2, config)[0]["numel"]
     assert len(cut) > len(whole) and max(map(int, cut)) < max(map(int, whole))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.pages.rooms import FILES, ORDER, imported_rooms, purpose, room_of
+from tests.pages.packages import FILES, ORDER, imported_packages, purpose, package_of
 
 BEGIN, END = "<!-- imports: made by `python -m tests.pages` -->", "<!-- end of imports -->"
 HEAD = """\
@@ -23,35 +23,35 @@ def files_page() -> str:
         "",
         *_rows([path for path in FILES if len(path.parts) == 1]),
     ]
-    for room in ORDER:
-        files = [path for path in FILES if len(path.parts) > 1 and room_of(path) == room]
+    for package in ORDER:
+        files = [path for path in FILES if len(path.parts) > 1 and package_of(path) == package]
         if files:
-            about = purpose(Path(room, "__init__.py"))
-            parts += ["", f"## {room}/", "", f"{about}.", "", *_rows(files)]
+            about = purpose(Path(package, "__init__.py"))
+            parts += ["", f"## {package}/", "", f"{about}.", "", *_rows(files)]
     return "\n".join(parts) + "\n"
 
 
 def _rows(files: list[Path]) -> list[str]:
-    inner = [path for path in files if path.as_posix() != f"{room_of(path)}/__init__.py"]
+    inner = [path for path in files if path.as_posix() != f"{package_of(path)}/__init__.py"]
     rows = [f"| `{'/'.join(path.parts[1:]) or path.name}` | {_cell(purpose(path))} |" for path in inner]
     return ["| file | what it is for |", "|---|---|", *rows]
 
 
 def imports_table() -> str:
-    """What each room imports, the lowest room first."""
-    imports: dict[str, set[str]] = {room: set() for room in ORDER}
+    """What each package imports, the lowest package first."""
+    imports: dict[str, set[str]] = {package: set() for package in ORDER}
     for path in FILES:
-        if room_of(path) in imports:
-            imports[room_of(path)] |= set(imported_rooms(path)) & set(ORDER)
+        if package_of(path) in imports:
+            imports[package_of(path)] |= set(imported_packages(path)) & set(ORDER)
     rows = []
-    for room in ORDER:
-        names = [_name(other) for other in ORDER if other in imports[room] - {room, "errors"}]
-        rows.append(f"| {_name(room)} | {', '.join(names)} |")
-    return "\n".join(["| room | imports |", "|---|---|", *rows])
+    for package in ORDER:
+        names = [_name(other) for other in ORDER if other in imports[package] - {package, "errors"}]
+        rows.append(f"| {_name(package)} | {', '.join(names)} |")
+    return "\n".join(["| package | imports |", "|---|---|", *rows])
 
 
-def _name(room: str) -> str:
-    return f"`{room}.py`" if Path(f"{room}.py") in FILES else f"`{room}/`"
+def _name(package: str) -> str:
+    return f"`{package}.py`" if Path(f"{package}.py") in FILES else f"`{package}/`"
 
 
 def _cell(text: str) -> str:

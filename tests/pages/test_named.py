@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.pages.rooms import PACKAGE, ROOT
+from tests.pages.packages import PACKAGE, ROOT
 
 DOCS = ROOT / "docs"
 FOLDERS = ("launcher", "tests", "benchmarks", "recipes", "examples", "docs")

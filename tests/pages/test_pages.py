@@ -16,7 +16,7 @@ from launcher.cli.launch_flags import launch_parser
 from launcher.cli.recipe_flags import training_parser
 from launcher.config import load
 from tests.pages.commands_page import commands_page
-from tests.pages.rooms import PACKAGE, ROOT
+from tests.pages.packages import PACKAGE, ROOT
 
 DOCS = ROOT / "docs"
 OUTSIDE = [
@@ -85,9 +85,11 @@ def test_tables_of_the_front_page_fit_a_terminal() -> None:
 
 
 def test_the_size_that_is_told_is_about_right() -> None:
-    def lines(*rooms: str) -> int:
+    def lines(*packages: str) -> int:
         return sum(
-            len(path.read_text().splitlines()) for room in rooms for path in (PACKAGE / room).rglob("*.py")
+            len(path.read_text().splitlines())
+            for package in packages
+            for path in (PACKAGE / package).rglob("*.py")
         )
 
     for page in ("README.md", "docs/architecture.md"):

@@ -12,7 +12,7 @@ import pytest
 from hatch_build import for_an_index
 from launcher.cli.recipes import find_config
 from tests.cli.test_main import answer
-from tests.pages.rooms import ROOT
+from tests.pages.packages import ROOT
 
 
 def test_an_example_by_its_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_shared_ranges_are_the_elements_of_shared_parts(split: Split, data: st.D
 
 def test_a_whole_parameter_on_an_axis() -> None:
     alone = Split.whole((3, 4))
-    assert alone.is_whole and alone.room == 12 and list(alone.shared(0, 12)) == []
+    assert alone.is_whole and alone.padded_numel == 12 and list(alone.shared(0, 12)) == []
     second = Split.whole((3, 4), Axis("tp", 2, 1), partial=True)
     assert [(low, high, part.holders, part.first) for low, high, part in second.shared(2, 9)] == [
         (2, 9, 2, False)

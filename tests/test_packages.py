@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from tests.pages.files_page import files_page, imports_table
-from tests.pages.rooms import FILES, ORDER, ROOT, imported_rooms, purpose, room_of
+from tests.pages.packages import FILES, ORDER, ROOT, imported_packages, purpose, package_of
 
 
 def test_every_room_has_its_place() -> None:
-    rooms = {room_of(path) for path in FILES} - {"__init__"}
-    assert rooms == set(ORDER), "give it its place in ORDER (tests/pages/rooms.py)"
+    packages = {package_of(path) for path in FILES} - {"__init__"}
+    assert packages == set(ORDER), "give it its place in ORDER (tests/pages/packages.py)"
 
 
-def test_rooms_import_downwards() -> None:
-    place = {room: index for index, room in enumerate(ORDER)}
+def test_packages_import_downwards() -> None:
+    place = {package: index for index, package in enumerate(ORDER)}
     upwards = [
-        f"{path} imports {room}"
+        f"{path} imports {package}"
         for path in FILES
-        if room_of(path) in place
-        for room in sorted(set(imported_rooms(path)))
-        if place.get(room, -1) > place[room_of(path)]
+        if package_of(path) in place
+        for package in sorted(set(imported_packages(path)))
+        if place.get(package, -1) > place[package_of(path)]
     ]
     assert upwards == []
 

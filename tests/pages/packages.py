@@ -9,19 +9,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "launcher"
-# A room (a package, or a module beside the packages) imports those before it, and itself.
+# A package (or a module beside the packages) imports those before it, and itself.
 ORDER = ["errors", "files", "sizes", "owner", "scratch", "monitor", "arguments", "config", "comm", "cluster", "data",
          "models", "checkpointing", "tensor", "pipeline", "pipe", "offload", "zero", "checkpoint", "optim", "engine",
          "estimate", "plan", "resuming", "run", "train", "integrations", "cli"]  # fmt: skip
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
-    """The room of a file: its package, or the module itself."""
+def package_of(path: Path) -> str:
+    """The package of a file: its package, or the module itself."""
     return path.parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> Iterator[str]:
+def imported_packages(path: Path) -> Iterator[str]:
     """Rooms that a file imports, wherever in the file."""
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
