@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.pages.files_page import files_page, imports_table
-from tests.pages.packages import FILES, ORDER, ROOT, imported_packages, purpose, package_of
+from tests.pages.packages import FILES, ORDER, ROOT, imported_packages, package_of, purpose
 
 
 def test_every_room_has_its_place() -> None:

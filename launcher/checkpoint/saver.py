@@ -17,9 +17,8 @@ import torch.distributed as dist
 from launcher.checkpoint import store
 from launcher.checkpoint.ranks import node_groups
 from launcher.checkpoint.slices import FlatSlice
+from launcher.checkpoint.store import TensorMap
 from launcher.config import CheckpointConfig
-
-Tensors = Mapping[str, torch.Tensor | FlatSlice]
 
 
 class Saver:
@@ -43,7 +42,7 @@ class Saver:
         return self.config.use_node_local_storage
 
     def save(
-        self, directory: Path, tag: str, tensors: Tensors, meta: Mapping[str, Any], latest: bool
+        self, directory: Path, tag: str, tensors: TensorMap, meta: Mapping[str, Any], latest: bool
     ) -> None:
         """`store.save` as the section says: now, or of a copy in the background."""
         self.wait()
@@ -56,7 +55,7 @@ class Saver:
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         self._pending.append(self._thread.submit(self._save, directory, tag, copies, frozen, latest))
 
-    def load(self, directory: Path, tag: str, tensors: Tensors, strict: bool) -> None:
+    def load(self, directory: Path, tag: str, tensors: TensorMap, strict: bool) -> None:
         """`store.load` of what `find` found, after what is being written."""
         self.wait()
         group, node = self._groups_of_ranks()
@@ -79,7 +78,7 @@ class Saver:
             self.wait()
 
     def _save(
-        self, directory: Path, tag: str, tensors: Tensors, meta: Mapping[str, Any], latest: bool
+        self, directory: Path, tag: str, tensors: TensorMap, meta: Mapping[str, Any], latest: bool
     ) -> None:
         group, node = self._groups_of_ranks()
         began = time.perf_counter()

@@ -40,7 +40,7 @@ from launcher.errors import CheckpointError
 
 __all__ = ["find", "has_latest", "latest_tag", "list_tags", "load", "load_meta", "peek", "prune", "save"]
 
-Tensors = Mapping[str, torch.Tensor | FlatSlice]
+TensorMap = Mapping[str, torch.Tensor | FlatSlice]
 Stamps = Mapping[str, FileChecksum]
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 def save(
     directory: str | Path,
     tag: str,
-    tensors: Tensors,
+    tensors: TensorMap,
     meta: Mapping[str, Any],
     group: dist.ProcessGroup | None = None,
     latest: bool = True,
@@ -206,7 +206,7 @@ def _check_bytes(path: Path, tag: str, ranks: CollectiveErrors) -> None:
 def load(
     directory: str | Path,
     tag: str,
-    tensors: Tensors,
+    tensors: TensorMap,
     group: dist.ProcessGroup | None = None,
     strict: bool = True,
     *,
@@ -326,7 +326,7 @@ def _check_separate(temporary: Path, ranks: CollectiveErrors) -> None:
     ranks.on_first(mark.unlink)
 
 
-def _write(temporary: Path, tensors: Tensors, ranks: CollectiveErrors) -> tuple[Metadata, Stamps]:
+def _write(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> tuple[Metadata, Stamps]:
     """Write what this rank has; also: the checksums of the files that it wrote."""
     writer = _CheckpointWriter(temporary, "" if ranks.alone else f" on rank {ranks.rank}")
     kind = dcp.DefaultSavePlanner if ranks.node is None else _PartialPlanner
@@ -372,7 +372,7 @@ def _write_meta(temporary: Path, files: Stamps, meta: dict[str, Any], latest: bo
     return sum(there.values())
 
 
-def _check_fit(where: Path, metadata: Metadata, tensors: Tensors, strict: bool) -> None:
+def _check_fit(where: Path, metadata: Metadata, tensors: TensorMap, strict: bool) -> None:
     stored = shapes_of(metadata)
     missing = [name for name in tensors if name not in stored] if strict else []
     wrong = [

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Names in a checkpoint: model/<parameter>, buffer/<buffer>, optimizer/<state>/<parameter> (shaped like the parameter),
 # scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<place>
-Tensors = dict[str, Tensor | FlatSlice]
+LogicalTensors = dict[str, Tensor | FlatSlice]
 
 
 def save_state(
@@ -42,7 +42,7 @@ def save_state(
 ) -> None:
     """Write the checkpoint DIRECTORY/TAG: each rank writes its slice of everything in its stage. Collective."""
     with in_turn() as window:
-        tensors: Tensors = {}
+        tensors: LogicalTensors = {}
         for piece in _written(engine):
             if not (exclude_frozen and not engine.zero.slots[piece.name].leaf.requires_grad):
                 tensors[f"model/{piece.name}"] = _flat_slice(engine, piece, piece.part, window)
@@ -77,7 +77,7 @@ def load_state(
     engine.zero.reshard_all()
     engine.abandon_step()
     with in_turn(changed=True) as window:
-        tensors: Tensors = {
+        tensors: LogicalTensors = {
             f"model/{piece.name}": _flat_slice(engine, piece, piece.part, window)
             for piece in engine.zero.slices()
         }
@@ -153,15 +153,15 @@ def _random_states(engine: Engine) -> dict[str, Tensor]:
     return random_states(place, engine.device)
 
 
-def _buffers(engine: Engine) -> Tensors:
+def _buffers(engine: Engine) -> LogicalTensors:
     return {f"buffer/{name}": buffer for name, buffer in persistent_buffers(engine.module)}
 
 
-def _optimizer_state(engine: Engine, window: PrefetchWindow) -> Tensors:
+def _optimizer_state(engine: Engine, window: PrefetchWindow) -> LogicalTensors:
     if engine.optimizer is None:
         return {}
     written = {piece.name: piece for piece in _written(engine)}
-    tensors: Tensors = {}
+    tensors: LogicalTensors = {}
     slices = engine.optimizer.slices
     for name, state in engine.optimizer.state_slices().items():
         owned, piece = slices[name], written.get(name)
@@ -189,7 +189,7 @@ def _optimizer_state(engine: Engine, window: PrefetchWindow) -> Tensors:
     return tensors
 
 
-def _empty_optimizer_state(engine: Engine, stored: Stored, window: PrefetchWindow) -> Tensors:
+def _empty_optimizer_state(engine: Engine, stored: Stored, window: PrefetchWindow) -> LogicalTensors:
     """State tensors for everything that the checkpoint has of the parameters this rank owns."""
     assert engine.optimizer is not None
     inner, slices = engine.optimizer.inner, engine.optimizer.slices
@@ -201,7 +201,7 @@ def _empty_optimizer_state(engine: Engine, stored: Stored, window: PrefetchWindo
         for p in group["params"]
         if group.get("fused") or group.get("capturable")
     }
-    tensors: Tensors = {}
+    tensors: LogicalTensors = {}
     for full_name, entry in stored.items():
         kind, key, name = parts_of(full_name)
         if kind not in ("optimizer", "scalar", "number") or name not in slices:
@@ -219,7 +219,7 @@ def _empty_optimizer_state(engine: Engine, stored: Stored, window: PrefetchWindo
     return tensors
 
 
-def _take_numbers(engine: Engine, tensors: Tensors) -> None:
+def _take_numbers(engine: Engine, tensors: LogicalTensors) -> None:
     """Python numbers travelled as tensors."""
     assert engine.optimizer is not None
     for full_name, value in tensors.items():

@@ -1,6 +1,6 @@
 """Nests of plain data as JSON and back: what stages tell each other cannot run code.
 
-Beside JSON's own values there are tuples, dtypes, sizes, the few records of this package, and the containers that models
+Beside JSON's own values there are tuples, dtypes, sizes, a few records of this package, and the containers that models
 return: named tuples and Hugging Face's outputs, of classes that the receiver knows already.
 """
 

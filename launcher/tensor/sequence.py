@@ -42,7 +42,7 @@ _REDUCING = (RowParallel, PartialExperts, SummedOutput)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _STATES = ("hidden_states", "x", "hidden_state", "inputs")  # keywords of what travels from block to block
 
-CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]
 Slicing = tuple[bool, int]  # whether sequences are sliced, and how long they are
 
 
@@ -142,8 +142,8 @@ class SequenceParallel:
 
     # ---- blocks -----------------------------------------------------------------------------
 
-    def _before_block(self, name: str, *, first: bool) -> Callable[..., CallArguments]:
-        def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    def _before_block(self, name: str, *, first: bool) -> Callable[..., ForwardArguments]:
+        def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArguments:
             if first:
                 self._begin(_states_of(args, kwargs)[1])
             elif not self._begun:
@@ -194,8 +194,8 @@ class SequenceParallel:
 
     # ---- regions ----------------------------------------------------------------------------
 
-    def _before_region(self, name: str) -> Callable[..., CallArguments]:
-        def before(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    def _before_region(self, name: str) -> Callable[..., ForwardArguments]:
+        def before(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArguments:
             if not self.state.active:
                 return args, kwargs
             return _mapped(args, kwargs, lambda x: enter_gathered(x, self.axis, name, overlaps=self.overlaps))
@@ -236,7 +236,7 @@ def _splits_features(module: nn.Module) -> bool:
 
 def _mapped(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> CallArguments:
+) -> ForwardArguments:
     """The arguments with what travels from block to block changed."""
     key, states = _states_of(args, kwargs)
     changed = change(states)

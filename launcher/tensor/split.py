@@ -74,7 +74,7 @@ class Split:
         parts: in the order in which they lie in the local parameter.
         dim: along which they lie.
         partial: see above; says nothing of parts with one holder.
-        padded_numel: elements of the largest share of any rank. Flat buffers reserve as many, so that their layout is the
+        padded_numel: elements of the largest share of any rank. Flat buffers reserve as many, so that the layout is the
             same on all ranks of the axis.
     """
 

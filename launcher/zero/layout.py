@@ -97,7 +97,8 @@ def assign_units(
 def choose_placements(
     units: list[PlannedUnit], placements: Placements, policy: ZeroPolicy, degree: int
 ) -> Iterator[tuple[Placement, Placement]]:
-    """For each buffer in its order: where its parameters rest, and where what the optimizer works with. Reserves the bytes
+    """For each buffer in its order: where its parameters rest, and where the optimizer's tensors rest. Reserves the
+    bytes
     that they need there.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.pages.packages import FILES, ORDER, imported_packages, purpose, package_of
+from tests.pages.packages import FILES, ORDER, imported_packages, package_of, purpose
 
 BEGIN, END = "<!-- imports: made by `python -m tests.pages` -->", "<!-- end of imports -->"
 HEAD = """\
