@@ -53,7 +53,8 @@ def refuse(rows: Sequence[tuple[str, str]], hosts: int) -> None:
     width = max(len(name) for name, _ in rows)
     table = "".join(f"\n  {name:<{width}}  {_indented(said, width)}" for name, said in rows)
     bad = len({name for name, _ in rows})
-    raise ConfigError(f"{bad} of {hosts} hosts are not ready, and nothing was started:{table}")
+    verb = "is" if bad == 1 else "are"
+    raise ConfigError(f"{bad} of {hosts} hosts {verb} not ready, and nothing was started:{table}")
 
 
 def _wrong(node: Node, nodes: Sequence[Node], needs: NodeRequirements) -> Iterator[str]:

@@ -174,7 +174,7 @@ def test_a_node_that_is_not_there_at_the_start(
     hosts(*(word.format(cwd=tmp_path) for word in verb))
     end = hosts.launch(cwd, "--hostfile", hosts.hostfile(tmp_path), "script.py")
     assert end.code == 2 and end.took_s < 12
-    assert "1 of 2 hosts are not ready, and nothing was started" in end.errors
+    assert "1 of 2 hosts is not ready, and nothing was started" in end.errors
     assert "node2  " in end.errors and said.format(cwd=tmp_path) in end.errors
     assert not (cwd / "started").exists() and hosts.left("node1") == hosts.left("node2") == []
 
@@ -196,4 +196,4 @@ def test_a_name_that_nobody_knows(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     end = hosts.launch(tmp_path, "--hostfile", hosts.hostfile(tmp_path, more="nodex slots=1\n"), "script.py")
     assert end.code == 2 and end.took_s < 10
-    assert "1 of 3 hosts are not ready" in end.errors and "no such name: see the hostfile" in end.errors
+    assert "1 of 3 hosts is not ready" in end.errors and "no such name: see the hostfile" in end.errors

@@ -114,5 +114,5 @@ def test_what_is_missing_on_one_node(hosts: Hosts, tmp_path: Path, hidden: str, 
     (tmp_path / "script.py").write_text("open('started', 'w')")
     hosts("hide", "node2", hidden)
     end = hosts.launch(tmp_path, "--hostfile", hosts.hostfile(tmp_path), "script.py")
-    assert end.code == 2 and end.took_s < 10 and "1 of 2 hosts are not ready" in end.errors
+    assert end.code == 2 and end.took_s < 10 and "1 of 2 hosts is not ready" in end.errors
     assert said in end.errors and not (tmp_path / "started").exists()

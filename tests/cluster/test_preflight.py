@@ -59,7 +59,7 @@ def test_what_is_wrong_with_one_host(change: dict[str, Any] | None, said: str) -
     with pytest.raises(ConfigError) as caught:
         judge(nodes({}, change, {}), NEEDS)
     text = str(caught.value)
-    assert text.startswith("1 of 3 hosts are not ready, and nothing was started:\n  w1  ") and said in text
+    assert text.startswith("1 of 3 hosts is not ready, and nothing was started:\n  w1  ") and said in text
     assert "w0" not in text and "w2" not in text
 
 

@@ -22,7 +22,7 @@ def package_of(path: Path) -> str:
 
 
 def imported_packages(path: Path) -> Iterator[str]:
-    """Rooms that a file imports, wherever in the file."""
+    """Packages that a file imports, wherever in the file."""
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
