@@ -28,7 +28,7 @@ logger = logging.getLogger("launcher")
 
 
 class Clipping:
-    """Of the present step.
+    """Measures and clips the gradients of the present step.
 
     Args:
         limit: largest norm (`gradient_clipping`); 0 never clips.
@@ -128,7 +128,7 @@ def clip_step(engine: Engine, slots: set[ParamSlot], limit: float, norm_type: fl
 
 def _refusal(what: str, fix: str) -> LauncherError:
     return LauncherError(
-        f"clip_grad_norm_() {what} is not here: the gradients are an engine's",
+        f"clip_grad_norm_() {what} is not supported: an engine keeps these gradients",
         where="clip_grad_norm_()",
         fix=fix,
     )
