@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from launcher.engine.finite import check_unused, clip_factor
+from launcher.engine.finite import check_unused
 from launcher.engine.fragments import ENGINES
 from launcher.errors import LauncherError
 from launcher.zero.slot import ParamSlot
@@ -35,7 +35,7 @@ class Clipping:
     """
 
     def __init__(self, limit: float) -> None:
-        self._limit, self._asked = limit, math.inf
+        self._limit, self._asked = limit or math.inf, math.inf
         self._norm: float | None = None
 
     def measure(self, engine: Engine) -> float:
@@ -61,9 +61,9 @@ class Clipping:
 
     def take_factor(self, norm: float) -> float:
         """What gradients of this norm are multiplied by. The next step begins."""
-        asked = 1.0 if math.isinf(self._asked) else self._asked / (norm + 1e-6)  # torch clips at 0, too
+        limit = min(self._limit, self._asked)
         self._asked, self._norm = math.inf, None
-        return min(clip_factor(norm, self._limit), asked)
+        return min(1.0, limit / (norm + 1e-6))  # as torch does
 
 
 @cache

@@ -21,11 +21,6 @@ def skips_overflow(config: Config) -> bool:
     return scales_loss(config) or bool(config.bf16.enabled and config.bf16.check_grad_overflow)
 
 
-def clip_factor(norm: float, limit: float) -> float:
-    """What gradients of this norm are multiplied by (`gradient_clipping`); a limit of 0 never clips."""
-    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-
-
 def can_step_in_backward(engine: Engine) -> bool:
     """Whether a buffer can be stepped before all gradients are there: its gradient is whole after its reduction over
     dp, and nothing about the others changes its step."""

@@ -28,7 +28,7 @@ from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.gradients import FlatGradient
-from launcher.zero.user_gradients import ours
+from launcher.zero.user_gradients import engine_optimizers
 
 logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -90,7 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
         self._inner_step = self.inner.step
-        ours.update((self, self.inner))
+        engine_optimizers.update((self, self.inner))
         self._take_calls()
         self._widen_first_state()
         self._inherit()

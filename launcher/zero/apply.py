@@ -164,9 +164,9 @@ class ZeroModel:
             for gradient in self.gradients:  # every shard group has all of it
                 squares += gradient.squares() / self.axes.replicate.degree
                 gradient.rest()
-        used = torch.tensor([float(slot.used) for slot in slots], dtype=torch.float64)
-        discarded = torch.tensor([float(any(g.discarded for g in self.gradients))], dtype=torch.float64)
-        report = torch.cat([squares.reshape(1).cpu(), used, discarded]).to(self.pool.device)
+        flags = [*(slot.used for slot in slots), any(gradient.discarded for gradient in self.gradients)]
+        used = torch.tensor(flags, dtype=torch.float64)
+        report = torch.cat([squares.reshape(1).cpu(), used]).to(self.pool.device)
         if more is not None:
             report = torch.cat([report, more])
         for axis in (self.axis, self.tp):
@@ -204,14 +204,19 @@ class ZeroModel:
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Throw away what is kept of the gradients of those parameters that are this model's."""
         found = (self.find_slot(parameter) for parameter in parameters)
-        slots = {slot for slot in found if slot is not None}
+        self._forget({slot for slot in found if slot is not None})
+
+    def discard(self) -> None:
+        """`forget` the gradients of all parameters: the user's `zero_grad()`."""
+        self._forget({slot for gradient in self.gradients for slot in gradient.flat.slots})
+
+    def _forget(self, slots: set[ParamSlot]) -> None:
         if not slots:
             return
         if not self.reducer.boundary and any(gradient.kept for gradient in self.gradients):
             warn_of_discard_once(self.axis.rank)
-        if (
-            torch._C._current_graph_task_id() == -1
-        ):  # else a hook of the user's calls, and the backward goes on
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:  # a hook of the user's may call, and then the backward goes on
             self.hooks.abandon()
         for gradient in self.gradients:
             if of_buffer := slots.intersection(gradient.flat.slots):
@@ -219,10 +224,6 @@ class ZeroModel:
         if not any(gradient.kept for gradient in self.gradients):
             self.hooks.kinds.clear()
             self.reducer.measured = False
-
-    def discard(self) -> None:
-        """`forget` the gradients of all parameters: the user's `zero_grad()`."""
-        self.forget(slot.leaf for gradient in self.gradients for slot in gradient.flat.slots)
 
     # ---- whole parameters -------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("launcher")
 Parameters = Callable[[Any], Iterable[Tensor]]
 
 _models: Callable[[], Iterable[ZeroModel]] = list
-ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+engine_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that engines step."""
 
 
@@ -84,7 +84,7 @@ def _follow_hooks() -> None:
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, keywords: object) -> None:
     """Before the step of any optimizer in this process."""
-    if optimizer in ours:
+    if optimizer in engine_optimizers:
         return
     models = list(_models())
     for parameter in _parameters_of(optimizer):
