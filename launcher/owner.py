@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -193,13 +194,14 @@ def take(directory: Path, run: str, say: Callable[[str], None]) -> Ownership:
     path, me = directory / FILE, Owner.me(run or uuid.uuid4().hex)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for _ in range(3):
-            if _write(path, me):
-                return Ownership(path, me)
-            before = _read(path)
-            if (note := check_free(directory, run)) is not None:
-                say(note)
-            _move_away(path, before)
+        with _one_at_a_time(directory):
+            for _ in range(3):
+                if _write(path, me):
+                    return Ownership(path, me)
+                before = _read(path)
+                if (note := check_free(directory, run)) is not None:
+                    say(note)
+                _move_away(path, before)
     except OSError as error:
         raise ConfigError(
             f"no run can take {directory}: its lock {path} cannot be made: {error}",
@@ -207,6 +209,22 @@ def take(directory: Path, run: str, say: Callable[[str], None]) -> Ownership:
             fix="name a directory that can be written, on a file system with hard links",
         ) from error
     raise ConfigError(f"others take {directory} at the same time", where="--output-dir", fix="start again")
+
+
+@contextlib.contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Others that would take `directory` wait here, so that one of them removes the lock of a dead owner.
+
+    The lock of the operating system ends with its process. Some shared file systems have none for directories: there
+    links alone decide, and two runs that follow one dead owner in the same millisecond may not see each other.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, me: Owner) -> bool:
@@ -247,8 +265,8 @@ def _read(path: Path) -> Owner | None:
             fix=f"no run of ours wrote it: remove {path}, or name another directory",
             largest=LARGEST,
         )
-    except ConfigError:
-        if not path.exists():
+    except ConfigError as error:
+        if isinstance(error.__context__, FileNotFoundError):  # asking again may find the lock of another
             return None
         raise
     try:
