@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,7 @@ class Clipping:
 
 @cache
 def follow_clipping() -> None:
-    """Have torch's function reach the engines of this process, under every name that a module has imported it by."""
+    """Have torch's functions reach the engines of this process, under every name that a module has imported them by."""
     torchs = torch.nn.utils.clip_grad_norm_
 
     @wraps(torchs)
@@ -79,20 +79,55 @@ def follow_clipping() -> None:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for engine in list(ENGINES):
-            slots = {slot for slot in map(engine.zero.find_slot, given) if slot is not None}
-            if slots:
-                norm = clip_step(engine, slots, float(max_norm), float(norm_type))
-                if error_if_nonfinite and not math.isfinite(norm):
-                    raise RuntimeError(f"the norm of the gradients is {norm}, so they cannot be clipped")
-                return torch.tensor(norm, device=engine.device)
+        given = _as_list(parameters)
+        for engine, slots in _owners(given):
+            norm = clip_step(engine, slots, float(max_norm), float(norm_type))
+            if error_if_nonfinite and not math.isfinite(norm):
+                raise RuntimeError(f"the norm of the gradients is {norm}, so they cannot be clipped")
+            return torch.tensor(norm, device=engine.device)
         return torchs(given, max_norm, norm_type, error_if_nonfinite, foreach)
 
+    _replace(torchs, clip_grad_norm_)
+    for name in ("clip_grad_value_", "clip_grads_with_norm_"):
+        if (other := getattr(torch.nn.utils, name, None)) is not None:
+            _replace(other, _refusing(other))
+
+
+def _refusing(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function `torchs` for parameters that no engine has; those of an engine are an error."""
+
+    @wraps(torchs)
+    def refuse(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = _as_list(parameters)
+        for _ in _owners(given):
+            raise LauncherError(
+                f"{torchs.__name__}() is not supported: the engine keeps the gradients of these parameters",
+                where=f"{torchs.__name__}()",
+                fix="clip by the norm, with gradient_clipping in the JSON or clip_grad_norm_(), or change single "
+                "gradients with deepspeed.utils.safe_get_full_grad() and safe_set_full_grad()",
+            )
+        return torchs(given, *args, **kwargs)
+
+    return refuse
+
+
+def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _owners(parameters: list[Tensor]) -> Iterator[tuple[Engine, set[ParamSlot]]]:
+    """Yield each engine that has some of these parameters, and their slots."""
+    for engine in list(ENGINES):
+        slots = {slot for slot in map(engine.zero.find_slot, parameters) if slot is not None}
+        if slots:
+            yield engine, slots
+
+
+def _replace(function: Callable[..., Any], by: Callable[..., Any]) -> None:
     for module in list(sys.modules.values()):
         names: dict[str, Any] = getattr(module, "__dict__", {})
-        for name in [name for name, value in names.items() if value is torchs]:
-            names[name] = clip_grad_norm_
+        for name in [name for name, value in names.items() if value is function]:
+            names[name] = by
 
 
 def clip_step(engine: Engine, slots: set[ParamSlot], limit: float, norm_type: float) -> float:

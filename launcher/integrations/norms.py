@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from launcher.engine.fragments import ENGINES
 from launcher.integrations.utilities import move_to_device
 from launcher.monitor.memory import current_memory_bytes, peak_memory_bytes
 
@@ -70,8 +71,13 @@ def clip_tensors_by_global_norm(
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> float:
-    """Scale the gradients in place until their norm is at most `max_norm`; returns the norm before."""
+    """Scale the gradients in place until their norm is at most `max_norm`; returns the norm before.
+
+    Where an engine has the parameters, it clips when it steps, and counts what is split over ranks by itself.
+    """
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(engine.zero.find_slot(owner) is not None for engine in ENGINES for owner in owners):
+        return float(torch.nn.utils.clip_grad_norm_(owners, max_norm, norm_type))
     counted = [owner for owner in owners if owner.grad is not None and is_counted(owner, mpu)]
     norm = _norm([owner.grad for owner in counted if owner.grad is not None], float(norm_type), mpu)
     if (factor := max_norm / (norm + EPSILON)) < 1:

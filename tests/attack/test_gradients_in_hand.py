@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_  # as a script has it, before any engine is made
 
 from launcher.errors import LauncherError
+from launcher.integrations.norms import clip_grad_norm_ as deepspeeds_clip_grad_norm_
 from tests.engine.driving import ROWS, config_of, engine_of, microbatches, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import points, stack
@@ -96,6 +97,7 @@ def refused(ctx: RankContext, stage: int) -> dict[str, str]:
     calls: dict[str, Callable[[], object]] = {
         "a part": lambda: clip_grad_norm_(parameters[1:], 1.0),
         "another norm": lambda: clip_grad_norm_(parameters, 1.0, norm_type=1),
+        "by value": lambda: torch.nn.utils.clip_grad_value_(parameters, 1e-4),
         "a backward after it": lambda: (
             clip_grad_norm_(parameters, 1.0), engine.backward(engine(*microbatches(ctx, 1)[0])),
         ),
@@ -116,6 +118,7 @@ def test_what_cannot_be_clipped_is_refused(pool: WorkerPool, stage: int) -> None
     said = pool.run(refused, 2, stage)[0]
     assert "clip_grad_norm_() of a part of the model" in said["a part"]
     assert "of the norm 1" in said["another norm"]
+    assert "clip_grad_value_() is not supported" in said["by value"]
     assert "a backward came after clip_grad_norm_()" in said["a backward after it"]
 
 
@@ -127,6 +130,27 @@ def test_a_model_of_no_engine_is_clipped_by_torch(pool: WorkerPool) -> None:
     assert float(norm) > 1 and all(
         float(p.grad.norm()) <= 0.1 for p in model.parameters() if p.grad is not None
     )
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+    assert all(float(p.grad.abs().max()) <= 1e-4 for p in model.parameters() if p.grad is not None)
+
+
+def clipped_by_deepspeeds_name(ctx: RankContext, stage: int) -> tuple[float, dict[str, Tensor]]:
+    engine, norms = sgd_engine(stage), []
+    step_of(
+        engine, ctx, 0, lambda: norms.append(deepspeeds_clip_grad_norm_(engine.module.parameters(), LIMIT))
+    )
+    return norms[0], whole_weights(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deepspeeds_function_clips_the_step(pool: WorkerPool, stage: int) -> None:
+    norms: list[Tensor] = []
+    want = after_one_step(
+        lambda model: norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT))
+    )
+    for norm, weights in pool.run(clipped_by_deepspeeds_name, 2, stage):
+        assert norm == pytest.approx(float(norms[0]), rel=1e-5)
+        assert_same(weights, want)
 
 
 # ---- hooks ----------------------------------------------------------------------------------------
