@@ -40,7 +40,7 @@ from launcher.engine.telemetry import open_monitor
 from launcher.errors import ArgumentsError, ConfigError, LauncherError
 from launcher.models.initialize import initializer
 from launcher.models.initialize_plan import plan_of
-from launcher.models.units import ends_of, unit_modules
+from launcher.models.units import ends_of
 from launcher.monitor.memory import trim_malloc
 from launcher.monitor.processors import warn_of_slow_products
 from launcher.offload.placement import Placements
@@ -48,6 +48,7 @@ from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.crossing import StagedPart
+from launcher.pipeline.sequential import SequentialPipeline
 from launcher.tensor.apply import SplitModel, TensorParallelOptions
 from launcher.tensor.apply import apply as apply_tensor
 from launcher.zero import (
@@ -135,23 +136,22 @@ def initialize(
     monitor = open_monitor(resolved, mesh)
     if device.type == "cpu" and mesh.rank == 0:
         warn_of_slow_products(autocast_dtype(resolved) or DTYPES[resolved.dtype])
-    staged: StagedPart | None = None
+    own: SequentialPipeline | None = None
     if row is None:
         chosen = choose(resolved, optimizer, model_parameters, model)
     else:  # before it is built it has no parameters to give: none means all
         model_parameters = list(model_parameters or ()) or None
         chosen = choose(resolved, optimizer, model_parameters, row.whole())
         taken = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
-        staged = own = cut_row(row, mesh, resolved, training_data, collate_fn, taken=taken)
+        own = cut_row(row, mesh, resolved, training_data, collate_fn, taken=taken)
         model = own.part
     release(model)  # from an engine that it had before
     source = source or _source(model, seed)
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = split_layers(model, mesh, resolved)
-    staged = staged or cut_model(model, split_model, mesh, resolved, seq_length)
-    blocks = staged.blocks if staged is not None else unit_modules(model)
-    checkpointer = recompute(model, blocks, staged, resolved, mesh.axes["tp"])
+    staged: StagedPart = own or cut_model(model, split_model, mesh, resolved, seq_length)
+    checkpointer = recompute(model, staged, resolved, mesh.axes["tp"])
     mark_leaves(model, resolved)
     holders = holders_of(staged, mesh)
     agree(model, holders, device)
@@ -160,13 +160,13 @@ def initialize(
         axes_of(resolved, mesh),
         replace(policy_of(resolved), special_dtypes=special_dtypes(resolved, model)),
         device=device,
-        blocks=units_of(model, blocks),
+        blocks=units_of(model, staged.blocks),
         source=source,
         splits=split_model.splits,
         tp=split_model.axis,
         pp=mesh.axes["pp"],
         holders=holders,
-        elsewhere=staged.elsewhere if staged is not None else {},
+        elsewhere=staged.elsewhere,
         placements=placements(resolved, mesh, device),
     )
     cast_buffers(resolved, model)
@@ -189,7 +189,7 @@ def initialize(
     runtime = runtime_of(staged, mesh, resolved)
     versions = versions_of(zero, staged, resolved)
     engine = Engine(
-        zero, resolved, mesh, stepper, scheduler, loader, checkpointer, monitor, runtime, versions
+        zero, resolved, mesh, runtime, stepper, scheduler, loader, checkpointer, monitor, versions
     )
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)

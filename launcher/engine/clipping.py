@@ -22,7 +22,7 @@ from launcher.errors import LauncherError
 from launcher.zero.slot import ParamSlot
 
 if TYPE_CHECKING:
-    from launcher.engine.engine import Engine
+    from launcher.engine.core import EngineCore
 
 logger = logging.getLogger("launcher")
 
@@ -38,7 +38,7 @@ class Clipping:
         self._limit, self._asked = limit or math.inf, math.inf
         self._norm: float | None = None
 
-    def measure(self, engine: Engine) -> float:
+    def measure(self, engine: EngineCore) -> float:
         """The norm of the gradients over all ranks; once a step, and the same if it is asked for again. A collective.
 
         Raises:
@@ -115,7 +115,7 @@ def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _owners(parameters: list[Tensor]) -> Iterator[tuple[Engine, set[ParamSlot]]]:
+def _owners(parameters: list[Tensor]) -> Iterator[tuple[EngineCore, set[ParamSlot]]]:
     """Yield each engine that has some of these parameters, and their slots."""
     for engine in list(ENGINES):
         slots = {slot for slot in map(engine.zero.find_slot, parameters) if slot is not None}
@@ -130,7 +130,7 @@ def _replace(function: Callable[..., Any], by: Callable[..., Any]) -> None:
             names[name] = by
 
 
-def clip_step(engine: Engine, slots: set[ParamSlot], limit: float, norm_type: float) -> float:
+def clip_step(engine: EngineCore, slots: set[ParamSlot], limit: float, norm_type: float) -> float:
     """Clip the step that follows; returns the norm of its gradients.
 
     Args:

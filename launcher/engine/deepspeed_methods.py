@@ -44,7 +44,7 @@ class DeepSpeedMethods:
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
-        return not self._engine().zero.reducer.sync
+        return not self._engine()._syncs
 
     @property
     def is_first_weights_partition_group(self) -> bool:

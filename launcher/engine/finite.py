@@ -13,7 +13,7 @@ from launcher.zero import ZeroModel
 from launcher.zero.overflow import find_overflows, in_words
 
 if TYPE_CHECKING:
-    from launcher.engine.engine import Engine
+    from launcher.engine.core import EngineCore
 
 
 def skips_overflow(config: Config) -> bool:
@@ -21,7 +21,7 @@ def skips_overflow(config: Config) -> bool:
     return scales_loss(config) or bool(config.bf16.enabled and config.bf16.check_grad_overflow)
 
 
-def can_step_in_backward(engine: Engine) -> bool:
+def can_step_in_backward(engine: EngineCore) -> bool:
     """Whether a buffer can be stepped before all gradients are there: its gradient is whole after its reduction over
     dp, and nothing about the others changes its step."""
     config, zero = engine._config, engine.zero
@@ -57,7 +57,7 @@ def check_scales(kinds: set[bool], loss_scale: float, accumulation: int) -> None
         )
 
 
-def tell_overflow(engine: Engine) -> None:
+def tell_overflow(engine: EngineCore) -> None:
     """Say which parameters overflowed: when that ends the run, and now and then in bf16, where it is no routine.
 
     Raises:

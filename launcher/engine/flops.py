@@ -15,7 +15,7 @@ from launcher.monitor.flops import ModuleMeter
 from launcher.monitor.flops_report import StepFacts, report
 
 if TYPE_CHECKING:
-    from launcher.engine.engine import Engine
+    from launcher.engine.core import EngineCore
 
 
 class StepProfiler:
@@ -30,7 +30,7 @@ class StepProfiler:
         self._counted_in: int | None = None
 
     @contextmanager
-    def phase(self, name: str, engine: Engine) -> Iterator[None]:
+    def phase(self, name: str, engine: EngineCore) -> Iterator[None]:
         """Around the forward and the backward of each microbatch."""
         step, wanted = engine.global_steps, int(self._config.profile_step)
         if name == "step" or not wanted - 1 <= step <= wanted:
@@ -44,7 +44,9 @@ class StepProfiler:
         ):
             yield
 
-    def after_step(self, engine: Engine, phases_ms: Mapping[str, float], say: Callable[[str], None]) -> None:
+    def after_step(
+        self, engine: EngineCore, phases_ms: Mapping[str, float], say: Callable[[str], None]
+    ) -> None:
         """Report when the profiled step is over."""
         step = engine.global_steps - 1
         if step != self._config.profile_step or self._meter is None or self._counted_in is None:

@@ -15,7 +15,7 @@ from launcher.comm.plain import gather_plain
 from launcher.zero.overflow import find_overflows, in_words
 
 if TYPE_CHECKING:
-    from launcher.engine.engine import Engine
+    from launcher.engine.core import EngineCore
 
 
 class NonFiniteTracer:
@@ -36,7 +36,7 @@ class NonFiniteTracer:
     def forget(self) -> None:
         self._inputs = None
 
-    def tell(self, engine: Engine, *, skipped: bool) -> None:
+    def tell(self, engine: EngineCore, *, skipped: bool) -> None:
         """Say what was not finite first: every rank runs the last microbatch again, on the weights before the step.
 
         Every rank must call it, after the reduction and before the optimizer steps.
@@ -65,7 +65,7 @@ class NonFiniteTracer:
             engine.watch.say(f"warning: {what} {where} This is said once.")
         self.forget()
 
-    def _first_module(self, engine: Engine) -> str | None:
+    def _first_module(self, engine: EngineCore) -> str | None:
         if self._inputs is None:
             return None
         args, kwargs = self._inputs
@@ -95,11 +95,11 @@ def _watched(module: nn.Module, found: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _as_before(engine: Engine) -> Iterator[None]:
+def _as_before(engine: EngineCore) -> Iterator[None]:
     """Random numbers and buffers are afterwards as they were."""
     devices = [engine.device] if engine.device.type == "cuda" else []
     buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
-    with torch.random.fork_rng(devices), engine._autocasting():
+    with torch.random.fork_rng(devices), engine.autocasting():
         yield
     for buffer, was in buffers:
         buffer.copy_(was)
@@ -112,7 +112,7 @@ def finite(value: Any) -> bool:
     return all(bool(end.isfinite()) for end in torch.aminmax(value.detach()))
 
 
-def weights_are_finite(engine: Engine) -> bool:
+def weights_are_finite(engine: EngineCore) -> bool:
     """Whether every weight that is trained is, over all ranks; one pass over the shards. Every rank must call it."""
     good = True
     for gradient in engine.zero.gradients:

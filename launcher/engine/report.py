@@ -28,7 +28,7 @@ def last_step(engine: Engine, path: Path | None) -> dict[str, Any] | None:
         path: where the record of the step goes (`pipeline/recording.py`); None: nowhere.
     """
     runtime = engine.runtime
-    if runtime is None or runtime.stopwatch.schedule is None:
+    if runtime.staged.is_whole or runtime.stopwatch.schedule is None:
         return None
     made, measured = runtime.stopwatch.schedule, runtime.stopwatch.timeline(runtime.axis)
     if path is not None:

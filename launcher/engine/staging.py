@@ -19,9 +19,10 @@ from launcher.pipeline.costs import balance, deal
 from launcher.pipeline.crossing import StagedPart
 from launcher.pipeline.layers import PipelineModule
 from launcher.pipeline.runtime import Runtime
-from launcher.pipeline.schedules import DRAINED, schedule
+from launcher.pipeline.schedules import DRAINED, ONE_STAGE, schedule
 from launcher.pipeline.sequential import SequentialPipeline
 from launcher.pipeline.staged import StagedModel
+from launcher.pipeline.whole import WholeModel
 from launcher.tensor.apply import SplitModel
 from launcher.zero import ZeroModel
 from launcher.zero.versions import Versions
@@ -93,11 +94,11 @@ def cut_row(
 
 def cut_model(
     model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Config, seq_length: int | None = None
-) -> StagedModel | None:
-    """Cut a Hugging Face model into stages along pp, and say how even they are; None where there is one."""
+) -> StagedPart:
+    """Cut a Hugging Face model into stages along pp, and say how even they are; any model is one stage as it is."""
     pp, section, splits = mesh.axes["pp"], config.pipeline, split_model.splits
     if pp.degree == 1:
-        return None
+        return WholeModel(model)
     costs, measured = costs_of_blocks(model, mesh, config, seq_length)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)
     if mesh.rank == 0:
@@ -122,9 +123,9 @@ def _tell(lines: list[str]) -> None:
     print(*(f"{'' if i else 'stages':8}{line}" for i, line in enumerate(lines)), sep="\n", flush=True)
 
 
-def holders_of(staged: StagedPart | None, mesh: Mesh) -> dict[str, Axis]:
+def holders_of(staged: StagedPart, mesh: Mesh) -> dict[str, Axis]:
     """The stages that hold a parameter, where there are several. Every rank must call it."""
-    shared = staged.shared if staged is not None else {}
+    shared = staged.shared
     axes = {ranks: mesh.part_of("pp", ranks) for ranks in sorted(set(shared.values()))}
     return {name: axes[ranks] for name, ranks in shared.items()}
 
@@ -141,15 +142,14 @@ def agree(model: nn.Module, holders: Mapping[str, Axis], device: torch.device) -
             parameter.copy_(values)
 
 
-def runtime_of(staged: StagedPart | None, mesh: Mesh, config: Config) -> Runtime | None:
-    """What runs the stages of this rank."""
-    if staged is None:
-        return None
+def runtime_of(staged: StagedPart, mesh: Mesh, config: Config) -> Runtime:
+    """Return what runs the stages of this rank; a model that is not cut has one, whatever the JSON's schedule."""
     section = config.pipeline
-    return Runtime(staged, mesh.axes["pp"], section.schedule, section.chunks_of_rank, mesh.device)
+    schedule, chunks = (ONE_STAGE, 1) if staged.is_whole else (section.schedule, section.chunks_of_rank)
+    return Runtime(staged, mesh.axes["pp"], schedule, chunks, mesh.device)
 
 
-def versions_of(zero: ZeroModel, staged: StagedPart | None, config: Config) -> Versions | None:
+def versions_of(zero: ZeroModel, staged: StagedPart, config: Config) -> Versions | None:
     """What keeps older weights, where the schedule is asynchronous; says what that means.
 
     Raises:
@@ -159,7 +159,7 @@ def versions_of(zero: ZeroModel, staged: StagedPart | None, config: Config) -> V
     if not section.asynchronous:
         return None
     where = config.where("pipeline.schedule")
-    if staged is None or zero.pp.degree == 1:
+    if zero.pp.degree == 1:
         raise ConfigError(
             f'"{section.schedule}" needs two stages or more, and one rank has all layers',
             where=where,
@@ -179,25 +179,24 @@ def versions_of(zero: ZeroModel, staged: StagedPart | None, config: Config) -> V
     return Versions(zero)
 
 
-def recompute(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]], staged: StagedPart | None, config: Config, tp: Axis
-) -> Checkpointer | None:
+def recompute(model: nn.Module, staged: StagedPart, config: Config, tp: Axis) -> Checkpointer | None:
     """Let blocks, or groups of layers of a row, keep only their inputs and be recomputed in backward.
 
     Raises:
         ConfigError: the JSON asks for groups of blocks of a Hugging Face model.
     """
     section, interval = config.activation_checkpointing, config.pipeline.activation_checkpoint_interval
+    blocks = staged.blocks
     if isinstance(staged, SequentialPipeline):
         return _recompute_row(staged, section, tp) or checkpoint_blocks(model, blocks, section, tp)
-    if interval > 1 and staged is not None:
+    if interval > 1 and not staged.is_whole:
         raise ConfigError(
             f"{INTERVAL} {interval} groups neighbouring blocks, and the blocks of {type(model).__name__} are called "
             "one by one by its own forward",
             where=config.where(INTERVAL),
             fix="write 1, or delete it and write the section activation_checkpointing; both recompute each block",
         )
-    if interval == 1 and staged is not None:
+    if interval == 1 and not staged.is_whole:
         section = section or ActivationCheckpointingConfig()
     return checkpoint_blocks(model, blocks, section, tp)
 

@@ -24,7 +24,7 @@ from launcher.monitor.timers import Timers
 from launcher.monitor.writers import OPENERS, Monitor, MonitorEvent, open_writers
 
 if TYPE_CHECKING:
-    from launcher.engine.engine import Engine
+    from launcher.engine.core import EngineCore
 
 REPORT_EVERY = 10  # steps between two lines where steps_per_print is null: what was asked for is shown
 _OFF = nullcontext()
@@ -65,7 +65,7 @@ class Telemetry:
         if self._logs:
             start_log(operations=comms.operations, by_unit=comms.debug, verbose=comms.verbose)
 
-    def phase(self, name: str, engine: Engine) -> AbstractContextManager[None]:
+    def phase(self, name: str, engine: EngineCore) -> AbstractContextManager[None]:
         """The context of a phase of a step: "forward" or "backward" of a microbatch, or "step"."""
         if name == "forward" and not torch.is_grad_enabled():
             return _OFF  # of an evaluation
@@ -76,7 +76,7 @@ class Telemetry:
         return _OFF
 
     @contextmanager
-    def _phase(self, name: str, engine: Engine) -> Iterator[None]:
+    def _phase(self, name: str, engine: EngineCore) -> Iterator[None]:
         with ExitStack() as stack:
             if self.profiler is not None:
                 stack.enter_context(self.profiler.phase(name, engine))
@@ -101,7 +101,7 @@ class Telemetry:
         """The microbatches since the last step do not count."""
         self._loss = None
 
-    def counted(self, engine: Engine, samples: int) -> None:
+    def counted(self, engine: EngineCore, samples: int) -> None:
         """The engine has counted an optimizer step on so many sequences over all ranks: DeepSpeed's line, when due."""
         self.throughput.stop(samples)
         if self._checkpointer is not None:
@@ -117,7 +117,7 @@ class Telemetry:
                 say(self.throughput.line())
 
     @contextmanager
-    def batch(self, engine: Engine) -> Iterator[list[Tensor]]:
+    def batch(self, engine: EngineCore) -> Iterator[list[Tensor]]:
         """Around `engine.train_batch()`, which appends its loss: the line of DeepSpeed's pipeline engine, when due."""
         began, losses = time.perf_counter(), list[Tensor]()
         yield losses
@@ -138,7 +138,7 @@ class Telemetry:
         if self._checkpointer is not None and self._mesh.rank == 0:
             self._checkpointer.print_profile()
 
-    def after_step(self, engine: Engine) -> None:
+    def after_step(self, engine: EngineCore) -> None:
         """An optimizer step is over, and the engine has counted it."""
         self._steps += 1
         self.timers.end_step()
@@ -151,16 +151,16 @@ class Telemetry:
         if self._due(engine.global_steps, engine):
             self._report(engine)
 
-    def evaluated(self, engine: Engine, loss: float) -> None:
+    def evaluated(self, engine: EngineCore, loss: float) -> None:
         """An evaluation is over: its mean loss goes to the monitors, under the name of DeepSpeed's pipeline engine."""
         if self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", loss, engine.global_samples)])
 
-    def _due(self, step: int, engine: Engine) -> bool:
+    def _due(self, step: int, engine: EngineCore) -> bool:
         """Whether lines are printed after optimizer step `step`."""
         return step % (engine.steps_per_print() or REPORT_EVERY) == 0
 
-    def _report(self, engine: Engine) -> None:
+    def _report(self, engine: EngineCore) -> None:
         line = self.timers.line(self._steps)
         self._steps = 0
         if self._mesh.rank == 0 and line:
@@ -169,7 +169,7 @@ class Telemetry:
             for text in self.memory.lines(engine.held_bytes()):
                 self.say(f"step {engine.global_steps}: {text}")
 
-    def _events(self, engine: Engine) -> Iterator[MonitorEvent]:
+    def _events(self, engine: EngineCore) -> Iterator[MonitorEvent]:
         """What a step writes, under DeepSpeed's names. The loss is a collective of two numbers."""
         values: dict[str, Any] = {"train_loss": self._mean_loss()}
         values["lr"] = engine.get_lr()[0]

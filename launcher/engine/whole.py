@@ -21,7 +21,7 @@ from launcher.comm.p2p import P2PChannel
 from launcher.comm.plain import gather_plain
 from launcher.errors import CheckpointError
 from launcher.models.companions import write_companions
-from launcher.models.names import persistent_buffers, places_of
+from launcher.models.names import persistent_buffers
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -141,7 +141,7 @@ class _Whole:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.zero, self.pp = engine, engine.zero, engine.mesh.axes["pp"]
-        self.place = engine.runtime.staged.place if engine.runtime else places_of(engine.module)
+        self.place = engine.runtime.staged.places()
         self._buffers = dict(persistent_buffers(engine.module))
         self._letters, self._open = P2PChannel(self.pp), ExitStack()
         self._unit: Unit | None = None

@@ -130,7 +130,6 @@ def learn_crossings(engine: Engine, whole: nn.Module, batch: dict[str, Tensor]) 
     Args:
         whole: the model on meta, not split and not cut; it is used up.
     """
-    assert engine.runtime is not None
     own: Any = engine.runtime.staged
     split_model = split_layers(whole, engine.mesh, engine.resolved)
     dtype = DTYPES[engine.resolved.dtype]

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from launcher.comm import Mesh
 from launcher.config import Config
+from launcher.engine.gradient_plan import GradientPlan
 from launcher.estimate.answer import PHASES
 from launcher.estimate.memory_trace import BlockTrace, Items, TraceEvent, TraceMark, TraceSegment, absolute
 from launcher.estimate.model_trace import ModelTrace
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.simulated import SimulatedRank
 from launcher.pipeline.actions import Action, ActionKind
-from launcher.pipeline.schedules import schedule
+from launcher.pipeline.schedules import ONE_STAGE, schedule
 from launcher.pipeline.stage_p2p import AHEAD
+from launcher.zero.reduce import BackwardPlan
 
 MICROBATCHES = 2  # later ones do what the second does, where there are no stages
 
@@ -44,10 +46,7 @@ class StepScript:
         pp, section = self.mesh.axes["pp"], self.config.pipeline
         number = int(str(self.config.gradient_accumulation_steps))
         if pp.degree == 1:
-            each = (
-                (Action(ActionKind.FORWARD, 0, m), Action(ActionKind.BACKWARD, 0, m)) for m in range(number)
-            )
-            return tuple(action for pair in each for action in pair)[-2 * most :]
+            return schedule(ONE_STAGE, 1, number, 1).actions[0][-2 * most :]
         return schedule(section.schedule, pp.degree, number, section.chunks_of_rank).actions[pp.rank]
 
 
@@ -64,6 +63,7 @@ class ScriptedStep:
         self.peaks, self.at_peak = dict.fromkeys(PHASES, 0), (0, 0)
         self._phase = PHASES[-1]
         self._staged = script.mesh.axes["pp"].degree > 1
+        self._plan = GradientPlan.of(script.config.pipeline, is_whole=not self._staged)
         self._last_stage = len(script.portion.rank_of) - 1
 
     def run(self, most: int = MICROBATCHES) -> None:
@@ -72,12 +72,12 @@ class ScriptedStep:
         Args:
             most: see `StepScript.actions`.
         """
-        rank, section = self.rank, self.script.config.pipeline
+        rank = self.rank
         rank.fix()
         rank.restart()
         actions = self.script.actions(most)
         last = next(a for a in reversed(actions) if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT))
-        rank.fetcher.keeps = self._staged and not section.gather_per_microbatch
+        rank.fetcher.keeps = not self._plan.gathers_each
         if self._staged:
             boxes = self._boxes()
             rank.stretch(boxes, boxes)
@@ -87,14 +87,13 @@ class ScriptedStep:
                 self._forward(action.stage)
             elif action.kind is not ActionKind.UPDATE:
                 self._enter(PHASES[1])
-                self._announce(last=action is last)
+                rank.reducer.plan = self._plan.backward(last=action is last)
                 self._finish(action.stage) if action.kind is ActionKind.WEIGHT else self._backward(action)
         rank.fetcher.keeps = False
         rank.fetcher.end()
-        if not rank.reducer.sync:
-            rank.reducer.boundary = True
+        if not rank.reducer.plan.reduces:
+            rank.reducer.plan = BackwardPlan()
             rank.reducer.flush()
-            rank.reducer.sync = True
         self._enter(PHASES[2])
         rank.live = 0
         rank.restart()
@@ -153,20 +152,13 @@ class ScriptedStep:
                 if isinstance(item, TraceMark) and item.event is TraceEvent.GRADIENT and item.name not in came
             ]
             held += _change(later.backward) - _change(now.backward)
-        in_place = not rank.reducer.sync
+        in_place = not rank.reducer.plan.reduces
         new = sum(nbytes for name, nbytes in gradients if rank.makes(name, in_place=in_place))
         rank.stretch(new, -held)
         rank.hooks.begin_backward()
         for name, nbytes in gradients:
             rank.gradient(name, nbytes, in_place=in_place)
         rank.hooks.end_backward()
-
-    def _announce(self, *, last: bool) -> None:
-        """See `Work` of engine/pipelined.py, and `Engine.backward`."""
-        reducer, section = self.rank.reducer, self.script.config.pipeline
-        each = not self._staged or section.reduce_per_microbatch or section.updates_inside
-        reducer.sync = each or (last and section.chunks_of_rank == 1)
-        reducer.boundary = last or (self._staged and section.updates_inside)
 
     # ---- tapes ------------------------------------------------------------------------------
 
@@ -178,7 +170,7 @@ class ScriptedStep:
                 continue
             whole = absolute(item, name)
             if item.event is TraceEvent.GRADIENT:
-                rank.gradient(whole, item.nbytes, in_place=self._staged and not rank.reducer.sync)
+                rank.gradient(whole, item.nbytes, in_place=not rank.reducer.plan.reduces)
                 continue
             unit = rank.unit_of.get(whole)
             if unit is None or not unit.sharded:

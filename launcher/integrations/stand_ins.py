@@ -129,7 +129,7 @@ class _Offload:
 
 def autocast_if_enabled(engine: Engine) -> AbstractContextManager[Any]:
     """What the engine's forward runs in: autocast where the JSON's torch_autocast says so."""
-    return engine._autocasting()
+    return engine.autocasting()
 
 
 class CheckpointFunction:

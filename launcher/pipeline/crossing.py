@@ -63,8 +63,10 @@ class StagedPart(Protocol):
         blocks: (name, module) of this rank: units of ZeRO.
         shared: names of parameters that several ranks hold -> these ranks, in order.
         elsewhere: parameters that only other ranks hold -> where they are, in words.
+        is_whole: the rank has all of the model, and scripts may call it by themselves.
     """
 
+    is_whole: bool
     virtual_stages: int
     rank_of: list[int]
     blocks: list[tuple[str, nn.Module]]
@@ -91,8 +93,8 @@ class StagedPart(Protocol):
             The tensors that the next one needs; of the last one what the model returns.
         """
 
-    def place(self, name: str) -> int:
-        """Where a parameter or a persistent buffer stands in the order of the whole model's state_dict()."""
+    def places(self) -> Callable[[str], int]:
+        """What tells where a parameter or persistent buffer stands in the order of the whole model's state_dict()."""
 
     def before_backward(self, stage: int, signature: Signature) -> None:
         """The backward of a microbatch of this signature comes next: layers may be recomputed."""

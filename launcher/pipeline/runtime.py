@@ -1,4 +1,4 @@
-"""Executes a list of actions: any schedule, any model in stages.
+"""Executes a list of actions: any schedule, any model. One that is not cut is one stage.
 
 What an action needs and makes, for virtual stage k and microbatch m:
 
@@ -28,6 +28,7 @@ from launcher.comm.p2p import P2PChannel
 from launcher.errors import LauncherError
 from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, signature_of
+from launcher.pipeline.lazy import LazySequence
 from launcher.pipeline.schedules import DRAINED
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.stage_p2p import StageP2P
@@ -96,8 +97,9 @@ class Runtime:
     def __init__(self, staged: StagedPart, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.letters = P2PChannel(axis)
-        for _, block in staged.blocks:
-            give_own_backward(block)
+        if not staged.is_whole:  # there, autograd adds every gradient by itself
+            for _, block in staged.blocks:
+                give_own_backward(block)
         self.most_held = self.most_deferred = 0
         self.stopwatch = Stopwatch(device)
 
@@ -112,11 +114,14 @@ class Runtime:
     def run(self, batches: Sequence[Any], work: StageExecutor, *, training: bool) -> list[Tensor]:
         """Take microbatches through all stages, and back where `training`.
 
+        Args:
+            batches: all of them, on every rank; read one by one, when their forwards come.
+
         Returns:
             their losses, detached, on the rank of the last virtual stage; elsewhere nothing.
         """
         schedule = self.schedule(len(batches)) if training else _forwards(self.drained(len(batches)))
-        signatures = [signature_of(batch) for batch in batches]
+        signatures = LazySequence(len(batches), lambda m: signature_of(batches[m]))
         mail = StageP2P(self.staged, self.letters, schedule, signatures, self.device)
         step = _Step(self, mail, schedule, batches, signatures, work, training)
         actions = with_transfers(schedule)[self.axis.rank]
@@ -136,7 +141,10 @@ class Runtime:
 
     @contextmanager
     def _naming(self, action: Action) -> Iterator[None]:
-        """What is raised inside says where."""
+        """What is raised inside says where; in a model that is not cut there is one place only."""
+        if self.staged.is_whole:
+            yield
+            return
         try:
             yield
         except Exception as error:
@@ -207,11 +215,12 @@ class _Step:
     def _forward(self, stage: int, microbatch: int) -> None:
         received, leaves = _started(self.arrived.pop((stage, microbatch), ()))
         signature, batch = self.signatures[microbatch], self.batches[microbatch]
-        new = self.staged.learned(stage, signature) is None
+        is_last = stage == self.staged.virtual_stages - 1
+        new = not is_last and self.staged.learned(stage, signature) is None
         output = self.staged.forward(
             stage, received, signature, lambda module: self.work.forward(module, batch)
         )
-        if stage == self.staged.virtual_stages - 1:
+        if is_last:
             loss = self.work.loss(output)
             self.losses[microbatch] = loss.detach()
             outputs: tuple[Tensor, ...] = (loss,)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from launcher.errors import ConfigError
 from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
@@ -30,6 +31,11 @@ class ScheduleBuilder:
     chunks: int | None = 1
 
 
+ONE_STAGE = "1f1b"
+"""For a model that is not cut: each forward is followed by its backward."""
+
+
+@lru_cache(maxsize=64)  # the same at every step
 def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
     """The schedule of a name.
 

@@ -103,8 +103,10 @@ class SequentialPipeline:
         boundaries: as given.
         part: the layers of this rank.
         blocks: (name, module) of those that have parameters and run once, as they are; others belong to the root unit.
-        shared, elsewhere: see `Staged`.
+        shared, elsewhere: see `StagedPart`.
     """
+
+    is_whole = False  # a batch is (inputs, labels), and the engine calls the part with it
 
     def __init__(
         self, row: PipelineModule, boundaries: Sequence[int], rank_of: Sequence[int], rank: int
@@ -128,25 +130,25 @@ class SequentialPipeline:
         self._last_layer = [last - 1 for _, last in spans]
         self._learned: dict[tuple[int, Signature], BoundaryValues] = {}
 
-    def place(self, name: str) -> int:
-        """See `Staged`."""
-        return int(name.partition(".")[0])
+    def places(self) -> Callable[[str], int]:
+        """See `StagedPart`."""
+        return lambda name: int(name.partition(".")[0])
 
     def before_backward(self, stage: int, signature: Signature) -> None:
-        """See `Staged`."""
+        """See `StagedPart`."""
 
     def learned(self, stage: int, signature: Signature) -> BoundaryValues | None:
-        """See `Staged`."""
+        """See `StagedPart`."""
         return self._learned.get((stage, signature))
 
     def tell(self, stage: int, signature: Signature, learned: BoundaryValues) -> None:
-        """See `Staged`."""
+        """See `StagedPart`."""
         self._learned[stage, signature] = learned
 
     def forward(
         self, stage: int, received: tuple[Tensor, ...], signature: Signature, call: Callable[[nn.Module], Any]
     ) -> Any:
-        """See `Staged`."""
+        """See `StagedPart`."""
         part = self.part
         if stage in self._in_place:
             received = tuple(tensor.clone() for tensor in received)  # autograd wants them as they came

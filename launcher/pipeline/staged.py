@@ -37,8 +37,10 @@ class StagedModel:
         sequence: what slices sequences over tp; None: nothing does.
 
     Attributes:
-        blocks, shared, elsewhere: see `Staged`.
+        blocks, shared, elsewhere: see `StagedPart`.
     """
+
+    is_whole = False
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class StagedModel:
     ) -> None:
         self.sequence = sequence
         self.model, self.boundaries, self.rank_of, self.rank = model, list(boundaries), list(rank_of), rank
-        self.place = places_of(model)
+        self._places = places_of(model)
         self.elsewhere = WeakTensorKeyDictionary()
         parts = parts_of(model)
         self.virtual_stages = len(self.rank_of)
@@ -62,6 +64,10 @@ class StagedModel:
         self._put_stand_ins()
         self._watch(parts)
         self._learned: dict[tuple[int, Signature], StageInputs] = {}
+
+    def places(self) -> Callable[[str], int]:
+        """See `StagedPart`."""
+        return self._places
 
     # ---- the cut ----------------------------------------------------------------------------
 
@@ -164,17 +170,17 @@ class StagedModel:
     # ---- one forward ------------------------------------------------------------------------
 
     def learned(self, stage: int, signature: Signature) -> StageInputs | None:
-        """See `Staged`."""
+        """See `StagedPart`."""
         return self._learned.get((stage, signature))
 
     def tell(self, stage: int, signature: Signature, learned: StageInputs) -> None:
-        """See `Staged`."""
+        """See `StagedPart`."""
         self._learned[stage, signature] = learned
 
     def forward(
         self, stage: int, received: tuple[Tensor, ...], signature: Signature, call: Callable[[nn.Module], Any]
     ) -> Any:
-        """See `Staged`."""
+        """See `StagedPart`."""
         if stage and self.sequence is not None:
             slicing = self._learned[stage - 1, signature].slicing
             assert slicing is not None

@@ -213,7 +213,7 @@ class ZeroModel:
     def _forget(self, slots: set[ParamSlot]) -> None:
         if not slots:
             return
-        if not self.reducer.boundary and any(gradient.kept for gradient in self.gradients):
+        if not self.reducer.plan.last and any(gradient.kept for gradient in self.gradients):
             warn_of_discard_once(self.axis.rank)
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward:  # a hook of the user's may call, and then the backward goes on

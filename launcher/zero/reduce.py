@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -40,6 +41,21 @@ class ReduceListener(Protocol):
         """It is reduced; gives whether nobody needs it any more."""
 
 
+@dataclass(frozen=True)
+class BackwardPlan:
+    """What becomes of the gradients of the coming backward. The engine makes one for each microbatch.
+
+    Args:
+        reduces: False keeps them on the leaves, as inside `no_sync`.
+        last: The microbatch is the last one of a step.
+        listener: Uses gradients as soon as they are reduced; only in the last microbatch.
+    """
+
+    reduces: bool = True
+    last: bool = True
+    listener: ReduceListener | None = None
+
+
 class Reducer:
     """Collects and reduces the gradients of units.
 
@@ -51,9 +67,7 @@ class Reducer:
     def __init__(self, order: list[Unit], policy: ZeroPolicy) -> None:
         self.order, self.policy = order, policy
         self.gradients = [gradient for unit in order for gradient in unit.gradients]
-        self.sync = True  # false inside no_sync: gradients stay on the leaves
-        self.boundary = True  # the last microbatch of a step
-        self.listener: ReduceListener | None = None  # for that one
+        self.plan = BackwardPlan()
         self.unsent = False  # the leaves hold gradients of a backward inside no_sync
         self.measured = False  # the norm of this step was taken: nothing more may come before it is over
         self._turn = 0
@@ -79,7 +93,7 @@ class Reducer:
         for unit in self.left:
             self._launch(unit)
         self.abandon()
-        self.unsent = not self.sync
+        self.unsent = not self.plan.reduces
 
     def flush(self) -> None:
         """Reduce what was accumulated without communication: the step comes after backwards that did not know it."""
@@ -118,16 +132,17 @@ class Reducer:
         return self._elements
 
     def _launch(self, unit: Unit) -> None:
-        if not self.sync:
+        if not self.plan.reduces:
             return
         for gradient in unit.gradients:
             full = gradient.collect()
-            if gradient.sharded or self.boundary:
+            if gradient.sharded or self.plan.last:
                 self._reduce(gradient, full)
 
     def _reduce(self, gradient: FlatGradient, full: Tensor) -> None:
-        if self.boundary and self.listener is not None:
-            self.listener.on_reduce_start(gradient)
+        listener = self.plan.listener if self.plan.last else None
+        if listener is not None:
+            listener.on_reduce_start(gradient)
         full = gradient.to_wire(full)
         chunks = gradient.chunks()
         for chunk in chunks:
@@ -137,7 +152,7 @@ class Reducer:
             pending = gradient.reduce(full, chunk)
             last = chunk is chunks[-1]
             self._elements += elements
-            done = partial(self._complete, pending, gradient, full if last else None, self.boundary)
+            done = partial(self._complete, pending, gradient, full if last else None, self.plan.last)
             self._in_flight.append((self._turn, elements, done))
             if not self.policy.overlap_comm:
                 self._wait_oldest()
@@ -157,5 +172,5 @@ class Reducer:
         gradient.done(full)
         if boundary and gradient.flat.axes.replicate.degree > 1:
             self._over_groups.append(gradient.all_reduce_over_groups())
-        elif not (boundary and self.listener is not None and self.listener.on_reduced(gradient)):
+        elif not (boundary and self.plan.listener is not None and self.plan.listener.on_reduced(gradient)):
             gradient.rest(final=boundary)

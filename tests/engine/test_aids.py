@@ -254,7 +254,7 @@ def test_batches_are_pinned(pool: WorkerPool) -> None:
 def epochs(ctx: RankContext, count: int) -> int:
     """Steps until the data is over."""
     engine, *_ = initialized(sampling(num_epochs=count))
-    engine._loss_of = lambda batch: engine(*batch[:2])
+    engine.set_batch_fn(lambda batch: batch[:2])
     with pytest.raises(ConfigError, match="num_epochs"):
         while True:
             engine.train_batch()

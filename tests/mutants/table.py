@@ -253,7 +253,7 @@ MUTANTS = {
         near="engine/test_resume.py",
     ),
     "stages-forget-the-loss-scale": Mutant(
-        "engine/pipelined.py",
+        "engine/executor.py",
         "return self.weights[microbatch] * updates * self.engine.loss_scaler.scale",
         "return self.weights[microbatch] * updates",
         "in pipeline stages the loss is not scaled, and fp16 gradients are divided by the scale all the same",
@@ -345,7 +345,7 @@ MUTANTS = {
         near="pipeline/test_topology.py",
     ),
     "weights-of-microbatches-reversed": Mutant(
-        "engine/pipelined.py",
+        "engine/executor.py",
         "return self.weights[microbatch] * updates * self.engine.loss_scaler.scale",
         "return self.weights[-1 - microbatch] * updates * self.engine.loss_scaler.scale",
         "in stages, microbatches with different numbers of tokens count by those of another one",

@@ -33,7 +33,7 @@ PRELOAD = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "launcher.engine.assemble",
-    "launcher.engine.pipelined",
+    "launcher.engine.executor",
     "launcher.zero.apply",
     "launcher.offload.nvme",
     "tests.pool.worker",

@@ -1,0 +1,100 @@
+"""Gradient accumulation: which microbatch is the last of a step, and when gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from launcher.errors import ConfigError, MisplacedCallError
+from launcher.zero.reduce import BackwardPlan
+
+if TYPE_CHECKING:
+    from launcher.engine.core import EngineCore
+
+
+class AccumulationMixin:
+    """The part of an Engine that counts microbatches."""
+
+    _boundary: bool | None = None  # what the caller says; None: it is counted
+    _microbatches = 0  # of this step; micro_steps are no measure once the batch size has changed
+    _syncs = True  # False inside no_sync()
+
+    def _core(self) -> EngineCore:
+        return cast("EngineCore", self)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present microbatch is the last of a step; with `managed_gradient_accumulation: false` only the
+        caller knows, and the answer is False."""
+        if self._boundary is not None:
+            return self._boundary
+        core = self._core()
+        return (
+            core.managed_gradient_accumulation()
+            and self._microbatches + 1 >= core.gradient_accumulation_steps()
+        )
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say it explicitly, from now on; counting is off."""
+        if not self._core().managed_gradient_accumulation():
+            raise MisplacedCallError(
+                "set_gradient_accumulation_boundary() has nothing to say: every step() is a boundary",
+                where="managed_gradient_accumulation is false",
+                fix="call step() where an optimizer step is due, or set the key to true",
+            )
+        self._boundary = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing gradient_accumulation_steps."""
+        core = self._core()
+        micro, dp = core.train_micro_batch_size_per_gpu(), core.mesh.dp.degree
+        per_step = micro * dp
+        if train_batch_size < per_step or train_batch_size % per_step:
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} is no multiple of {per_step} "
+                f"(micro batch {micro} x {dp} ranks)",
+                fix=f"use a multiple of {per_step}",
+            )
+        steps = train_batch_size // per_step
+        core._config = core._config.model_copy(
+            update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
+        )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without communication, at every stage. At stages 2 and 3 the whole gradient is held meanwhile.
+
+        Raises:
+            MisplacedCallError: inside another `no_sync()` or `coalesce_grad_reduction()`.
+        """
+        if not self._syncs:
+            raise MisplacedCallError(
+                "no_sync() and coalesce_grad_reduction() cannot be nested", fix="enter one of them, once"
+            )
+        self._set_syncs(False)
+        try:
+            yield
+        finally:
+            self._set_syncs(True)
+
+    def _set_syncs(self, syncs: bool) -> None:
+        reducer = self._core().zero.reducer
+        self._syncs, reducer.plan = syncs, replace(reducer.plan, reduces=syncs)
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """The backwards of one step, at every stage: they only accumulate, and their gradients are reduced together
+        when the `with` ends. Then comes step(). The whole gradient is held meanwhile.
+
+        Raises:
+            MisplacedCallError: inside another `no_sync()` or `coalesce_grad_reduction()`.
+        """
+        with self.no_sync():
+            yield
+        reducer = self._core().zero.reducer
+        reducer.plan = BackwardPlan()
+        reducer.flush()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Nothing is left to do: gradients are reduced while backward goes on, and all have been when step() begins."""

@@ -1,0 +1,341 @@
+"""The core of an engine: forward, backward and step of a microbatch, and the loop over the microbatches of a step.
+
+[Note: Two ways to a step]
+A script may run a microbatch by itself: `loss = engine(batch); engine.backward(loss); engine.step()`. Or the engine
+runs all of them: `run_microbatches()` and then `step()`, as `train_batch()`, the recipes and models in stages do.
+Both tell the reducer what the next backward is (`BackwardPlan`) before it begins, and both end in `_optimizer_step`.
+The second way knows the whole step in advance, so it alone may step weights during the last backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.checkpoint.saver import Saver
+from launcher.comm import Mesh, all_reduce
+from launcher.config import Config
+from launcher.engine import executor
+from launcher.engine.accumulation import AccumulationMixin
+from launcher.engine.batches import cast
+from launcher.engine.clipping import Clipping
+from launcher.engine.curriculum import Curriculum
+from launcher.engine.dtypes import autocast_dtype
+from launcher.engine.finite import check_scales, skips_overflow, tell_overflow
+from launcher.engine.gradient_plan import GradientPlan
+from launcher.engine.nonfinite_tracer import NonFiniteTracer
+from launcher.engine.queries import EngineGetters
+from launcher.engine.same_inputs import SameInputs
+from launcher.engine.state_offload import StateOffloadMixin
+from launcher.engine.telemetry import Telemetry
+from launcher.errors import ConfigError, LauncherError, MisplacedCallError
+from launcher.optim.loss_scale import LossScale
+from launcher.optim.sharded import ShardedOptimizer
+from launcher.pipeline.lazy import LazySequence
+from launcher.pipeline.runtime import Runtime
+from launcher.zero import ZeroModel
+from launcher.zero.overflow import watch_gradients
+from launcher.zero.reduce import BackwardPlan
+from launcher.zero.versions import Versions
+
+
+class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module):
+    """What trains: a model in flat buffers, its optimizer, and what counts and watches its steps.
+
+    Attributes:
+        module: the user's model.
+        runtime: runs the microbatches of a step; a model that is not cut is one stage of it.
+        optimizer: steps this rank's slices; its `param_groups` are live. None when there is none.
+        lr_scheduler: stepped after each optimizer step. None when there is none.
+        global_steps, global_samples, micro_steps, skipped_steps: counters.
+    """
+
+    quiet = False  # a training loop with a progress line of its own sets it
+
+    def __init__(
+        self,
+        zero: ZeroModel,
+        config: Config,
+        mesh: Mesh,
+        runtime: Runtime,
+        optimizer: ShardedOptimizer | None,
+        lr_scheduler: Any,
+        watch: Telemetry,
+        versions: Versions | None,
+    ) -> None:
+        super().__init__()
+        self.module = zero.module
+        self.zero, self.mesh, self._config, self.runtime = zero, mesh, config, runtime
+        self.optimizer, self.lr_scheduler, self.watch, self.versions = (
+            optimizer,
+            lr_scheduler,
+            watch,
+            versions,
+        )
+        self.monitor, self.timers = watch.monitor, watch.timers
+        self.gradient_plan = GradientPlan.of(config.pipeline, is_whole=runtime.staged.is_whole)
+        self._autocast = autocast_dtype(config)
+        self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
+        self.inputs = SameInputs(mesh.axes["tp"], mesh.device)
+        if runtime.staged.is_whole and self.inputs.active:  # also where a script calls the module itself
+            zero.hooks.add_removable(self.inputs.follow(self.module))
+        self.saver = Saver(config.checkpoint, mesh.rank)
+        self.curriculum = Curriculum.of(config.data_efficiency)
+        self.clipping = Clipping(float(config.gradient_clipping))
+        self.blame = NonFiniteTracer()
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._backwards = 0  # of this step
+        self._norm: float | None = None
+        self._applied = False
+        self._destroyed = False
+
+    # ---- one microbatch ---------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_stages("engine(...)")
+        self._check_usable("engine(...)")
+        self._announce()
+        if self.module.training:
+            args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
+        return self.run_module(self.module, *args, **kwargs)
+
+    def run_module(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, or this rank's part of it, in the precision of the JSON and under its timers."""
+        if self._config.fp16.enabled and self._config.fp16.auto_cast:
+            args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
+        if self.runtime.staged.is_whole:
+            self.blame.keep(args, kwargs)
+        with self.watch.phase("forward", self), self.autocasting():
+            return module(*args, **kwargs)
+
+    def autocasting(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward: torch.autocast where the JSON asks for it."""
+        return torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Run the backward of one microbatch.
+
+        Args:
+            loss: scalar, the mean over the microbatch.
+            retain_graph: as in Tensor.backward.
+            scale_wrt_gas: divide by gradient_accumulation_steps; False when the caller has weighted the loss.
+
+        Returns:
+            The loss, detached, divided as it was for the backward; without the loss scale.
+        """
+        self._refuse_stages("engine.backward()")
+        self._announce()
+        self._backwards += 1
+        divided = self._divided(loss, scale_wrt_gas)
+        self.watch.loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
+        with self.watch.phase("backward", self), self.zero.hooks.scaling():
+            self._scaled(divided).backward(retain_graph=retain_graph)
+        return divided.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale, over the accumulation steps: `engine.scale(loss).backward()` gives the
+        gradients of `engine.backward(loss)`.
+
+        Raises:
+            MisplacedCallError: it is no scalar, or nothing leads from it to the parameters.
+        """
+        if loss.numel() != 1 or loss.grad_fn is None:
+            raise MisplacedCallError(
+                "a loss must be a scalar tensor that was computed from parameters, not one of shape "
+                f"{tuple(loss.shape)} {'without' if loss.grad_fn is None else 'with'} a grad_fn",
+                where="engine.scale()",
+                fix="give it the loss; for other tensors use tensor.backward(gradient)",
+            )
+        scaled = self._scaled(self._divided(loss))
+        scaled = scaled.clone() if scaled is loss else scaled  # the hook is not to stay on the caller's own
+        scaled.register_hook(self.zero.hooks.begin_scaled)
+        return scaled
+
+    def _divided(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        steps = self.gradient_accumulation_steps()
+        return loss / steps if scale_wrt_gas and steps > 1 else loss
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
+
+    def _announce(self) -> None:
+        """Tell the reducer what the next backward is. A script may run it by `loss.backward()`, so a forward tells."""
+        self.zero.reducer.plan = BackwardPlan(self._syncs, self.is_gradient_accumulation_boundary())
+        watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
+
+    # ---- the microbatches of a step ---------------------------------------------------------
+
+    def run_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
+        """Run forward and backward of all microbatches of a step, through all stages; `step()` comes next.
+
+        Args:
+            batches: read on the ranks of the first stage only, and so are the weights.
+            weights: of each microbatch in the loss; its gradient is multiplied with that.
+
+        Returns:
+            the sum of weight x loss over the microbatches, on all stages; those of weight 0 do not count.
+        """
+        return float(self.train_microbatches(batches, weights))
+
+    def train_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor:
+        """As `run_microbatches`; the loss is fp64 [], and nobody waits for the device."""
+        self._check_usable("engine.train_batch()")
+        if not self._syncs:
+            raise MisplacedCallError(
+                "a whole step inside no_sync()", where="engine.train_batch()", fix="leave no_sync() before it"
+            )
+        steps = self.global_steps
+        cut = LazySequence(len(batches), lambda m: self.curriculum.cut(batches[m], steps))
+        watch_gradients(self.zero, self.loss_scaler.at_floor)
+        with self.zero.hooks.scaling():
+            losses, weights = executor.train(self, cut, weights)
+        loss = executor.weighted(losses, weights)
+        self.watch.loss(loss, 1.0)
+        self._backwards += len(losses)
+        self._microbatches += len(losses) - 1  # step() counts the last one
+        self.micro_steps += len(losses) - 1
+        return loss
+
+    @torch.no_grad()
+    def eval_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
+        """As `run_microbatches`, without gradients."""
+        return float(executor.weighted(*executor.evaluate(self, batches, weights)))
+
+    # ---- the optimizer step -----------------------------------------------------------------
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only counts.
+
+        With `managed_gradient_accumulation: false` every call is a boundary.
+        """
+        if self._backwards == 0:
+            self._refuse_stages("engine.step()")  # after run_microbatches it is what comes next
+        self.check_states_are_here("engine.step()")
+        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+        if boundary and not self._syncs:
+            raise MisplacedCallError(
+                "engine.step() inside no_sync() at an accumulation boundary", fix="leave no_sync() before it"
+            )
+        self._applied = False
+        if boundary:
+            with self.watch.phase("step", self):
+                self.zero.edits.take_over()
+                self.zero.reducer.flush()
+                self._optimizer_step(lr_kwargs or {})
+            self.watch.after_step(self)
+        self._microbatches = 0 if boundary else self._microbatches + 1
+        self.micro_steps += 1
+
+    def step_without_schedule(self) -> None:
+        """`step()` for a script that calls the optimizer's: its schedule is stepped by the script, too."""
+        schedule, self.lr_scheduler = self.lr_scheduler, None
+        try:
+            self.step()
+        finally:
+            self.lr_scheduler = schedule
+
+    def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
+        if self._config.pipeline.updates_inside:  # the weights have changed, microbatch by microbatch
+            overflow = False
+        else:
+            overflow = self.step_weights(() if self.versions is None else {self.versions.newest})
+        if not overflow and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.zero.zero_grad()
+        self.blame.forget()
+        self.loss_scaler.update(overflow)
+        self._count(overflow)
+        self.saver.raise_failure()
+
+    def step_weights(self, needed: Collection[int] = ()) -> bool:
+        """Norm, overflow check, clipping and optimizer; returns whether it was left out because of an overflow.
+
+        Args:
+            needed: versions of the weights that will be seen again, where training is asynchronous.
+        """
+        if self.optimizer is None:
+            raise ConfigError(
+                "there is no optimizer to step",
+                where="optimizer",
+                fix="add it to the JSON, or pass initialize(optimizer=...)",
+            )
+        norm = self.clipping.measure(self)
+        overflow = not math.isfinite(norm) and skips_overflow(self._config)
+        self._norm = (math.inf if overflow else norm) if self.zero.policy.compute_norm else None
+        if overflow:
+            tell_overflow(self)
+        if not math.isfinite(norm) and not (
+            overflow and (self.loss_scaler.dynamic or self.bfloat16_enabled())
+        ):
+            self.blame.tell(self, skipped=overflow)
+        self.optimizer.overflow = overflow
+        if self.versions is not None:
+            self.versions.advance(needed)
+        if not overflow:
+            self.optimizer.step_scaled(self.clipping.take_factor(norm) / self.gradient_divisor())
+        return overflow
+
+    def gradient_divisor(self) -> float:
+        """Of the gradients that are there at the end of a step, clipping apart."""
+        mean = self._config.gradient_allreduce_op == "mean"
+        return self.divisor_of_local() * (self.zero.mean_divisor if mean else self.zero.sum_divisor)
+
+    def divisor_of_local(self) -> float:
+        """Of gradients that no other rank has had a part in."""
+        kinds = self.zero.hooks.kinds
+        check_scales(kinds, self.loss_scaler.scale, self.gradient_accumulation_steps())
+        return self.gradient_accumulation_steps() if kinds == {False} else self.loss_scaler.scale
+
+    def _count(self, overflow: bool) -> None:
+        self._applied = not overflow
+        self.skipped_steps += overflow
+        self.global_steps += 1
+        samples = self._samples()
+        self.global_samples += samples
+        self._backwards = 0
+        self.watch.counted(self, samples)
+
+    def _samples(self) -> int:
+        """Sequences of the present step over all ranks."""
+        if self.managed_gradient_accumulation():
+            return self.train_batch_size()
+        return self.train_micro_batch_size_per_gpu() * self.dp_world_size * self._backwards
+
+    def abandon_step(self) -> None:
+        """Forget the microbatches since the last optimizer step."""
+        if self.optimizer is not None:
+            self.optimizer.forget_in_backward()
+        self.zero.zero_grad()
+        self.watch.forget()
+        self.blame.forget()
+        self._microbatches = self._backwards = 0
+
+    def mean_over_dp(self, value: Tensor) -> Tensor:
+        """Average a tensor over the data-parallel ranks, in place. A collective."""
+        all_reduce(value, self.mesh.dp, "root/loss").wait()
+        return value / self.mesh.dp.degree
+
+    # ---- what is refused --------------------------------------------------------------------
+
+    def _refuse_stages(self, what: str) -> None:
+        if not self.runtime.staged.is_whole:
+            raise ConfigError(
+                f"{what} is one microbatch on one rank, and the model runs in stages: {self.mesh.axes['pp'].degree}",
+                where="pipeline.stages",
+                fix="call engine.train_batch(data_iter) or engine.eval_batch(data_iter)",
+            )
+
+    def _check_usable(self, where: str) -> None:
+        if self._destroyed:
+            raise LauncherError(
+                "this engine has been destroyed: its model belongs to no engine now",
+                where=where,
+                fix="call initialize() again; a Trainer of Hugging Face's that has evaluated under ZeRO-3 destroys its "
+                "engine before it trains: train with another Trainer, or evaluate afterwards",
+            )
+        self.check_states_are_here(where)

@@ -1,0 +1,138 @@
+"""train_batch() and eval_batch(), and where they get their microbatches: DeepSpeed's names for a model in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.engine import executor
+from launcher.engine.batches import forever, without_labels
+from launcher.engine.core import EngineCore
+from launcher.errors import ConfigError
+from launcher.pipeline.lazy import LazySequence
+
+
+class WholeBatches(EngineCore):
+    """An engine that runs whole batches, with or without stages. Only ranks of the first stage read data."""
+
+    training_dataloader: Any
+    _data: Iterator[Any] | None = None
+    _batch_fn: Callable[[Any], Any] | None = None
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Run gradient_accumulation_steps microbatches and one step.
+
+        Returns:
+            The mean loss over them and over dp, fp32 [].
+        """
+        self.train()
+        number = self.gradient_accumulation_steps()
+        with self.watch.batch(self) as told:
+            loss = self.train_microbatches(self._pulled(data_iter, number), [1 / number] * number)
+            self.step()
+            told.append(self.mean_over_dp(loss.float()))
+        return told[0]
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Compute the mean loss over gradient_accumulation_steps microbatches and over dp, without gradients. Monitors
+        get it.
+
+        Args:
+            data_iter: read on the ranks of the first stage.
+            return_logits: return (loss, outputs of the last microbatch); the outputs are on the last stage, None
+                elsewhere.
+            compute_loss: False: the outputs take the place of the losses; labels are not looked at.
+            reduce_output: "avg", or None for a list of all microbatches.
+            bcast_loss: False: stages before the last one get None.
+            num_micro_batches: another number of them.
+        """
+        training = self.training
+        self.eval()
+        number = num_micro_batches or self.gradient_accumulation_steps()
+        outputs: list[Any] | None = [] if return_logits or not compute_loss else None
+        batches = self._pulled(data_iter, number)
+        if not compute_loss:
+            batches = [without_labels(batch) for batch in batches]
+        found, _ = executor.evaluate(self, batches, outputs=outputs, with_loss=compute_loss)
+        losses = list(found.float())
+        self.train(training)
+        if compute_loss and self.watch.monitor.enabled:  # the same on all ranks
+            self.watch.evaluated(self, float(self._reduced(losses, "avg")))
+        told = self.is_last_stage() or (compute_loss and bcast_loss)
+        value = self._reduced(losses if compute_loss else outputs or [], reduce_output) if told else None
+        return (value, outputs[-1] if outputs else None) if return_logits else value
+
+    def _reduced(self, values: Sequence[Any], how: str | None) -> Any:
+        """What the microbatches gave: the mean of it, over dp as well; or all of it."""
+        if how is None:
+            return list(values)
+        if how != "avg":
+            raise ConfigError(
+                f"reduce_output is {how!r}", where="engine.eval_batch()", fix='give "avg", or None for a list'
+            )
+        return self.mean_over_dp(torch.stack(list(values)).float().mean(0)) if values else None
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Let train_batch() read this when it gets no iterator of its own."""
+        self._data = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Let train_batch() read this loader, again and again."""
+        self.training_dataloader, self._data = loader, None
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Turn what is read into a batch by `fn`: (inputs, labels) for a row of layers."""
+        self._batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Nothing to do: shapes may differ from microbatch to microbatch."""
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the embeddings, and reads data."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the head, and computes the loss."""
+        return self.runtime.staged.rank_of[-1] == self.stage_id
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's stage."""
+        return self.mesh.axes["pp"].rank
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the model is cut into."""
+        return self.mesh.axes["pp"].degree
+
+    def _read(self, data: Iterator[Any] | None) -> Any:
+        """The next microbatch of `data`, or of what the engine has."""
+        batch = next(data if data is not None else self._own_data())
+        return batch if self._batch_fn is None else self._batch_fn(batch)
+
+    def _pulled(self, data: Iterator[Any] | None, number: int) -> Sequence[Any]:
+        """The next microbatches, each read when it is needed; nothing on ranks that read no data."""
+        return LazySequence(number if self.is_first_stage() else 0, lambda _: self._read(data))
+
+    def _own_data(self) -> Iterator[Any]:
+        if self._data is not None:
+            return self._data
+        if self.training_dataloader is None:
+            raise ConfigError(
+                "train_batch() has no data", fix="pass an iterator, or initialize(training_data=...)"
+            )
+        sampling = self._config.data_efficiency.sampling
+        self._data = forever(self.training_dataloader, sampling.num_epochs if sampling else None)
+        return self._data
