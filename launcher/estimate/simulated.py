@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from launcher.estimate.rank_part import RankPart
 from launcher.estimate.states import StateBytes
 from launcher.estimate.tiers import CountingTier
 from launcher.offload.offloaded import OffloadedTensor
+from launcher.offload.read_ahead import read_ahead
 from launcher.pipeline.schedules import schedule
 from launcher.zero.apply import lay_out
 from launcher.zero.fetch import Fetcher
@@ -200,9 +200,8 @@ class SimulatedRank:
     def step(self) -> None:
         """The optimizer steps what rests in tiers, buffer by buffer, as `ShardedOptimizer.step` does."""
         moving = [gradient for gradient in self.gradients if gradient.flat.optim_placement.tier is not None]
-        for gradient, following in zip_longest(moving, moving[1:]):
-            if following is not None and self.placements.reads_ahead:
-                self._fetch(following)
+        ahead = self.placements.reads_ahead
+        for (gradient,) in read_ahead(([one] for one in moving), self._fetch, ahead=ahead):
             self._fetch(gradient)
             for state in self._resting[gradient]:
                 state.load()

@@ -10,10 +10,9 @@ the updated parameters of a buffer travel while the next one is stepped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
 from types import MethodType
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from launcher.comm import Pending
 from launcher.errors import ConfigError, MisplacedCallError
 from launcher.offload.offloaded import OffloadedSlice
+from launcher.offload.read_ahead import read_ahead
 from launcher.optim import one_pass
 from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
@@ -168,11 +168,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale: factor on all gradients: 1 / (ranks x loss scale), and clipping.
         """
         pending: list[Pending] = []
-        rule, batches = one_pass.rule_of(self.inner), list(self._batches())
-        no_more: list[FlatGradient] = []
-        for gradients, following in zip_longest(batches, batches[1:], fillvalue=no_more):
-            for gradient in following if self.zero.placements.reads_ahead else ():
-                self.states[gradient].fetch()
+        rule, ahead = one_pass.rule_of(self.inner), self.zero.placements.reads_ahead
+        for gradients in read_ahead(self._batches(), lambda one: self.states[one].fetch(), ahead=ahead):
             pending += self._step_batch(gradients, scale, rule)
         self.early.clear()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler of torch made for it wants to know
@@ -195,7 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.early.clear()
 
     def _step_batch(
-        self, gradients: list[FlatGradient], scale: float, rule: one_pass.FusedRule | None
+        self, gradients: Sequence[FlatGradient], scale: float, rule: one_pass.FusedRule | None
     ) -> list[Pending]:
         """Step buffers, let go of what rests, start bringing the parameters to every rank."""
         written = {gradient: self._step_buffer(gradient, scale, rule) for gradient in gradients}
@@ -222,7 +219,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if batch:
             yield batch
 
-    def _finish(self, gradients: list[FlatGradient]) -> None:
+    def _finish(self, gradients: Sequence[FlatGradient]) -> None:
         if not isinstance(self.inner, WholeOptimizer):
             return
         slots = [slot for gradient in gradients for slot in gradient.flat.slots]
