@@ -9,7 +9,7 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.batches import forever
 from launcher.errors import ConfigError
-from launcher.pipeline.runtime import Runtime
+from launcher.pipeline.executor.runtime import Runtime
 
 
 class DataMixin:

@@ -47,7 +47,7 @@ from launcher.monitor.writers import Monitor
 from launcher.optim.in_backward import OptimizerInBackward
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.pipeline.runtime import Runtime
+from launcher.pipeline.executor.runtime import Runtime
 from launcher.tensor.head import loss_only
 from launcher.zero import ZeroModel
 from launcher.zero.overflow import watch_gradients

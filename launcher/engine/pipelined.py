@@ -1,4 +1,4 @@
-"""An optimizer step of an engine whose model is cut into stages: its microbatches go through `pipeline/runtime.py`."""
+"""An optimizer step of an engine whose model is cut into stages: its microbatches go through `pipeline/executor/`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.costs import balance, deal
 from launcher.pipeline.crossing import StagedPart
 from launcher.pipeline.layers import PipelineModule
-from launcher.pipeline.runtime import Runtime
+from launcher.pipeline.executor.runtime import Runtime
 from launcher.pipeline.schedules import DRAINED, schedule
 from launcher.pipeline.sequential import SequentialPipeline
 from launcher.pipeline.staged import StagedModel

@@ -332,7 +332,7 @@ MUTANTS = {
         "where activation_checkpoint_interval does not divide a stage's layers, training skips the last ones",
     ),
     "two-buffered-weights-are-the-newest": Mutant(
-        "pipeline/runtime.py",
+        "pipeline/executor/runtime.py",
         "return [updates - (schedule.delay or 0) for updates in weights_used(schedule)[rank]]",
         "return list(weights_used(schedule)[rank])",
         "2bw computes with the newest weights, not with those of one update before",
