@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from launcher.comm import broadcast
 from launcher.engine.batches import call, cast, loss_in, outputs_in, to_device
 from launcher.errors import ConfigError
-from launcher.pipeline.batches import share
+from launcher.pipeline.executor.batches import share
 from launcher.tensor.head import loss_only
 from launcher.tensor.weight_gradients import DeferredWeightGrads, GradientBuffer, adding_in
 

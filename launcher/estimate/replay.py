@@ -14,7 +14,7 @@ from launcher.estimate.rank_part import RankPart
 from launcher.estimate.simulated import SimulatedRank
 from launcher.pipeline.actions import Action, ActionKind
 from launcher.pipeline.schedules import schedule
-from launcher.pipeline.stage_p2p import AHEAD
+from launcher.pipeline.executor.stage_p2p import AHEAD
 
 MICROBATCHES = 2  # later ones do what the second does, where there are no stages
 

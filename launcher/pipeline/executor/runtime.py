@@ -30,8 +30,8 @@ from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, signature_of
 from launcher.pipeline.schedules import DRAINED
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.stage_p2p import StageP2P
-from launcher.pipeline.stopwatch import Stopwatch
+from launcher.pipeline.executor.stage_p2p import StageP2P
+from launcher.pipeline.executor.stopwatch import Stopwatch
 from launcher.pipeline.streams import weights_used
 from launcher.pipeline.transfers import with_transfers
 from launcher.tensor.layers import give_own_backward
