@@ -15,9 +15,9 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from launcher.monitor.devices import Device
-from launcher.pipeline.bubble import bubble_time
+from launcher.pipeline.timeline.bubble import bubble_time
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.simulate import MicrobatchCosts, simulate
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 from launcher.plan.layout import Layout
 from launcher.plan.work import ModelWork
 

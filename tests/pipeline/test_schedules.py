@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from launcher.errors import ConfigError
-from launcher.pipeline.bubble import bubble_time
+from launcher.pipeline.timeline.bubble import bubble_time
 from launcher.pipeline.check import check
-from launcher.pipeline.draw import grid
+from launcher.pipeline.timeline.draw import grid
 from launcher.pipeline.schedules import SCHEDULES, schedule
-from launcher.pipeline.simulate import MicrobatchCosts, simulate
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 from launcher.pipeline.streams import stream, weights_used
 
 GRIDS = {

@@ -13,8 +13,8 @@ from launcher.comm import Axis
 from launcher.comm.plain import gather_plain
 from launcher.monitor.clock import Moment, now, seconds_between
 from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
-from launcher.pipeline.recording import COMPUTE
-from launcher.pipeline.simulate import Span, Timeline
+from launcher.pipeline.timeline.recording import COMPUTE
+from launcher.pipeline.timeline.simulate import Span, Timeline
 
 
 class Stopwatch:

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.errors import LauncherError
 from launcher.pipeline.actions import Action, ActionKind
-from launcher.pipeline.simulate import Span, Timeline
+from launcher.pipeline.timeline.simulate import Span, Timeline
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
 

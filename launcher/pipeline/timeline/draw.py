@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launcher.pipeline.actions import PipelineSchedule
-from launcher.pipeline.simulate import MicrobatchCosts, Span, simulate
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, Span, simulate
 
 IDLE = "."
 

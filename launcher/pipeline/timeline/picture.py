@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from launcher.pipeline.actions import ActionKind
-from launcher.pipeline.simulate import Timeline
+from launcher.pipeline.timeline.simulate import Timeline
 
 WIDTH, LEFT, RIGHT = 1120, 74, 20
 LANE, GAP, TOP = 30, 4, 36  # heights: of a box, between boxes, of title and legend
