@@ -21,7 +21,7 @@ from launcher.pipeline.layers import PipelineModule
 from launcher.pipeline.executor.runtime import Runtime
 from launcher.pipeline.schedules import DRAINED, schedule
 from launcher.pipeline.sequential import SequentialPipeline
-from launcher.pipeline.staged import StagedModel
+from launcher.pipeline.hf.staged import StagedModel
 from launcher.tensor.apply import SplitModel
 from launcher.zero import ZeroModel
 from launcher.zero.versions import Versions

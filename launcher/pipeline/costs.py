@@ -18,7 +18,7 @@ from torch import nn
 from launcher.config.pipeline import TYPE
 from launcher.errors import ConfigError
 from launcher.pipeline.partition import Balance, partition
-from launcher.pipeline.parts import ModelParts, parts_of
+from launcher.pipeline.hf.parts import ModelParts, parts_of
 
 WHERE = "pipeline.partition"
 _NO_SCORES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")

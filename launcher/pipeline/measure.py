@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from launcher.monitor.clock import now, seconds_between
 from launcher.pipeline.costs import LayerCosts
 from launcher.pipeline.layers import PipelineModule
-from launcher.pipeline.parts import parts_of
+from launcher.pipeline.hf.parts import parts_of
 from launcher.pipeline.stage import drawn_from
 from launcher.tensor.head import loss_only
 

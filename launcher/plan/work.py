@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from launcher.models.build import build_on_meta
 from launcher.pipeline.costs import elements, model_costs
-from launcher.pipeline.parts import parts_of
+from launcher.pipeline.hf.parts import parts_of
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "matmul", "convolution"}
 

@@ -22,7 +22,7 @@ from launcher.comm import plain
 from launcher.errors import CheckpointError, LauncherError
 from launcher.pipeline.crossing import TensorShape
 from launcher.pipeline.plain import packed, unpacked
-from launcher.pipeline.route import StageInputs
+from launcher.pipeline.hf.route import StageInputs
 from launcher.pipeline.sequential import BoundaryValues
 from tests.checkpoint.forging import agree
 from tests.pool import RankContext, WorkerPool

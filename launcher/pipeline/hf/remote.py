@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from launcher.errors import ElsewhereError, LauncherError
 from launcher.pipeline.crossing import TensorShape
-from launcher.pipeline.origins import Origin
-from launcher.pipeline.route import NO_PIPELINE, Route, StageOutputs
+from launcher.pipeline.hf.origins import Origin
+from launcher.pipeline.hf.route import NO_PIPELINE, Route, StageOutputs
 
 
 class RemoteModule(nn.Module):

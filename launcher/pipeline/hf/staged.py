@@ -17,10 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from launcher.models.activation import recomputing
 from launcher.models.names import places_of
 from launcher.pipeline.crossing import Signature, TensorShape
-from launcher.pipeline.origins import Origin
-from launcher.pipeline.parts import ModelParts, around, parts_of
-from launcher.pipeline.remote import RemoteBlock, RemotePart
-from launcher.pipeline.route import Route, StageInputs, StageOutputs
+from launcher.pipeline.hf.origins import Origin
+from launcher.pipeline.hf.parts import ModelParts, around, parts_of
+from launcher.pipeline.hf.remote import RemoteBlock, RemotePart
+from launcher.pipeline.hf.route import Route, StageInputs, StageOutputs
 from launcher.tensor.sequence import SequenceParallel
 
 Swap = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, what it holds, its stand-in
