@@ -16,9 +16,9 @@ from launcher.engine.batches import cast, to_device
 from launcher.engine.dtypes import DTYPES, autocast_dtype, special_dtypes
 from launcher.errors import ConfigError
 from launcher.pipeline.costs import WHERE, LayerCosts, model_costs
-from launcher.pipeline.layers import PipelineModule
+from launcher.pipeline.sequential.layers import PipelineModule
 from launcher.pipeline.measure import MeasureOptions, measure_model, measure_row
-from launcher.pipeline.stage import drawn_from
+from launcher.pipeline.sequential.stage import drawn_from
 
 METHOD = "profile"
 LONG = 2048

@@ -17,10 +17,10 @@ from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.costs import balance, deal
 from launcher.pipeline.crossing import StagedPart
-from launcher.pipeline.layers import PipelineModule
+from launcher.pipeline.sequential.layers import PipelineModule
 from launcher.pipeline.executor.runtime import Runtime
 from launcher.pipeline.schedules import DRAINED, schedule
-from launcher.pipeline.sequential import SequentialPipeline
+from launcher.pipeline.sequential.staged import SequentialPipeline
 from launcher.pipeline.hf.staged import StagedModel
 from launcher.tensor.apply import SplitModel
 from launcher.zero import ZeroModel

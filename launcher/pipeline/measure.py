@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from launcher.monitor.clock import now, seconds_between
 from launcher.pipeline.costs import LayerCosts
-from launcher.pipeline.layers import PipelineModule
+from launcher.pipeline.sequential.layers import PipelineModule
 from launcher.pipeline.hf.parts import parts_of
-from launcher.pipeline.stage import drawn_from
+from launcher.pipeline.sequential.stage import drawn_from
 from launcher.tensor.head import loss_only
 
 ROUNDS, REPEATS = 5, 2

@@ -326,7 +326,7 @@ MUTANTS = {
         "with zb-h1 all stages but the first drop the weight gradients of the last microbatch",
     ),
     "last-group-of-layers-is-left-out": Mutant(
-        "pipeline/stage.py",
+        "pipeline/sequential/stage.py",
         "for begin in range(0, len(self.calls), self.interval):",
         "for begin in range(0, len(self.calls) - self.interval + 1, self.interval):",
         "where activation_checkpoint_interval does not divide a stage's layers, training skips the last ones",
@@ -338,7 +338,7 @@ MUTANTS = {
         "2bw computes with the newest weights, not with those of one update before",
     ),
     "data-and-model-swapped": Mutant(
-        "pipeline/topology.py",
+        "pipeline/sequential/topology.py",
         '["pipe", "data", "model"], [num_pp, num_dp, num_mp]',
         '["pipe", "data", "model"], [num_pp, num_mp, num_dp]',
         "PipeModelDataParallelTopology has the degrees of data and model the other way round",

@@ -22,7 +22,7 @@ from launcher.config.pipeline import method_of
 from launcher.errors import ConfigError, LauncherError
 from launcher.pipeline.costs import TYPE, elements, matcher, no_match, no_method, not_measured, products
 from launcher.pipeline.partition import Balance, partition
-from launcher.pipeline.specs import (
+from launcher.pipeline.sequential.specs import (
     WHERE,
     LayerSpec,
     Source,
@@ -31,8 +31,8 @@ from launcher.pipeline.specs import (
     class_of,
     row_of,
 )
-from launcher.pipeline.stage import LayerCall, PipelineStage, drawn_from, number_of
-from launcher.pipeline.topology import ProcessTopology, stage_of_this_rank, stages_of
+from launcher.pipeline.sequential.stage import LayerCall, PipelineStage, drawn_from, number_of
+from launcher.pipeline.sequential.topology import ProcessTopology, stage_of_this_rank, stages_of
 
 
 class PipelineModule(nn.Module):
