@@ -13,7 +13,7 @@ from launcher.cli.output import write
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
-    from launcher.pipeline.actions import PipelineSchedule
+    from launcher.pipeline.schedules.actions import PipelineSchedule
     from launcher.pipeline.timeline.simulate import MicrobatchCosts, Timeline
 
 DESCRIPTION = """\

@@ -12,7 +12,7 @@ from launcher.estimate.memory_trace import BlockTrace, Items, TraceEvent, TraceM
 from launcher.estimate.model_trace import ModelTrace
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.simulated import SimulatedRank
-from launcher.pipeline.actions import Action, ActionKind
+from launcher.pipeline.schedules.actions import Action, ActionKind
 from launcher.pipeline.schedules import schedule
 from launcher.pipeline.executor.stage_p2p import AHEAD
 

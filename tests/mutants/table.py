@@ -320,7 +320,7 @@ MUTANTS = {
     ),
     # pipeline: schedules, stages, asynchronous weights
     "last-weight-gradient-is-left-out": Mutant(
-        "pipeline/schedules.py",
+        "pipeline/schedules/synchronous.py",
         "made.extend((ActionKind.WEIGHT, slot) for slot in backwards[weights:])",
         "made.extend((ActionKind.WEIGHT, slot) for slot in backwards[weights:-1])",
         "with zb-h1 all stages but the first drop the weight gradients of the last microbatch",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from launcher.cli.recipe_flags import training_parser
 from launcher.config.ranks import mesh_lines, places
-from launcher.pipeline.actions import ActionKind
+from launcher.pipeline.schedules.actions import ActionKind
 from launcher.pipeline.timeline.recording import read
 from launcher.run import Run
 from launcher.train import Training

@@ -8,7 +8,7 @@ I(k, m)   the same, but leaves the weights of linear layers
 W(k, m)   the gradients of these
 U(k, m)   steps the weights of the rank; only where they change inside of a step
 
-Where training is asynchronous, F and B run with the weights that `streams.weights_used` says.
+Where training is asynchronous, F and B run with the weights that `asynchronous.weights_used` says.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from launcher.comm import Axis
 from launcher.comm.p2p import P2PChannel
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
+from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, signature_of
 from launcher.pipeline.schedules import DRAINED
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.executor.stage_p2p import StageP2P
 from launcher.pipeline.executor.stopwatch import Stopwatch
-from launcher.pipeline.streams import weights_used
-from launcher.pipeline.transfers import with_transfers
+from launcher.pipeline.schedules.asynchronous import weights_used
+from launcher.pipeline.schedules.transfers import with_transfers
 from launcher.tensor.layers import give_own_backward
 from launcher.tensor.weight_gradients import DeferredWeightGrads, putting_off
 

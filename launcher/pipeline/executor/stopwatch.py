@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from launcher.comm import Axis
 from launcher.comm.plain import gather_plain
 from launcher.monitor.clock import Moment, now, seconds_between
-from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
+from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.timeline.recording import COMPUTE
 from launcher.pipeline.timeline.simulate import Span, Timeline
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.pipeline.actions import PipelineSchedule
+from launcher.pipeline.schedules.actions import PipelineSchedule
 from launcher.pipeline.timeline.simulate import MicrobatchCosts, Span, simulate
 
 IDLE = "."

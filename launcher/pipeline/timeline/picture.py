@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from launcher.pipeline.actions import ActionKind
+from launcher.pipeline.schedules.actions import ActionKind
 from launcher.pipeline.timeline.simulate import Timeline
 
 WIDTH, LEFT, RIGHT = 1120, 74, 20

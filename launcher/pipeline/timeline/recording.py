@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import Action, ActionKind
+from launcher.pipeline.schedules.actions import Action, ActionKind
 from launcher.pipeline.timeline.simulate import Span, Timeline
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)

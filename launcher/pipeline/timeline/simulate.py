@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import (
+from launcher.pipeline.schedules.actions import (
     GIVES_INPUT_GRADIENT,
     Action,
     ActionKind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import (
+from launcher.pipeline.schedules.actions import (
     GIVES_INPUT_GRADIENT,
     Action,
     ActionKind,

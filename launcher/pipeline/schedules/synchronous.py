@@ -1,4 +1,4 @@
-"""The schedules: functions from (stages, microbatches, chunks) to lists of actions.
+"""The synchronous schedules: functions from (stages, microbatches, chunks) to lists of actions.
 
 All are one pattern, `_weave`: some forwards to fill the pipeline; then a backward and a forward in turns; then what is
 left of the backwards. A schedule says in which order its rank takes forwards and backwards, how many forwards come
@@ -8,63 +8,11 @@ first, and, where backwards are split, how far the weight gradients lag behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 
-from launcher.errors import ConfigError
-from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule
+from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 
 # A (virtual stage, microbatch); None is a turn that passes, so that what follows keeps its place in the pattern.
 ScheduleSlot = tuple[int, int] | None
-
-
-@dataclass(frozen=True)
-class ScheduleBuilder:
-    """How one schedule is made.
-
-    Args:
-        make: (stages, microbatches, chunks) -> Schedule.
-        chunks: the fixed number of virtual stages a rank has; None where the user chooses.
-    """
-
-    make: Callable[[int, int, int], PipelineSchedule]
-    chunks: int | None = 1
-
-
-def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
-    """The schedule of a name.
-
-    Args:
-        name: a key of `SCHEDULES`.
-        stages: ranks of the pp axis, P. 1 works for all: there is nothing to overlap.
-        microbatches: of a step, m.
-        chunks: virtual stages a rank has, v; None takes what the schedule has, for interleaved 2.
-
-    Raises:
-        ConfigError: the name is unknown, or the numbers are none that the schedule can have.
-    """
-    where = "pipeline schedule"
-    if name not in SCHEDULES:
-        raise ConfigError(f"unknown schedule {name!r}", where=where, fix="one of " + ", ".join(SCHEDULES))
-    for what, number in (("stages", stages), ("microbatches", microbatches)):
-        if number < 1:
-            raise ConfigError(f"{what} is {number}", where=where, fix="a whole number from 1")
-    maker = SCHEDULES[name]
-    if maker.chunks is None:
-        chunks = 2 if chunks is None else chunks
-        if chunks < 2:
-            raise ConfigError(
-                f"{name} with {chunks} chunks",
-                where=where,
-                fix='chunks from 2 on; with one chunk it is "1f1b"',
-            )
-        return maker.make(stages, microbatches, chunks)
-    if chunks not in (None, maker.chunks):
-        raise ConfigError(
-            f"{name} has {maker.chunks} chunks a rank, not {chunks}",
-            where=where,
-            fix='leave chunks out; "interleaved" takes any number',
-        )
-    return maker.make(stages, microbatches, maker.chunks)
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
@@ -141,52 +89,6 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
         held=[min(2 * stages, 2 * microbatches)] * stages,
         deferred=[min(2 * rank + 1, 2 * microbatches) for rank in range(stages)],
     )
-
-
-def pipedream(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """PipeDream (Narayanan et al., SOSP 2019): 1F1B that never drains; the weights change after each backward.
-
-    NOT equal to synchronous training. The forward of a microbatch takes the newest weights of its rank, and its
-    backward the same ones, which are kept for it: up to P - r versions on rank r. Ranks differ in how old they are.
-    The list is that of one step between an empty pipeline and an empty one; `streams.stream` joins steps.
-    """
-    drained = one_f_one_b(stages, microbatches)
-    return replace(
-        drained, name="pipedream", weight_versions=drained.held, update_every=1, flushes=False, delay=None
-    )
-
-
-def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """PipeDream-2BW (Narayanan et al. 2006.09503): 1F1B that never drains; the weights change after m microbatches.
-
-    NOT equal to synchronous training: step t takes, on all ranks, the weights from before step t - 1, and so a gradient
-    is one update old. Two versions are kept. Needs m >= P, else the weights of a step are not ready when it starts.
-
-    Raises:
-        ConfigError: m < P.
-    """
-    if microbatches < stages:
-        raise ConfigError(
-            f"2bw with {microbatches} microbatches on {stages} stages",
-            where="pipeline schedule",
-            fix=f"{stages} microbatches or more",
-        )
-    drained = one_f_one_b(stages, microbatches)
-    return replace(drained, name="2bw", weight_versions=(2,) * stages, flushes=False, delay=1)
-
-
-DRAINED = {"pipedream": "1f1b", "2bw": "1f1b"}
-"""Asynchronous schedule -> what it is where no weights change: in an evaluation, and for the places of stages."""
-
-SCHEDULES = {
-    "gpipe": ScheduleBuilder(gpipe),
-    "1f1b": ScheduleBuilder(one_f_one_b),
-    "interleaved": ScheduleBuilder(interleaved, chunks=None),
-    "zb-h1": ScheduleBuilder(zb_h1),
-    "zbv": ScheduleBuilder(zbv, chunks=2),
-    "pipedream": ScheduleBuilder(pipedream),
-    "2bw": ScheduleBuilder(two_buffered_weights),
-}
 
 
 def _one_chunk(

@@ -68,7 +68,7 @@ class PipelineSchedule:
     """What every rank of a pipeline does in a step, in order.
 
     Args:
-        name: as in `schedules.SCHEDULES`.
+        name: as in `registry.SCHEDULES`.
         stages, chunks, microbatches: P, v and m.
         rank_of: the pp rank of each virtual stage.
         actions: the compute actions of each rank (F, and B or I and W); transfers follow from them (`transfers.py`).
@@ -79,7 +79,7 @@ class PipelineSchedule:
         weight_versions: how many versions of its weights each rank keeps.
         update_every: microbatches between two updates of the weights.
         flushes: whether the pipeline drains before the weights change. Where it does not, training is NOT that of
-            one process: a microbatch sees weights that are some updates old (`streams.py`).
+            one process: a microbatch sees weights that are some updates old (`asynchronous.py`).
         delay: by how many updates the weights of a microbatch are older than one process would have them, the same on
             all ranks; None: each rank takes its newest, and changes them after each of its backwards.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from launcher.pipeline.actions import GIVES_INPUT_GRADIENT, Action, ActionKind, PipelineSchedule
+from launcher.pipeline.schedules.actions import GIVES_INPUT_GRADIENT, Action, ActionKind, PipelineSchedule
 
 
 @lru_cache(maxsize=16)  # the same at every step
