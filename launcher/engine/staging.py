@@ -15,7 +15,7 @@ from launcher.config.pipeline import ASYNCHRONOUS
 from launcher.engine.measuring import costs_of_blocks, costs_of_layers
 from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer, checkpoint_blocks
-from launcher.pipeline.costs import balance, deal
+from launcher.pipeline.hf.costs import balance, deal
 from launcher.pipeline.crossing import StagedPart
 from launcher.pipeline.sequential.layers import PipelineModule
 from launcher.pipeline.executor.runtime import Runtime

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from launcher.config import PipelineConfig
-from launcher.config.pipeline import method_of
+from launcher.config.pipeline import TYPE, method_of
 from launcher.errors import ConfigError, LauncherError
-from launcher.pipeline.costs import TYPE, elements, matcher, no_match, no_method, not_measured, products
-from launcher.pipeline.partition import Balance, partition
+from launcher.pipeline.partition.costs import elements, matcher, no_match, no_method, not_measured, products
+from launcher.pipeline.partition.best_cut import Balance, partition
+from launcher.pipeline.seeding import drawn_from, number_of
 from launcher.pipeline.sequential.specs import (
     WHERE,
     LayerSpec,
@@ -31,7 +32,7 @@ from launcher.pipeline.sequential.specs import (
     class_of,
     row_of,
 )
-from launcher.pipeline.sequential.stage import LayerCall, PipelineStage, drawn_from, number_of
+from launcher.pipeline.sequential.stage import LayerCall, PipelineStage
 from launcher.pipeline.sequential.topology import ProcessTopology, stage_of_this_rank, stages_of
 
 

@@ -1,15 +1,11 @@
-"""The layers of one stage of a `PipelineModule`, and the random numbers that they are made from."""
+"""The layers of one stage of a `PipelineModule`: how each runs, and which are recomputed together."""
 
 from __future__ import annotations
 
-import hashlib
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -85,36 +81,3 @@ class PipelineStage(nn.Module):
         if self.checkpointable is None:
             return any(True for module in modules for _ in module.parameters())
         return len(modules) == len(calls) and all(type(m).__name__ in self.checkpointable for m in modules)
-
-
-def number_of(seed: int, index: int) -> int:
-    """A seed for the layer `index`, unlike those of its neighbours and of other seeds; 0 .. 2**31 - 1."""
-    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") >> 1
-
-
-@contextmanager
-def drawn_from(number: int, seed_fn: Callable[[int], Any] | None = None) -> Iterator[None]:
-    """Random numbers of Python, numpy and torch start from `number` inside, and go on outside as if nothing had been.
-
-    Args:
-        seed_fn: seeds in place of it.
-    """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            (seed_fn or _seed)(number)
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(of_numpy)
-
-
-def _seed(number: int) -> None:
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    # Not torch.manual_seed: that would reseed every other device as well.
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(number)

@@ -1,16 +1,13 @@
-"""What the parts of a model, or the layers of a row, take here: forward and backward of each alone, timed.
+"""How the forward and backward of a part of a model are timed, alone: `"partition": "profile"`.
 
-A Hugging Face model runs its own forward once, on one microbatch: parts get the arguments that they get in training,
-masks and positions as well. A part has memory only while it runs, so a model on meta needs that of its largest part.
 What ZeRO and the way between stages take is not in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 import torch
@@ -18,10 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from launcher.monitor.clock import now, seconds_between
-from launcher.pipeline.costs import LayerCosts
-from launcher.pipeline.sequential.layers import PipelineModule
-from launcher.pipeline.hf.parts import parts_of
-from launcher.pipeline.sequential.stage import drawn_from
+from launcher.pipeline.seeding import drawn_from
 from launcher.tensor.head import loss_only
 
 ROUNDS, REPEATS = 5, 2
@@ -48,64 +42,7 @@ class MeasureOptions:
     recomputed: bool = False
 
 
-def measure_model(model: nn.Module, batch: Mapping[str, Any], way: MeasureOptions) -> LayerCosts:
-    """Seconds of one microbatch, forward and backward.
-
-    Args:
-        model: a Hugging Face causal LM, on meta or not; its parameters and buffers are afterwards as they were. Where
-            its layers are split over tensor-parallel ranks, all of these must call it.
-        batch: one microbatch with labels, on the device. Its loss counts with what runs behind the blocks.
-    """
-    parts, clock = parts_of(model), _Clock(way.device)
-    inside = {inner for part in parts for _, module in part for inner in module.modules()}
-    around = [(name, module) for name, module in model.named_modules() if module not in inside]
-    with ExitStack() as stack:
-        stack.enter_context(_set_up(way))
-        stack.enter_context(_real(around, way))
-        for name, module in (named for part in parts for named in part):
-            stack.enter_context(_replaced(module, "forward", _timed(name, module, clock, way)))
-        loss = getattr(model, "loss_function", None)
-        if loss is not None:
-            timed = wraps(loss)(lambda *args, **kwargs: clock.run(LOSS, loss, *args, **kwargs))
-            stack.enter_context(_replaced(model, "loss_function", timed))
-        for _ in range(ROUNDS):
-            clock.start_round()
-            model(**batch)
-    before, blocks, after = ([name for name, _ in part] for part in parts)
-    return LayerCosts(
-        sum(map(clock.seconds, before)),
-        tuple(clock.seconds(name, again=way.recomputed) for name in blocks),
-        sum(map(clock.seconds, [*after, LOSS])),
-    )
-
-
-def measure_row(
-    row: PipelineModule, inputs: Any, labels: tuple[Any, ...], way: MeasureOptions
-) -> list[float]:
-    """Seconds of one microbatch in each layer of a row, forward and backward. Layers are built one at a time.
-
-    Args:
-        inputs, labels: of one microbatch, on the device. The loss counts with the last layer.
-    """
-    clock, again = _Clock(way.device), set()
-    with _set_up(way):
-        for _ in range(ROUNDS):
-            clock.start_round()
-            states = inputs
-            for index in range(len(row)):
-                layer = row.build(index, index + 1)
-                with _real(layer.named_modules(), way):
-                    states = clock.run(str(index), layer, states)
-                if way.recomputed and not layer.interval and any(True for _ in layer.parameters()):
-                    again.add(index)
-            if row.loss_fn is not None and labels:
-                clock.run(LOSS, row.loss_fn, states, *labels)
-    seconds = [clock.seconds(str(index), again=index in again) for index in range(len(row))]
-    seconds[-1] += clock.seconds(LOSS)
-    return seconds
-
-
-class _Clock:
+class PartClock:
     """Times functions of tensors and their backward, under names."""
 
     def __init__(self, device: torch.device) -> None:
@@ -155,19 +92,8 @@ def _cut_off(value: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad).clone(), value)
 
 
-def _timed(name: str, module: nn.Module, clock: _Clock, way: MeasureOptions) -> Callable[..., Any]:
-    forward = module.forward
-
-    @wraps(forward)  # transformers looks at its signature
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        with _real(module.named_modules(prefix=name), way):
-            return clock.run(name, forward, *args, **kwargs)
-
-    return timed
-
-
 @contextmanager
-def _set_up(way: MeasureOptions) -> Iterator[None]:
+def set_up(way: MeasureOptions) -> Iterator[None]:
     """Autograd and autocast as in training; random numbers go on afterwards as if nothing had been."""
     autocast = torch.autocast(way.device.type, way.autocast) if way.autocast else nullcontext()
     with drawn_from(0), torch.enable_grad(), autocast, loss_only():
@@ -175,23 +101,7 @@ def _set_up(way: MeasureOptions) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of this object is another one."""
-    before = dict(vars(owner))
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        # Under whatever name a property keeps it.
-        for key in [key for key in vars(owner) if key not in before or vars(owner)[key] is not before[key]]:
-            if key in before:
-                vars(owner)[key] = before[key]
-            else:
-                del vars(owner)[key]
-
-
-@contextmanager
-def _real(modules: Iterable[tuple[str, nn.Module]], way: MeasureOptions) -> Iterator[None]:
+def on_device(modules: Iterable[tuple[str, nn.Module]], way: MeasureOptions) -> Iterator[None]:
     """Inside, what these modules own is on the device, parameters in the dtype of the run."""
     kept = []
     try:
