@@ -20,7 +20,8 @@ DESCRIPTION = """\
 Shows what each rank of a pipeline does and when, what part of the time it is idle (the bubble), and how many
 activations it holds. Needs no GPU and no model."""
 EPILOG = """\
-schedules: gpipe, 1f1b, interleaved, zb-h1, zbv; asynchronous, not equal to training on one process: pipedream, 2bw
+schedules: gpipe, 1f1b, interleaved, zb-h1, zbv
+experimental: pipedream, 2bw (asynchronous: training is not equal to that of one process)
 
 examples:
   launch schedule 1f1b --stages 4 --microbatches 8

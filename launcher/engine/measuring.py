@@ -18,9 +18,9 @@ from launcher.errors import ConfigError
 from launcher.pipeline.hf.costs import LayerCosts, model_costs
 from launcher.pipeline.hf.measure import measure_model
 from launcher.pipeline.partition.costs import WHERE
-from launcher.pipeline.sequential.layers import PipelineModule
 from launcher.pipeline.partition.measure import MeasureOptions
 from launcher.pipeline.seeding import drawn_from
+from launcher.pipeline.sequential.layers import PipelineModule
 from launcher.pipeline.sequential.measure import measure_row
 
 METHOD = "profile"

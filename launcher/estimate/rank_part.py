@@ -16,8 +16,8 @@ from launcher.estimate.model_trace import CPU
 from launcher.estimate.short_model import shallow
 from launcher.models.units import unit_modules
 from launcher.pipeline.hf.costs import deal, model_costs
-from launcher.pipeline.schedules import DRAINED, schedule
 from launcher.pipeline.hf.staged import StagedModel
+from launcher.pipeline.schedules import DRAINED, schedule
 from launcher.tensor.split import Split
 
 

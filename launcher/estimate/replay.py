@@ -12,9 +12,9 @@ from launcher.estimate.memory_trace import BlockTrace, Items, TraceEvent, TraceM
 from launcher.estimate.model_trace import ModelTrace
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.simulated import SimulatedRank
-from launcher.pipeline.schedules.actions import Action, ActionKind
-from launcher.pipeline.schedules import schedule
 from launcher.pipeline.executor.stage_p2p import AHEAD
+from launcher.pipeline.schedules import schedule
+from launcher.pipeline.schedules.actions import Action, ActionKind
 
 MICROBATCHES = 2  # later ones do what the second does, where there are no stages
 

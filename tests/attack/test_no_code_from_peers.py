@@ -21,8 +21,8 @@ from launcher.checkpoint.store import load, save
 from launcher.comm import plain
 from launcher.errors import CheckpointError, LauncherError
 from launcher.pipeline.crossing import TensorShape
-from launcher.pipeline.plain import packed, unpacked
 from launcher.pipeline.hf.route import StageInputs
+from launcher.pipeline.plain import packed, unpacked
 from launcher.pipeline.sequential.staged import BoundaryValues
 from tests.checkpoint.forging import agree
 from tests.pool import RankContext, WorkerPool

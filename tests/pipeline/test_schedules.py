@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from launcher.errors import ConfigError
-from launcher.pipeline.timeline.bubble import bubble_time
-from launcher.pipeline.schedules.check import check
-from launcher.pipeline.timeline.draw import grid
 from launcher.pipeline.schedules import SCHEDULES, schedule
-from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 from launcher.pipeline.schedules.asynchronous import weights_used
+from launcher.pipeline.schedules.check import check
+from launcher.pipeline.timeline.bubble import bubble_time
+from launcher.pipeline.timeline.draw import grid
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 from tests.pipeline.delayed import stream
 
 GRIDS = {

@@ -26,12 +26,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from launcher.comm import Axis
 from launcher.comm.p2p import P2PChannel
 from launcher.errors import LauncherError
-from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, signature_of
-from launcher.pipeline.schedules import DRAINED
-from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.executor.stage_p2p import StageP2P
 from launcher.pipeline.executor.stopwatch import Stopwatch
+from launcher.pipeline.schedules import DRAINED
+from launcher.pipeline.schedules import schedule as schedule_of
+from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.schedules.asynchronous import weights_used
 from launcher.pipeline.schedules.transfers import with_transfers
 from launcher.tensor.layers import give_own_backward

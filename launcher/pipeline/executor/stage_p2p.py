@@ -15,9 +15,9 @@ from torch import Tensor
 from launcher.comm import Pending
 from launcher.comm.collectives import show_wait
 from launcher.comm.p2p import P2PChannel
-from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, TensorShape
 from launcher.pipeline.plain import packed, unpacked
+from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.schedules.transfers import arrivals, matching_receive
 
 AHEAD = 2  # messages of each kind from each rank that are received before they are needed

@@ -1,7 +1,7 @@
 """What the parts of a Hugging Face model take here: forward and backward of each alone, timed.
 
-The model runs its own forward, on one microbatch: parts get the arguments that they get in training, masks and positions
-as well. A part has memory only while it runs, so a model on meta needs that of its largest part.
+The model runs its own forward, on one microbatch: parts get the arguments that they get in training, masks and
+positions as well. A part has memory only while it runs, so a model on meta needs that of its largest part.
 """
 
 from __future__ import annotations

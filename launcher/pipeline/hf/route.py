@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from launcher.errors import LauncherError
 from launcher.pipeline.crossing import StageBoundary, TensorShape
 from launcher.pipeline.hf.origins import Origin, Origins
-from launcher.pipeline.plain import travels
 from launcher.pipeline.hf.slots import ArgumentPath, CallArguments, filled, in_shared, slots_of
+from launcher.pipeline.plain import travels
 
 BlockArgument = tuple[int, ArgumentPath]  # number of a block, and where in its arguments
 

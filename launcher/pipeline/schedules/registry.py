@@ -61,7 +61,6 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
     return maker.make(stages, microbatches, maker.chunks)
 
 
-
 SCHEDULES = {
     "gpipe": ScheduleBuilder(gpipe),
     "1f1b": ScheduleBuilder(one_f_one_b),

@@ -20,8 +20,8 @@ from torch import nn
 from launcher.config import PipelineConfig
 from launcher.config.pipeline import TYPE, method_of
 from launcher.errors import ConfigError, LauncherError
-from launcher.pipeline.partition.costs import elements, matcher, no_match, no_method, not_measured, products
 from launcher.pipeline.partition.best_cut import Balance, partition
+from launcher.pipeline.partition.costs import elements, matcher, no_match, no_method, not_measured, products
 from launcher.pipeline.seeding import drawn_from, number_of
 from launcher.pipeline.sequential.specs import (
     WHERE,

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from launcher.errors import ConfigError, LauncherError
 from launcher.pipeline.crossing import Signature, StageBoundary, TensorShape
-from launcher.pipeline.sequential.layers import PipelineModule
 from launcher.pipeline.plain import travels
+from launcher.pipeline.sequential.layers import PipelineModule
 from launcher.pipeline.sequential.stage import PipelineStage
 
 
