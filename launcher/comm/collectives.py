@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from launcher.comm.memory import Add, Waitable
 from launcher.comm.mesh import Axis
 from launcher.comm.observe import Timing, observers
+from launcher.comm.shared_memory.peers import Add, Waitable
 from launcher.monitor import flight_recorder
 from launcher.monitor.clock import now
 

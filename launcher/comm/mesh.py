@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from launcher.comm.memory import PeerMemory, PeerMemoryUnavailable, peers_of
+from launcher.comm.shared_memory.peers import PeerMemory, PeerMemoryUnavailable, peers_of
 from launcher.errors import ConfigError
 
 logger = logging.getLogger(__name__)

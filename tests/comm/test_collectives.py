@@ -17,8 +17,8 @@ from launcher.comm import (
     record_collectives,
     reduce_scatter,
 )
-from launcher.comm.memory import BLOCK
 from launcher.comm.mesh import TRANSPORT, Axis
+from launcher.comm.shared_memory.peers import BLOCK
 from tests.pool import RankContext, WorkerPool
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])

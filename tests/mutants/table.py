@@ -150,7 +150,7 @@ MUTANTS = {
         near="zero/test_groups.py",
     ),
     "four-bytes-an-element": Mutant(
-        "comm/memory.py",
+        "comm/shared_memory/peers.py",
         "self._copy(peer, place + start * mine.element_size(), blocks[peer])",
         "self._copy(peer, place + start * 4, blocks[peer])",
         "from the second block of a large 16-bit reduction on, a peer's memory is read at the wrong address",

@@ -1,9 +1,9 @@
 """Collectives and messages between CPU ranks of one machine: each rank reads what it needs from its peers' memory.
 
-Small tensors lie in shared memory (`shm_arena.py`): a rank that starts a collective has written its part there, and a
+Small tensors lie in shared memory (`arena.py`): a rank that starts a collective has written its part there, and a
 rank that waits for it reads the parts of the others. Only the caller works; nobody waits for readers.
 Large ones are read where they lie (`cross_memory.py`), by a thread for gathers and one for reductions, while the main
-thread computes. Messages (`shm_queue.py`) say where data lies and that it was read:
+thread computes. Messages (`queue.py`) say where data lies and that it was read:
 
     offer   "my part is ready, at this place"       (a reader needs it before it reads)
     read    "I have read what I need of your part"  (its owner needs it before it changes it)
@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.comm import cross_memory, shm_arena
-from launcher.comm.background import BackgroundThread
 from launcher.comm.plain import gather_plain
-from launcher.comm.shm_arena import READ, ShmArena
-from launcher.comm.shm_queue import ShmQueue, ShmQueueAddress
+from launcher.comm.shared_memory import arena, cross_memory
+from launcher.comm.shared_memory.arena import READ, ShmArena
+from launcher.comm.shared_memory.background import BackgroundThread
+from launcher.comm.shared_memory.queue import ShmQueue, ShmQueueAddress
 
 BLOCK = 1 << 18  # elements summed at a time: what was read is still in the cache when it is added
 WHOLE = 1 << 16  # bytes up to which more than two ranks sum all of a buffer each, instead of a slice
@@ -222,7 +222,7 @@ class PeerMemory:
 
 def _mailbox(group: dist.ProcessGroup) -> ShmQueue | None:
     try:
-        return ShmQueue(group.rank(), group.size(), shm_arena.BYTES)
+        return ShmQueue(group.rank(), group.size(), arena.BYTES)
     except OSError:
         return None
 

@@ -1,4 +1,4 @@
-"""Shared memory in which a rank shows small tensors to its peers (`shm_queue.py` has the memory).
+"""Shared memory in which a rank shows small tensors to its peers (`queue.py` has the memory).
 
 Who has shown a tensor may change it at once, and waits for nobody who is to read it. What is shown lies in a slot, and
 where none is free, in a copy of its own, until all for whom it was meant have said that they have read it.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher.comm.shm_queue import ShmQueue
+from launcher.comm.shared_memory.queue import ShmQueue
 
 SLOTS = 64  # memory of those that are never used at once is never touched
 SLOT = 1 << 20  # bytes

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.comm.semaphore import BYTES, Semaphore
+from launcher.comm.shared_memory.semaphore import BYTES, Semaphore
 from launcher.errors import LauncherError
 
 LIMIT_S = 600.0  # as long as torch.distributed waits for a peer
