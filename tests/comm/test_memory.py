@@ -34,7 +34,7 @@ def readable(pool: WorkerPool) -> None:
 
 
 def transport_of(ctx: RankContext) -> str:
-    return Mesh.build(torch.device("cpu")).dp.transport
+    return str(Mesh.build(torch.device("cpu")).dp.transports)
 
 
 def own(rank: int, turn: int, size: int) -> Tensor:

@@ -144,13 +144,13 @@ MUTANTS = {
     ),
     "levels-swapped": Mutant(
         "comm/collectives.py",
-        "first = _gather(slices[inside.rank :: inside.degree], None, across, tag)",
-        "first = _gather(slices[across.rank :: across.degree], None, across, tag)",
+        "first = _gather(slices[inside.rank :: inside.degree], across, tag)",
+        "first = _gather(slices[across.rank :: across.degree], across, tag)",
         "hierarchical gathers take the slices of another place in the node in their hop across nodes",
         near="zero/test_groups.py",
     ),
     "four-bytes-an-element": Mutant(
-        "comm/shared_memory/peers.py",
+        "comm/shared_memory/transport.py",
         "self._copy(peer, place + start * mine.element_size(), blocks[peer])",
         "self._copy(peer, place + start * 4, blocks[peer])",
         "from the second block of a large 16-bit reduction on, a peer's memory is read at the wrong address",

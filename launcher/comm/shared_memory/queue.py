@@ -74,6 +74,10 @@ class ShmQueue:
         """Nobody else may map it."""
         os.close(self._descriptor)
 
+    def pid_of(self, peer: int) -> int:
+        """The process of a rank."""
+        return self._peers[peer].pid
+
     def send(self, peer: int, number: int, value: int = 0) -> None:
         """Send `value`; it is there when this returns."""
         out = self._outgoing[peer]
@@ -132,7 +136,7 @@ class ShmQueue:
             self._check(peer, until)
 
     def _check(self, peer: int, until: float) -> None:
-        pid = self._peers[peer].pid
+        pid = self.pid_of(peer)
         if not _lives(pid):
             raise LauncherError(f"rank {peer} of the axis (process {pid}) has ended", fix="see its log")
         if time.monotonic() > until:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from launcher.comm import Pending
-from launcher.comm.collectives import show_wait
 from launcher.comm.p2p import P2PChannel
+from launcher.comm.record import show_wait
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, TensorShape
 from launcher.pipeline.plain import packed, unpacked
 from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
