@@ -15,9 +15,9 @@ from statistics import median
 from benchmarks.pipeline import WORK
 from benchmarks.suite import LIMIT_S
 from benchmarks.sweep import Row, describe_session, run, wait_until_idle
-from launcher.pipeline.bubble import bubble_time
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.simulate import MicrobatchCosts, simulate
+from launcher.pipeline.timeline.bubble import bubble_time
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 
 STAGES = 2
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}

@@ -36,9 +36,9 @@ from launcher.estimate.rank_part import RankParts
 from launcher.estimate.simulated import META, SimulatedRank
 from launcher.estimate.states import StateBytes
 from launcher.models.build import build_on_meta, load_config
-from launcher.pipeline.bubble import bubble_time
 from launcher.pipeline.schedules import schedule
-from launcher.pipeline.simulate import MicrobatchCosts, simulate
+from launcher.pipeline.timeline.bubble import bubble_time
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 
 RANKS = (1, 4, 16, 64, 256, 1024)
 WORLD, SEQUENCE, GB = 2, 64, 10**9

@@ -120,5 +120,4 @@ def _axis(mpu: Any) -> Axis:
     degree = 1 if mpu is None else int(mpu.get_model_parallel_world_size())
     if degree == 1:
         return Axis("tp")
-    group = mpu.get_model_parallel_group()
-    return Axis("tp", degree, int(mpu.get_model_parallel_rank()), group, group)
+    return Axis.over("tp", mpu.get_model_parallel_group())

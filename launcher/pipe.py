@@ -5,9 +5,9 @@ from launcher.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from __future__ import annotations
 
-from launcher.pipeline.layers import PipelineModule
-from launcher.pipeline.specs import LayerSpec, TiedLayerSpec
-from launcher.pipeline.topology import (
+from launcher.pipeline.sequential.layers import PipelineModule
+from launcher.pipeline.sequential.specs import LayerSpec, TiedLayerSpec
+from launcher.pipeline.sequential.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,

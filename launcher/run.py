@@ -178,7 +178,7 @@ class Run:
     def describe(self, engine: Engine, model: str, data: str) -> None:
         """Say what will run, and what every "auto" and surprising default became. Every rank must call it."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        through = engine.mesh.dp.transport or engine.mesh.axes["tp"].transport
+        through = str(engine.mesh.dp.transports or engine.mesh.axes["tp"].transports or "")
         autocast = engine.resolved.torch_autocast
         parameters = report.parameters(engine)
         self.say(f"model   {model}: {parameters:,} parameters")

@@ -1,4 +1,4 @@
-"""`launch plan`: the fastest layouts of a model on a cluster, before there is a cluster."""
+"""`launch plan`: the layouts of a model on a cluster that are predicted to be fastest. Experimental."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Tries all layouts of a run (tensor and pipeline degrees, ZeRO stage, microbatch, schedule, checkpointing, offload),
-drops what does not fit, predicts the step of what does, and says why the first is as it is. Needs no GPU."""
+drops what does not fit, predicts the step of what does, and says why the first is as it is. Needs no GPU.
+Experimental: the step is a prediction on paper, compared with published runs of other programs and with none of this
+launcher on GPUs. Measure the first few before a long run."""
 EPILOG = """\
 examples:
   launch plan --model meta-llama/Llama-3.1-8B --num-gpus 8 --gpu h100

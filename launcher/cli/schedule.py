@@ -13,14 +13,15 @@ from launcher.cli.output import write
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
-    from launcher.pipeline.actions import PipelineSchedule
-    from launcher.pipeline.simulate import MicrobatchCosts, Timeline
+    from launcher.pipeline.schedules.actions import PipelineSchedule
+    from launcher.pipeline.timeline.simulate import MicrobatchCosts, Timeline
 
 DESCRIPTION = """\
 Shows what each rank of a pipeline does and when, what part of the time it is idle (the bubble), and how many
 activations it holds. Needs no GPU and no model."""
 EPILOG = """\
-schedules: gpipe, 1f1b, interleaved, zb-h1, zbv; asynchronous, not equal to training on one process: pipedream, 2bw
+schedules: gpipe, 1f1b, interleaved, zb-h1, zbv
+experimental: pipedream, 2bw (asynchronous: training is not equal to that of one process)
 
 examples:
   launch schedule 1f1b --stages 4 --microbatches 8
@@ -63,9 +64,9 @@ def schedule_parser() -> FlagParser:
 def schedule(argv: Sequence[str]) -> int:
     """Run `launch schedule`; returns 0."""
     flags = schedule_parser().parse_args(argv)
-    from launcher.pipeline.draw import grid
-    from launcher.pipeline.recording import read
-    from launcher.pipeline.simulate import MicrobatchCosts, simulate
+    from launcher.pipeline.timeline.draw import grid
+    from launcher.pipeline.timeline.recording import read
+    from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 
     measured = None if flags.trace is None else read(flags.trace)
     made = _made(flags, measured)
@@ -107,7 +108,7 @@ def _made(flags: argparse.Namespace, measured: Timeline | None) -> PipelineSched
 
 
 def _costs(flags: argparse.Namespace, made: PipelineSchedule) -> MicrobatchCosts:
-    from launcher.pipeline.simulate import MicrobatchCosts
+    from launcher.pipeline.timeline.simulate import MicrobatchCosts
 
     text = flags.costs or "1,1,1"
     try:
@@ -160,7 +161,7 @@ def _told(
 
 def _closed_form(flags: argparse.Namespace, made: PipelineSchedule) -> str:
     """The bubble by formula, in the words of the line before."""
-    from launcher.pipeline.bubble import bubble_time
+    from launcher.pipeline.timeline.bubble import bubble_time
 
     costs = _costs(flags, made)
     if "/" in (flags.costs or "") or flags.transfer:
@@ -176,8 +177,8 @@ def _closed_form(flags: argparse.Namespace, made: PipelineSchedule) -> str:
 
 
 def _write(out: Path, made: PipelineSchedule, predicted: Timeline, measured: Timeline | None) -> None:
-    from launcher.pipeline.picture import svg
-    from launcher.pipeline.recording import trace
+    from launcher.pipeline.timeline.picture import svg
+    from launcher.pipeline.timeline.recording import trace
 
     if out.suffix == ".svg":
         chunks = f", {made.chunks} chunks" if made.chunks > 1 else ""

@@ -1,19 +1,12 @@
 """Talking to other ranks: the mesh, its axes, and the few collectives that everything uses."""
 
-from launcher.comm.collectives import (
-    CollectiveRecord,
-    Pending,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    record_collectives,
-    reduce_scatter,
-)
+from launcher.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from launcher.comm.log import log_summary
 from launcher.comm.mesh import Axis, Mesh
 from launcher.comm.observe import Timing, observe_collectives
+from launcher.comm.pending import Pending
 from launcher.comm.quantized import dequantize, quantize, quantized_all_gather, quantized_reduce_scatter
+from launcher.comm.record import CollectiveRecord, record_collectives
 from launcher.comm.setup import init_distributed, pick_device
 
 __all__ = [

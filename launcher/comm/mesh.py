@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from launcher.comm.memory import PeerMemory, PeerMemoryUnavailable, peers_of
+from launcher.comm.choose import choose, plain_transports
+from launcher.comm.transport import Alone, Transport, Transports, peers_of
 from launcher.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-TRANSPORT = "LAUNCHER_CPU_TRANSPORT"  # "sockets": never read the memory of other ranks
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: tp ranks are neighbours, so they share a node
 MANY = 8  # ranks that are not told one by one
 
@@ -34,29 +33,31 @@ class Axis:
         rank: this rank's coordinate on the axis, 0 .. degree - 1.
         group: process group of the ranks along the axis. None where there is nobody to talk to: with degree 1, and in a
             rehearsal. Nothing is sent then, and what would be received has any content.
-        reductions: the same ranks, for reductions. NCCL needs all ranks to start the collectives of a group in one
-            order, and under ZeRO-3 a gather on demand may come before a reduction here and after it there.
-        memory: of the other ranks, where they run on CPUs of this machine and it can be read.
-        transport: how bytes go along the axis, for people.
+        transports: how its ranks reach each other, chosen when the group was made (`choose.py`); None without a group.
         levels: (across nodes, inside a node): gathers along this axis go in these two hops; None: in one.
-        gathers, reduced, exchanged: numbers of the messages of each kind. All ranks of an axis start the same
-            ones in the same order, but not so on two axes.
-        sent, received: how many letters (`p2p.py`), by (coordinate of the other, whether they go back).
     """
 
     name: str
     degree: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
-    reductions: dist.ProcessGroup | None = None
-    memory: PeerMemory | None = None
-    transport: str = ""
+    transports: Transports | None = None
     levels: tuple[Axis, Axis] | None = None
-    gathers: Iterator[int] = field(default_factory=lambda: itertools.count(0, 4), compare=False, repr=False)
-    reduced: Iterator[int] = field(default_factory=lambda: itertools.count(1, 4), compare=False, repr=False)
-    exchanged: Iterator[int] = field(default_factory=lambda: itertools.count(2, 4), compare=False, repr=False)
-    sent: Counter[tuple[int, bool]] = field(default_factory=Counter, compare=False, repr=False)
-    received: Counter[tuple[int, bool]] = field(default_factory=Counter, compare=False, repr=False)
+
+    @classmethod
+    def over(cls, name: str, group: dist.ProcessGroup | None = None) -> Axis:
+        """An axis of a process group that others have made, over which nothing is tried; None: of all ranks."""
+        group = group or dist.group.WORLD
+        assert group is not None, "torch.distributed has been started"
+        return cls(name, group.size(), group.rank(), group, plain_transports(group))
+
+    def transport(self, tensor: Tensor) -> Transport:
+        """The way that a tensor goes."""
+        return self._alone if self.transports is None else self.transports.of(tensor)
+
+    @cached_property
+    def _alone(self) -> Transport:
+        return Alone(self.rank, self.degree)
 
     @cached_property
     def members(self) -> str:
@@ -210,9 +211,8 @@ def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str,
     mesh = init_device_mesh(device.type, tuple(shape[i] for i in live), mesh_dim_names=names)
     for place, (i, name) in enumerate(zip(live, names, strict=True)):
         group = mesh.get_group(name)
-        reductions = _twin(mesh.mesh, place) if device.type == "cuda" else group
-        memory, transport = (None, "") if device.type == "cuda" else _memory(group)
-        axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, reductions, memory, transport)
+        reductions = _twin(mesh.mesh, place) if device.type == "cuda" else None
+        axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, choose(device, group, reductions))
     return axes
 
 
@@ -225,9 +225,8 @@ def _line(name: str, device: torch.device, ranks: torch.Tensor, dim: int) -> Axi
     if group is None:  # this rank is on no such line; it helped to make the groups
         _twin(ranks, dim) if device.type == "cuda" else None
         return Axis(name)
-    reductions = _twin(ranks, dim) if device.type == "cuda" else group
-    memory, transport = (None, "") if device.type == "cuda" else _memory(group)
-    return Axis(name, degree, group.rank(), group, reductions, memory, transport)
+    reductions = _twin(ranks, dim) if device.type == "cuda" else None
+    return Axis(name, degree, group.rank(), group, choose(device, group, reductions))
 
 
 def _on_paper(name: str, rank: int, ranks: torch.Tensor, dim: int) -> Axis:
@@ -236,15 +235,6 @@ def _on_paper(name: str, rank: int, ranks: torch.Tensor, dim: int) -> Axis:
     if ranks.shape[dim] == 1 or not len(place):
         return Axis(name)
     return Axis(name, ranks.shape[dim], int(place[0, dim]))
-
-
-def _memory(group: dist.ProcessGroup) -> tuple[PeerMemory | None, str]:
-    if os.environ.get(TRANSPORT) == "sockets":
-        return None, f"sockets: {TRANSPORT} says so"
-    try:
-        return PeerMemory.of(group), "reading each other's memory"
-    except PeerMemoryUnavailable as why:
-        return None, f"sockets: {why}"
 
 
 def _twin(ranks: torch.Tensor, dim: int) -> dist.ProcessGroup | None:

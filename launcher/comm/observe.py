@@ -11,7 +11,7 @@ import torch
 from launcher.monitor.clock import Moment, now, seconds_between
 
 if TYPE_CHECKING:
-    from launcher.comm.collectives import CollectiveRecord
+    from launcher.comm.record import CollectiveRecord
 
 
 class Timing:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from launcher.comm.collectives import Pending, all_gather, all_to_all
+from launcher.comm.collectives import all_gather, all_to_all
 from launcher.comm.mesh import Axis
+from launcher.comm.pending import Pending
 
 BLOCK = 256  # values that share a scale
 MIDDLE = 8  # added to codes of 4 bits, which are stored in halves of unsigned bytes

@@ -118,10 +118,11 @@ class PipelineConfig(Section):
     """The order of work: "gpipe" all forwards first (arXiv:1811.06965); "1f1b" each forward after a backward, which
     keeps at most as many microbatches as stages (arXiv:2006.09503); "interleaved" several chunks a rank
     (arXiv:2104.04473); "zb-h1" and "zbv" put off weight gradients to fill the gaps (arXiv:2401.10241).
-    Two are asynchronous, and NOT equal to training in one process: gradients are those of older weights. "pipedream"
-    (SOSP 2019) updates after every microbatch, which counts as a batch of its own; its backward sees the weights of its
-    forward, kept for it: up to P - k versions on stage k of P. "2bw" (arXiv:2006.09503) updates once a step with the
-    gradient at the weights of one update ago: w(t+1) = w(t) - lr * gradient at w(t-1); 2 versions."""
+    Two are experimental: asynchronous, and NOT equal to training in one process, for gradients are those of older
+    weights. "pipedream" (SOSP 2019) updates after every microbatch, which counts as a batch of its own; its backward
+    sees the weights of its forward, kept for it: up to P - k versions on stage k of P. "2bw" (arXiv:2006.09503)
+    updates once a step with the gradient at the weights of one update ago: w(t+1) = w(t) - lr * gradient at w(t-1); 2
+    versions."""
 
     chunks: Count | None = None
     """Parts of the model that a rank has, which are not neighbours. Null: 2 for "interleaved" and "zbv", else 1."""

@@ -48,7 +48,7 @@ from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.crossing import StagedPart
-from launcher.pipeline.sequential import SequentialPipeline
+from launcher.pipeline.sequential.staged import SequentialPipeline
 from launcher.tensor.apply import SplitModel, TensorParallelOptions
 from launcher.tensor.apply import apply as apply_tensor
 from launcher.zero import (

@@ -36,8 +36,8 @@ from launcher.engine.telemetry import Telemetry
 from launcher.errors import ConfigError, LauncherError, MisplacedCallError
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.pipeline.lazy import LazySequence
-from launcher.pipeline.runtime import Runtime
+from launcher.pipeline.executor.lazy import LazySequence
+from launcher.pipeline.executor.runtime import Runtime
 from launcher.zero import ZeroModel
 from launcher.zero.overflow import watch_gradients
 from launcher.zero.reduce import BackwardPlan

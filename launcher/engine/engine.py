@@ -24,7 +24,7 @@ from launcher.models.compiled import compile_blocks
 from launcher.monitor.log import set_level
 from launcher.monitor.writers import Monitor
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.pipeline.runtime import Runtime
+from launcher.pipeline.executor.runtime import Runtime
 from launcher.zero import ZeroModel
 from launcher.zero.versions import Versions
 

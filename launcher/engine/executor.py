@@ -1,4 +1,4 @@
-"""The microbatches of an engine's step, or of an evaluation: `pipeline/runtime.py` runs them, in one stage or many."""
+"""The microbatches of a step or of an evaluation: `pipeline/executor/` runs them, in one stage or in many."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.engine.batches import call, loss_in, outputs_in, to_device
 from launcher.engine.finite import can_step_in_backward
 from launcher.errors import ConfigError, MisplacedCallError
 from launcher.optim.in_backward import OptimizerInBackward
-from launcher.pipeline.batches import share
+from launcher.pipeline.executor.batches import share
 from launcher.tensor.head import loss_only
 from launcher.tensor.weight_gradients import DeferredWeightGrads, GradientBuffer, adding_in
 from launcher.zero.reduce import BackwardPlan

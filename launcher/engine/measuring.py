@@ -15,10 +15,13 @@ from launcher.config import Config
 from launcher.engine.batches import cast, to_device
 from launcher.engine.dtypes import DTYPES, autocast_dtype, special_dtypes
 from launcher.errors import ConfigError
-from launcher.pipeline.costs import WHERE, LayerCosts, model_costs
-from launcher.pipeline.layers import PipelineModule
-from launcher.pipeline.measure import MeasureOptions, measure_model, measure_row
-from launcher.pipeline.stage import drawn_from
+from launcher.pipeline.hf.costs import LayerCosts, model_costs
+from launcher.pipeline.hf.measure import measure_model
+from launcher.pipeline.partition.costs import WHERE
+from launcher.pipeline.partition.measure import MeasureOptions
+from launcher.pipeline.seeding import drawn_from
+from launcher.pipeline.sequential.layers import PipelineModule
+from launcher.pipeline.sequential.measure import measure_row
 
 METHOD = "profile"
 LONG = 2048

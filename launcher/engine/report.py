@@ -9,8 +9,8 @@ import torch
 
 from launcher.comm import all_reduce
 from launcher.engine.engine import Engine
-from launcher.pipeline.recording import write
-from launcher.pipeline.simulate import MicrobatchCosts, simulate
+from launcher.pipeline.timeline.recording import write
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 
 
 def parameters(engine: Engine) -> int:
@@ -25,7 +25,7 @@ def last_step(engine: Engine, path: Path | None) -> dict[str, Any] | None:
     """Numbers of the last step through the stages; None without stages. Every rank must call it.
 
     Args:
-        path: where the record of the step goes (`pipeline/recording.py`); None: nowhere.
+        path: where the record of the step goes (`pipeline/timeline/recording.py`); None: nowhere.
     """
     runtime = engine.runtime
     if runtime.staged.is_whole or runtime.stopwatch.schedule is None:

@@ -15,13 +15,13 @@ from launcher.config.pipeline import ASYNCHRONOUS
 from launcher.engine.measuring import costs_of_blocks, costs_of_layers
 from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer, checkpoint_blocks
-from launcher.pipeline.costs import balance, deal
 from launcher.pipeline.crossing import StagedPart
-from launcher.pipeline.layers import PipelineModule
-from launcher.pipeline.runtime import Runtime
+from launcher.pipeline.executor.runtime import Runtime
+from launcher.pipeline.hf.costs import balance, deal
+from launcher.pipeline.hf.staged import StagedModel
 from launcher.pipeline.schedules import DRAINED, ONE_STAGE, schedule
-from launcher.pipeline.sequential import SequentialPipeline
-from launcher.pipeline.staged import StagedModel
+from launcher.pipeline.sequential.layers import PipelineModule
+from launcher.pipeline.sequential.staged import SequentialPipeline
 from launcher.pipeline.whole import WholeModel
 from launcher.tensor.apply import SplitModel
 from launcher.zero import ZeroModel

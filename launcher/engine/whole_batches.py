@@ -12,7 +12,7 @@ from launcher.engine import executor
 from launcher.engine.batches import forever, without_labels
 from launcher.engine.core import EngineCore
 from launcher.errors import ConfigError
-from launcher.pipeline.lazy import LazySequence
+from launcher.pipeline.executor.lazy import LazySequence
 
 
 class WholeBatches(EngineCore):

@@ -32,7 +32,7 @@ from launcher.estimate.offloaded_bytes import gradients_of, masters_of, on, para
 from launcher.estimate.tiers import CountingTier
 from launcher.offload.tier import buffer
 from launcher.pipeline.crossing import signature_of
-from launcher.pipeline.staged import StagedModel
+from launcher.pipeline.hf.staged import StagedModel
 from launcher.tensor.head import loss_only
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import ParamReader, ParamSlot

@@ -15,9 +15,9 @@ from launcher.engine.staging import holders_of
 from launcher.estimate.model_trace import CPU
 from launcher.estimate.short_model import shallow
 from launcher.models.units import unit_modules
-from launcher.pipeline.costs import deal, model_costs
+from launcher.pipeline.hf.costs import deal, model_costs
+from launcher.pipeline.hf.staged import StagedModel
 from launcher.pipeline.schedules import DRAINED, schedule
-from launcher.pipeline.staged import StagedModel
 from launcher.tensor.split import Split
 
 

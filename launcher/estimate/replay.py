@@ -13,9 +13,9 @@ from launcher.estimate.memory_trace import BlockTrace, Items, TraceEvent, TraceM
 from launcher.estimate.model_trace import ModelTrace
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.simulated import SimulatedRank
-from launcher.pipeline.actions import Action, ActionKind
+from launcher.pipeline.executor.stage_p2p import AHEAD
 from launcher.pipeline.schedules import ONE_STAGE, schedule
-from launcher.pipeline.stage_p2p import AHEAD
+from launcher.pipeline.schedules.actions import Action, ActionKind
 from launcher.zero.reduce import BackwardPlan
 
 MICROBATCHES = 2  # later ones do what the second does, where there are no stages

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from launcher.errors import ConfigError
 from launcher.integrations import groups
-from launcher.pipeline.topology import PipeDataParallelTopology, ProcessTopology
+from launcher.pipeline.sequential.topology import PipeDataParallelTopology, ProcessTopology
 
 get_data_parallel_rank = groups.get_data_parallel_rank
 get_data_parallel_world_size = groups.get_data_parallel_world_size

@@ -17,7 +17,7 @@ def _axis(name: str) -> Axis:
         return mesh.dp if name == "dp" else mesh.axes[name]
     if name != "dp" or not dist.is_initialized():
         return Axis(name)
-    return Axis("dp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, dist.group.WORLD)
+    return Axis.over("dp")
 
 
 def get_data_parallel_group() -> Any:

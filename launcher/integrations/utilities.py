@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from launcher.comm import pick_device
 from launcher.monitor.memory import current_memory_bytes, peak_memory_bytes
-from launcher.pipeline.partition import partition
+from launcher.pipeline.partition.best_cut import partition
 
 logger = logging.getLogger("launcher")
 log_levels = {

@@ -1,1 +1,1 @@
-"""Which layout of a run is fastest where: enumerated, checked for memory, timed on paper, explained and written."""
+"""Experimental: which layout of a run is fastest where, as a prediction on paper that no run here has confirmed."""

@@ -7,9 +7,9 @@ from dataclasses import fields
 from html import escape
 
 from launcher.estimate.plot import memory_bars
-from launcher.pipeline.picture import svg
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.simulate import MicrobatchCosts, simulate
+from launcher.pipeline.timeline.picture import svg
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 from launcher.plan.choose import WORDS, Choice, PlanSearch
 from launcher.plan.memory import MemoryPredictor
 from launcher.plan.pictures import as_svg, pareto

@@ -1,5 +1,7 @@
 """How long a step of a layout takes, on paper: what is computed, what is read and written, what crosses which link.
 
+It was compared with published runs of other programs (docs/plan.md), and with no run of this launcher on GPUs.
+
     computing       products at the device's share of its peak; all else at its share of the memory's
     tp              4 all-reduces of tokens x hidden a block and microbatch, and 2 more where blocks are recomputed
     pipeline        the schedule's own list of actions, simulated with these costs
@@ -15,9 +17,9 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from launcher.monitor.devices import Device
-from launcher.pipeline.bubble import bubble_time
 from launcher.pipeline.schedules import schedule as schedule_of
-from launcher.pipeline.simulate import MicrobatchCosts, simulate
+from launcher.pipeline.timeline.bubble import bubble_time
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 from launcher.plan.layout import Layout
 from launcher.plan.work import ModelWork
 

@@ -13,6 +13,9 @@ from launcher.plan.memory import MemoryPredictor
 TOP = 10
 TEXT = """# `launch plan`: how a step is predicted
 
+**Experimental.** A plan is a prediction on paper. Its formulas were compared with published runs of other programs
+(below), and with no run of this launcher on GPUs. Take it as a list of layouts to measure.
+
 `launch plan` tries every layout of a run: tensor and pipeline degrees, ZeRO stage, microbatch, schedule, checkpointing,
 offload. Of each it predicts the step and, in the order of speed, the memory, until {top} meshes that fit are found.
 

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from launcher.models.build import build_on_meta
-from launcher.pipeline.costs import elements, model_costs
-from launcher.pipeline.parts import parts_of
+from launcher.pipeline.hf.costs import model_costs
+from launcher.pipeline.hf.parts import parts_of
+from launcher.pipeline.partition.costs import elements
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "matmul", "convolution"}
 

@@ -46,7 +46,7 @@ class PartitionedParam:
         self.trainable = values.requires_grad
         self.whole: Tensor | None = None
         world = dist.get_world_size()
-        self._axis = Axis("world", world, dist.get_rank(), dist.group.WORLD, dist.group.WORLD)
+        self._axis = Axis.over("world")
         self._size = -(-self.shape.numel() // world)
         self._deal(values.detach(), source=0)
 

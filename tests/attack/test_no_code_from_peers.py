@@ -21,9 +21,9 @@ from launcher.checkpoint.store import load, save
 from launcher.comm import plain
 from launcher.errors import CheckpointError, LauncherError
 from launcher.pipeline.crossing import TensorShape
+from launcher.pipeline.hf.route import StageInputs
 from launcher.pipeline.plain import packed, unpacked
-from launcher.pipeline.route import StageInputs
-from launcher.pipeline.sequential import BoundaryValues
+from launcher.pipeline.sequential.staged import BoundaryValues
 from tests.checkpoint.forging import agree
 from tests.pool import RankContext, WorkerPool
 

@@ -9,9 +9,9 @@ import pytest
 
 from launcher.cli.schedule import schedule
 from launcher.errors import ConfigError
-from launcher.pipeline.recording import write
 from launcher.pipeline.schedules import schedule as make
-from launcher.pipeline.simulate import MicrobatchCosts, simulate
+from launcher.pipeline.timeline.recording import write
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 from tests.cli.test_main import answer
 
 ONE = ("--stages", "2", "--microbatches", "2")

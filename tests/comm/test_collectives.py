@@ -17,8 +17,9 @@ from launcher.comm import (
     record_collectives,
     reduce_scatter,
 )
-from launcher.comm.memory import BLOCK
-from launcher.comm.mesh import TRANSPORT, Axis
+from launcher.comm.choose import TRANSPORT
+from launcher.comm.mesh import Axis
+from launcher.comm.shared_memory.transport import BLOCK
 from tests.pool import RankContext, WorkerPool
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -203,7 +204,7 @@ def test_a_buffer_may_be_changed_after_the_wait(pool: WorkerPool, world: int) ->
 
 
 def transport(ctx: RankContext, way: str) -> str:
-    return axis_of(way).transport
+    return str(axis_of(way).transports)
 
 
 def test_what_was_chosen_is_said(pool: WorkerPool) -> None:

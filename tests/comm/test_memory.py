@@ -17,8 +17,8 @@ from torch import Tensor
 from launcher.comm import Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from launcher.comm.mesh import Axis
 from launcher.comm.p2p import P2PChannel
-from launcher.comm.shm_arena import SLOT, SLOTS
-from launcher.comm.shm_queue import ShmQueue
+from launcher.comm.shared_memory.arena import SLOT, SLOTS
+from launcher.comm.shared_memory.queue import ShmQueue
 from launcher.errors import LauncherError
 from tests.pool import RankContext, WorkerPool
 
@@ -34,7 +34,7 @@ def readable(pool: WorkerPool) -> None:
 
 
 def transport_of(ctx: RankContext) -> str:
-    return Mesh.build(torch.device("cpu")).dp.transport
+    return str(Mesh.build(torch.device("cpu")).dp.transports)
 
 
 def own(rank: int, turn: int, size: int) -> Tensor:
@@ -110,7 +110,7 @@ def test_letters(pool: WorkerPool, size: int) -> None:
 
 DYING = """
 import sys, time
-from launcher.comm.shm_queue import ShmQueue, ShmQueueAddress
+from launcher.comm.shared_memory.queue import ShmQueue, ShmQueueAddress
 mine = ShmQueue(1, 2)
 mine.connect([ShmQueueAddress(int(sys.argv[1]), int(sys.argv[2])), mine.address])
 mine.send(0, 7, 70)

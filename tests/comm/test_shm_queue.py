@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from launcher.comm.shm_queue import PLACES, ShmQueue
+from launcher.comm.shared_memory.queue import PLACES, ShmQueue
 from launcher.errors import LauncherError
 
 

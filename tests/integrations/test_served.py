@@ -35,7 +35,7 @@ from launcher.integrations.rng_trackers import CudaRNGStatesTracker
 from launcher.integrations.sections import DeepSpeedMonitorConfig
 from launcher.integrations.tiling import TiledLinear, TiledLinearReturnBias
 from launcher.integrations.timing import SynchronizedWallClockTimer, ThroughputTimer, trim_mean
-from launcher.pipeline.topology import PipeModelDataParallelTopology
+from launcher.pipeline.sequential.topology import PipeModelDataParallelTopology
 from launcher.zero import GatheredParameters
 from tests.engine.driving import CPU, config_of
 from tests.pool import RankContext, WorkerPool

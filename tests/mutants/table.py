@@ -144,13 +144,13 @@ MUTANTS = {
     ),
     "levels-swapped": Mutant(
         "comm/collectives.py",
-        "first = _gather(slices[inside.rank :: inside.degree], None, across, tag)",
-        "first = _gather(slices[across.rank :: across.degree], None, across, tag)",
+        "first = _gather(slices[inside.rank :: inside.degree], across, tag)",
+        "first = _gather(slices[across.rank :: across.degree], across, tag)",
         "hierarchical gathers take the slices of another place in the node in their hop across nodes",
         near="zero/test_groups.py",
     ),
     "four-bytes-an-element": Mutant(
-        "comm/memory.py",
+        "comm/shared_memory/transport.py",
         "self._copy(peer, place + start * mine.element_size(), blocks[peer])",
         "self._copy(peer, place + start * 4, blocks[peer])",
         "from the second block of a large 16-bit reduction on, a peer's memory is read at the wrong address",
@@ -320,25 +320,25 @@ MUTANTS = {
     ),
     # pipeline: schedules, stages, asynchronous weights
     "last-weight-gradient-is-left-out": Mutant(
-        "pipeline/schedules.py",
+        "pipeline/schedules/synchronous.py",
         "made.extend((ActionKind.WEIGHT, slot) for slot in backwards[weights:])",
         "made.extend((ActionKind.WEIGHT, slot) for slot in backwards[weights:-1])",
         "with zb-h1 all stages but the first drop the weight gradients of the last microbatch",
     ),
     "last-group-of-layers-is-left-out": Mutant(
-        "pipeline/stage.py",
+        "pipeline/sequential/stage.py",
         "for begin in range(0, len(self.calls), self.interval):",
         "for begin in range(0, len(self.calls) - self.interval + 1, self.interval):",
         "where activation_checkpoint_interval does not divide a stage's layers, training skips the last ones",
     ),
     "two-buffered-weights-are-the-newest": Mutant(
-        "pipeline/runtime.py",
+        "pipeline/executor/runtime.py",
         "return [updates - (schedule.delay or 0) for updates in weights_used(schedule)[rank]]",
         "return list(weights_used(schedule)[rank])",
         "2bw computes with the newest weights, not with those of one update before",
     ),
     "data-and-model-swapped": Mutant(
-        "pipeline/topology.py",
+        "pipeline/sequential/topology.py",
         '["pipe", "data", "model"], [num_pp, num_dp, num_mp]',
         '["pipe", "data", "model"], [num_pp, num_mp, num_dp]',
         "PipeModelDataParallelTopology has the degrees of data and model the other way round",

@@ -33,8 +33,14 @@ def files_page() -> str:
 
 def _rows(files: list[Path]) -> list[str]:
     inner = [path for path in files if path.as_posix() != f"{package_of(path)}/__init__.py"]
-    rows = [f"| `{'/'.join(path.parts[1:]) or path.name}` | {_cell(purpose(path))} |" for path in inner]
+    rows = [f"| `{_file(path)}` | {_cell(purpose(path))} |" for path in inner]
     return ["| file | what it is for |", "|---|---|", *rows]
+
+
+def _file(path: Path) -> str:
+    """A module as its package lists it; a package inside of it is a folder."""
+    inside = "/".join(path.parts[1:]) or path.name
+    return inside if inside == "__init__.py" else inside.removesuffix("__init__.py")
 
 
 def imports_table() -> str:

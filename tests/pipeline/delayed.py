@@ -4,12 +4,14 @@ what asynchronous schedules are compared with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from launcher.pipeline.schedules import schedule
-from launcher.pipeline.streams import stream, weights_used
+from launcher.pipeline.schedules.actions import PipelineSchedule
+from launcher.pipeline.schedules.asynchronous import weights_used
 from tests.pool.reference import batch
 
 Weights = dict[str, Tensor]
@@ -66,6 +68,12 @@ def simulated(
 def _take(model: nn.Module, weights: Weights) -> None:
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[name])
+
+
+def stream(one_step: PipelineSchedule, steps: int) -> PipelineSchedule:
+    """Several steps of an asynchronous schedule with no draining between them: microbatch j is of step j // m."""
+    joined = schedule(one_step.name, one_step.stages, one_step.microbatches * steps)
+    return replace(joined, update_every=one_step.update_every)
 
 
 def seen_by(name: str, stages: int, microbatches: int, steps: int) -> Callable[[int, int, int], int]:

@@ -20,7 +20,7 @@ from launcher.engine import assemble
 from launcher.engine.assemble import policy_of
 from launcher.engine.dtypes import DTYPES
 from launcher.errors import ConfigError
-from launcher.pipeline.parts import parts_of
+from launcher.pipeline.hf.parts import parts_of
 from launcher.zero import ZeroPolicy
 from tests.pipeline.running import engine_of, whole_weights
 from tests.pool import RankContext, RanksFailed, WorkerPool

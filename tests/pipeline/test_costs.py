@@ -13,7 +13,7 @@ from launcher.models.build import build_on_meta
 from launcher.models.initialize import materialize
 from launcher.models.units import unit_modules
 from launcher.monitor.flops import ModuleMeter
-from launcher.pipeline.costs import LayerCosts, balance, deal, model_costs
+from launcher.pipeline.hf.costs import LayerCosts, balance, deal, model_costs
 from tests.models.tiny import config_of
 
 SEQUENCE = 16

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from launcher.errors import ConfigError, LauncherError
 from launcher.pipeline.crossing import signature_of
-from launcher.pipeline.parts import UNCUTTABLE, parts_of
-from launcher.pipeline.staged import StagedModel
+from launcher.pipeline.hf.parts import UNCUTTABLE, parts_of
+from launcher.pipeline.hf.staged import StagedModel
 from tests.pipeline.judging import judged
 from tests.pool import WorkerPool
 from tests.tensor.models_table import as_in_fp32, read_verdicts

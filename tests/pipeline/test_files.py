@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 
 from launcher.errors import LauncherError
-from launcher.pipeline.picture import svg
-from launcher.pipeline.recording import read, trace, write
 from launcher.pipeline.schedules import schedule
-from launcher.pipeline.simulate import MicrobatchCosts, Timeline, simulate
+from launcher.pipeline.timeline.picture import svg
+from launcher.pipeline.timeline.recording import read, trace, write
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, Timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

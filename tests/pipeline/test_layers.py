@@ -16,8 +16,8 @@ import launcher
 from launcher.config import load
 from launcher.errors import ConfigError, LauncherError
 from launcher.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from launcher.pipeline.costs import elements
-from launcher.pipeline.stage import PipelineStage
+from launcher.pipeline.partition.costs import elements
+from launcher.pipeline.sequential.stage import PipelineStage
 
 WIDTH, VOCABULARY = 6, 11
 

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from launcher.models.build import build_on_meta
 from launcher.models.units import unit_modules
 from launcher.pipe import LayerSpec, PipelineModule
-from launcher.pipeline.costs import deal
-from launcher.pipeline.measure import MeasureOptions, measure_model, measure_row
+from launcher.pipeline.hf.costs import deal
+from launcher.pipeline.hf.measure import measure_model
+from launcher.pipeline.partition.measure import MeasureOptions
+from launcher.pipeline.sequential.measure import measure_row
 from tests.models.tiny import config_of as model_config_of
 from tests.pipeline.running import config_of, engine_of
 from tests.pipeline.test_rows import refusal

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from launcher.errors import ConfigError
-from launcher.pipeline.partition import Balance, partition
+from launcher.pipeline.partition.best_cut import Balance, partition
 
 
 def quality(costs: Sequence[float], boundaries: Sequence[int]) -> tuple[float, float, int]:

@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 
 from launcher.errors import LauncherError
-from launcher.pipeline.actions import Action, ActionKind, PipelineSchedule, dependencies
-from launcher.pipeline.check import check
 from launcher.pipeline.schedules import SCHEDULES, schedule
-from launcher.pipeline.simulate import MicrobatchCosts, simulate
-from launcher.pipeline.transfers import arrivals, matching_receive, with_transfers
+from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule, dependencies
+from launcher.pipeline.schedules.check import check
+from launcher.pipeline.schedules.transfers import arrivals, matching_receive, with_transfers
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 
 CHOSEN = [("gpipe", None), ("1f1b", None), ("interleaved", 3), ("zb-h1", None), ("zbv", None)]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from launcher.errors import ConfigError
-from launcher.pipeline.bubble import bubble_time
-from launcher.pipeline.check import check
-from launcher.pipeline.draw import grid
 from launcher.pipeline.schedules import SCHEDULES, schedule
-from launcher.pipeline.simulate import MicrobatchCosts, simulate
-from launcher.pipeline.streams import stream, weights_used
+from launcher.pipeline.schedules.asynchronous import weights_used
+from launcher.pipeline.schedules.check import check
+from launcher.pipeline.timeline.bubble import bubble_time
+from launcher.pipeline.timeline.draw import grid
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
+from tests.pipeline.delayed import stream
 
 GRIDS = {
     ("gpipe", 3, 3, None): """
@@ -138,5 +139,3 @@ def test_misuse_says_what_to_write(asked: tuple[str, int, int], words: str) -> N
     with pytest.raises(ConfigError) as error:
         schedule(*asked)
     assert words in str(error.value)
-    with pytest.raises(ConfigError, match="drains"):
-        stream(schedule("1f1b", 2, 2), 2)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from launcher.cli.recipe_flags import training_parser
 from launcher.config.ranks import mesh_lines, places
-from launcher.pipeline.actions import ActionKind
-from launcher.pipeline.recording import read
+from launcher.pipeline.schedules.actions import ActionKind
+from launcher.pipeline.timeline.recording import read
 from launcher.run import Run
 from launcher.train import Training
 from tests.config.test_data_efficiency import sections

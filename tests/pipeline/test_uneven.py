@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.errors import ConfigError
-from launcher.pipeline.layers import PipelineModule
+from launcher.pipeline.sequential.layers import PipelineModule
 from tests.pipeline.running import CLIP, LR, config_of, engine_of, whole_weights
 from tests.pipeline.test_rows import assert_same, loss_of, row
 from tests.pool import RankContext, WorkerPool

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from launcher.comm import shm_arena
+from launcher.comm.shared_memory import arena
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import PlainRun, batch, tiny_gpt2, tiny_llama, train_plain
 from tests.zero.training import LAYERS, LR, SEQUENCES, Case, Trained, train
@@ -156,11 +156,11 @@ def test_fp16_with_a_dynamic_scale(pool: WorkerPool) -> None:
 
 def train_by_memory(ctx: RankContext, case: Case) -> Trained:
     """However small a tensor is, it is read where it lies in its rank's memory, where that is possible."""
-    slot, shm_arena.SLOT = shm_arena.SLOT, 0
+    slot, arena.SLOT = arena.SLOT, 0
     try:
         return train(ctx, case)
     finally:
-        shm_arena.SLOT = slot
+        arena.SLOT = slot
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=FULL), 1, pytest.param(2, marks=FULL), 3])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from launcher.comm.collectives import record_collectives
+from launcher.comm import record_collectives
 from launcher.errors import LauncherError, ShardedParameterError
 from launcher.zero import GatheredParameters, PartitionedInit, ShardedParameter, set_z3_leaf_module
 from tests.engine.driving import advance, config_of, engine_of, whole_weights

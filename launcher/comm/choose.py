@@ -1,0 +1,40 @@
+"""The one place that decides how the ranks of an axis reach each other: once, when the axis gets its process group."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from launcher.comm.gloo import GlooTransport
+from launcher.comm.nccl import NcclTransport
+from launcher.comm.shared_memory.connect import PeerMemoryUnavailable, connect
+from launcher.comm.shared_memory.transport import SharedMemoryTransport
+from launcher.comm.transport import Transports
+
+TRANSPORT = "LAUNCHER_CPU_TRANSPORT"  # "sockets": never read the memory of other ranks
+
+
+def choose(
+    device: torch.device, group: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None
+) -> Transports:
+    """How the ranks of `group` reach each other; what was chosen is said by `str`. Collective.
+
+    Args:
+        device: of this rank.
+        reductions: on CUDA, a second group of the same ranks.
+    """
+    if device.type == "cuda":
+        return plain_transports(group, reductions)
+    if os.environ.get(TRANSPORT) == "sockets":
+        return Transports.alike(GlooTransport(group, f"{TRANSPORT} says so"))
+    try:
+        return Transports.alike(SharedMemoryTransport(group, connect(group)))
+    except PeerMemoryUnavailable as why:
+        return Transports.alike(GlooTransport(group, str(why)))
+
+
+def plain_transports(group: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> Transports:
+    """What any process group can do, and nothing is tried: NCCL between devices, sockets between CPUs."""
+    return Transports(NcclTransport(group, reductions or group), GlooTransport(group))

@@ -1,0 +1,45 @@
+"""`Pending`: a collective in flight, which is what every transport gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from launcher.comm.observe import Timing
+
+
+class Waitable(Protocol):
+    """What can be waited for."""
+
+    def wait(self) -> Any: ...
+
+
+class Pending:
+    """A collective in flight. It holds its buffers: keeping the reference is what keeps them alive.
+
+    Args:
+        works: what it waits for, in this order.
+        finish: called once after them.
+
+    Attributes:
+        timing: set while somebody observes (`observe.py`).
+    """
+
+    def __init__(self, works: Sequence[Waitable] = (), finish: Callable[[], object] | None = None) -> None:
+        self._works, self._finish = list(works), finish
+        self.timing: Timing | None = None
+
+    def wait(self) -> None:
+        """Block until the result is in place (on CUDA: make the current stream wait for it). Safe to call again."""
+        works, self._works = self._works, []
+        timing, self.timing = self.timing, None
+        if timing is not None:
+            timing.begin_wait()
+        for work in works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        if timing is not None:
+            timing.end_wait()

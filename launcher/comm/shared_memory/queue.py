@@ -1,0 +1,207 @@
+"""Numbers sent between processes of one machine, in microseconds: rings of messages in memory that they share.
+
+Every process owns a mailbox: memory without a file (memfd), which the kernel frees when the last of its processes ends,
+however it ends. Peers map it through /proc. It has a ring for each of them, and room (`board`) for what else its owner
+wants to show them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.comm.shared_memory.semaphore import BYTES, Semaphore
+from launcher.errors import LauncherError
+
+LIMIT_S = 600.0  # as long as torch.distributed waits for a peer
+LOOK_S = 1.0  # between looks at whether the peer still lives
+SPINS = 400  # tries before a process sleeps: some 0.2 ms, the time that sleeping and waking costs on a virtual machine
+PLACES = 8192  # of a ring; who finds it full waits until its peer has taken something
+_MESSAGE = struct.Struct("qq")  # number, value
+_RING = 2 * BYTES + PLACES * _MESSAGE.size  # (messages, free places), ring
+
+
+@dataclass(frozen=True)
+class ShmQueueAddress:
+    """Where a mailbox is: a file descriptor of its process."""
+
+    pid: int
+    descriptor: int
+
+
+class ShmQueue:
+    """Messages of the peers, each with the number of what it belongs to.
+
+    Args:
+        rank: of this process among the peers.
+        ranks: how many there are, this one included.
+        board: bytes that the owner writes, and all read.
+    """
+
+    def __init__(self, rank: int, ranks: int, board: int = 0) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._descriptor = os.memfd_create("launcher-mailbox", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, ranks * _RING + board)
+        self._memory = mmap.mmap(self._descriptor, 0)
+        self.address = ShmQueueAddress(os.getpid(), self._descriptor)
+        self._inboxes = [_Inbox(_Ring(self._memory, sender)) for sender in range(ranks)]
+        for inbox in self._inboxes:
+            inbox.ring.start()
+        self._peers: list[ShmQueueAddress] = []
+        self._outgoing: list[_Outgoing] = []
+        self.boards: list[
+            tuple[mmap.mmap, int]
+        ] = []  # of every rank: memory, and where in it the board begins
+
+    def connect(self, peers: list[ShmQueueAddress]) -> None:
+        """Map the mailbox of every rank; `peers`: their addresses.
+
+        Raises:
+            OSError: the kernel does not let this process.
+        """
+        memories = [self._memory if a == self.address else _mapped(a) for a in peers]
+        self._peers = peers
+        self._outgoing = [_Outgoing(_Ring(memory, self.rank)) for memory in memories]
+        self.boards = [(memory, self.ranks * _RING) for memory in memories]
+
+    def all_are_connected(self) -> None:
+        """Nobody else may map it."""
+        os.close(self._descriptor)
+
+    def pid_of(self, peer: int) -> int:
+        """The process of a rank."""
+        return self._peers[peer].pid
+
+    def send(self, peer: int, number: int, value: int = 0) -> None:
+        """Send `value`; it is there when this returns."""
+        out = self._outgoing[peer]
+        with out.lock:
+            if not out.ring.free.taken():
+                self._wait(out.ring.free, peer, spin=False)
+            out.ring.write(number, value)
+
+    def receive(self, peer: int, number: int, *, spin: bool = False) -> int:
+        """The value of the peer's message of this number; waits for it.
+
+        Args:
+            spin: it is expected at once: try for a moment before sleeping.
+
+        Raises:
+            LauncherError: the peer's process has ended, or was silent for LIMIT_S.
+        """
+        inbox = self._inboxes[peer]
+        with inbox.changed:
+            while inbox.led and number not in inbox.box:
+                inbox.changed.wait()
+            if number in inbox.box:
+                return inbox.box.pop(number)
+            inbox.led = True
+        # Of the threads that wait for this peer one takes messages from the ring, its own and those of the others.
+        try:
+            while True:
+                self._wait(inbox.ring.messages, peer, spin=spin)
+                found, value = inbox.ring.read()
+                if found == number:
+                    return value
+                with inbox.changed:
+                    inbox.box[found] = value
+                    inbox.changed.notify_all()
+        finally:
+            with inbox.changed:
+                inbox.led = False
+                inbox.changed.notify_all()
+
+    def has(self, peer: int, number: int) -> bool:
+        """Whether the peer's message of this number has come."""
+        inbox = self._inboxes[peer]
+        with inbox.changed:
+            while not inbox.led and inbox.ring.messages.taken():
+                found, value = inbox.ring.read()
+                inbox.box[found] = value
+            return number in inbox.box
+
+    def _wait(self, semaphore: Semaphore, peer: int, *, spin: bool) -> None:
+        if spin:
+            for _ in range(SPINS):
+                if semaphore.taken():
+                    return
+        until = time.monotonic() + LIMIT_S
+        while not semaphore.wait(LOOK_S):
+            self._check(peer, until)
+
+    def _check(self, peer: int, until: float) -> None:
+        pid = self.pid_of(peer)
+        if not _lives(pid):
+            raise LauncherError(f"rank {peer} of the axis (process {pid}) has ended", fix="see its log")
+        if time.monotonic() > until:
+            raise LauncherError(
+                f"no word from rank {peer} of the axis (process {pid}) for {LIMIT_S:g} s",
+                fix="see in its log what it is doing; ranks must run the same collectives",
+            )
+
+
+class _Ring:
+    """Messages of one sender, in the memory of their receiver."""
+
+    def __init__(self, memory: mmap.mmap, sender: int) -> None:
+        self._memory, self._start = memory, sender * _RING + 2 * BYTES
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + sender * _RING
+        self.messages, self.free = Semaphore(address), Semaphore(address + BYTES)
+        self._turn = 0
+
+    def start(self) -> None:
+        self.messages.start(0)
+        self.free.start(PLACES)
+
+    def write(self, number: int, value: int) -> None:
+        _MESSAGE.pack_into(self._memory, self._place(), number, value)
+        self.messages.post()
+
+    def read(self) -> tuple[int, int]:
+        number, value = _MESSAGE.unpack_from(self._memory, self._place())
+        self.free.post()
+        return number, value
+
+    def _place(self) -> int:
+        self._turn += 1
+        return self._start + (self._turn % PLACES) * _MESSAGE.size
+
+
+class _Inbox:
+    """What came from one peer."""
+
+    def __init__(self, ring: _Ring) -> None:
+        self.ring = ring
+        self.box: dict[int, int] = {}
+        self.changed = threading.Condition()
+        self.led = False  # a thread takes messages from the ring
+
+
+class _Outgoing:
+    """The way to one peer."""
+
+    def __init__(self, ring: _Ring) -> None:
+        self.ring, self.lock = ring, threading.Lock()
+
+
+def _mapped(address: ShmQueueAddress) -> mmap.mmap:
+    descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _lives(pid: int) -> bool:
+    """A zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

@@ -1,0 +1,301 @@
+"""Executes a list of actions: any schedule, any model. One that is not cut is one stage.
+
+What an action needs and makes, for virtual stage k and microbatch m:
+
+F(k, m)   takes what k - 1 left with for m; its outputs wait for B or I
+B(k, m)   takes the gradients of these outputs; gives those of what F took, and of the weights
+I(k, m)   the same, but leaves the weights of linear layers
+W(k, m)   the gradients of these
+U(k, m)   steps the weights of the rank; only where they change inside of a step
+
+Where training is asynchronous, F and B run with the weights that `asynchronous.weights_used` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from launcher.comm import Axis
+from launcher.comm.p2p import P2PChannel
+from launcher.errors import LauncherError
+from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, signature_of
+from launcher.pipeline.executor.lazy import LazySequence
+from launcher.pipeline.executor.stage_p2p import StageP2P
+from launcher.pipeline.executor.stopwatch import Stopwatch
+from launcher.pipeline.schedules import DRAINED
+from launcher.pipeline.schedules import schedule as schedule_of
+from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
+from launcher.pipeline.schedules.asynchronous import weights_used
+from launcher.pipeline.schedules.transfers import with_transfers
+from launcher.tensor.layers import give_own_backward
+from launcher.tensor.weight_gradients import DeferredWeightGrads, putting_off
+
+MicrobatchKey = tuple[int, int]  # virtual stage, microbatch
+
+
+class StageExecutor(Protocol):
+    """What the engine does for an action."""
+
+    def forward(self, module: nn.Module, batch: Any) -> Any:
+        """The model's output, under autocast and timers."""
+
+    def loss(self, output: Any) -> Tensor:
+        """The scalar in the output of the last stage."""
+
+    def backward(self, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
+        """From outputs to leaves; `last`: of this rank in this step. No outputs: nothing before them is trained."""
+
+    def finish(self, put_off: DeferredWeightGrads, *, last: bool) -> None:
+        """Compute gradients of weights that were put off."""
+
+    def root_gradient(self, microbatch: int) -> float:
+        """What the loss of a microbatch is multiplied with."""
+
+    def see(self, version: int) -> None:
+        """The next forward or backward runs with these weights: so many updates since the step began, below 0 from
+        before it. Never called where training is synchronous."""
+
+    def update(self, needed: Collection[int]) -> None:
+        """Step the weights of this rank; of those that there were, these versions will be seen again."""
+
+
+@dataclass
+class SavedForward:
+    """Of a forward whose backward is to come. It holds no activations: that is up to what autograd saves.
+
+    Attributes:
+        received: where the gradients of the floats that were received will be, in their order.
+        outputs: where backward starts, for each float that left; None: it needs no gradient.
+    """
+
+    received: tuple[Tensor, ...]
+    outputs: tuple[GradientEdge | None, ...]
+
+
+class Runtime:
+    """The stages of a rank, step by step.
+
+    Args:
+        staged: the rank's part of the model.
+        axis: pp.
+        name, chunks: of the schedule.
+
+    Attributes:
+        most_held: (virtual stage, microbatch) whose activations were held at once in the last step.
+        most_deferred: (virtual stage, microbatch) whose weight gradients waited at once.
+        stopwatch: when its actions ran.
+    """
+
+    def __init__(self, staged: StagedPart, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
+        self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
+        self.letters = P2PChannel(axis)
+        if not staged.is_whole:  # there, autograd adds every gradient by itself
+            for _, block in staged.blocks:
+                give_own_backward(block)
+        self.most_held = self.most_deferred = 0
+        self.stopwatch = Stopwatch(device)
+
+    def schedule(self, microbatches: int) -> PipelineSchedule:
+        return schedule_of(self.name, self.axis.degree, microbatches, self.chunks)
+
+    def drained(self, microbatches: int) -> PipelineSchedule:
+        """The same where no weights change."""
+        name = DRAINED.get(self.name, self.name)
+        return schedule_of(name, self.axis.degree, microbatches, self.chunks)
+
+    def run(self, batches: Sequence[Any], work: StageExecutor, *, training: bool) -> list[Tensor]:
+        """Take microbatches through all stages, and back where `training`.
+
+        Args:
+            batches: all of them, on every rank; read one by one, when their forwards come.
+
+        Returns:
+            their losses, detached, on the rank of the last virtual stage; elsewhere nothing.
+        """
+        schedule = self.schedule(len(batches)) if training else _forwards(self.drained(len(batches)))
+        signatures = LazySequence(len(batches), lambda m: signature_of(batches[m]))
+        mail = StageP2P(self.staged, self.letters, schedule, signatures, self.device)
+        step = _Step(self, mail, schedule, batches, signatures, work, training)
+        actions = with_transfers(schedule)[self.axis.rank]
+        last = next(
+            (a for a in reversed(actions) if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)), None
+        )
+        if training:
+            self.most_held = self.most_deferred = 0
+            self.stopwatch.begin(schedule)
+        for action in actions:
+            with self._naming(action), self.stopwatch.action(action) if training else nullcontext():
+                step.do(action, last=action is last)
+            self.most_held = max(self.most_held, len(step.kept))
+            self.most_deferred = max(self.most_deferred, len(step.deferred))
+        mail.finish()
+        return [step.losses[m] for m in sorted(step.losses)]
+
+    @contextmanager
+    def _naming(self, action: Action) -> Iterator[None]:
+        """What is raised inside says where; in a model that is not cut there is one place only."""
+        if self.staged.is_whole:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            place = f"stage {self.axis.rank} (rank {dist.get_rank()}), {action}: {action.in_words}"
+            if isinstance(error, LauncherError):
+                error.where = f"{error.where}, {place}" if error.where else place
+            else:
+                error.add_note(place)
+            raise
+
+
+class _Step:
+    """The state of one step.
+
+    Attributes:
+        kept: forwards whose backward is to come.
+        arrived: inputs of forwards to come.
+        gradients: of the outputs of forwards.
+        deferred: weight gradients to come.
+        leaving: what is to be sent.
+        versions: of the weights that each microbatch sees (`StageExecutor.see`); None: always the newest.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        mail: StageP2P,
+        schedule: PipelineSchedule,
+        batches: Sequence[Any],
+        signatures: Sequence[Signature],
+        work: StageExecutor,
+        training: bool,
+    ) -> None:
+        self.staged, self.rank, self.mail = runtime.staged, runtime.axis.rank, mail
+        self.batches, self.signatures, self.work, self.training = batches, signatures, work, training
+        self.kept: dict[MicrobatchKey, SavedForward] = {}
+        self.arrived: dict[MicrobatchKey, tuple[Tensor, ...]] = {}
+        self.gradients: dict[MicrobatchKey, tuple[Tensor, ...]] = {}
+        self.deferred: dict[MicrobatchKey, DeferredWeightGrads] = {}
+        self.leaving: dict[Action, tuple[tuple[Tensor, ...], StageBoundary | None]] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.versions = _versions(schedule, self.rank) if training and not schedule.flushes else None
+
+    def do(self, action: Action, *, last: bool) -> None:
+        key = action.stage, action.microbatch
+        if self.versions is not None and action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            self.work.see(self.versions[action.microbatch])
+        match action.kind:
+            case ActionKind.RECV_F:
+                self.arrived[key] = self.mail.receive(action)
+            case ActionKind.RECV_B:
+                self.gradients[key] = self.mail.receive(action)
+            case ActionKind.SEND_F | ActionKind.SEND_B:
+                self.mail.send(action, *self.leaving.pop(action))
+            case ActionKind.FORWARD:
+                self._forward(*key)
+            case ActionKind.BACKWARD:
+                self._backward(*key, last=last)
+            case ActionKind.INPUT:
+                with putting_off() as self.deferred[key]:
+                    self._backward(*key, last=False)
+            case ActionKind.WEIGHT:
+                self.work.finish(self.deferred.pop(key), last=last)
+            case ActionKind.UPDATE:
+                assert self.versions is not None
+                self.work.update({self.versions[microbatch] for _, microbatch in self.kept})
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        received, leaves = _started(self.arrived.pop((stage, microbatch), ()))
+        signature, batch = self.signatures[microbatch], self.batches[microbatch]
+        is_last = stage == self.staged.virtual_stages - 1
+        new = not is_last and self.staged.learned(stage, signature) is None
+        output = self.staged.forward(
+            stage, received, signature, lambda module: self.work.forward(module, batch)
+        )
+        if is_last:
+            loss = self.work.loss(output)
+            self.losses[microbatch] = loss.detach()
+            outputs: tuple[Tensor, ...] = (loss,)
+        else:
+            outputs = output
+            self._hand_on(stage, microbatch, outputs, new)
+        if self.training:
+            self.kept[stage, microbatch] = SavedForward(leaves, _ends(outputs))
+
+    def _hand_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...], new: bool) -> None:
+        tensors = tuple(output.detach().contiguous() for output in outputs)
+        if self.staged.rank_of[stage + 1] == self.rank:
+            self.arrived[stage + 1, microbatch] = tensors
+            return
+        learned = self.staged.learned(stage, self.signatures[microbatch]) if new else None
+        self.leaving[Action(ActionKind.SEND_F, stage, microbatch)] = tensors, learned
+
+    def _backward(self, stage: int, microbatch: int, *, last: bool) -> None:
+        kept = self.kept.pop((stage, microbatch))
+        if stage == self.staged.virtual_stages - 1:
+            factor = self.work.root_gradient(microbatch)
+            gradients: tuple[Tensor, ...] = (torch.full_like(self.losses[microbatch], factor),)
+        else:
+            gradients = self.gradients.pop((stage, microbatch))
+        pairs = [(out, grad) for out, grad in zip(kept.outputs, gradients, strict=True) if out is not None]
+        self.staged.before_backward(stage, self.signatures[microbatch])
+        self.work.backward([out for out, _ in pairs], [grad for _, grad in pairs], last=last)
+        if stage == 0:
+            return
+        back = tuple(_gradient_of(leaf) for leaf in kept.received)
+        if self.staged.rank_of[stage - 1] == self.rank:
+            self.gradients[stage - 1, microbatch] = back
+        else:
+            self.leaving[Action(ActionKind.SEND_B, stage, microbatch)] = back, None
+
+
+class _Start(torch.autograd.Function):
+    """A received tensor with the gradient of a leaf that has its shape, but not its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def _started(arrived: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(what autograd records from, the leaves where the gradients of the floats among it will be)."""
+    received, leaves = [], []
+    for tensor in arrived:
+        if tensor.is_floating_point():
+            leaves.append(tensor.new_zeros(()).expand(tensor.shape).requires_grad_())
+            tensor = _Start.apply(leaves[-1], tensor)
+        received.append(tensor)
+    return tuple(received), tuple(leaves)
+
+
+def _ends(outputs: tuple[Tensor, ...]) -> tuple[GradientEdge | None, ...]:
+    floats = [output for output in outputs if output.is_floating_point()]
+    return tuple(get_gradient_edge(output) if output.requires_grad else None for output in floats)
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    gradient, leaf.grad = leaf.grad, None
+    return leaf.new_zeros(leaf.shape) if gradient is None else gradient.contiguous()
+
+
+def _versions(schedule: PipelineSchedule, rank: int) -> list[int]:
+    """Of each microbatch: the weights that it sees, in updates since a step began that is not the first."""
+    return [updates - (schedule.delay or 0) for updates in weights_used(schedule)[rank]]
+
+
+def _forwards(schedule: PipelineSchedule) -> PipelineSchedule:
+    """Only the forwards of a schedule, in their order."""
+    actions = tuple(tuple(a for a in of_rank if a.kind is ActionKind.FORWARD) for of_rank in schedule.actions)
+    return replace(schedule, actions=actions)

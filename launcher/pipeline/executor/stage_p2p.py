@@ -1,0 +1,136 @@
+"""What crosses between stages on different ranks. Receives are posted ahead, in the order in which they were sent.
+
+A stage that leaves with a kind of batch for the first time sends first what it has learned (`StageBoundary`): shapes,
+and how the next stage must go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from launcher.comm import Pending
+from launcher.comm.p2p import P2PChannel
+from launcher.comm.record import show_wait
+from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, TensorShape
+from launcher.pipeline.plain import packed, unpacked
+from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
+from launcher.pipeline.schedules.transfers import arrivals, matching_receive
+
+AHEAD = 2  # messages of each kind from each rank that are received before they are needed
+
+
+class StageP2P:
+    """The messages of one step.
+
+    Args:
+        staged: knows the shapes, and learns them.
+        letters: of the pp axis.
+        schedule: what is sent, and in which order.
+        signatures: of the microbatches.
+    """
+
+    def __init__(
+        self,
+        staged: StagedPart,
+        letters: P2PChannel,
+        schedule: PipelineSchedule,
+        signatures: Sequence[Signature],
+        device: torch.device,
+    ) -> None:
+        self.staged, self.letters, self.schedule, self.signatures = staged, letters, schedule, signatures
+        self.device = device
+        self._expected = {
+            key: deque(actions) for key, actions in arrivals(schedule)[letters.axis.rank].items()
+        }
+        self._boxes: dict[Action, tuple[tuple[Tensor, ...], list[Pending]]] = {}
+        self._posted: dict[tuple[int, ActionKind], int] = {}
+        self._outgoing: dict[Action, list[Pending]] = {}
+
+    def send(self, action: Action, tensors: tuple[Tensor, ...], learned: StageBoundary | None) -> None:
+        """Start sending what an action made.
+
+        Args:
+            action: SEND_F or SEND_B.
+            learned: goes before the tensors; None: the receiver knows it.
+        """
+        to = self.schedule.rank_of[matching_receive(action).stage]
+        back, tag = action.kind is ActionKind.SEND_B, f"stage{action.stage}/{action.kind.lower()}"
+        outgoing = self._outgoing[action] = []
+        if learned is not None:
+            content = packed(learned).to(self.device)
+            size = torch.tensor([content.numel()], device=self.device)
+            outgoing += [self.letters.send(part, to, tag) for part in (size, content)]
+        outgoing += [self.letters.send(tensor, to, tag, back=back) for tensor in tensors]
+
+    def receive(self, action: Action) -> tuple[Tensor, ...]:
+        """Wait for what RECV_F or RECV_B stands for."""
+        key = self._source(action), action.kind
+        while action not in self._boxes:
+            self._post(key)
+        tensors, pendings = self._boxes.pop(action)
+        self._posted[key] -= 1
+        self._post_ahead(key)
+        what = "gradients" if action.kind is ActionKind.RECV_B else "inputs"
+        show_wait(f"the wait for {what} of stage {action.stage}, microbatch {action.microbatch}")
+        for pending in pendings:
+            pending.wait()
+        if (
+            action.kind is ActionKind.RECV_B
+        ):  # what this is the gradient of has arrived: its memory need not wait for it
+            self._wait_for(Action(ActionKind.SEND_F, action.stage, action.microbatch))
+        return tensors
+
+    def finish(self) -> None:
+        """Wait until everything was sent."""
+        for action in list(self._outgoing):
+            self._wait_for(action)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _wait_for(self, action: Action) -> None:
+        for pending in self._outgoing.pop(action):
+            pending.wait()
+
+    def _source(self, action: Action) -> int:
+        return self.schedule.rank_of[action.stage + (1 if action.kind is ActionKind.RECV_B else -1)]
+
+    def _post_ahead(self, key: tuple[int, ActionKind]) -> None:
+        """Post the next receives whose shapes are known."""
+        expected = self._expected[key]
+        while expected and self._posted.get(key, 0) < AHEAD and self._shapes(expected[0]) is not None:
+            self._post(key)
+
+    def _post(self, key: tuple[int, ActionKind]) -> None:
+        source, kind = key
+        action = self._expected[key].popleft()
+        back, tag = kind is ActionKind.RECV_B, f"stage{action.stage}/{kind.lower()}"
+        shapes = self._shapes(action)
+        if shapes is None:
+            shapes = self._learn(action, source, tag)
+        tensors = tuple(torch.empty(shape.size, dtype=shape.dtype, device=self.device) for shape in shapes)
+        pendings = [self.letters.receive(tensor, source, tag, back=back) for tensor in tensors]
+        self._boxes[action] = tensors, pendings
+        self._posted[key] = self._posted.get(key, 0) + 1
+
+    def _shapes(self, action: Action) -> tuple[TensorShape, ...] | None:
+        """Gradients are shaped like the floats that were sent; None: still to be learned."""
+        edge = action.stage if action.kind is ActionKind.RECV_B else action.stage - 1
+        learned = self.staged.learned(edge, self.signatures[action.microbatch])
+        if learned is None:
+            return None
+        return learned.returning if action.kind is ActionKind.RECV_B else learned.shapes
+
+    def _learn(self, action: Action, source: int, tag: str) -> tuple[TensorShape, ...]:
+        size = torch.empty(1, dtype=torch.int64, device=self.device)
+        self.letters.receive(size, source, tag).wait()
+        content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        self.letters.receive(content, source, tag).wait()
+        learned = unpacked(content)
+        if not isinstance(learned, StageBoundary):
+            raise ValueError(f"stage {action.stage - 1} sent a {type(learned).__name__} in place of shapes")
+        self.staged.tell(action.stage - 1, self.signatures[action.microbatch], learned)
+        return learned.shapes

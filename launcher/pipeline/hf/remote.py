@@ -1,0 +1,126 @@
+"""What stands for modules that run on other stages: no parameters, but what a model asks about them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from launcher.errors import ElsewhereError, LauncherError
+from launcher.pipeline.crossing import TensorShape
+from launcher.pipeline.hf.origins import Origin
+from launcher.pipeline.hf.route import NO_PIPELINE, Route, StageOutputs
+
+
+class RemoteModule(nn.Module):
+    """Stands for a module that does not run in this forward. It has its plain attributes and properties: models ask
+    blocks for the kind of their attention. While a forward runs it has inner modules, which are stand-ins, too, and
+    tensors, which are zeros: models ask for the device of a weight.
+
+    Args:
+        where: the module's name and stage, in words.
+    """
+
+    def __init__(self, module: nn.Module, where: str, route: Route) -> None:
+        super().__init__()
+        own = set(self.__dict__)
+        self.__dict__.update({key: value for key, value in module.__dict__.items() if key not in own})
+        self.__dict__.pop("forward", None)
+        self.where, self.route, self.of = where, route, type(module)
+        tensors = {**module._parameters, **module._buffers}
+        # a plain attribute, so that it is no part of this module: names stay those of the whole model
+        self.__dict__["inner"] = {
+            **{name: None if tensor is None else TensorShape.of(tensor) for name, tensor in tensors.items()},
+            **{name: _inner(child, where, route) for name, child in module.named_children()},
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            pass
+        inner = self.__dict__.get("inner", {})
+        if name in inner and self.route.running:
+            found = inner[name]
+            return self._zeros(found) if isinstance(found, TensorShape) else found
+        found = inspect.getattr_static(self.__dict__.get("of"), name, None)
+        if isinstance(found, property) and found.fget is not None:
+            return found.fget(self)
+        if found is not None and not hasattr(found, "__get__"):
+            return found
+        raise ElsewhereError(
+            f"{self.__dict__.get('where')}: here is no {name!r} of it",
+            fix="ask on the ranks of that stage, or for the whole model: engine.save_16bit_model()",
+        )
+
+    def _zeros(self, shape: TensorShape) -> Tensor:
+        """Of a float, in the dtype of the weights: this one was seen before they got theirs."""
+        dtype = self.route.like().dtype if shape.dtype.is_floating_point else shape.dtype
+        return self.route.zeros(TensorShape(shape.size, dtype))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ElsewhereError(f"{self.where}: it does not run here", fix=NO_PIPELINE)
+
+
+def _inner(module: nn.Module, where: str, route: Route) -> nn.Module:
+    if isinstance(module, nn.ModuleList):
+        return nn.ModuleList([_inner(child, where, route) for child in module])
+    if isinstance(module, nn.ModuleDict):
+        return nn.ModuleDict({key: _inner(child, where, route) for key, child in module.items()})
+    return RemoteModule(module, where, route)
+
+
+class RemoteBlock(RemoteModule):
+    """A block: those before this stage pass on, those behind it end the forward."""
+
+    def __init__(self, block: nn.Module, where: str, route: Route, index: int) -> None:
+        super().__init__(block, where, route)
+        self.index = index
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        route = self.route
+        if self.index >= route.leave:
+            route.leave_at(self.index, (args, kwargs))
+        elif self.index > route.enter:
+            raise LauncherError(f"block {self.index} runs out of turn", where="pipeline", fix=NO_PIPELINE)
+        states = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
+
+        def made(value: Any) -> Any:
+            if not isinstance(value, TensorShape):
+                return value
+            alike = TensorShape.of(states) == value and route.origins is None
+            return states if alike else route.zeros(value)
+
+        return tree_map(made, route.learned.returns_of(self.of))
+
+
+class RemotePart(RemoteModule):
+    """A part before or after the blocks. In front of the blocks it gives zeros of the shape that the part gave on the
+    first stage: what they lead to is replaced at the first block."""
+
+    def __init__(self, part: nn.Module, where: str, route: Route, name: str, *, before: bool) -> None:
+        super().__init__(part, where, route)
+        self.name, self.before = name, before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        template = self.route.learned.outputs.get(self.name) if self.before else None
+        if template is None and self.route.looking_ahead:
+            raise StageOutputs
+        if template is None:
+            raise LauncherError(
+                f"{self.name} runs on a stage that does not have it", where="pipeline", fix=NO_PIPELINE
+            )
+        device = next(
+            (leaf.device for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)),
+            self.route.like().device,
+        )
+
+        def zeros(value: Any) -> Any:
+            if not isinstance(value, TensorShape):
+                return value
+            return torch.zeros(value.size, dtype=value.dtype, device=device)
+
+        return self.route.marked(tree_map(zeros, template), Origin.STAND_IN)

@@ -1,0 +1,75 @@
+"""What a layer costs by its shapes, and the ways to say so that `pipeline.partition` knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+
+from torch import nn
+
+from launcher.config.pipeline import TYPE
+from launcher.errors import ConfigError
+
+WHERE = "pipeline.partition"
+
+
+def elements(modules: Iterable[nn.Module], whole: Mapping[nn.Parameter, int] = MappingProxyType({})) -> int:
+    """Elements of the parameters of `modules`, each parameter once; `whole` knows better."""
+    found = {parameter for module in modules for parameter in module.parameters()}
+    return sum(whole.get(parameter, parameter.numel()) for parameter in found)
+
+
+def products(module: nn.Module, *, as_head: bool = False, experts: float = 1.0) -> float:
+    """Elements of the weights inside that are multiplied with every token: matrices and kernels, no lookup tables.
+
+    Args:
+        as_head: the module's own weight is a matrix though the module is an embedding.
+        experts: share of the experts that a token goes through.
+    """
+    total = 0.0
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.Embedding) and not (as_head and inner is module):
+            continue
+        for key, parameter in inner.named_parameters(recurse=False):
+            if parameter.dim() >= 2:
+                share = experts if "experts" in f"{name}.{key}".split(".") else 1.0
+                total += share * parameter.numel()
+    return total
+
+
+def matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
+    """Looks for the regular expression of "type:REGEX" in the name of a class, large and small letters alike."""
+    try:
+        return re.compile(pattern, re.IGNORECASE).search
+    except re.error as error:
+        what = f"{pattern!r} is no regular expression: {error.msg}"
+        raise ConfigError(what, where=WHERE, fix='write for example "type:decoderlayer"') from None
+
+
+def no_method(method: str) -> ConfigError:
+    """There is no such method of dealing layers out."""
+    return ConfigError(
+        f"there is no method {method!r} to deal layers out",
+        where=WHERE,
+        fix='write "best", "uniform", "parameters", "profile" or "type:REGEX"',
+    )
+
+
+def no_match(pattern: str, classes: Iterable[str]) -> ConfigError:
+    """No class of a layer matches."""
+    return ConfigError(
+        f'"{TYPE}{pattern}" matches no layer: their classes are {", ".join(dict.fromkeys(classes))}',
+        where=WHERE,
+        fix='write for example "type:" and one of these names',
+    )
+
+
+def not_measured(wanted: str, given: int | None) -> ConfigError:
+    """ "profile" without numbers, or with too many or too few."""
+    have = "none were given" if given is None else f"{given} were given"
+    return ConfigError(
+        f'"profile" needs the measured seconds of {wanted}, and {have}',
+        where=WHERE,
+        fix='measure, or write "best"',
+    )

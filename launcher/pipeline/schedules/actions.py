@@ -1,0 +1,167 @@
+"""`Action` and `PipelineSchedule`: what each rank of a pipeline does, as data. Glossary of the package.
+
+stages (P)      ranks of the pp axis.
+chunks (v)      virtual stages of a rank.
+virtual stage   k in 0 .. P*v - 1, in the order of the model; `rank_of[k]` holds it.
+microbatch      number in 0 .. m - 1.
+
+One runtime executes any schedule; the same lists are checked, simulated and drawn. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ActionKind(StrEnum):
+    """What an action does for one microbatch at one virtual stage."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # all of it: gradients of the input and of the weights
+    INPUT = "I"  # the gradient of the input only
+    WEIGHT = "W"  # the gradients of the weights, which INPUT left
+    SEND_F = "SEND_F"  # the stage's output to the next virtual stage
+    RECV_F = "RECV_F"  # wait for the stage's input
+    SEND_B = "SEND_B"  # the gradient of the stage's input to the virtual stage before
+    RECV_B = "RECV_B"  # wait for the gradient of the stage's output
+    UPDATE = "U"  # the optimizer steps the weights of the rank, with the gradients since the last time
+
+    __hash__ = str.__hash__  # Enum's own is Python code, and actions are looked up by the thousand
+
+
+WORDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "input gradient",
+    ActionKind.WEIGHT: "weight gradients",
+    ActionKind.SEND_F: "sending the activations",
+    ActionKind.RECV_F: "receiving the activations",
+    ActionKind.SEND_B: "sending the gradients",
+    ActionKind.RECV_B: "receiving the gradients",
+    ActionKind.UPDATE: "update with the gradients",
+}
+GIVES_INPUT_GRADIENT = (ActionKind.BACKWARD, ActionKind.INPUT)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One thing that a rank does. `str` is `F2.0`: kind, virtual stage, microbatch."""
+
+    kind: ActionKind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+    @property
+    def in_words(self) -> str:
+        """ "forward of microbatch 2"."""
+        return f"{WORDS[self.kind]} of microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """What every rank of a pipeline does in a step, in order.
+
+    Args:
+        name: as in `registry.SCHEDULES`.
+        stages, chunks, microbatches: P, v and m.
+        rank_of: the pp rank of each virtual stage.
+        actions: the compute actions of each rank (F, and B or I and W); transfers follow from them (`transfers.py`).
+        held: a bound for each rank: how many (virtual stage, microbatch) it holds the activations of. An activation
+            is held from its F to the end of its B, or of its I.
+        deferred: the same for what an I leaves until its W: the inputs of the layers that have weights, and the
+            gradients of their outputs. The rest of the activation is free after the I. 0 without I and W.
+        weight_versions: how many versions of its weights each rank keeps.
+        update_every: microbatches between two updates of the weights.
+        flushes: whether the pipeline drains before the weights change. Where it does not, training is NOT that of
+            one process: a microbatch sees weights that are some updates old (`asynchronous.py`).
+        delay: by how many updates the weights of a microbatch are older than one process would have them, the same on
+            all ranks; None: each rank takes its newest, and changes them after each of its backwards.
+    """
+
+    name: str
+    stages: int
+    chunks: int
+    microbatches: int
+    rank_of: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    held: tuple[int, ...]
+    deferred: tuple[int, ...]
+    weight_versions: tuple[int, ...]
+    update_every: int
+    flushes: bool = True
+    delay: int | None = 0
+
+    @property
+    def virtual_stages(self) -> int:
+        """P * v."""
+        return self.stages * self.chunks
+
+    @property
+    def updates_inside(self) -> bool:
+        """Whether weights change between the actions of a step, on each rank by itself."""
+        return self.delay is None
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The virtual stages of a rank, in the order of the model; the position is the chunk."""
+        return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
+
+
+def dependencies(schedule: PipelineSchedule) -> dict[Action, tuple[Action, ...]]:
+    """For each action those that must have ended before it starts.
+
+    F(k, m) needs F(k-1, m). B(k, m) and I(k, m) need F(k, m), and B or I of (k+1, m). W(k, m) needs I(k, m).
+    Where an action is missing in the lists, so it is here: `check` finds it.
+    """
+    known = {action for actions in schedule.actions for action in actions}
+    return {action: needs(action, schedule.virtual_stages, known) for action in known}
+
+
+def needs(action: Action, virtual_stages: int, known: Collection[Action]) -> tuple[Action, ...]:
+    """What must have ended before an action starts; `known`: all of the step."""
+    kind, stage, microbatch = action.kind, action.stage, action.microbatch
+    if kind is ActionKind.WEIGHT:
+        return (Action(ActionKind.INPUT, stage, microbatch),)
+    if kind is ActionKind.FORWARD:
+        return (Action(ActionKind.FORWARD, stage - 1, microbatch),) if stage else ()
+    after = (Action(back, stage + 1, microbatch) for back in GIVES_INPUT_GRADIENT)
+    return (Action(ActionKind.FORWARD, stage, microbatch), *(needed for needed in after if needed in known))
+
+
+def walk(
+    schedule: PipelineSchedule, needs: dict[Action, tuple[Action, ...]]
+) -> tuple[list[tuple[int, Action]], dict[int, Action]]:
+    """Execute the lists: each rank in its order, an action when all that it needs is done.
+
+    Returns:
+        (rank, action) in an order in which every action stands after what it needs; and for each rank that came to a
+        halt the action at which it waits for ever: empty where the schedule has no deadlock.
+    """
+    order: list[tuple[int, Action]] = []
+    done: set[Action] = set()
+    position = [0] * len(schedule.actions)
+    waiting: dict[Action, list[int]] = {}  # ranks by what they wait for
+    ready = deque(range(len(schedule.actions)))
+    while ready:
+        rank = ready.popleft()
+        while position[rank] < len(schedule.actions[rank]):
+            action = schedule.actions[rank][position[rank]]
+            missing = next((needed for needed in needs[action] if needed not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            done.add(action)
+            order.append((rank, action))
+            position[rank] += 1
+            ready.extend(waiting.pop(action, ()))
+    stuck = {
+        rank: actions[position[rank]]
+        for rank, actions in enumerate(schedule.actions)
+        if position[rank] < len(actions)
+    }
+    return order, stuck

@@ -1,0 +1,94 @@
+"""`check`: whether a schedule can be run, before any rank starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from launcher.errors import LauncherError
+from launcher.pipeline.schedules.actions import (
+    GIVES_INPUT_GRADIENT,
+    Action,
+    ActionKind,
+    PipelineSchedule,
+    dependencies,
+    walk,
+)
+
+
+def check(schedule: PipelineSchedule) -> None:
+    """Find every action once, on its rank, after what it needs, and within the memory that is promised.
+
+    Ranks are taken to run their lists in order, to wait for what they receive, and not to wait for what they send.
+
+    Raises:
+        LauncherError: naming rank, action and what is missing.
+    """
+    _complete(schedule)
+    _ordered(schedule)
+    for rank in range(schedule.stages):
+        _within(schedule, rank)
+
+
+def _complete(schedule: PipelineSchedule) -> None:
+    """Each rank has F and B (or I and W) of all its virtual stages and microbatches, once, and nothing else."""
+    for rank, actions in enumerate(schedule.actions):
+        counts = Counter(actions)
+        expected = _expected(schedule, rank, counts)
+        for action, count in counts.items():
+            if count > 1:
+                raise _error(schedule, rank, f"{action} is there {count} times")
+            if action not in expected:
+                raise _error(schedule, rank, f"{action} has no business on this rank")
+        for action in expected:
+            if action not in counts:
+                raise _error(schedule, rank, f"{action} is missing")
+
+
+def _expected(schedule: PipelineSchedule, rank: int, there: Counter[Action]) -> dict[Action, None]:
+    """What the rank has to do. A backward is split where either half of it is there."""
+    expected: dict[Action, None] = {}
+    for stage in schedule.stages_of(rank):
+        for microbatch in range(schedule.microbatches):
+            halves = [Action(kind, stage, microbatch) for kind in (ActionKind.INPUT, ActionKind.WEIGHT)]
+            split = any(half in there for half in halves)
+            backward = halves if split else [Action(ActionKind.BACKWARD, stage, microbatch)]
+            expected |= dict.fromkeys([Action(ActionKind.FORWARD, stage, microbatch), *backward])
+    return expected
+
+
+def _ordered(schedule: PipelineSchedule) -> None:
+    needs = dependencies(schedule)
+    order, stuck = walk(schedule, needs)
+    done = {action for _, action in order}
+    waits = []
+    for rank, action in stuck.items():
+        missing = next(needed for needed in needs[action] if needed not in done)
+        holder = schedule.rank_of[missing.stage]
+        if holder == rank:
+            raise _error(schedule, rank, f"{action} stands before {missing}, which it needs")
+        waits.append(f"rank {rank} at {action} for {missing} of rank {holder}")
+    if waits:
+        raise LauncherError(f"{schedule.name}: deadlock: " + "; ".join(waits), where=_where(schedule))
+
+
+def _within(schedule: PipelineSchedule, rank: int) -> None:
+    held = deferred = 0
+    for action in schedule.actions[rank]:
+        held += action.kind is ActionKind.FORWARD
+        deferred += action.kind is ActionKind.INPUT
+        for what, count, promised in (
+            ("activations", held, schedule.held[rank]),
+            ("deferred weight gradients", deferred, schedule.deferred[rank]),
+        ):
+            if count > promised:
+                raise _error(schedule, rank, f"{action} makes {count} {what} held, {promised} are promised")
+        held -= action.kind in GIVES_INPUT_GRADIENT
+        deferred -= action.kind is ActionKind.WEIGHT
+
+
+def _where(schedule: PipelineSchedule) -> str:
+    return f"{schedule.stages} stages, {schedule.chunks} chunks, {schedule.microbatches} microbatches"
+
+
+def _error(schedule: PipelineSchedule, rank: int, what: str) -> LauncherError:
+    return LauncherError(f"{schedule.name}: rank {rank}: {what}", where=_where(schedule))

@@ -1,0 +1,78 @@
+"""The schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from launcher.errors import ConfigError
+from launcher.pipeline.schedules.actions import PipelineSchedule
+from launcher.pipeline.schedules.asynchronous import pipedream, two_buffered_weights
+from launcher.pipeline.schedules.synchronous import gpipe, interleaved, one_f_one_b, zb_h1, zbv
+
+
+@dataclass(frozen=True)
+class ScheduleBuilder:
+    """How one schedule is made.
+
+    Args:
+        make: (stages, microbatches, chunks) -> Schedule.
+        chunks: the fixed number of virtual stages a rank has; None where the user chooses.
+    """
+
+    make: Callable[[int, int, int], PipelineSchedule]
+    chunks: int | None = 1
+
+
+ONE_STAGE = "1f1b"
+"""For a model that is not cut: each forward is followed by its backward."""
+
+
+@lru_cache(maxsize=64)  # the same at every step
+def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
+    """The schedule of a name.
+
+    Args:
+        name: a key of `SCHEDULES`.
+        stages: ranks of the pp axis, P. 1 works for all: there is nothing to overlap.
+        microbatches: of a step, m.
+        chunks: virtual stages a rank has, v; None takes what the schedule has, for interleaved 2.
+
+    Raises:
+        ConfigError: the name is unknown, or the numbers are none that the schedule can have.
+    """
+    where = "pipeline schedule"
+    if name not in SCHEDULES:
+        raise ConfigError(f"unknown schedule {name!r}", where=where, fix="one of " + ", ".join(SCHEDULES))
+    for what, number in (("stages", stages), ("microbatches", microbatches)):
+        if number < 1:
+            raise ConfigError(f"{what} is {number}", where=where, fix="a whole number from 1")
+    maker = SCHEDULES[name]
+    if maker.chunks is None:
+        chunks = 2 if chunks is None else chunks
+        if chunks < 2:
+            raise ConfigError(
+                f"{name} with {chunks} chunks",
+                where=where,
+                fix='chunks from 2 on; with one chunk it is "1f1b"',
+            )
+        return maker.make(stages, microbatches, chunks)
+    if chunks not in (None, maker.chunks):
+        raise ConfigError(
+            f"{name} has {maker.chunks} chunks a rank, not {chunks}",
+            where=where,
+            fix='leave chunks out; "interleaved" takes any number',
+        )
+    return maker.make(stages, microbatches, maker.chunks)
+
+
+SCHEDULES = {
+    "gpipe": ScheduleBuilder(gpipe),
+    "1f1b": ScheduleBuilder(one_f_one_b),
+    "interleaved": ScheduleBuilder(interleaved, chunks=None),
+    "zb-h1": ScheduleBuilder(zb_h1),
+    "zbv": ScheduleBuilder(zbv, chunks=2),
+    "pipedream": ScheduleBuilder(pipedream),
+    "2bw": ScheduleBuilder(two_buffered_weights),
+}

@@ -1,0 +1,177 @@
+"""The synchronous schedules: functions from (stages, microbatches, chunks) to lists of actions.
+
+All are one pattern, `_weave`: some forwards to fill the pipeline; then a backward and a forward in turns; then what is
+left of the backwards. A schedule says in which order its rank takes forwards and backwards, how many forwards come
+first, and, where backwards are split, how far the weight gradients lag behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
+
+# A (virtual stage, microbatch); None is a turn that passes, so that what follows keeps its place in the pattern.
+ScheduleSlot = tuple[int, int] | None
+
+
+def gpipe(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
+    """GPipe (Huang et al. 1811.06965): all forwards, then all backwards. Holds every microbatch."""
+    return _one_chunk("gpipe", stages, microbatches, lambda rank: microbatches)
+
+
+def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
+    """1F1B (PipeDream-flush, Narayanan et al. 2104.04473): backwards as early as possible.
+
+    GPipe's bubble; rank r holds P - r microbatches, however many there are.
+    """
+    return _one_chunk("1f1b", stages, microbatches, lambda rank: stages - rank)
+
+
+def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
+    """Interleaved 1F1B (Narayanan et al. 2104.04473): virtual stage k on rank k % P; 1F1B's bubble divided by v.
+
+    A rank takes a group of microbatches through one chunk, then through the next. Groups of exactly P need m to be a
+    multiple of P. Here the groups are P or more, as even as can be, which makes the same bubble for every m >= P; a
+    rank holds (v - 1)(largest group - P) more.
+    """
+    groups = max(1, microbatches // stages)
+    sizes = [microbatches // groups + (group < microbatches % groups) for group in range(groups)]
+    order = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
+
+    def rank_actions(rank: int) -> list[Action]:
+        held = [rank + chunk * stages for chunk in range(chunks)]
+        forwards = _slots(order, held, microbatches)
+        backwards = _slots((chunks - 1 - chunk for chunk in order), held, microbatches)
+        return _weave(forwards, backwards, warmup[rank])
+
+    warmup = [2 * (stages - 1 - rank) + (chunks - 1) * sizes[0] + 1 for rank in range(stages)]
+    return _synchronous(
+        "interleaved",
+        microbatches,
+        tuple(stage % stages for stage in range(stages * chunks)),
+        [rank_actions(rank) for rank in range(stages)],
+        held=[min(count, chunks * microbatches) for count in warmup],
+    )
+
+
+def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
+    """ZB-H1 (Qi et al. 2401.10241): 1F1B whose weight gradients fill the bubble; a third of it where F = I = W.
+
+    Rank r runs the weight gradients r microbatches later, so that with them every rank has P microbatches under way:
+    the memory of 1F1B's first rank.
+    """
+    return _one_chunk("zb-h1", stages, microbatches, lambda rank: stages - rank, lag=lambda rank: rank)
+
+
+def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
+    """ZB-V (Qi et al. 2401.10241, 2405.15362): rank r has virtual stages r and 2P - 1 - r, a V through the ranks.
+
+    First and last stage lie on rank 0, and all ranks hold the same: 2P halves, what 1F1B's first rank holds. Where
+    F = I = W and m >= 2P - 2 the step takes no longer than the last rank computes, and waits for its first microbatch.
+    """
+
+    def rank_actions(rank: int) -> list[Action]:
+        down, behind = stages - rank, 2 * rank
+        held = [rank, 2 * stages - 1 - rank]
+        steady = [0, 1] * microbatches
+        forwards = _slots([0] * (2 * down - 1) + [1, 0] * rank + [1] * down + steady, held, microbatches)
+        backwards = _slots([1] * down + steady + [0] * down, held, microbatches)
+        # The last input gradients run without pause, for the ranks that wait for them.
+        hurry = 2 * microbatches - down - behind
+        return _weave(forwards, backwards, 2 * stages, lambda turn: min(max(0, turn + 1 - hurry), behind))
+
+    return _synchronous(
+        "zbv",
+        microbatches,
+        tuple(min(stage, 2 * stages - 1 - stage) for stage in range(2 * stages)),
+        [rank_actions(rank) for rank in range(stages)],
+        held=[min(2 * stages, 2 * microbatches)] * stages,
+        deferred=[min(2 * rank + 1, 2 * microbatches) for rank in range(stages)],
+    )
+
+
+def _one_chunk(
+    name: str,
+    stages: int,
+    microbatches: int,
+    warmup: Callable[[int], int],
+    lag: Callable[[int], int] | None = None,
+) -> PipelineSchedule:
+    """A schedule in which rank r is stage r. `warmup` and `lag` (None: whole backwards) are functions of the rank."""
+
+    def rank_actions(rank: int) -> list[Action]:
+        slots: list[ScheduleSlot] = [(rank, microbatch) for microbatch in range(microbatches)]
+        behind = None if lag is None else lambda turn: lag(rank)
+        return _weave(slots, slots, warmup(rank), behind)
+
+    return _synchronous(
+        name,
+        microbatches,
+        tuple(range(stages)),
+        [rank_actions(rank) for rank in range(stages)],
+        held=[min(warmup(rank), microbatches) for rank in range(stages)],
+        deferred=None if lag is None else [min(lag(rank) + 1, microbatches) for rank in range(stages)],
+    )
+
+
+def _synchronous(
+    name: str,
+    microbatches: int,
+    rank_of: tuple[int, ...],
+    actions: Iterable[Sequence[Action]],
+    held: Sequence[int],
+    deferred: Sequence[int] | None = None,
+) -> PipelineSchedule:
+    stages = len(held)
+    return PipelineSchedule(
+        name=name,
+        stages=stages,
+        chunks=len(rank_of) // stages,
+        microbatches=microbatches,
+        rank_of=rank_of,
+        actions=tuple(tuple(of_rank) for of_rank in actions),
+        held=tuple(held),
+        deferred=(0,) * stages if deferred is None else tuple(deferred),
+        weight_versions=(1,) * stages,
+        update_every=microbatches,
+    )
+
+
+def _slots(chunks: Iterable[int], stages: Sequence[int], microbatches: int) -> list[ScheduleSlot]:
+    """A pattern of chunks with the microbatches numbered; a turn of a chunk that has had all of them passes."""
+    turns = [0] * len(stages)
+    slots: list[ScheduleSlot] = []
+    for chunk in chunks:
+        slots.append((stages[chunk], turns[chunk]) if turns[chunk] < microbatches else None)
+        turns[chunk] += 1
+    return slots
+
+
+def _weave(
+    forwards: Sequence[ScheduleSlot],
+    backwards: Sequence[ScheduleSlot],
+    warmup: int,
+    lag: Callable[[int], int] | None = None,
+) -> list[Action]:
+    """`warmup` forwards; then a backward and a forward in turns, until neither is left.
+
+    Args:
+        forwards, backwards: what the rank runs, in order.
+        warmup: forwards before the first backward.
+        lag: None for whole backwards. Else they are split, and after the backward of turn n the weight gradients of
+            all but the last `lag(n)` turns are made.
+    """
+    back = ActionKind.BACKWARD if lag is None else ActionKind.INPUT
+    made: list[tuple[ActionKind, ScheduleSlot]] = [(ActionKind.FORWARD, slot) for slot in forwards[:warmup]]
+    weights = 0  # turns whose weight gradients are made
+    for turn in range(max(len(backwards), len(forwards) - warmup)):
+        made.extend((back, slot) for slot in backwards[turn : turn + 1])
+        if lag is not None:
+            due = max(weights, turn + 1 - lag(turn))
+            made.extend((ActionKind.WEIGHT, slot) for slot in backwards[weights:due])
+            weights = due
+        made.extend((ActionKind.FORWARD, slot) for slot in forwards[warmup + turn : warmup + turn + 1])
+    if lag is not None:
+        made.extend((ActionKind.WEIGHT, slot) for slot in backwards[weights:])
+    return [Action(kind, *slot) for kind, slot in made if slot is not None]

@@ -1,0 +1,123 @@
+"""When the actions of a run ran, in files: our own record of a step, and the trace that Perfetto shows.
+
+A record: {"schedule", "stages", "chunks", "microbatches", "actions": [{"rank", "kind", "stage", "microbatch", "start",
+"end"}, ...]}; kinds F, B, I, W; `stage` is the virtual stage; times in seconds, of one clock for all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import LauncherError
+from launcher.pipeline.schedules.actions import Action, ActionKind
+from launcher.pipeline.timeline.simulate import Span, Timeline
+
+COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
+
+
+def write(path: str | Path, timeline: Timeline) -> None:
+    """Write the record of a step, one action a line."""
+    head = {
+        "schedule": timeline.name,
+        "stages": timeline.stages,
+        "chunks": timeline.chunks,
+        "microbatches": timeline.microbatches,
+    }
+    rows = [
+        json.dumps(
+            {
+                "rank": rank,
+                "kind": str(span.action.kind),
+                "stage": span.action.stage,
+                "microbatch": span.action.microbatch,
+                "start": span.start,
+                "end": span.end,
+            }
+        )
+        for rank, spans in enumerate(timeline.spans)
+        for span in spans
+    ]
+    text = json.dumps(head)[:-1] + ', "actions": [\n' + ",\n".join(rows) + "\n]}\n"
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def read(path: str | Path) -> Timeline:
+    """Read the record of a step. Actions of a rank may stand in any order.
+
+    Raises:
+        LauncherError: the file cannot be read, or is no record.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        spans: list[list[Span]] = [[] for _ in range(int(record["stages"]))]
+        for row in record["actions"]:
+            spans[_index(row, "rank", len(spans))].append(_span(row, record))
+        timeline = Timeline(
+            str(record["schedule"]),
+            len(spans),
+            int(record["chunks"]),
+            int(record["microbatches"]),
+            tuple(tuple(sorted(of_rank, key=lambda span: span.start)) for of_rank in spans),
+        )
+    except OSError as error:
+        raise LauncherError(f"cannot read {path}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise LauncherError(
+            f"{path} is no record of a pipeline step: {what}",
+            fix="a file that a pipeline run wrote",
+        ) from None
+    if not all(timeline.spans):
+        idle = [rank for rank, of_rank in enumerate(timeline.spans) if not of_rank]
+        raise LauncherError(f"{path} has no actions of ranks {idle}", fix="a record of all ranks")
+    return timeline
+
+
+def _span(row: dict[str, Any], record: dict[str, Any]) -> Span:
+    kind = ActionKind(row["kind"])
+    start, end = float(row["start"]), float(row["end"])
+    if kind not in COMPUTE:
+        raise ValueError(f"{kind} is no compute action")
+    if not start <= end:
+        raise ValueError(f"an action ends at {end}, before its start at {start}")
+    stage = _index(row, "stage", int(record["stages"]) * int(record["chunks"]))
+    return Span(Action(kind, stage, _index(row, "microbatch", int(record["microbatches"]))), start, end)
+
+
+def _index(row: dict[str, Any], key: str, count: int) -> int:
+    """A number from 0 below `count`, so that a negative one is not taken from the end."""
+    number = int(row[key])
+    if not 0 <= number < count:
+        raise ValueError(f"{key} {number} of {count}")
+    return number
+
+
+def trace(*timelines: Timeline) -> dict[str, Any]:
+    """Timelines as a trace for https://ui.perfetto.dev or chrome://tracing: a process each, a thread a rank.
+
+    A unit of a simulated timeline is shown as a second; every timeline starts at 0.
+    """
+    events: list[dict[str, Any]] = []
+    for process, timeline in enumerate(timelines):
+        events.append(_named("process_name", process, 0, f"{timeline.name} {process}"))
+        for rank, spans in enumerate(timeline.spans):
+            events.append(_named("thread_name", process, rank, f"rank {rank}"))
+            events += [
+                {
+                    "name": str(span.action),
+                    "cat": str(span.action.kind),
+                    "ph": "X",
+                    "pid": process,
+                    "tid": rank,
+                    "ts": (span.start - timeline.start) * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                }
+                for span in spans
+            ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
