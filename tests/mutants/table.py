@@ -226,14 +226,14 @@ MUTANTS = {
     ),
     # engine: the step, and what a checkpoint holds of it
     "schedule-moves-on-overflow": Mutant(
-        "engine/engine.py",
+        "engine/core.py",
         "if not overflow and self.lr_scheduler is not None:",
         "if self.lr_scheduler is not None:",
         "the learning-rate schedule moves on at steps that are skipped because of an overflow",
         near="engine/test_fp16.py",
     ),
     "clips-the-undivided-norm": Mutant(
-        "engine/engine.py",
+        "engine/core.py",
         "self.clipping.take_factor(norm) / self.gradient_divisor()",
         "self.clipping.take_factor(norm * self.gradient_divisor()) / self.gradient_divisor()",
         "clipping takes the norm of the sum over ranks, times the loss scale, for that of the gradient",
