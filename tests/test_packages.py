@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from tests.pages.files_page import files_page, imports_table
-from tests.pages.packages import FILES, ORDER, ROOT, imported_packages, package_of, purpose
+from tests.pages.packages import (
+    FILES,
+    INSIDE,
+    ORDER,
+    ROOT,
+    imported_folders,
+    imported_packages,
+    package_of,
+    purpose,
+)
 
 
 def test_every_room_has_its_place() -> None:
@@ -20,6 +29,18 @@ def test_packages_import_downwards() -> None:
         for package in sorted(set(imported_packages(path)))
         if place.get(package, -1) > place[package_of(path)]
     ]
+    assert upwards == []
+
+
+def test_folders_inside_a_package_import_downwards() -> None:
+    upwards = []
+    for path in FILES:
+        order = INSIDE.get(package_of(path), [])
+        if order and len(path.parts) > 2:
+            own = order.index(path.parts[1])
+            upwards += [
+                f"{path} imports {name}/" for name in imported_folders(path) if order.index(name) > own
+            ]
     assert upwards == []
 
 

@@ -53,7 +53,7 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
     """
     if axis.levels is not None:
         return _gather_by_levels([part[within] for part in full.chunk(axis.degree)], *axis.levels, tag)
-    _note("all_gather", tag, axis, full[axis.span(full.numel())][within], axis.degree)
+    _note("all_gather", tag, axis, full, _numel(full, axis, within))
     with profiled(axis, tag, "all_gather"):
         return axis.transport(full).all_gather(full, within)
 
@@ -72,7 +72,7 @@ def _gather_by_levels(slices: list[Tensor], across: Axis, inside: Axis, tag: str
 
 def _gather(slices: list[Tensor], axis: Axis, tag: str) -> Pending:
     """Fill every slice from its rank, wherever they lie."""
-    _note("all_gather", tag, axis, slices[0], axis.degree)
+    _note("all_gather", tag, axis, slices[0], slices[0].numel() * axis.degree)
     with profiled(axis, tag, "all_gather"):
         return axis.transport(slices[0]).all_gather_slices(slices)
 
@@ -89,7 +89,7 @@ def reduce_scatter(
         within: only these elements of every slice, and of `out`: a large buffer is reduced in several calls.
         accumulate: add to `out` instead of overwriting it.
     """
-    _note("reduce_scatter", tag, axis, full[axis.span(full.numel())][within], axis.degree)
+    _note("reduce_scatter", tag, axis, full, _numel(full, axis, within))
     with profiled(axis, tag, "reduce_scatter"):
         return axis.transport(full).reduce_scatter(full, out[within], within, accumulate=accumulate)
 
@@ -97,7 +97,7 @@ def reduce_scatter(
 @_timed
 def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
     """Sum `buffer` over the axis, in place."""
-    _note("all_reduce", tag, axis, buffer, 2)
+    _note("all_reduce", tag, axis, buffer, buffer.numel(), rounds=2)
     with profiled(axis, tag, "all_reduce"):
         return axis.transport(buffer).all_reduce(buffer)
 
@@ -105,7 +105,7 @@ def all_reduce(buffer: Tensor, axis: Axis, tag: str) -> Pending:
 @_timed
 def broadcast(buffer: Tensor, axis: Axis, tag: str, *, source: int = 0) -> Pending:
     """Copy the buffer of coordinate `source` of the axis to all its ranks, in place."""
-    _note("broadcast", tag, axis, buffer, 1)
+    _note("broadcast", tag, axis, buffer, buffer.numel())
     with profiled(axis, tag, "broadcast"):
         return axis.transport(buffer).broadcast(buffer, source)
 
@@ -130,10 +130,16 @@ def profiled(axis: Axis, tag: str, op: str) -> AbstractContextManager[Any]:
     return nullcontext() if axis.group is None else record_function(f"{tag}/{op}")
 
 
-def _note(op: str, tag: str, axis: Axis, buffer: Tensor, times: int) -> None:
-    sent = _nbytes(buffer) * times * (axis.degree - 1) // axis.degree
-    numel = buffer.numel() * (axis.degree if "_" in op and op != "all_reduce" else 1)
-    keep_record(CollectiveRecord(op, tag, axis.name, numel, sent, numel * buffer.element_size()), axis)
+def _note(op: str, tag: str, axis: Axis, like: Tensor, numel: int, rounds: int = 1) -> None:
+    """Record what takes part: so many elements, all slices together, of the dtype of `like`."""
+    nbytes = numel * like.element_size()
+    sent = nbytes * rounds * (axis.degree - 1) // axis.degree
+    keep_record(CollectiveRecord(op, tag, axis.name, numel, sent, nbytes), axis)
+
+
+def _numel(full: Tensor, axis: Axis, within: slice) -> int:
+    """Elements of a buffer of all ranks that take part."""
+    return axis.degree * len(range(*within.indices(full.numel() // axis.degree)))
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -13,6 +13,8 @@ PACKAGE = ROOT / "launcher"
 ORDER = ["errors", "files", "sizes", "owner", "scratch", "monitor", "arguments", "config", "comm", "cluster", "data",
          "models", "checkpointing", "tensor", "pipeline", "pipe", "offload", "zero", "checkpoint", "optim", "engine",
          "estimate", "plan", "resuming", "run", "train", "integrations", "cli"]  # fmt: skip
+# The same for the folders inside a package; what lies beside them is for all of them.
+INSIDE = {"pipeline": ["schedules", "timeline", "executor", "partition", "hf", "sequential"]}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
@@ -23,13 +25,26 @@ def package_of(path: Path) -> str:
 
 def imported_packages(path: Path) -> Iterator[str]:
     """Packages that a file imports, wherever in the file."""
+    yield from (name.split(".")[1] for name in _imported_modules(path) if name.startswith("launcher."))
+
+
+def imported_folders(path: Path) -> set[str]:
+    """Folders of its own package that a file imports."""
+    inside = f"launcher.{package_of(path)}."
+    names = {
+        name.removeprefix(inside).split(".")[0] for name in _imported_modules(path) if name.startswith(inside)
+    }
+    return {name for name in names if (PACKAGE / path.parts[0] / name).is_dir()}
+
+
+def _imported_modules(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module]
             if node.module == "launcher":
                 names = [f"launcher.{alias.name}" for alias in node.names]
-        yield from (name.split(".")[1] for name in names if name.startswith("launcher."))
+        yield from names
 
 
 def purpose(path: Path) -> str:

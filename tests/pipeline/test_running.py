@@ -97,6 +97,17 @@ def test_memory_above_the_promise_is_found() -> None:
         check(replace(split, deferred=(1, 2, 2)))
 
 
+def test_every_schedule_is_checked_before_it_runs() -> None:
+    """One without backwards is an evaluation: its forwards must be there, and it holds nothing."""
+    made = schedule("1f1b", 2, 3)
+    with pytest.raises(LauncherError, match=r"rank 0: B0\.2 is missing"):
+        with_transfers(with_rank(made, 0, list(made.actions[0][:-1])))
+    forwards = tuple(tuple(a for a in actions if a.kind is ActionKind.FORWARD) for actions in made.actions)
+    assert len(with_transfers(replace(made, actions=forwards))[1]) == 6
+    with pytest.raises(LauncherError, match=r"rank 1: F1\.2 is missing"):
+        with_transfers(replace(made, actions=(forwards[0], forwards[1][:-1])))
+
+
 def test_simulations_with_any_costs_and_delays() -> None:
     """200 of them: no deadlock, nothing before what it needs, one action at a time, nothing faster than the work."""
     dice = random.Random(7)

@@ -1,4 +1,4 @@
-"""`check`: whether a schedule can be run, before any rank starts."""
+"""`check`: whether a schedule can be run. Every schedule is checked before it runs, once."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from launcher.pipeline.schedules.actions import (
 def check(schedule: PipelineSchedule) -> None:
     """Find every action once, on its rank, after what it needs, and within the memory that is promised.
 
-    Ranks are taken to run their lists in order, to wait for what they receive, and not to wait for what they send.
+    Ranks are taken to run their lists in order, to wait for what they receive, and not to wait for what they send. A
+    schedule without any backward is one of an evaluation, which holds nothing.
 
     Raises:
         LauncherError: naming rank, action and what is missing.
     """
-    _complete(schedule)
+    trains = any(action.kind is not ActionKind.FORWARD for actions in schedule.actions for action in actions)
+    _complete(schedule, trains)
     _ordered(schedule)
-    for rank in range(schedule.stages):
+    for rank in range(schedule.stages if trains else 0):
         _within(schedule, rank)
 
 
-def _complete(schedule: PipelineSchedule) -> None:
+def _complete(schedule: PipelineSchedule, trains: bool) -> None:
     """Each rank has F and B (or I and W) of all its virtual stages and microbatches, once, and nothing else."""
     for rank, actions in enumerate(schedule.actions):
         counts = Counter(actions)
-        expected = _expected(schedule, rank, counts)
+        expected = _expected(schedule, rank, counts, trains)
         for action, count in counts.items():
             if count > 1:
                 raise _error(schedule, rank, f"{action} is there {count} times")
@@ -44,7 +46,9 @@ def _complete(schedule: PipelineSchedule) -> None:
                 raise _error(schedule, rank, f"{action} is missing")
 
 
-def _expected(schedule: PipelineSchedule, rank: int, there: Counter[Action]) -> dict[Action, None]:
+def _expected(
+    schedule: PipelineSchedule, rank: int, there: Counter[Action], trains: bool
+) -> dict[Action, None]:
     """What the rank has to do. A backward is split where either half of it is there."""
     expected: dict[Action, None] = {}
     for stage in schedule.stages_of(rank):
@@ -52,7 +56,8 @@ def _expected(schedule: PipelineSchedule, rank: int, there: Counter[Action]) -> 
             halves = [Action(kind, stage, microbatch) for kind in (ActionKind.INPUT, ActionKind.WEIGHT)]
             split = any(half in there for half in halves)
             backward = halves if split else [Action(ActionKind.BACKWARD, stage, microbatch)]
-            expected |= dict.fromkeys([Action(ActionKind.FORWARD, stage, microbatch), *backward])
+            forward = Action(ActionKind.FORWARD, stage, microbatch)
+            expected |= dict.fromkeys([forward, *backward] if trains else [forward])
     return expected
 
 

@@ -11,11 +11,17 @@ from __future__ import annotations
 from functools import lru_cache
 
 from launcher.pipeline.schedules.actions import GIVES_INPUT_GRADIENT, Action, ActionKind, PipelineSchedule
+from launcher.pipeline.schedules.check import check
 
 
 @lru_cache(maxsize=16)  # the same at every step
 def with_transfers(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]:
-    """All that each rank does, in order: the schedule's actions with SEND, RECV and UPDATE between them."""
+    """All that each rank does, in order: the schedule's actions with SEND, RECV and UPDATE between them.
+
+    Raises:
+        LauncherError: the schedule cannot be run (`check.py`).
+    """
+    check(schedule)
     return tuple(
         tuple(step for action in actions for step in _surrounded(schedule, action))
         for actions in schedule.actions
