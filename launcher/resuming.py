@@ -13,7 +13,7 @@ from launcher.checkpoint import store
 from launcher.checkpoint.tags import latest_tag
 from launcher.comm.values import decode
 from launcher.config import Config
-from launcher.config.batch import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
+from launcher.config.ranks import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
 from launcher.errors import CheckpointError, ConfigError
 
 

@@ -20,8 +20,8 @@ from launcher.cluster.secret import without_secrets
 from launcher.comm import init_distributed, pick_device
 from launcher.comm.plain import broadcast_from_first
 from launcher.config import Config, load
-from launcher.config.complete import complete, flags_for_json, micro_batch_of
 from launcher.config.ranks import mesh_lines
+from launcher.config.resolve import complete, flags_for_json, micro_batch_of
 from launcher.engine import Engine, report
 from launcher.errors import ConfigError
 from launcher.monitor.summary import write_json

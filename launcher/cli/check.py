@@ -91,9 +91,9 @@ def _fit(examined: Examined[Config], ranks: int | None) -> tuple[str | None, int
 def _batch_problem(config: Config, dp_degree: int) -> str | None:
     """Why the batch equation does not hold on so many data-parallel ranks; None when it does, or when the run has a
     say in it."""
-    from launcher.config.batch import BATCH_KEYS
-    from launcher.config.explain import solved_batch
     from launcher.config.problems import ConfigProblems
+    from launcher.config.ranks import BATCH_KEYS
+    from launcher.config.verdicts import solved_batch
 
     if not config.elasticity.on:
         if any(getattr(config, key) == "auto" for key in BATCH_KEYS):
@@ -123,7 +123,7 @@ def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
 
 
 def _explain(console: Console, examined: Examined[Config], dp_degree: int | None) -> None:
-    from launcher.config.explain import explain
+    from launcher.config.verdicts import explain
 
     if examined.config is None:
         console.print("\n--explain: nothing is decided while keys are refused")

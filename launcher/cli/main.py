@@ -114,7 +114,7 @@ def _launch(argv: list[str]) -> int:
         # In base64 it is the text of the JSON.
         hide([config.comet.api_key, *([] if os.path.exists(flags.config) else [flags.config])])
     if config is not None and said is not None:
-        from launcher.config.complete import complete, flags_for_json
+        from launcher.config.resolve import complete, flags_for_json
 
         complete(config, flags_for_json(said))  # the ranks do it again: this time is for the answer
     if flags.submit is not None:

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from launcher.config.activation import ActivationCheckpointingConfig
-from launcher.config.batch import BatchTriple
-from launcher.config.checkpoint import CheckpointConfig
-from launcher.config.compile import CompileConfig
 from launcher.config.data_efficiency import DataEfficiencyConfig, DataSamplingConfig, SeqlenConfig
-from launcher.config.data_types import DataTypesConfig
-from launcher.config.deepspeed_schedules import (
+from launcher.config.load import load
+from launcher.config.monitor import CommsLoggerConfig, FlopsProfilerConfig, ThroughputConfig, TimersConfig
+from launcher.config.optimizer import OptimizerConfig, OptimizerParams
+from launcher.config.pipeline import PipelineConfig
+from launcher.config.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
+from launcher.config.problems import ConfigProblems, Problem
+from launcher.config.ranks import BatchTriple
+from launcher.config.resolve import ResolvedAuto, autos_of_hidden_size
+from launcher.config.root import Config
+from launcher.config.scheduler import (
     DeepSpeedParams,
     LRRangeTestParams,
     OneCycleParams,
+    SchedulerConfig,
     WarmupCosineLRParams,
     WarmupDecayLRParams,
     WarmupLRParams,
     WarmupParams,
 )
-from launcher.config.load import load
-from launcher.config.optimizer import OptimizerConfig, OptimizerParams
-from launcher.config.partition import LayerPattern, PartitionConfig
-from launcher.config.pipeline import PipelineConfig
-from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
-from launcher.config.problems import ConfigProblems, Problem
-from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
-from launcher.config.resolve import ResolvedAuto, autos_of_hidden_size
-from launcher.config.root import Config
-from launcher.config.schedule_params import SchedulerParams
-from launcher.config.scheduler import SchedulerConfig
 from launcher.config.section import Section, field_docs
-from launcher.config.tensor_parallel import TensorParallelConfig
-from launcher.config.timers import ThroughputConfig, TimersConfig
-from launcher.config.torch_schedules import TorchParams
+from launcher.config.sections import ActivationCheckpointingConfig, CheckpointConfig, CompileConfig
+from launcher.config.tensor_parallel import LayerPattern, PartitionConfig, TensorParallelConfig
+from launcher.config.torch_schedules import SchedulerParams, TorchParams
 from launcher.config.zero import ZeroConfig
 
 __all__ = [

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.config.problems import show
-from launcher.config.reader import Document, read_file
-from launcher.config.suggest import nearest
+from launcher.config.document import Document
+from launcher.config.problems import nearest, show
+from launcher.config.reader import read_file
 from launcher.errors import ConfigError, shortened
 from launcher.files import read_small
 

@@ -8,15 +8,23 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from launcher.config.foreign import stranger
+from launcher.config.document import Document
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.problems import MOST, ConfigProblems, Note, Path, Problem, dotted, is_comment, show
-from launcher.config.reader import Document
-from launcher.config.readings import as_switch, readings
-from launcher.config.schema import not_written, unknown_key
+from launcher.config.problems import (
+    MOST,
+    ConfigProblems,
+    Note,
+    Path,
+    Problem,
+    dotted,
+    in_words,
+    is_comment,
+    nearest,
+    show,
+)
 from launcher.config.section import AUTO, Section
-from launcher.config.suggest import nearest
-from launcher.config.wording import in_words
+from launcher.config.unknown import not_written, stranger, unknown_key
+from launcher.config.values import as_switch, readings
 
 S = TypeVar("S", bound=Section)
 MOST_STRANGERS = 100  # keys at the top level that are looked at: each takes some milliseconds

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from launcher.config.batch import MICRO, TRAIN
 from launcher.config.elasticity import contradicts_batch, contradicts_degrees
+from launcher.config.ranks import MICRO, TRAIN
 from launcher.config.section import AUTO, Conflict
 
 if TYPE_CHECKING:

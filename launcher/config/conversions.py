@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from launcher.config.document import Document, Rewriter
 from launcher.config.problems import Path
-from launcher.config.reader import Document
-from launcher.config.readings import as_switch
-from launcher.config.rewriter import Rewriter
+from launcher.config.values import as_switch
 
 RENAMED = {
     "bfloat16": "bf16",

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from launcher.config.section import Conflict, Count, Remark, Section, WholeNumber, WholeNumbers
+from launcher.config.section import Conflict, Remark, Section
+from launcher.config.values import Count, WholeNumber, WholeNumbers
 
 METRIC = "data_sampling.curriculum_learning.curriculum_metrics.seqlen"
 NEEDED = {

@@ -11,7 +11,8 @@ from typing import Any
 from launcher.config import accelerate_yaml
 from launcher.config.check import Examined, examine
 from launcher.config.conversions import convert
-from launcher.config.reader import Document, read_file, read_text
+from launcher.config.document import Document
+from launcher.config.reader import read_file, read_text
 from launcher.config.root import Config
 from launcher.errors import ConfigError
 

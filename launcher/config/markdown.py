@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from launcher.config.combinations import COMBINATIONS, NOT_TOGETHER_YET
 from launcher.config.conversions import converted_paths
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.optimizer import TYPES
+from launcher.config.optimizer_types import TYPES
 from launcher.config.root import Config
 from launcher.config.section import Section, field_docs
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from launcher.config.section import Conflict, Count, Section, WholeNumber, stage_in
+from launcher.config.section import Conflict, Section, stage_in
+from launcher.config.values import Count, WholeNumber
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

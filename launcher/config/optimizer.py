@@ -7,17 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from launcher.config.optimizer_types import (
-    MUON_ADAM_LR,
-    NOT_ON_SHARDS,
-    REMOVED,
-    TYPES,
-    canonical,
-    meant,
-)
-from launcher.config.problems import show
-from launcher.config.section import Conflict, Pair, Remark, Section, complaint
-from launcher.config.suggest import nearest
+from launcher.config.optimizer_types import MUON_ADAM_LR, NOT_ON_SHARDS, REMOVED, TYPES, canonical, meant
+from launcher.config.problems import nearest, show
+from launcher.config.section import Conflict, Remark, Section
+from launcher.config.values import Pair, complaint
 
 
 class OptimizerParams(Section):

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section, WholeNumber, complaint, lower
+from launcher.config.section import AUTO, Conflict, Remark, Section
+from launcher.config.values import Count, WholeNumber, complaint, lower
 
 METHODS = ("best", "uniform", "parameters", "profile")
 TYPE = "type:"

@@ -1,4 +1,4 @@
-"""`fp16`, `bf16` and `torch_autocast`: mixed precision."""
+"""`fp16`, `bf16`, `torch_autocast` and `data_types`: mixed precision."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from launcher.config.data_types import Names, short_name
-from launcher.config.section import Conflict, Count, Remark, Section, WholeNumber, stage_in
+from launcher.config.section import Conflict, Remark, Section, stage_in
+from launcher.config.values import Count, Dtype, Names, WholeNumber, short_name
 
 
 class Fp16Config(Section):
@@ -128,3 +128,25 @@ class TorchAutocastConfig(Section):
             yield Remark(
                 "dtype", "is left out: bfloat16. DeepSpeed takes torch's default, on GPUs float16 unscaled"
             )
+
+
+class DataTypesConfig(Section):
+    """Extra choices of dtype."""
+
+    differs: ClassVar[dict[str, str]] = {
+        "keep_in_fp32_modules": "parameters are kept in float32 too, not only buffers, at every stage",
+    }
+
+    grad_accum_dtype: Dtype | None = None
+    """Dtype in which gradients of several microbatches are summed; null: the dtype of the model."""
+
+    param_dtype: Dtype | None = None
+    """Dtype of the parameters. It follows from `fp16` and `bf16`; another one is refused. Null: what they say."""
+
+    buffer_dtype: Dtype | None = None
+    """Dtype that the model's floating-point buffers are cast to; null leaves them as they are."""
+
+    keep_in_fp32_modules: Names | None = None
+    """Parameters and buffers that stay float32 in a 16-bit model: parts of their names, `*` for any characters. Null or
+    "auto": what a Hugging Face model names itself (`_keep_in_fp32_modules_strict`, and `_keep_in_fp32_modules` under
+    fp16). []: none."""

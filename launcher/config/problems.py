@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from launcher.errors import ConfigError, printable, shortened
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 MOST = 40  # problems in a message
 
@@ -106,3 +109,95 @@ def show(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     return f"a Python {type(value).__name__}"
+
+
+def distance(one: str, other: str) -> int:
+    """Edits between two words: insert, delete, replace a letter, or swap two neighbours, each counts 1.
+
+    Source: optimal string alignment, the restricted form of Damerau (1964).
+    """
+    before: list[int] = []
+    above = list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        row = [i] + [0] * len(other)
+        for j, wanted in enumerate(other, start=1):
+            row[j] = min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                row[j] = min(row[j], before[j - 2] + 1)
+        before, above = above, row
+    return above[-1]
+
+
+def plain(key: str) -> str:
+    """A key without what people vary: case, dashes, blanks at the ends."""
+    return key.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def nearest(key: str, candidates: Iterable[str], *, furthest: int | None = None) -> str | None:
+    """The candidate with the fewest edits from `key`, or None when none is near.
+
+    Args:
+        key: the word as written.
+        candidates: valid words.
+        furthest: most edits allowed; by default about a third of the letters, at least 1.
+    """
+    word = plain(key)
+    limit = max(1, len(word) // 3) if furthest is None else furthest
+    best: tuple[int, int, int] | None = None
+    winner: str | None = None
+    for candidate in candidates:
+        other = plain(candidate)
+        if abs(len(word) - len(other)) > limit:
+            continue
+        edits = distance(word, other)
+        # Among equally near ones the longer common beginning wins: people mistype the middle and the end.
+        rank = (edits, -_common_start(word, other), abs(len(word) - len(other)))
+        if edits <= limit and (best is None or rank < best):
+            best, winner = rank, candidate
+    return winner
+
+
+def _common_start(one: str, other: str) -> int:
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+_MUST_BE: dict[str, Callable[[dict[str, Any]], str]] = {
+    "int_type": lambda ctx: "a whole number",
+    "int_from_float": lambda ctx: "a whole number",
+    "float_type": lambda ctx: "a number",
+    "finite_number": lambda ctx: "a finite number",
+    "bool_type": lambda ctx: "true or false",
+    "string_type": lambda ctx: "a text in quotes",
+    "greater_than_equal": lambda ctx: f"at least {ctx['ge']:g}",
+    "greater_than": lambda ctx: f"more than {ctx['gt']:g}",
+    "less_than": lambda ctx: f"less than {ctx['lt']:g}",
+    "less_than_equal": lambda ctx: f"at most {ctx['le']:g}",
+    "literal_error": lambda ctx: f"one of {ctx['expected'].replace(chr(39), chr(34))}",
+}
+
+
+def in_words(error: ErrorDetails) -> tuple[str, str | None]:
+    """(what is wrong, what to write instead) of one pydantic error."""
+    kind, given, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "complaint":
+        return context["what"], context["fix"]
+    if kind == "missing":
+        return "required key is missing", "add it"
+    if kind not in _MUST_BE:
+        return f"{show(given)} is not valid: {error['msg']}", None
+    fix = "delete it to have the default" if kind == "greater_than_equal" else _nearly(given, kind, context)
+    return f"must be {_MUST_BE[kind](context)}, not {show(given)}", fix
+
+
+def _nearly(given: Any, kind: str, context: dict[str, Any]) -> str | None:
+    """A way out for a word that is nearly one of the allowed ones."""
+    if not isinstance(given, str) or kind != "literal_error" or "'" not in context["expected"]:
+        return None
+    choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ",").split(",")]
+    near = nearest(given, choices)
+    return f'did you mean "{near}"?' if near else None

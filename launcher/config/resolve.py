@@ -1,15 +1,21 @@
-"""Removing every "auto" from a Config, and solving the batch equation."""
+"""Filling in what a file leaves open: `complete` with a recipe's flags, `resolved` once ranks and model are known.
+
+`complete` brings the recipe's optimizer and schedule where the JSON has none. `resolved` removes every "auto", and
+solves the batch equation.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher.config import elasticity
-from launcher.config.batch import ACCUMULATION, BATCH_KEYS, BatchError, solve
 from launcher.config.check import examine
-from launcher.config.problems import ConfigProblems, Path, Problem, dotted
+from launcher.config.optimizer_types import TYPES
+from launcher.config.problems import ConfigProblems, Note, Path, Problem, dotted, show
+from launcher.config.ranks import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN, BatchError, divisors, solve
 from launcher.config.schema import implemented_paths
 from launcher.config.section import AUTO, Section
 from launcher.errors import ConfigError
@@ -136,3 +142,156 @@ def _batch(
             why = sources[key] if known else "the key's default" if default else "from the batch equation"
             found.append(ResolvedAuto(key, value, "from elasticity" if elastic else why))
     return found
+
+
+OPTIMIZER, SCHEDULE = "AdamW", "WarmupCosineLR"
+LR, DECAY, WARMUP = ("optimizer", "params", "lr"), ("optimizer", "params", "weight_decay"), "warmup_num_steps"
+PEAKS = {
+    **dict.fromkeys(("WarmupLR", "WarmupDecayLR"), "warmup_max_lr"),
+    "OneCycle": "cycle_max_lr",
+    "LRRangeTest": "lr_range_test_min_lr",
+    **dict.fromkeys(("OneCycleLR", "CyclicLR"), "max_lr"),
+}
+"""Schedules that set a learning rate of their own, whatever the optimizer's -> its key."""
+FLAGS = ("--learning-rate", "--weight-decay", "--warmup-steps", "--batch-size")
+
+
+def flags_for_json(args: object) -> dict[str, Any]:
+    """What a recipe's parsed flags say of keys of the JSON, for `complete`."""
+    return {flag: getattr(args, flag.lstrip("-").replace("-", "_"), None) for flag in FLAGS}
+
+
+def complete(config: Config, flags: Mapping[str, Any]) -> Config:
+    """A copy with what the flags say in the place of "auto" and of keys that are left out.
+
+    A JSON without `optimizer` gets AdamW. One without `scheduler` gets a cosine with warm-up where the optimizer is the
+    recipe's, too, or `--warmup-steps` is said; the optimizer of a JSON alone keeps its learning rate, as in DeepSpeed.
+    What no flag says stays "auto": the recipe knows it when it knows its data.
+
+    Args:
+        flags: flag, such as "--learning-rate", -> its value; None where it was not said.
+
+    Raises:
+        ConfigError: a flag contradicts what is written, or there is no key for it.
+    """
+    return _Completion(config).done({flag: value for flag, value in flags.items() if value is not None})
+
+
+class _Completion:
+    """The tree of a configuration while flags are written into it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.document = config, config._document
+        self.tree = copy.deepcopy(self.document.tree)
+        self.problems: list[Problem] = []
+        self.chosen: list[ResolvedAuto] = []
+        self.notes: list[Note] = []
+
+    def done(self, flags: Mapping[str, Any]) -> Config:
+        self.bring(scheduled="--warmup-steps" in flags)
+        for flag, value in flags.items():
+            self.say(flag, value)
+        if self.problems:
+            raise ConfigProblems(self.document.name, self.problems, self.document.described)
+        if not self.notes and not self.chosen:
+            return self.config
+        found = examine(type(self.config), replace(self.document, tree=self.tree, conversions=[]))
+        made = found.required()
+        made._document = found.document
+        made._notes = tuple(dict.fromkeys((*self.notes, *self.config.notes, *found.notes)))
+        made._resolved_autos = tuple(self.chosen)
+        return made
+
+    def bring(self, *, scheduled: bool) -> None:
+        """Optimizer and schedule of the recipe."""
+        lacks = [key for key in ("optimizer", "scheduler") if not self.tree.get(key)]
+        if "optimizer" in lacks:
+            self.tree["optimizer"] = {"type": OPTIMIZER, "params": {"lr": AUTO, "weight_decay": AUTO}}
+            what = f"is not in the JSON: it is {OPTIMIZER}, the recipe's"
+            self.notes.append(Note(("optimizer",), "differs", what))
+        if "scheduler" in lacks and (scheduled or "optimizer" in lacks):
+            params = {"total_num_steps": AUTO, WARMUP: AUTO, "warmup_type": "linear"}
+            self.tree["scheduler"] = {"type": SCHEDULE, "params": params}
+            what = f"is not in the JSON: it is {SCHEDULE}, the recipe's"
+            self.notes.append(Note(("scheduler",), "differs", what))
+        elif "scheduler" in lacks:
+            what = "is not in the JSON: the learning rate stays as it is; --warmup-steps brings a schedule"
+            self.notes.append(Note(("scheduler",), "differs", what))
+
+    def say(self, flag: str, value: Any) -> None:
+        if flag == "--batch-size":
+            self.say_batch(flag, value)
+            return
+        optimizer, scheduler = self.config.optimizer, self.config.scheduler
+        kind = optimizer.type if optimizer is not None else OPTIMIZER
+        schedule = scheduler.type if scheduler is not None else SCHEDULE
+        params = {} if scheduler is None else type(scheduler.params).model_fields
+        if flag == "--learning-rate":
+            self.write(LR, value, flag)
+            for key in ("muon_lr", "adam_lr"):
+                self.agrees(("optimizer", "params", key), value, flag)
+            if scheduler is not None and schedule in PEAKS:
+                self.write(("scheduler", "params", PEAKS[schedule]), value, flag)
+        elif flag == "--weight-decay" and "weight_decay" not in TYPES[kind].keywords:
+            self.refuse(
+                ("optimizer", "type"), f"{flag} is said, and {kind} has no weight decay", f"leave {flag} away"
+            )
+        elif flag == "--weight-decay":
+            self.write(DECAY, value, flag)
+        elif scheduler is not None and WARMUP not in params:
+            self.refuse(
+                ("scheduler", "type"), f"{flag} is said, and {schedule} has no {WARMUP}", f"leave {flag} away"
+            )
+        else:
+            self.write(("scheduler", "params", WARMUP), value, flag)
+
+    def say_batch(self, flag: str, value: int) -> None:
+        if self.config.elasticity.on:
+            what = f"{flag} is said, and elasticity chooses the batch size"
+            self.refuse(("elasticity",), what, f"leave {flag} away")
+            return
+        self.write((TRAIN,), value, flag)
+
+    def write(self, path: Path, value: Any, flag: str) -> None:
+        """`value` for a key that is "auto" or left out."""
+        if not self.agrees(path, value, flag):
+            return
+        node = self.tree
+        for key in path[:-1]:
+            if not isinstance(node.get(str(key)), dict):
+                node[str(key)] = {}
+            node = node[str(key)]
+        node[str(path[-1])] = value
+        self.chosen.append(ResolvedAuto(dotted(path), value, flag))
+
+    def agrees(self, path: Path, value: Any, flag: str) -> bool:
+        """Whether the key is open, or says the same; a contradiction is a problem."""
+        written: Any = self.document.tree
+        for key in path:
+            written = written.get(key) if isinstance(written, dict) else None
+        if written is None or written == AUTO:
+            return True
+        if written != value:
+            what = f"is {show(written)}, and {flag} says {show(value)}"
+            self.refuse(path, what, f'leave {flag} away, or write "auto" there')
+        return False
+
+    def refuse(self, path: Path, what: str, fix: str) -> None:
+        self.problems.append(Problem(path, what, fix))
+
+
+def micro_batch_of(config: Config, dp_degree: int, most: int) -> int | None:
+    """Sequences that a rank takes at a time, where the JSON leaves it to the recipe; None where it does not.
+
+    Args:
+        most: as many as the recipe would take by itself.
+    """
+    train, micro, accumulation = (getattr(config, key) for key in (TRAIN, MICRO, ACCUMULATION))
+    if config.elasticity.on or isinstance(micro, int):
+        return None
+    if not isinstance(train, int):
+        return most
+    by_flag = any(auto.path == TRAIN for auto in config.resolved_autos)
+    if not by_flag or isinstance(accumulation, int) or train % dp_degree:
+        return None  # the batch equation says it, or that it has no solution
+    return max(each for each in divisors(train // dp_degree) if each <= most)

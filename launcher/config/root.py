@@ -11,25 +11,29 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from launcher.config import combinations
 from launcher.config import ranks as ranks_of
-from launcher.config.activation import ActivationCheckpointingConfig
-from launcher.config.checkpoint import CheckpointConfig
-from launcher.config.compile import CompileConfig
 from launcher.config.data_efficiency import DataEfficiencyConfig
-from launcher.config.data_types import DataTypesConfig, Dtype
+from launcher.config.document import Document
 from launcher.config.elasticity import ElasticityConfig
-from launcher.config.monitor import CometConfig, CsvMonitorConfig, TensorboardConfig, WandbConfig
+from launcher.config.monitor import (
+    CometConfig,
+    CommsLoggerConfig,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
+    TensorboardConfig,
+    TimersConfig,
+    WandbConfig,
+)
 from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
 from launcher.config.pipeline import PipelineConfig, remarks_beside
-from launcher.config.precision import Bf16Config, Fp16Config, TorchAutocastConfig
+from launcher.config.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
-from launcher.config.profiling import CommsLoggerConfig, FlopsProfilerConfig
-from launcher.config.reader import Document
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig, cycled_without_momentum, remarks_on_momentum
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section, lower
+from launcher.config.section import AUTO, Conflict, Remark, Section
+from launcher.config.sections import ActivationCheckpointingConfig, CheckpointConfig, CompileConfig
 from launcher.config.tensor_parallel import TensorParallelConfig
-from launcher.config.timers import TimersConfig
+from launcher.config.values import Count, Dtype, lower
 from launcher.config.zero import ZeroConfig
 
 

@@ -1,25 +1,184 @@
-"""`scheduler`: how the learning rate moves over optimizer steps."""
+"""`scheduler`: how the learning rate moves over optimizer steps, and the keywords of DeepSpeed's own five schedules.
+
+What they compute is in `launcher/optim/schedules.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from launcher.config.deepspeed_schedules import (
-    LRRangeTestParams,
-    OneCycleParams,
-    WarmupCosineLRParams,
-    WarmupDecayLRParams,
-    WarmupLRParams,
-)
-from launcher.config.optimizer import TYPES, OptimizerConfig
-from launcher.config.problems import show
-from launcher.config.schedule_params import SchedulerParams
-from launcher.config.section import Conflict, Remark, Section, complaint
-from launcher.config.suggest import nearest
-from launcher.config.torch_schedules import NEED_PYTHON, TORCH
+from launcher.config.optimizer import OptimizerConfig
+from launcher.config.optimizer_types import TYPES
+from launcher.config.problems import nearest, show
+from launcher.config.section import Conflict, Remark, Section
+from launcher.config.torch_schedules import NEED_PYTHON, TORCH, SchedulerParams, crossed
+from launcher.config.values import Count, Rate, Rates, WholeNumber, complaint, whole
+
+
+class DeepSpeedParams(SchedulerParams):
+    """The key that DeepSpeed's schedules share."""
+
+    last_batch_iteration: Annotated[int, BeforeValidator(whole), Field(ge=-1)] = -1
+    """Iteration to go on from; -1 is the start. Otherwise the first optimizer step keeps the optimizer's own rate, and
+    the next one has that of the iteration after this one. Checkpoints keep the place by themselves."""
+
+
+class WarmupParams(DeepSpeedParams):
+    """Keys that every warm-up schedule has."""
+
+    warmup_num_steps: WholeNumber = 1000
+    """Optimizer steps of warm-up; 0 and 1 are taken as 2, as in DeepSpeed."""
+
+    warmup_type: Literal["log", "linear"] = "log"
+    """Shape of the warm-up. Log is DeepSpeed's default: steep at first."""
+
+    def remarks(self) -> Iterator[Remark]:
+        if "warmup_type" not in self.model_fields_set:
+            what = (
+                'is left out: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
+            )
+            yield Remark("warmup_type", what)
+        if self.warmup_num_steps in (0, 1):
+            what = "is taken as 2, as in DeepSpeed: the first two steps have the rate of the beginning"
+            yield Remark("warmup_num_steps", what)
+        total = getattr(self, "total_num_steps", None)
+        if (
+            isinstance(total, int)
+            and isinstance(self.warmup_num_steps, int)
+            and total <= self.warmup_num_steps
+        ):
+            what = f"the warm-up of {self.warmup_num_steps} steps is not over at total_num_steps {total}"
+            yield Remark("warmup_num_steps", what)
+
+
+class WarmupLRParams(WarmupParams):
+    """WarmupLR: from min to max, then constant."""
+
+    warmup_min_lr: Rates = 0.0
+    """Learning rate at the start; a list has one for each param group."""
+
+    warmup_max_lr: Rates | None = None
+    """Learning rate after the warm-up; a list has one for each param group; null: the optimizer's."""
+
+
+class WarmupDecayLRParams(WarmupParams):
+    """WarmupDecayLR: from min to max, then linearly to min at `total_num_steps`."""
+
+    auto_needs_value: ClassVar[frozenset[str]] = frozenset({"total_num_steps"})
+
+    total_num_steps: Count
+    """Optimizer step at which the learning rate is warmup_min_lr again."""
+
+    warmup_min_lr: Rates = 0.0
+    """Learning rate at the start and at the end; a list has one for each param group."""
+
+    warmup_max_lr: Rates = 1e-3
+    """Learning rate after the warm-up; a list has one for each param group."""
+
+
+class WarmupCosineLRParams(WarmupParams):
+    """WarmupCosineLR: ratios of the optimizer's learning rate; up, then down along half a cosine."""
+
+    auto_needs_value: ClassVar[frozenset[str]] = frozenset({"total_num_steps"})
+
+    total_num_steps: Count
+    """Optimizer step at which the cosine ends."""
+
+    warmup_min_ratio: Rate = 0.0
+    """Ratio at the start."""
+
+    cos_min_ratio: Rate = 1e-4
+    """Ratio at the end."""
+
+
+class LRRangeTestParams(DeepSpeedParams):
+    """LRRangeTest: the rate grows without end, to find the largest that trains (Smith 2018, arXiv:1803.09820)."""
+
+    lr_range_test_min_lr: Rates = 1e-3
+    """Learning rate at the start; a list has one for each param group."""
+
+    lr_range_test_step_size: Count = 2000
+    """Optimizer steps in which the rate grows by `lr_range_test_step_rate` times the first one."""
+
+    lr_range_test_step_rate: float = 1.0
+    """Growth in `lr_range_test_step_size` steps, as a multiple of the first rate."""
+
+    lr_range_test_staircase: bool = False
+    """Grow once every `lr_range_test_step_size` steps, not at each."""
+
+
+class OneCycleParams(DeepSpeedParams):
+    """OneCycle: up and down once, then decay (Smith 2018, arXiv:1803.09820); momentum goes the other way."""
+
+    cycle_min_lr: Rates
+    """Learning rate at both ends of the cycle; a list has one for each param group."""
+
+    cycle_max_lr: Rates
+    """Learning rate in the middle of the cycle; a list has one for each param group."""
+
+    decay_lr_rate: float = 0.0
+    """After the cycle the rate is cycle_min_lr / (1 + this x intervals of decay_step_size); 0: it stays."""
+
+    cycle_first_step_size: Count = 2000
+    """Optimizer steps up."""
+
+    cycle_second_step_size: WholeNumber | None = None
+    """Optimizer steps down; null: as many as up."""
+
+    cycle_first_stair_count: WholeNumber = 0
+    """Stairs on the way up; 0: a straight line."""
+
+    cycle_second_stair_count: WholeNumber | None = None
+    """Stairs on the way down; null: as many as up; 0: a straight line."""
+
+    decay_step_size: WholeNumber = 0
+    """Optimizer steps of one interval of decay after the cycle; 0: no decay."""
+
+    cycle_momentum: bool = True
+    """Momentum goes from cycle_max_mom down to cycle_min_mom and back, against the rate. It is the first of `betas`;
+    the second becomes 0.99, as in DeepSpeed. An optimizer without betas keeps its momentum."""
+
+    cycle_min_mom: Rates = 0.8
+    """Momentum in the middle of the cycle; a list has one for each param group."""
+
+    cycle_max_mom: Rates = 0.9
+    """Momentum at both ends of the cycle; a list has one for each param group."""
+
+    decay_mom_rate: float = 0.0
+    """After the cycle momentum is cycle_max_mom x (1 + this x intervals of decay_step_size); 0: it stays."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from crossed("cycle_min_lr", self.cycle_min_lr, "cycle_max_lr", self.cycle_max_lr)
+        if self.cycle_momentum:
+            yield from crossed("cycle_min_mom", self.cycle_min_mom, "cycle_max_mom", self.cycle_max_mom)
+            for key in ("cycle_min_mom", "cycle_max_mom"):
+                value = getattr(self, key)
+                if not all(0 <= each < 1 for each in (value if isinstance(value, tuple) else (value,))):
+                    yield Conflict((key,), "momentum must be in [0, 1)", "write a value such as 0.9")
+
+    def remarks(self) -> Iterator[Remark]:
+        if self.decay_step_size == 0:
+            for key in ("decay_lr_rate", "decay_mom_rate"):
+                if getattr(self, key):
+                    yield Remark(key, "nothing decays while decay_step_size is 0, as in DeepSpeed")
+        elif self.cycle_momentum and self.decay_mom_rate > 0:
+            value = self.cycle_max_mom
+            most = max(value) if isinstance(value, tuple) else value
+            second = (
+                self.cycle_first_step_size
+                if self.cycle_second_step_size is None
+                else self.cycle_second_step_size
+            )
+            steps = (1 / most - 1) / self.decay_mom_rate * self.decay_step_size if most else float("inf")
+            if steps < float("inf"):
+                at = self.cycle_first_step_size + second + int(steps)
+                yield Remark(
+                    "decay_mom_rate", f"momentum grows, and reaches 1 at optimizer step {at}: end before it"
+                )
+
 
 PARAMS: dict[str, type[SchedulerParams]] = {
     "WarmupLR": WarmupLRParams,

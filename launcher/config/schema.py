@@ -1,38 +1,15 @@
-"""What the whole schema knows: where a key belongs, and how to say that one is unknown or not implemented."""
+"""What keys there are: every path of the schema, and of what is known and not implemented."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.problems import Path, Problem, dotted, show
-from launcher.config.readings import as_switch
+from launcher.config.problems import Path
 from launcher.config.section import Section
-from launcher.config.suggest import nearest, plain
-
-_LISTED = 12
-"""A section with no more keys than this is listed in full when nothing is near."""
-
-SYNONYMS = {
-    **{"learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "wd": "weight_decay"},
-    **{"cpu_offload_optimizer": "offload_optimizer", "cpu_offload_param": "offload_param"},
-    **{"num_warmup_steps": "warmup_num_steps", "warmup_steps": "warmup_num_steps"},
-    **{"num_training_steps": "total_num_steps", "total_steps": "total_num_steps"},
-}
-"""Name of a key in other libraries -> its name in sections of DeepSpeed's that have such a key."""
-
-_ITS_OWN = (
-    "zero_optimization",
-    "optimizer",
-    "fp16",
-    "bf16",
-    "activation_checkpointing",
-    "tensor_parallel",
-    "pipeline",
-)
-"""Sections whose keys have names that are found nowhere else. One of them at the top level is misplaced."""
+from launcher.config.values import as_switch
 
 
 @cache
@@ -74,40 +51,6 @@ def _known(node: Known, prefix: str) -> Iterator[str]:
             yield from _known(child, f"{prefix}{key}.")
 
 
-@cache
-def _places(root: type[Section]) -> dict[str, list[str]]:
-    """Last part of a path -> the paths that end in it, implemented ones first."""
-    return _by_name((*implemented_paths(root), *known_paths()))
-
-
-@cache
-def _misplaced(root: type[Section], section: bool) -> dict[str, list[str]]:
-    """Those of what nobody but DeepSpeed calls so: a script has an `epochs`, a `device` or a `project` of its own.
-
-    Args:
-        section: those of sections, else all.
-    """
-    paths = implemented_paths(root)
-    around = {path.rpartition(".")[0] for path in paths}
-    single = {name for name, where in _places(root).items() if len(where) == 1}
-    return _by_name(
-        path
-        for path in paths
-        if path.partition(".")[0] in _ITS_OWN
-        and path.rpartition(".")[2] in single
-        and (not section or path in around)
-    )
-
-
-def _by_name(paths: Iterable[str]) -> dict[str, list[str]]:
-    places: dict[str, list[str]] = {}
-    for path in paths:
-        where = places.setdefault(path.rpartition(".")[2], [])
-        if path not in where:
-            where.append(path)
-    return places
-
-
 def differs_at(root: type[Section], tree: Any, path: Path) -> str | None:
     """How the key at `path` of `tree` differs from DeepSpeed; None if it does not, or is no implemented key."""
     cls: type[Section] | None = root
@@ -141,75 +84,3 @@ def known_at(path: Path) -> Known | None:
     for part in path:
         known = known.child(str(part)) if known else None
     return known
-
-
-def unknown_key(
-    root: type[Section], cls: type[Section] | None, known: Known | None, path: Path, value: Any = None
-) -> Problem:
-    """A key that is no field of `cls` and no child of `known`; at least one of the two is given.
-
-    Args:
-        value: what is written there. An object at the top level is never meant for a plain key.
-    """
-    key = str(path[-1])
-    siblings = list(known.children) if known else []
-    siblings = [name for name in siblings if name != "*"]
-    if cls is not None:
-        siblings = [*cls.model_fields, *cls.aliases, *siblings]
-    everywhere = _places(root)
-    if len(path) == 1:
-        everywhere = _misplaced(root, isinstance(value, dict))
-        if isinstance(value, dict):
-            siblings = [name for name in siblings if root.sections_of(name) or known_at((name,))]
-    if cls is not None and dotted(path) in implemented_paths(root):
-        kind = cls.__name__.removesuffix("Params")
-        return Problem(path, f"{kind} has no such key, another type has", _choices(siblings))
-    if plain(key).lstrip("_/#").startswith("comment"):
-        return Problem(path, "unknown key", "write comments as `// text`")
-    if (synonym := SYNONYMS.get(plain(key), "")) in siblings:
-        meant = dotted((*path[:-1], synonym))
-        return Problem(path, "unknown key", f"did you mean `{meant}`?", meant)
-    close = nearest(key, siblings, furthest=1)
-    elsewhere = [place for place in everywhere.get(key, []) if not _is_around(place, path)]
-    near = close or (None if elsewhere else nearest(key, siblings))
-    if near:
-        meant = dotted((*path[:-1], near))
-        also = f" (`{key}` itself belongs at `{elsewhere[0]}`)" if elsewhere else ""
-        return Problem(path, "unknown key", f"did you mean `{meant}`?{also}", meant)
-    if elsewhere:
-        here = f"in {dotted(path[:-1])}" if len(path) > 1 else "at the top level"
-        places = " or ".join(f"`{place}`" for place in elsewhere[:3])
-        return Problem(path, f"unknown key {here}", f"it belongs at {places}", elsewhere[0])
-    far = nearest(key, everywhere, furthest=max(1, len(key) // 6))
-    if far:
-        meant = everywhere[far][0]
-        return Problem(path, "unknown key", f"did you mean `{meant}`?", meant)
-    return Problem(path, "unknown key", _choices(siblings))
-
-
-def _is_around(place: str, path: Path) -> bool:
-    """`fp16` is around `fp16.fp16`, so that is not where the inner one belongs."""
-    return f"{dotted(path)}.".startswith(f"{place}.")
-
-
-def _choices(siblings: list[str]) -> str:
-    if len(siblings) > _LISTED:
-        return "delete it"
-    return f"delete it; valid keys here: {', '.join(sorted(siblings))}"
-
-
-def not_written(known: Known, value: Any, path: Path) -> Problem:
-    """A key of DeepSpeed's that asks for something this launcher does not do."""
-    words = f" ({known.words})" if known.words else ""
-    what = {
-        "later": f"{show(value)} is not implemented here yet{words}",
-        "old": f"is an old key of DeepSpeed's that has no meaning here{words}",
-        "ignored": f"is ignored by DeepSpeed itself{words}",
-    }[known.status]
-    off = f", or write {show_json(known.neutral[0])}" if known.neutral else ""
-    return Problem(path, what, known.fix or f"delete it{off}")
-
-
-def show_json(value: Any) -> str:
-    """`show`, with texts as they are written."""
-    return f'"{value}"' if isinstance(value, str) else show(value)

@@ -10,22 +10,20 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin
+from typing import Any, ClassVar, NamedTuple, get_args, get_origin
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
-    Field,
     GetCoreSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
-from launcher.config.problems import NoteKind, show
-from launcher.config.readings import readings
+from launcher.config.problems import NoteKind
+from launcher.config.values import readings
 
 AUTO = "auto"
 NO_NUMBER = ("int_type", "float_type")  # kinds of pydantic's errors
@@ -247,50 +245,3 @@ def stage_in(tree: Mapping[str, Any]) -> Any:
     zero = tree.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     return next((other for other in readings(stage)), stage) if isinstance(stage, str) else stage
-
-
-def complaint(what: str, fix: str) -> PydanticCustomError:
-    """What a validator raises: `what` without the key's name, and what to write instead."""
-    return PydanticCustomError("complaint", "{what}", {"what": what, "fix": fix})
-
-
-def whole(value: Any) -> Any:
-    """5e8 -> 500000000; everything else is left for the type to refuse."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def lower(value: Any) -> Any:
-    """A word in small letters; everything else is left for the type to refuse."""
-    return value.lower() if isinstance(value, str) else value
-
-
-def _pair(value: Any) -> Any:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise complaint(f"must be a list of two numbers, not {show(value)}", "write [first, second]")
-    return tuple(value)
-
-
-def _wholes(value: Any) -> Any:
-    items = [whole(item) for item in value] if isinstance(value, list | tuple) else []
-    if not items or not all(
-        isinstance(item, int) and not isinstance(item, bool) and item > 0 for item in items
-    ):
-        raise complaint(
-            f"must be a list of whole numbers from 1, not {show(value)}", "write for example [64, 128]"
-        )
-    return tuple(items)
-
-
-LARGEST = 2**63 - 1
-
-WholeNumber = Annotated[int, BeforeValidator(whole), Field(ge=0, le=LARGEST)]
-"""A whole number from 0; 5e8 is taken as one."""
-
-Count = Annotated[int, BeforeValidator(whole), Field(ge=1, le=LARGEST)]
-"""A whole number from 1; 5e8 is taken as one."""
-
-Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
-"""Two numbers, written as a list."""
-
-WholeNumbers = Annotated[tuple[int, ...], BeforeValidator(_wholes)]
-"""Whole numbers from 1, written as a list."""

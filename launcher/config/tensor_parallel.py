@@ -1,19 +1,146 @@
-"""`tensor_parallel`: layers are split over ranks (Shoeybi et al. 2019, arXiv:1909.08053)."""
+"""`tensor_parallel`: layers are split over ranks (Shoeybi et al. 2019, arXiv:1909.08053), by rules of your own too."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from launcher.config.data_types import Dtype
-from launcher.config.partition import PartitionConfig
-from launcher.config.section import AUTO, Conflict, Count, Remark, Section, WholeNumber, lower
+from launcher.config.problems import show
+from launcher.config.section import AUTO, Conflict, Remark, Section
+from launcher.config.values import Count, Dtype, Names, WholeNumber, complaint, lower, null_is_true, whole
+
+PartitionKind: TypeAlias = Literal["column", "row", "skip"]
+SubParamShape: TypeAlias = tuple[int | tuple[int, ...], ...]
 
 
-def _null_is_true(value: Any) -> Any:
-    return True if value is None else value
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        at = f" at character {error.pos + 1}" if error.pos is not None else ""
+        what = f"{show(pattern)} is no regular expression: {error.msg}{at}"
+        raise complaint(what, r'write for example ".*\\.o_proj\\.weight$"') from None
+    return pattern
+
+
+def _patterns(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not value:
+        example = r'write for example [".*\\.o_proj\\.weight$"]'
+        raise complaint(f"must be a list of regular expressions, not {show(value)}", example)
+    return tuple(value)
+
+
+def _shape(value: Any) -> Any:
+    """Lists as tuples; every size is a whole number from 1, or -1 outside of an inner list."""
+
+    def size(item: Any, least: int) -> bool:
+        return isinstance(item, int) and not isinstance(item, bool) and item >= least and item != 0
+
+    items = value if isinstance(value, list | tuple) else ()
+    found = [tuple(map(whole, item)) if isinstance(item, list | tuple) else whole(item) for item in items]
+    right = (
+        bool(item) and all(size(part, 1) for part in item) if isinstance(item, tuple) else size(item, -1)
+        for item in found
+    )
+    if not found or not all(right):
+        what = "must be a list of sizes from 1, of -1 (found from the parameter), and of one list of sizes"
+        raise complaint(
+            f"{what}, not {show(value)}", "write for example [3, -1], or [[4096, 1024, 1024], -1]"
+        )
+    return tuple(found)
+
+
+class LayerPattern(Section):
+    """One rule. The first one with a pattern that matches a parameter's name says how that parameter is split."""
+
+    differs: ClassVar[dict[str, str]] = {
+        "patterns": "required; a rule that no parameter matches is an error, as is a text that is no pattern",
+    }
+
+    patterns: Annotated[tuple[Annotated[str, AfterValidator(_compiles)], ...], BeforeValidator(_patterns)]
+    """Regular expressions for names of parameters, as `named_parameters()` gives them; matched from the start."""
+
+    partition_type: Annotated[PartitionKind, BeforeValidator(lower)] = "column"
+    """"column": the outputs of the layer are split. "row": its inputs are, and the results are summed over the ranks.
+    "skip": every rank has the whole parameter."""
+
+    shape: Annotated[SubParamShape, BeforeValidator(_shape)] | None = None
+    """How a packed weight is read before it is split: [3, -1] is three equal matrices one above the other,
+    [[4096, 1024, 1024], -1] three of those heights, [8, -1, 4096] eight; each of them is split. -1 is found from the
+    parameter. Null: one matrix."""
+
+    partition_dim: WholeNumber | None = None
+    """The dim that is split, of `shape` where that is written. Null: 0 for "column", 1 for "row"."""
+
+    model_types: Names | None = None
+    """The rule is for these model types only (`model_type` in the model's config.json); null: for all."""
+
+    gather_output: bool = False
+    """"column": the outputs are gathered, so that every rank has all of them."""
+
+    grad_allreduce: bool = False
+    """"skip": the gradients of the ranks are summed, where each sees a part of the activations only."""
+
+    @property
+    def dim(self) -> int:
+        """The dim that is split."""
+        return self.partition_dim if self.partition_dim is not None else int(self.partition_type == "row")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        autos = [key for key in type(self).model_fields if getattr(self, key) == AUTO]
+        for key in autos:
+            yield Conflict((key,), '"auto" says nothing in a rule', "write the value, or delete the key")
+        if autos:
+            return
+        for key, kind in (("gather_output", "column"), ("grad_allreduce", "skip")):
+            if getattr(self, key) and self.partition_type != kind:
+                what = f'{key} is for partition_type "{kind}", and this one is "{self.partition_type}"'
+                yield Conflict((key, "partition_type"), what, f'delete {key}, or write "{kind}"')
+        if self.shape is None:
+            return
+        nested = [i for i, size in enumerate(self.shape) if isinstance(size, tuple)]
+        if self.dim >= len(self.shape):
+            what = f"dim {self.dim} is split, and shape has dims 0 to {len(self.shape) - 1}"
+            yield Conflict(("shape", "partition_dim"), what, "write partition_dim, or a longer shape")
+        elif nested not in ([], [self.dim]):
+            what = f"dim {self.dim} is split, and the list of sizes stands at dim {nested[-1]}"
+            yield Conflict(("shape", "partition_dim"), what, "write the list of sizes at partition_dim")
+
+
+class PartitionConfig(Section):
+    """Own rules; they come before the plan of the model."""
+
+    without_effect: ClassVar[dict[str, str]] = {
+        "embedding_partition_dim": "DeepSpeed does not read it, either; embeddings are split over the vocabulary",
+        "lm_head_patterns": "the head is what the model's get_output_embeddings() gives, whatever its name",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "use_default_specs": "true: the model's own plan splits what no rule matches; DeepSpeed leaves that whole "
+        "where there is no preset",
+        "strict_mode": "what the model's own plan splits needs no rule, unless use_default_specs is false",
+        "tp_size": "another number than autotp_size is an error; DeepSpeed overwrites it",
+    }
+
+    use_default_specs: bool = True
+    """What no rule matches is split as the model's own plan says; false: it stays whole."""
+
+    strict_mode: bool = False
+    """A linear layer that neither a rule nor the plan speaks of is an error; false: it stays whole."""
+
+    tp_size: Count = 1
+    """1, or the same as `autotp_size`."""
+
+    embedding_partition_dim: WholeNumber = 1
+    """Nothing reads it."""
+
+    lm_head_patterns: Names = ("lm_head", "embed_out")
+    """DeepSpeed knows output heads by these names."""
+
+    layer_specs: tuple[LayerPattern, ...] = Field(default=())
+    """Rules in order: for each parameter the first that matches counts."""
 
 
 class TpConfig(Section):
@@ -61,7 +188,7 @@ class TensorParallelConfig(Section):
     dtype: Dtype | None = None
     """Dtype of the split layers; null: that of the model. It follows from `fp16` and `bf16`; another one is refused."""
 
-    tp_overlap_comm: Annotated[bool, BeforeValidator(_null_is_true)] = True
+    tp_overlap_comm: Annotated[bool, BeforeValidator(null_is_true)] = True
     """In the backward of a column-split layer the gradient of the input is reduced while the gradient of the weight is
     computed."""
 

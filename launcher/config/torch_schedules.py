@@ -6,13 +6,40 @@ They are stepped after each optimizer step: what torch calls an epoch is an opti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
 from launcher.config.problems import show
-from launcher.config.schedule_params import Rate, Rates, SchedulerParams, crossed
-from launcher.config.section import Conflict, Count, complaint, whole
+from launcher.config.section import Conflict, Section
+from launcher.config.values import Count, Rate, Rates, complaint, whole
+
+
+class SchedulerParams(Section):
+    """Keywords of a schedule."""
+
+
+PerGroup: TypeAlias = float | tuple[float, ...]
+
+
+def crossed(low_key: str, low: PerGroup, high_key: str, high: PerGroup) -> Iterator[Conflict]:
+    """A conflict where the upper bound of a cycle is below the lower one, in any param group."""
+    lows, highs = (value if isinstance(value, tuple) else (value,) for value in (low, high))
+    count = max(len(lows), len(highs))
+    if 1 < min(len(lows), len(highs)) < count:
+        what = f"has {len(highs)} values and {low_key} has {len(lows)}: there is one for each param group"
+        yield Conflict((high_key, low_key), what, "write as many in both, or one number")
+        return
+    for group in range(count):
+        a, b = lows[group % len(lows)], highs[group % len(highs)]
+        if b < a:
+            yield Conflict(
+                (high_key, low_key),
+                f"{b:g} is below {low_key} {a:g}, and a cycle goes from {low_key} up to {high_key}",
+                f"swap the two, or raise {high_key}",
+            )
+            return
+
 
 Positive = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -10,17 +10,8 @@ from pydantic import BeforeValidator, Field
 
 from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
 from launcher.config.problems import show
-from launcher.config.section import (
-    AUTO,
-    Conflict,
-    Count,
-    Remark,
-    Section,
-    WholeNumber,
-    complaint,
-    stage_in,
-    whole,
-)
+from launcher.config.section import AUTO, Conflict, Remark, Section, stage_in
+from launcher.config.values import Count, WholeNumber, complaint, whole
 
 STAGE3_PREFIX = "stage3_"
 

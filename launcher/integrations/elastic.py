@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.config import load
-from launcher.config.elastic_batch import micro_batch
-from launcher.config.elasticity import refusal
+from launcher.config.elasticity import micro_batch, refusal
 from launcher.errors import ConfigError
 from launcher.integrations.enumerations import (
     ElasticityConfigError,

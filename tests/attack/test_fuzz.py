@@ -23,7 +23,7 @@ from launcher.cli.main import SUBCOMMANDS, main
 from launcher.cli.recipe_flags import training_parser
 from launcher.cluster import join
 from launcher.config import Config, load
-from launcher.config.complete import complete, micro_batch_of
+from launcher.config.resolve import complete, micro_batch_of
 from launcher.config.schema import implemented_paths, known_paths
 from launcher.errors import LauncherError
 from tests.cluster.launching import ROOT

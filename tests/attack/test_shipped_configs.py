@@ -18,7 +18,7 @@ import pytest
 
 from launcher.cli.main import main
 from launcher.config import load
-from launcher.config.complete import complete
+from launcher.config.resolve import complete
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import tiny_llama
 

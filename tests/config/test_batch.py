@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import Config, load
-from launcher.config.batch import BatchError, BatchTriple, solve
+from launcher.config.ranks import BatchError, BatchTriple, solve
 from launcher.errors import ConfigError
 
 small = st.integers(1, 12)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import Config, ConfigProblems, load
-from launcher.config.elastic_batch import elastic_batch, micro_batch
+from launcher.config.elasticity import elastic_batch, micro_batch
 from launcher.errors import ConfigError
 
 KEY = "elasticity"

@@ -4,8 +4,8 @@ import pickle
 import pytest
 
 from launcher.config import Config, ConfigProblems, WarmupDecayLRParams, autos_of_hidden_size, load
-from launcher.config.explain import OF_HIDDEN_SIZE
 from launcher.config.section import AUTO, Section
+from launcher.config.verdicts import OF_HIDDEN_SIZE
 from launcher.errors import ConfigError
 
 HF_STYLE = """{

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.config.suggest import distance, nearest
+from launcher.config.problems import distance, nearest
 
 words = st.text("abc", max_size=6)
 

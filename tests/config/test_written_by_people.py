@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from launcher.config import Config
 from launcher.config.load import inspect, read
 from launcher.config.problems import Path as KeyPath
-from launcher.config.problems import dotted, is_comment
+from launcher.config.problems import distance, dotted, is_comment
 from launcher.config.schema import implemented_paths, known_paths
-from launcher.config.suggest import distance
 from tests.config.test_typos import LETTERS, typo
 
 DIRECTORY = Path(__file__).parent / "configs"

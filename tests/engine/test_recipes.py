@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launcher.config import load
-from launcher.config.complete import micro_batch_of
+from launcher.config.resolve import micro_batch_of
 from tests.cluster.launching import launch
 from tests.monitor.test_trace import names_in
 from tests.pool.reference import tiny_llama

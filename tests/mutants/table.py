@@ -404,7 +404,7 @@ MUTANTS = {
         'an "auto" for which the run gives 0 (warmup_num_steps) gets the default of its key',
     ),
     "batch-equation-without-ranks": Mutant(
-        "config/batch.py",
+        "config/ranks.py",
         "if micro and accumulation and train == micro * accumulation * dp_degree:",
         "if micro and accumulation and train % (micro * accumulation) == 0:",
         "three batch sizes that contradict the number of ranks are accepted",

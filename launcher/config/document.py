@@ -1,14 +1,66 @@
-"""Changes to a document that keep count: what was changed, and where a moved key was written."""
+"""A configuration as it was written, and changes to it that keep count."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launcher.config.problems import Note, Path, Problem
-from launcher.config.reader import Document
-from launcher.config.readings import as_switch
+from launcher.config.problems import Note, Path, Problem, dotted
+from launcher.config.values import as_switch
+
+
+@dataclass
+class Document:
+    """A configuration as it was written.
+
+    Attributes:
+        name: what to call it in messages: the file's name, or "config" for a dict.
+        tree: nested dicts and lists of plain values.
+        places: (line, column) of each key and list item, both from 1; empty for a dict.
+        problems: what the reader itself found wrong (a key written twice, a value that is no JSON).
+        conversions: obsolete keys that were rewritten.
+        origins: path of a rewritten key -> the path that was written.
+    """
+
+    name: str
+    tree: dict[str, Any]
+    places: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    conversions: list[Note] = field(default_factory=list)
+    origins: dict[Path, Path] = field(default_factory=dict)
+
+    def place(self, path: Path) -> tuple[int, int]:
+        """Line and column of a key, or of the nearest section around it that is written; (0, 0) for none."""
+        ends = range(len(path), 0, -1)
+        return next((self.places[path[:end]] for end in ends if path[:end] in self.places), (0, 0))
+
+    def where(self, path: Path) -> str:
+        """`file:line:column` of a key, the name alone when it has no place."""
+        line, column = self.place(path)
+        return f"{self.name}:{line}:{column}" if line else self.name
+
+    def holds(self, path: Path) -> bool:
+        """Whether a key is in the tree."""
+        tree: Any = self.tree
+        for part in path:
+            if not isinstance(tree, dict) or part not in tree:
+                return False
+            tree = tree[part]
+        return True
+
+    def written(self, path: Path) -> Path:
+        """The path that the user wrote for one of today's."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.origins:
+                return self.origins[path[:end]]
+        return path
+
+    def described(self, path: Path) -> str:
+        """`file:line:column key`, and what the key is read as where it is an obsolete one."""
+        written = self.written(path)
+        read = f" (now {dotted(path)})" if written != path else ""
+        return f"{self.where(path)} {dotted(written)}{read}"
 
 
 class Rewriter:

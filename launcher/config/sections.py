@@ -1,0 +1,207 @@
+"""The small sections: `activation_checkpointing`, `compile` and `checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from launcher.config.section import Conflict, Remark, Section
+from launcher.config.values import Count, complaint
+
+
+class ActivationCheckpointingConfig(Section):
+    """Recompute the inside of transformer blocks in backward (Chen et al. 2016, arXiv:1604.06174).
+
+    DeepSpeed reads this section only for models that call its own checkpoint function. Here its presence
+    checkpoints the blocks of every model; remove the section to keep all activations. A block whose inside
+    calls `launcher.checkpointing.checkpoint` is recomputed once, not twice.
+    """
+
+    differs: ClassVar[dict[str, str]] = {
+        "number_checkpoints": "so many blocks are checkpointed; DeepSpeed only sizes a buffer with it",
+        "contiguous_memory_optimization": "needs neither `partition_activations` nor `number_checkpoints`",
+        "profile": "times are printed every `steps_per_print` steps, or once at the end, not at every checkpoint",
+    }
+
+    number_checkpoints: Count | None = None
+    """At most how many blocks, spread evenly over the depth, are checkpointed; null: all."""
+
+    partition_activations: bool = False
+    """Each tensor-parallel rank keeps 1/N of the saved inputs, and gathers them before it recomputes. With one
+    tensor-parallel rank that is the whole input, and nothing is sent."""
+
+    cpu_checkpointing: bool = False
+    """The saved inputs of checkpointed blocks wait in host memory, page-locked where there is a GPU, and the device
+    holds none between forward and backward. An input is copied out while its block runs; in backward, that of the block
+    before is copied in while a block is recomputed. Acts alone or with `partition_activations`, with which each rank's
+    part is what is copied."""
+
+    contiguous_memory_optimization: bool = False
+    """The saved inputs lie in one buffer with a place for each checkpointed block, made in the first forward: less
+    fragmentation, for one copy more. An input that does not fit into a place gets memory of its own."""
+
+    synchronize_checkpoint_boundary: bool = False
+    """The device's queued work is waited for before and after each forward and each recomputation of a block."""
+
+    profile: bool = False
+    """Rank 0 prints the milliseconds a step that each checkpointed block takes forward and in recomputation, every
+    `steps_per_print` steps; where that is null, the mean at the end of the run. On a GPU the queued work is
+    waited for at both ends of what is timed."""
+
+    def remarks(self) -> Iterator[Remark]:
+        which = "all" if self.number_checkpoints is None else f"at most {self.number_checkpoints}"
+        yield Remark("", f"is written: {which} transformer blocks are recomputed in backward")
+
+
+class CompileConfig(Section):
+    """torch.compile, as DeepSpeed 0.14 and 0.15 had it in the JSON. Off when the section is left out or empty.
+
+    Each transformer block is compiled by itself; gathers, reductions and checkpoints stay outside of the graphs. With
+    "inductor" so is Adam's step of 16-bit parameters on the CPU, where there is a compiler: 1.2 times as fast.
+    In DeepSpeed since 0.16 the section holds the keys of DeepCompile, of which only those that are off are taken
+    here; `Engine.compile()` is there as in DeepSpeed.
+    """
+
+    differs: ClassVar[dict[str, str]] = {
+        "enabled": "the blocks are compiled one by one; DeepSpeed 0.14 compiled the whole module",
+        "disable": "a key of DeepSpeed 0.14; newer ones refuse it",
+        "backend": "a key of DeepSpeed 0.14 and 0.15; newer ones refuse it",
+        "kwargs": "a key of DeepSpeed 0.14 and 0.15; newer ones refuse it",
+    }
+
+    enabled: bool | None = None
+    """The blocks are compiled. Null: they are when `disable` is false or `backend` is written."""
+
+    disable: bool | None = None
+    """True: nothing is compiled; false: the blocks are. Null says nothing."""
+
+    backend: str | None = None
+    """The backend of torch.compile; null: "inductor"."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More keyword arguments of torch.compile, for example {"dynamic": true}."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the blocks are to be compiled."""
+        if self.enabled is not None:
+            return self.enabled
+        return self.disable is False or (self.disable is None and self.backend is not None)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.enabled is not None and self.enabled == self.disable:
+            yield Conflict(
+                ("enabled", "disable"),
+                f"enabled and disable are both {'true' if self.enabled else 'false'}, and one is the other's opposite",
+                "keep one of compile.enabled and compile.disable",
+            )
+        if "backend" in self.kwargs:
+            yield Conflict(
+                ("kwargs", "backend"),
+                "kwargs holds a backend, which has a key of its own",
+                "write compile.backend",
+            )
+
+    def remarks(self) -> Iterator[Remark]:
+        if self.on:
+            yield Remark(
+                "",
+                f"is written: torch.compile ({self.backend or 'inductor'}) compiles each transformer block",
+            )
+
+
+def _any_case(value: Any) -> Any:
+    return value.capitalize() if isinstance(value, str) and value != "auto" else value
+
+
+def _writes_something(value: Any) -> Any:
+    if value == "mock":
+        raise complaint('"mock" writes no checkpoint', "leave it out, and do not call save_checkpoint()")
+    return value
+
+
+class ParallelWriteConfig(Section):
+    """Who writes which layers in DeepSpeed's pipelines."""
+
+    without_effect: ClassVar[dict[str, str]] = {
+        "pipeline_stage": "every rank always writes its own slice of every tensor",
+    }
+
+    pipeline_stage: bool = False
+    """DeepSpeed lets the ranks of a pipeline stage share the writing of its layers; here all ranks always do."""
+
+
+class WriterConfig(Section):
+    """DeepSpeed's writers. Here torch.distributed.checkpoint writes; every rank its own file."""
+
+    without_effect: ClassVar[dict[str, str]] = {
+        "type": "torch.distributed.checkpoint writes every file",
+        "io_buffer_size": "it tunes DeepSpeed's fast writer, and torch.distributed.checkpoint writes here",
+        "io_buffer_double": "it tunes DeepSpeed's fast writer, and torch.distributed.checkpoint writes here",
+        "io_multiplier": "it tunes DeepSpeed's fast writer, and torch.distributed.checkpoint writes here",
+        "data_parallel": "every rank always writes its own slice of every tensor",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "decoupled": "a thread of each rank writes a copy of the state, for several steps if need be; "
+        "DeepSpeed: another process, and the next optimizer step waits for it",
+    }
+
+    type: Annotated[Literal["python", "fast"], BeforeValidator(_writes_something)] = "fast"
+    """Which of DeepSpeed's writers; they write the same. "mock" is refused: it writes nothing."""
+
+    io_buffer_size: Count = 64 * 1024 * 1024
+    """Bytes of the fast writer's buffer."""
+
+    io_buffer_double: bool = True
+    """The fast writer has two buffers."""
+
+    io_multiplier: Count = 1
+    """Files of each of DeepSpeed's writers."""
+
+    show_statistics: bool = False
+    """Rank 0 prints bytes, seconds and MB/s of each save; on node-local storage those of its node."""
+
+    data_parallel: Literal["replica", "socket", "machine"] | None = None
+    """Which ranks write what all ranks have alike."""
+
+    decoupled: bool = False
+    """save_checkpoint() copies this rank's part of the state to host memory and returns; a thread writes it.
+    `latest` moves when all ranks have written. A save that failed raises at the end of an optimizer step, or at the
+    next save, load or destroy(), which wait for it; so does a run that ends. A run that is killed meanwhile has
+    the checkpoints from before."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints are topology-free whatever is written here."""
+
+    without_effect: ClassVar[dict[str, str]] = {
+        "load_universal": "every checkpoint loads on any number of ranks at any stage; DeepSpeed's own are not read",
+        "checkpoint_serialization": "the files are of torch.distributed.checkpoint, which has one format",
+    }
+    differs: ClassVar[dict[str, str]] = {
+        "tag_validation": "ranks that disagree all save under rank 0's tag; in DeepSpeed each saves under its own",
+        "use_node_local_storage": "such a checkpoint loads on the same ranks of the same nodes only",
+    }
+
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_any_case)] = "Warn"
+    """When ranks name different tags for one save, rank 0's counts. "Ignore" says nothing, "Warn" warns, "Fail"
+    raises on all ranks and saves nothing. Upper and lower case are alike."""
+
+    load_universal: bool = False
+    """DeepSpeed needs it to load on other topologies; here every checkpoint does."""
+
+    use_node_local_storage: bool = False
+    """The directory of checkpoints is another one on each node. Each holds what the ranks of its node need, with
+    metadata of its own, and is complete when all nodes have written. Nodes are told apart by GROUP_RANK, or by
+    their host names."""
+
+    parallel_write: ParallelWriteConfig = Field(default_factory=ParallelWriteConfig.model_construct)
+    """Who writes which layers in DeepSpeed's pipelines."""
+
+    checkpoint_serialization: bool = True
+    """torch.save's zip format in DeepSpeed."""
+
+    writer: WriterConfig = Field(default_factory=WriterConfig.model_construct)
+    """How files are written."""
