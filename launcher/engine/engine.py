@@ -50,8 +50,8 @@ from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.runtime import Runtime
 from launcher.tensor.head import loss_only
 from launcher.zero import ZeroModel
-from launcher.zero.overflow import watch_gradients
-from launcher.zero.versions import Versions
+from launcher.zero.features.overflow import watch_gradients
+from launcher.zero.features.versions import Versions
 
 
 class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepSpeedMethods, nn.Module):
@@ -219,7 +219,8 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
         self._applied = False
         if boundary:
             with self.watch.phase("step", self):
-                self.zero.edits.take_over()
+                for call in self.zero.callbacks.before_step:
+                    call()
                 self.zero.reducer.flush()
                 self._optimizer_step(lr_kwargs or {})
             self.watch.after_step(self)

@@ -24,7 +24,7 @@ from launcher.pipeline.sequential import SequentialPipeline
 from launcher.pipeline.staged import StagedModel
 from launcher.tensor.apply import SplitModel
 from launcher.zero import ZeroModel
-from launcher.zero.versions import Versions
+from launcher.zero.features.versions import Versions
 
 INTERVAL = "pipeline.activation_checkpoint_interval"
 
