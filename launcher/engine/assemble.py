@@ -52,11 +52,13 @@ from launcher.pipeline.sequential.staged import SequentialPipeline
 from launcher.tensor.apply import SplitModel, TensorParallelOptions
 from launcher.tensor.apply import apply as apply_tensor
 from launcher.zero import (
+    LocalModel,
     MadeOnMeta,
     ModelValues,
     ParamSource,
     PartitionedValues,
     ShardAxes,
+    ShardLayout,
     ZeroPolicy,
     is_dealt,
     release,
@@ -65,7 +67,7 @@ from launcher.zero import (
     set_z3_leaf_modules_by_suffix,
 )
 from launcher.zero import apply as apply_zero
-from launcher.zero.leaf import mark_fine_modules
+from launcher.zero.features.leaf import mark_fine_modules
 
 
 def initialize(
@@ -155,20 +157,20 @@ def initialize(
     mark_leaves(model, resolved)
     holders = holders_of(staged, mesh)
     agree(model, holders, device)
-    zero = apply_zero(
-        model,
-        axes_of(resolved, mesh),
+    layout = ShardLayout.of(
         replace(policy_of(resolved), special_dtypes=special_dtypes(resolved, model)),
-        device=device,
-        blocks=units_of(model, staged.blocks),
-        source=source,
+        axes_of(resolved, mesh),
+        device,
+        placements(resolved, mesh, device),
+    )
+    parts = LocalModel(
         splits=split_model.splits,
         tp=split_model.axis,
         pp=mesh.axes["pp"],
         holders=holders,
         elsewhere=staged.elsewhere,
-        placements=placements(resolved, mesh, device),
     )
+    zero = apply_zero(model, units_of(model, staged.blocks), layout, parts, source)
     cast_buffers(resolved, model)
     stepper = (
         None

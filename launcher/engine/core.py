@@ -39,9 +39,9 @@ from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.executor.lazy import LazySequence
 from launcher.pipeline.executor.runtime import Runtime
 from launcher.zero import ZeroModel
-from launcher.zero.overflow import watch_gradients
+from launcher.zero.features.overflow import watch_gradients
+from launcher.zero.features.versions import Versions
 from launcher.zero.reduce import BackwardPlan
-from launcher.zero.versions import Versions
 
 
 class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module):
@@ -224,7 +224,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         self._applied = False
         if boundary:
             with self.watch.phase("step", self):
-                self.zero.edits.take_over()
+                for call in self.zero.callbacks.before_step:
+                    call()
                 self.zero.reducer.flush()
                 self._optimizer_step(lr_kwargs or {})
             self.watch.after_step(self)

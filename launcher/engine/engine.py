@@ -26,7 +26,7 @@ from launcher.monitor.writers import Monitor
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.executor.runtime import Runtime
 from launcher.zero import ZeroModel
-from launcher.zero.versions import Versions
+from launcher.zero.features.versions import Versions
 
 
 class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):

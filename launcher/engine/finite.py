@@ -10,7 +10,7 @@ from launcher.errors import LauncherError, UnusedParametersError
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.optim.whole import WholeOptimizer
 from launcher.zero import ZeroModel
-from launcher.zero.overflow import find_overflows, in_words
+from launcher.zero.features.overflow import find_overflows, in_words
 
 if TYPE_CHECKING:
     from launcher.engine.core import EngineCore

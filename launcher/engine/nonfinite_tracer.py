@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from launcher.comm.plain import gather_plain
-from launcher.zero.overflow import find_overflows, in_words
+from launcher.zero.features.overflow import find_overflows, in_words
 
 if TYPE_CHECKING:
     from launcher.engine.core import EngineCore

@@ -17,7 +17,7 @@ from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
-from launcher.zero.versions import Versions
+from launcher.zero.features.versions import Versions
 
 
 class EngineGetters(ConfigGetters):

@@ -25,7 +25,7 @@ from launcher.pipeline.sequential.staged import SequentialPipeline
 from launcher.pipeline.whole import WholeModel
 from launcher.tensor.apply import SplitModel
 from launcher.zero import ZeroModel
-from launcher.zero.versions import Versions
+from launcher.zero.features.versions import Versions
 
 INTERVAL = "pipeline.activation_checkpoint_interval"
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from launcher.errors import LauncherError
+from launcher.zero.features.second_shard import second_shards
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -33,7 +34,8 @@ def _masters(engine: Engine) -> Iterator[Tensor]:
 def _parameters(engine: Engine) -> Iterator[Tensor]:
     for flat in engine.zero.flats:
         if not flat.is_offloaded:
-            yield from (part for part in (flat.shard, flat.full, flat.second) if part is not None)
+            whole = () if flat.full is None else (flat.full,)
+            yield from (flat.shard, *whole, *second_shards(flat))
 
 
 def _gradients(engine: Engine) -> Iterator[Tensor]:

@@ -25,9 +25,11 @@ from launcher.offload.read_ahead import read_ahead
 from launcher.pipeline.schedules import schedule
 from launcher.zero.apply import lay_out
 from launcher.zero.fetch import Fetcher
+from launcher.zero.filling import fill
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
+from launcher.zero.layout import LocalModel, ShardLayout
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer, order_of_reduction
 from launcher.zero.slot import ParamReader, ParamSlot
@@ -38,13 +40,13 @@ META = torch.device("meta")
 class SimulatedBuffer(FlatBuffer):
     """A flat buffer that shows no module its parameters."""
 
-    def _attach(self) -> None: ...
+    def attach(self) -> None: ...
 
-    def _detach(self) -> None: ...
+    def detach(self) -> None: ...
 
-    def _make_leaf(self, slot: ParamSlot) -> None: ...
+    def make_leaf(self, slot: ParamSlot) -> None: ...
 
-    def _copy(self, read: ParamReader, span: slice, out: Tensor) -> None: ...
+    def copy_in(self, read: ParamReader, span: slice, out: Tensor) -> None: ...
 
 
 class SimulatedGradient(FlatGradient):
@@ -128,12 +130,13 @@ class SimulatedRank:
         self.pool.taken = self._look
         axes = axes_of(config, mesh)
         blocks = units_of(model, portion.blocks)
-        places = portion.splits, portion.holders, self.placements, self.pool
-        self.units = list(lay_out(model, axes, policy, blocks, *places, SimulatedBuffer, SimulatedGradient))
+        layout = ShardLayout(policy, axes, self.pool, self.placements)
+        parts = LocalModel(splits=portion.splits, holders=portion.holders)
+        self.units = list(lay_out(model, blocks, layout, parts, SimulatedBuffer, SimulatedGradient))
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = [gradient for unit in self.units for gradient in unit.gradients]
         for flat in self.flats:
-            flat.fill(_never, from_rank_zero=False)
+            fill(flat, _never, from_rank_zero=False)
         for gradient in self.gradients:
             assert isinstance(gradient, SimulatedGradient)
             gradient.collected = self._taken_from_leaves

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from launcher.integrations.enumerations import ZeroParamStatus, ZeroParamType
 from launcher.integrations.refused import NotHere, missing
 from launcher.zero import ShardedParameter
-from launcher.zero.leaf import FLAG
+from launcher.zero.features.leaf import FLAG
 
 _NUMBERS = itertools.count()
 

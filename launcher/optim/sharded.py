@@ -27,8 +27,8 @@ from launcher.optim import one_pass
 from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
+from launcher.zero.features.user_gradients import engine_optimizers
 from launcher.zero.gradients import FlatGradient
-from launcher.zero.user_gradients import engine_optimizers
 
 logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

@@ -1,9 +1,9 @@
 """ZeRO stages 0-3: one flat-buffer mechanism, one code path."""
 
-from launcher.zero.apply import ZeroModel, apply, release
+from launcher.zero.apply import apply
 from launcher.zero.axes import ShardAxes
-from launcher.zero.context import GatheredParameters, Init
-from launcher.zero.leaf import (
+from launcher.zero.features.context import GatheredParameters, Init
+from launcher.zero.features.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
@@ -11,7 +11,10 @@ from launcher.zero.leaf import (
     set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
 )
-from launcher.zero.partitioned import PartitionedInit, PartitionedValues, is_dealt
+from launcher.zero.features.partitioned import PartitionedInit, PartitionedValues, is_dealt
+from launcher.zero.features.release import release
+from launcher.zero.layout import LocalModel, ShardLayout
+from launcher.zero.model import ZeroModel
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.slot import ParamSlice
@@ -20,6 +23,7 @@ from launcher.zero.source import MadeOnMeta, ModelValues, ParamSource, StoredVal
 __all__ = [
     "GatheredParameters",
     "Init",
+    "LocalModel",
     "MadeOnMeta",
     "ModelValues",
     "ParamSlice",
@@ -27,6 +31,7 @@ __all__ = [
     "PartitionedInit",
     "PartitionedValues",
     "ShardAxes",
+    "ShardLayout",
     "ShardedParameter",
     "StoredValues",
     "ZeroModel",

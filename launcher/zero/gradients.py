@@ -2,19 +2,73 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from functools import cached_property
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
 from launcher.errors import LauncherError
-from launcher.models.gradients import put_gradient
+from launcher.models.gradients import put_gradient, seen_gradient
 from launcher.offload.offloaded import OffloadedTensor
 from launcher.offload.placement import Placement
 from launcher.offload.tier import memory
 from launcher.zero.flat import ALIGN, FlatBuffer
-from launcher.zero.policy import ZeroPolicy
-from launcher.zero.shared import sum_of_squares
+from launcher.zero.norm import SquaredRange, repeated_ranges, sum_of_squares
 from launcher.zero.slot import ParamSlot
+
+
+class GradientState(Enum):
+    """What is kept of the gradient of the present step; it begins with EMPTY at every step.
+
+    A gradient that is sharded knows two of them:
+
+    EMPTY: nothing has come.
+    SCATTERED: this rank's slice of the sum over ranks of the microbatches so far.
+
+    One that is kept whole until the last microbatch knows the others:
+
+    LOCAL: what this rank alone has added up.
+    REDUCED: on the owned range the sum over ranks; the rest is of no use.
+    REOPENED: another backward has come, or will: this rank's share of an earlier sum, and what is added to that.
+    SPENT: nothing of what was REDUCED: it was thrown away, or has been stepped. The other ranks will not reduce it
+        again, so neither does this one.
+    """
+
+    EMPTY = "empty"
+    SCATTERED = "scattered"
+    LOCAL = "local"
+    REDUCED = "reduced"
+    REOPENED = "reopened"
+    SPENT = "spent"
+
+
+_HOLDS_VALUES = frozenset(
+    {GradientState.SCATTERED, GradientState.LOCAL, GradientState.REDUCED, GradientState.REOPENED}
+)
+_SUM_OVER_RANKS = frozenset({GradientState.REDUCED, GradientState.SPENT})
+
+
+class GradientInspector(Protocol):
+    """A feature that looks at this rank's gradients before they are reduced."""
+
+    def look(self, full: Tensor) -> None:
+        """A collected gradient [numel] is about to be reduced."""
+
+    def clear(self) -> None:
+        """The step is over."""
+
+
+class SecondHop(Protocol):
+    """A feature that reduces a gradient further, once a step."""
+
+    def start(self) -> Pending:
+        """Start it, after the reduction of the last microbatch."""
+
+    def clear(self) -> None:
+        """The step is over."""
 
 
 class FlatGradient:
@@ -26,30 +80,38 @@ class FlatGradient:
 
     A sharded gradient is kept where the optimizer's states are (`offload/placement.py`). On a tier it is in
     memory only until `rest`, and comes back for the next microbatch and for the step.
+
+    Attributes:
+        state: what is kept of this step.
+        sharded: see above.
+        shows: what is kept is the `.grad` of the leaves, between backwards too.
+        is_offloaded: it is not always in memory.
+        discarded: some of what was reduced was thrown away, on this rank.
+        inspector, second_hop: features of this gradient; None: off.
     """
 
-    def __init__(self, flat: FlatBuffer, policy: ZeroPolicy) -> None:
+    def __init__(self, flat: FlatBuffer) -> None:
+        policy = flat.policy
         self.flat, self.policy = flat, policy
         elsewhere = flat.optim_placement != Placement(flat.pool.device)
         self.sharded = policy.shard_grads and (flat.axis.degree > 1 or elsewhere)
+        self.is_offloaded = self.sharded and flat.optim_placement.tier is not None
         self._scatters = flat.shards_optim and policy.reduce_scatter
         special = flat.dtype != policy.param_dtype
         self._dtype = torch.float32 if special else policy.grad_dtype
         self._wire_dtype = policy.comm_dtype or (flat.dtype if special else None)
         self._predivide = policy.predivide or flat.axes.dp.degree
-        self.watched = False  # note in `suspects` what is not finite before it is reduced
-        self.suspects: set[ParamSlot] = set()
+        self.shows = not self.sharded and not flat.sharded and self._dtype == flat.dtype
+        self.state = GradientState.EMPTY
+        self.discarded = False
+        self.inspector: GradientInspector | None = None
+        self.second_hop: SecondHop | None = None
         self._full: Tensor | None = None
         self._shard: OffloadedTensor | None = None
         self._landing: Tensor | None = None  # of a reduction on the device, where the shard is in host memory
-        self._squares: Tensor | None = None  # of the shard that rests
-        self._touched = False  # the shard was asked for since it rests
-        self._summed = False  # over the shard groups, in this step
-        self.reduced = False  # what is kept whole is the sum over ranks (on each, of what it owns)
-        self._mixed = False  # what is kept whole has a share of an earlier sum in it
-        self._filled = False  # holds the gradient of an earlier microbatch of this step
+        self._squares: Tensor | None = None  # of the shard that is offloaded now
+        self._touched = False  # the shard was asked for since it was offloaded
         self._shown: set[ParamSlot] = set()  # whose leaf's `.grad` is a view of it
-        self.discarded = False  # some of what was reduced was thrown away, on this rank
 
     @property
     def owned(self) -> Tensor:
@@ -58,7 +120,7 @@ class FlatGradient:
             return self._full_buffer()[self.flat.owned]
         self._squares, self._touched = None, True
         shard = self._shard_buffer()
-        return shard.load() if self._filled or shard.held_bytes else shard.allocate().zero_()
+        return shard.load() if self.kept or shard.held_bytes else shard.allocate().zero_()
 
     @property
     def share(self) -> Tensor:
@@ -66,19 +128,19 @@ class FlatGradient:
         return self.owned if self.flat.shards_optim else self._full_buffer()[self.flat.shard_span]
 
     @property
-    def shows(self) -> bool:
-        """What is kept is the `.grad` of the leaves, between backwards too."""
-        return not self.sharded and not self.flat.sharded and self._dtype == self.flat.dtype
+    def kept(self) -> bool:
+        """There is something of an earlier microbatch of this step."""
+        return self.state in _HOLDS_VALUES
+
+    @property
+    def reduced(self) -> bool:
+        """What is kept whole is the sum over ranks (on each, of what it owns)."""
+        return self.state in _SUM_OVER_RANKS
 
     @property
     def adds_in_place(self) -> bool:
         """Leaves add what comes to what is kept."""
-        return self.shows and self._filled
-
-    @property
-    def kept(self) -> bool:
-        """There is something of an earlier microbatch of this step."""
-        return self._filled
+        return self.shows and self.kept
 
     @property
     def held_bytes(self) -> int:
@@ -92,21 +154,24 @@ class FlatGradient:
             self._shard = flat.placements.resting(key, size, self._dtype, flat.optim_placement)
         return self._shard
 
-    @property
-    def is_offloaded(self) -> bool:
-        """It is not always in memory."""
-        return self.sharded and self._shard_buffer().is_offloaded
-
     def fetch(self) -> None:
         """Start bringing in what is owned."""
-        if self.is_offloaded and self._filled:
+        if self.is_offloaded and self.kept:
             self._shard_buffer().fetch()
 
     def squares(self) -> Tensor:
-        """`shared.sum_of_squares`, known without reading it where it rests."""
-        if self._squares is not None:
-            return self._squares
-        return sum_of_squares(self)
+        """Sum of squares of this rank's share, fp64 scalar on the CPU; known without reading it where it is offloaded.
+        What h tp ranks hold counts 1/h, and of the pipeline stages that hold a parameter the first one counts it."""
+        return self._sum_squares() if self._squares is None else self._squares
+
+    def _sum_squares(self) -> Tensor:
+        if self.flat.slots[0].holders.rank > 0:
+            return torch.zeros((), dtype=torch.float64)
+        return sum_of_squares(self.share, self._repeated)
+
+    @cached_property
+    def _repeated(self) -> list[SquaredRange]:
+        return repeated_ranges(self.flat)
 
     def rest(self, *, changed: bool = True, final: bool = False) -> None:
         """Let go of what is owned, where it rests elsewhere.
@@ -117,15 +182,16 @@ class FlatGradient:
         """
         if not (self.is_offloaded and self._touched):
             return
-        squares = sum_of_squares(self) if changed and final and self.policy.compute_norm else None
+        squares = self._sum_squares() if changed and final and self.policy.compute_norm else None
         shard = self._shard_buffer()
-        shard.write_back() if changed and self._filled else shard.discard()
+        shard.write_back() if changed and self.kept else shard.discard()
         self._squares, self._touched = squares, False
 
     def spend(self, squares: Tensor | None) -> None:
         """The optimizer has used it: forget its values, keep the sum of their squares."""
         self._shard_buffer().discard()
-        self._filled, self._touched, self._squares = False, False, squares
+        self.state = GradientState.SPENT if self.reduced else GradientState.EMPTY
+        self._touched, self._squares = False, squares
 
     def _full_buffer(self) -> Tensor:
         if self._full is None:
@@ -139,8 +205,8 @@ class FlatGradient:
         that will lie. None: autograd must see them, for hooks on the leaf, or for whom frees its unit then."""
         if self.flat.sharded or slot.leaf._backward_hooks:
             return None
-        if slot.leaf.grad is not None:
-            return slot.leaf.grad
+        if (grad := seen_gradient(slot.leaf)) is not None:
+            return grad
         return self._full_buffer()[slot.span].view(slot.shape) if self.shows else None
 
     def collect(self) -> Tensor:
@@ -152,13 +218,19 @@ class FlatGradient:
                 put_gradient(slot.leaf, None)
             return full
         full = self._full_buffer()
-        self._move(full, accumulate=self._filled)
-        self._filled = True
+        self._move(full, accumulate=self.kept)
+        self._to_collected()
         # A view as .grad lets autograd add the next microbatch in place; another dtype cannot be a view.
         self._shown = {slot for slot in self.flat.slots if self.shows and slot.used}
         for slot in self.flat.slots:
             put_gradient(slot.leaf, full[slot.span].view(slot.shape) if slot in self._shown else None)
         return full
+
+    def _to_collected(self) -> None:
+        if self.state is GradientState.EMPTY:
+            self.state = GradientState.LOCAL
+        elif self.state is GradientState.SPENT:
+            self.state = GradientState.REDUCED
 
     def sync_with_leaves(self) -> None:
         """Take over what became of the leaves' `.grad` since the last backward, where that is what is kept."""
@@ -168,7 +240,8 @@ class FlatGradient:
     @property
     def closed(self) -> bool:
         """What a leaf adds now, without `reopen` before it, would not be counted once."""
-        return self.reduced and self._filled and (self.flat.axis.degree > 1 or self._predivide != 1)
+        counts_once = self.flat.axis.degree == 1 and self._predivide == 1
+        return self.state is GradientState.REDUCED and not counts_once
 
     def reopen(self) -> None:
         """A backward comes after the reduction. Of the sum each rank keeps its share alone, so that the reduction that
@@ -176,25 +249,27 @@ class FlatGradient:
         if not self.reduced:
             return
         self.sync_with_leaves()
-        if self._filled:
-            full, share = self._full_buffer(), self.flat.shard_span
-            full[: share.start].zero_()
-            full[share.stop :].zero_()
-            full[share].mul_(self._predivide)
-        self.reduced, self._mixed = False, self.closed
+        if self.state is GradientState.SPENT:
+            self.state = GradientState.EMPTY
+            return
+        full, share = self._full_buffer(), self.flat.shard_span
+        full[: share.start].zero_()
+        full[share.stop :].zero_()
+        full[share].mul_(self._predivide)
+        self.state = GradientState.REOPENED if self.closed else GradientState.LOCAL
 
     def local(self, slot: ParamSlot) -> Tensor | None:
         """What this rank alone has added up for a parameter [its shape] since the last reduction, to read and to write;
         None where no gradient has come."""
-        if self._mixed:
+        if self.state is GradientState.REOPENED:
             raise LauncherError(
                 f"the gradient of {slot.name} was reduced, and then another backward came: what this rank alone has "
                 "added to it cannot be told from the rest",
                 fix="ask before the reduction, or after the next one",
             )
         if self.sharded:
-            return slot.leaf.grad
-        if self._filled or any(one.leaf.grad is not None for one in self.flat.slots):
+            return seen_gradient(slot.leaf)
+        if self.kept or any(seen_gradient(one.leaf) is not None for one in self.flat.slots):
             self.collect()
         return self._full_buffer()[slot.span].view(slot.shape) if slot.used else None
 
@@ -202,7 +277,7 @@ class FlatGradient:
         into: list[Tensor] = []
         grads: list[Tensor] = []
         for slot in self.flat.slots:
-            grad = slot.leaf.grad
+            grad = seen_gradient(slot.leaf)
             region = full[slot.span]
             if slot in self._shown and (grad is None or grad.data_ptr() != region.data_ptr()):
                 region.zero_()  # the user threw the view away, or put something in its place
@@ -224,13 +299,10 @@ class FlatGradient:
         else:
             torch._foreach_copy_(into, grads)
 
-    def _suspect(self, full: Tensor) -> None:
-        self.suspects |= {slot for slot in self.flat.slots if not full[slot.span].isfinite().all()}
-
     def to_wire(self, full: Tensor) -> Tensor:
         """The collected gradient predivided, in the dtype in which it travels: itself, or a copy for `done`."""
-        if self.watched:
-            self._suspect(full)
+        if self.inspector is not None:
+            self.inspector.look(full)
         dtype = self._wire_dtype or full.dtype
         if full.dtype == dtype or self.flat.axis.degree == 1:
             return full if self._predivide == 1 else full.div_(self._predivide)
@@ -246,7 +318,8 @@ class FlatGradient:
 
     def reduce(self, wire: Tensor, chunk: slice) -> Pending:
         """Start the reduction of one chunk of a collected gradient."""
-        self.reduced, self._mixed = not self.sharded, False
+        if not self.sharded:
+            self.state = GradientState.REDUCED
         flat, tag = self.flat, f"{self.flat.name}/backward"
         if not self._scatters:
             return all_reduce(wire[chunk], flat.axis, tag)
@@ -255,25 +328,13 @@ class FlatGradient:
             if self._landing is None:
                 self._landing = flat.pool.take(flat.numel // flat.axis.degree, self._dtype)
             return scatter(wire, self._landing, flat.axis, tag, within=chunk, accumulate=False)
-        accumulate = self.sharded and self._filled
+        accumulate = self.sharded and self.kept
         return scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
 
     @property
     def _lands(self) -> bool:
         """Reductions end in memory of the device, and the shard is in the host's."""
         return self.sharded and self.flat.optim_placement.device != self.flat.pool.device
-
-    def all_reduce_over_groups(self) -> Pending:
-        """Start the sum over the shard groups of what each has reduced for itself (MiCS); once a step."""
-        if self._summed:
-            raise LauncherError(
-                "there were two backwards in the last microbatch of a step, and after the first one the gradients "
-                "were summed over the shard groups",
-                where="zero_optimization.mics_shard_size",
-                fix="add the losses and call backward once, or use set_gradient_accumulation_boundary()",
-            )
-        self._summed = True
-        return all_reduce(self.owned, self.flat.axes.replicate, f"{self.flat.name}/replicate")
 
     def done(self, wire: Tensor) -> None:
         """All chunks of `wire` were reduced: take the result out of it, unless it is there, and free the buffer."""
@@ -282,20 +343,23 @@ class FlatGradient:
         mine = self._landing if self._scatters else wire[self.flat.owned]
         if mine is not None:
             owned = self.owned
-            owned.add_(mine.to(owned.device)) if self.sharded and self._filled else owned.copy_(mine)
+            owned.add_(mine.to(owned.device)) if self.sharded and self.kept else owned.copy_(mine)
         if self._landing is not None:
             self.flat.pool.give(self._landing)
             self._landing = None
-        self._filled = True
+        if self.sharded:
+            self.state = GradientState.SCATTERED
         self.flat.pool.give(wire)
 
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
-        self._filled = self._summed = self.reduced = self._mixed = self.discarded = False
+        self.state, self.discarded = GradientState.EMPTY, False
         if self.is_offloaded:
             self._shard_buffer().discard()
             self._squares, self._touched = None, False
-        self.suspects.clear()
+        for feature in (self.inspector, self.second_hop):
+            if feature is not None:
+                feature.clear()
         self._shown.clear()
         for slot in self.flat.slots:
             slot.used = False
@@ -308,19 +372,19 @@ class FlatGradient:
         Args:
             reduced: what is kept is the sum over ranks.
         """
-        discarded = self.discarded or (reduced and self._filled)
+        discarded = self.discarded or (reduced and self.kept)
         if len(slots) == len(self.flat.slots):
-            was_reduced = self.reduced
-            if self._filled and not self.sharded:
+            left = GradientState.SPENT if self.reduced else GradientState.EMPTY
+            if self.kept and not self.sharded:
                 self._full_buffer().zero_()
             self.zero()
-            self.reduced = was_reduced
+            self.state = left
         else:
             self._forget_some(slots)
         self.discarded = discarded
 
     def _forget_some(self, slots: set[ParamSlot]) -> None:
-        if self._filled:
+        if self.kept:
             kept = self.owned if self.sharded else self._full_buffer()
             span = self.flat.owned if self.sharded else slice(0, self.flat.numel)
             for slot, start, stop in self.flat.overlaps(span):

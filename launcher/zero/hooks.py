@@ -28,13 +28,12 @@ from torch.utils._pytree import tree_leaves
 from launcher.errors import LauncherError
 from launcher.models.activation import recomputing
 from launcher.models.gradients import put_gradient
-from launcher.zero import outside
+from launcher.zero.features.user_gradients import LeafElsewhere
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.reduce import Reducer
 from launcher.zero.slot import ParamSlot
 from launcher.zero.unit import Unit
-from launcher.zero.user_gradients import LeafElsewhere
 
 Packed = tuple[FlatBuffer, torch.Size, tuple[int, ...], int | torch.SymInt]
 
@@ -95,6 +94,9 @@ class Hooks:
         self._graph = -1  # the backward that autograd was asked for; others run nested in it
         self._handles: list[Removable] = []
         self._arrivals: dict[int, LastHook] = {}  # by the leaf's id, which lives as long as these
+        self.gather_for_one_call: Callable[[Hooks, Unit, nn.Module], None] | None = (
+            None  # `features/outside.py`
+        )
         self.keeps: object = None  # what must live as long as these hooks are called
         self.packs = any(unit.sharded for unit in units)  # what is saved for backward is looked through
         self._register()
@@ -111,7 +113,10 @@ class Hooks:
                 if slot.flat.sharded:
                     move = self._from_handle(unit, slot)
                     self._handles.append(Tensor.register_post_accumulate_grad_hook(slot.handle, move))
-        outside.watch(self)
+        for unit in self.units:
+            for module in dict.fromkeys(unit.owners()):
+                before = self._before_inner(unit)
+                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
 
     def add_removable(self, thing: R) -> R:
         """Have `remove` take this away, too."""
@@ -143,6 +148,22 @@ class Hooks:
                 self._begin_forward()
             with record_function(f"{unit.name}/unshard"):
                 self.fetcher.use(unit, "forward")
+
+        return before_forward
+
+    def _before_inner(self, unit: Unit) -> Callable[..., None]:
+        """For every module that shows a sharded parameter: it may be called while its unit's module is not running."""
+
+        def before_forward(module: nn.Module, args: object) -> None:
+            if torch.compiler.is_compiling() or unit.is_unsharded:
+                return
+            if recomputing():
+                unit.recomputed = True
+                self.enter_backward(unit)
+            elif (
+                module is not unit.module and self.gather_for_one_call is not None
+            ):  # that one's own hook gathers
+                self.gather_for_one_call(self, unit, module)
 
         return before_forward
 

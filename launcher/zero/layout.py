@@ -6,19 +6,89 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from launcher.comm import Axis
 from launcher.errors import LauncherError
 from launcher.offload.placement import Placement, Placements
 from launcher.tensor.split import Split
+from launcher.zero.axes import ShardAxes
 from launcher.zero.policy import ZeroPolicy
+from launcher.zero.pool import BufferPool
 from launcher.zero.slot import NO_OTHERS, ParamSlot
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """What the flat buffers of a model have in common: how they are sharded, and where their memory comes from.
+
+    Args:
+        policy: what is sharded, in which dtypes.
+        axes: the data-parallel axis, and along which axis of it is sharded.
+        pool: buffers for what is gathered and reduced, on the device that computes.
+        placements: where shards rest.
+    """
+
+    policy: ZeroPolicy
+    axes: ShardAxes
+    pool: BufferPool
+    placements: Placements
+
+    @classmethod
+    def of(
+        cls, policy: ZeroPolicy, axes: ShardAxes, device: torch.device, placements: Placements | None = None
+    ) -> ShardLayout:
+        """Return the layout on a device; without `placements` all that is kept stays in its memory."""
+        placements = placements or Placements(device)
+        pool = BufferPool(device, placements.buffers.idle if placements.one_memory else None)
+        return cls(policy, axes, pool, placements)
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """How the model of this rank differs from the whole one, where tensor or pipeline parallelism has split that.
+
+    Args:
+        splits: which elements of logical parameters are here, by name; those that are not named are whole.
+        tp: the axis along which they are split; each of its ranks has a ZeRO run of its own over what it holds.
+        pp: the axis along which the model is cut into stages.
+        holders: the stages that hold a parameter, by name, where there are several.
+        elsewhere: parameters that only other stages hold -> where they are, in words.
+    """
+
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    tp: Axis = field(default_factory=lambda: Axis("tp"))
+    pp: Axis = field(default_factory=lambda: Axis("pp"))
+    holders: Mapping[str, Axis] = field(default_factory=dict)
+    elsewhere: Mapping[Tensor, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BufferPlacement:
+    """Where a flat buffer rests.
+
+    Args:
+        params: its parameters.
+        optim: what the optimizer works with: master weights, sharded gradient, states.
+    """
+
+    params: Placement
+    optim: Placement
 
 
 @dataclass
 class PlannedBuffer:
-    """Slots that share a flat buffer."""
+    """A flat buffer before it exists.
+
+    Args:
+        sharded: whether parameters are sharded: the policy's answer, unless these persist.
+        dtype: what the module computes in.
+        slots: the parameters that share it; their leaves may still be on meta.
+    """
 
     sharded: bool
     dtype: torch.dtype
@@ -55,8 +125,7 @@ def assign_units(
     model: nn.Module,
     blocks: list[tuple[str, nn.Module]],
     policy: ZeroPolicy,
-    splits: Mapping[str, Split],
-    holders: Mapping[str, Axis],
+    parts: LocalModel,
     cut: int = 2**63,
 ) -> list[PlannedUnit]:
     """Give every parameter of `model` to one unit: the block it lies in, else the root unit, which comes last.
@@ -74,7 +143,7 @@ def assign_units(
     unit_of_module = {inner: unit for unit in units for inner in unit.module.modules()}
     buffers: dict[tuple[object, ...], PlannedBuffer] = {}
     persisted = 0
-    for slot in _slots(model, splits, holders):
+    for slot in _slots(model, parts):
         owners = {unit_of_module.get(owner, root).name for owner, _ in slot.owners}
         unit = unit_of_module.get(slot.owners[0][0], root) if len(owners) == 1 else root
         sharded = policy.shard_params
@@ -94,29 +163,26 @@ def assign_units(
     return [unit for unit in units if unit.groups] + [root]
 
 
-def choose_placements(
-    units: list[PlannedUnit], placements: Placements, policy: ZeroPolicy, degree: int
-) -> Iterator[tuple[Placement, Placement]]:
-    """For each buffer in its order: where its parameters rest, and where the optimizer's tensors rest. Reserves the
-    bytes
-    that they need there.
-
-    Args:
-        degree: ranks that shards are dealt out to.
+def choose_placements(units: list[PlannedUnit], layout: ShardLayout) -> Iterator[BufferPlacement]:
+    """Yield where each buffer rests, in their order, and reserve the bytes that they need there.
 
     Raises:
-        OffloadError: there is not so much room.
+        OffloadError: there is less space.
     """
+    placements, degree = layout.placements, layout.axes.shard.degree
     groups = [group for unit in units for group in unit.groups]
     params = [group.bytes_of_parameters(degree) for group in groups]
-    stepped = [group.bytes_of_step(degree, policy, placements.states) for group in groups]
-    chosen = list(zip(placements.of_parameters(params), placements.of_optimizer(stepped), strict=True))
+    stepped = [group.bytes_of_step(degree, layout.policy, placements.states) for group in groups]
+    chosen = [
+        BufferPlacement(*pair)
+        for pair in zip(placements.of_parameters(params), placements.of_optimizer(stepped), strict=True)
+    ]
     sizes = zip(chosen, params, stepped, strict=True)
-    placements.reserve([pair for (one, other), p, s in sizes for pair in ((one, p), (other, s))])
+    placements.reserve([pair for one, p, s in sizes for pair in ((one.params, p), (one.optim, s))])
     return iter(chosen)
 
 
-def _slots(model: nn.Module, splits: Mapping[str, Split], holders: Mapping[str, Axis]) -> list[ParamSlot]:
+def _slots(model: nn.Module, parts: LocalModel) -> list[ParamSlot]:
     """One slot for each parameter, in the order of named_parameters(), with every module that shows it."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -125,17 +191,16 @@ def _slots(model: nn.Module, splits: Mapping[str, Split], holders: Mapping[str, 
             if parameter is not None:
                 owners.setdefault(parameter, []).append((module, attribute))
                 names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
-    return [_slot(names[p], p, where, splits, holders) for p, where in owners.items()]
+    return [_slot(names[p], p, where, parts) for p, where in owners.items()]
 
 
 def _slot(
     name: str,
     parameter: nn.Parameter,
     owners: list[tuple[nn.Module, str]],
-    splits: Mapping[str, Split],
-    holders: Mapping[str, Axis],
+    parts: LocalModel,
 ) -> ParamSlot:
-    split = splits.get(name) or Split.whole(parameter.shape)
+    split = parts.splits.get(name) or Split.whole(parameter.shape)
     if parameter.shape != split.local_shape or split.padded_numel < split.numel:
         raise LauncherError(
             f"{name} is {tuple(parameter.shape)}, and its split says {tuple(split.local_shape)} "
@@ -143,4 +208,4 @@ def _slot(
             where="zero.apply(splits=...)",
             fix="split the parameters of the model before ZeRO takes them, and name them as named_parameters() does",
         )
-    return ParamSlot(name, split, parameter, owners, holders=holders.get(name, NO_OTHERS))
+    return ParamSlot(name, split, parameter, owners, holders=parts.holders.get(name, NO_OTHERS))

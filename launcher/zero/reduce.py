@@ -74,9 +74,7 @@ class Reducer:
         self._ready: set[Unit] = set()
         self._in_flight: deque[tuple[int, int, Callable[[], None]]] = deque()  # turn, elements, completion
         self._elements = 0
-        self._over_groups: list[
-            Pending
-        ] = []  # the second hop of gradients, where there are several shard groups
+        self._second_hops: list[Pending] = []  # of gradients that have one
 
     def ready(self, unit: Unit) -> None:
         """All gradients of `unit` have come in this backward."""
@@ -111,8 +109,8 @@ class Reducer:
         """Wait for what is under way, launch no more, and be ready for the next backward."""
         while self._in_flight:
             self._wait_oldest()
-        while self._over_groups:
-            self._over_groups.pop(0).wait()
+        while self._second_hops:
+            self._second_hops.pop(0).wait()
         self._turn = 0
         self._ready.clear()
 
@@ -170,7 +168,7 @@ class Reducer:
         if full is None:
             return
         gradient.done(full)
-        if boundary and gradient.flat.axes.replicate.degree > 1:
-            self._over_groups.append(gradient.all_reduce_over_groups())
+        if boundary and gradient.second_hop is not None:
+            self._second_hops.append(gradient.second_hop.start())
         elif not (boundary and self.plan.listener is not None and self.plan.listener.on_reduced(gradient)):
             gradient.rest(final=boundary)

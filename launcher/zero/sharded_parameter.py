@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.errors import ShardedParameterError
-from launcher.zero.user_gradients import GradientElsewhere
+from launcher.zero.features.user_gradients import GradientElsewhere
 
 
 class ParameterHolder(Protocol):

@@ -34,27 +34,33 @@ class ParamSlot:
         split: which elements of the logical parameter this rank's tp rank holds.
         leaf: what autograd differentiates.
         owners: every (module, attribute) that shows this parameter; more than one for tied parameters.
-        offset: first element in the flat buffer.
         holders: the pipeline stages that hold this parameter, each with its term of the gradient.
         used: a gradient arrived since the last step.
 
     Attributes:
         shape, numel: of the local parameter, which is the logical one where nothing is split.
+        flat, offset, span: the flat buffer that it lies in, its first element there, and its range.
+        handle: what stands in the modules while the buffer is sharded.
     """
 
     name: str
     split: Split
     leaf: nn.Parameter
     owners: list[tuple[nn.Module, str]]
-    offset: int = 0
     used: bool = False
     holders: Axis = NO_OTHERS
     flat: FlatBuffer = field(init=False, repr=False)
+    offset: int = field(init=False, default=0)
+    span: slice = field(init=False, repr=False)
     handle: ShardedParameter = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.shape: torch.Size = self.split.local_shape
         self.numel: int = self.shape.numel()
+
+    def place(self, flat: FlatBuffer, offset: int) -> None:
+        """Give it its place in a flat buffer."""
+        self.flat, self.offset, self.span = flat, offset, slice(offset, offset + self.numel)
 
     @property
     def logical_numel(self) -> int:
@@ -86,10 +92,6 @@ class ParamSlot:
     def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
         """Nothing: units are gathered by their model."""
         return nullcontext()
-
-    @property
-    def span(self) -> slice:
-        return slice(self.offset, self.offset + self.numel)
 
     def gets_gradient(self) -> bool:
         """Whether the backward that runs now has a gradient for it, one that has come or will come."""

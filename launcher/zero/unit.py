@@ -8,7 +8,6 @@ from torch import nn
 
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
-from launcher.zero.policy import ZeroPolicy
 from launcher.zero.slot import ParamSlot
 
 
@@ -19,19 +18,13 @@ class Unit:
         name: module path; "root" for the rest.
         module: the module whose forward uses the parameters.
         flats: its flat buffers.
-        gradient: what their gradients are.
+        gradients: of those that are trained.
     """
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        flats: list[FlatBuffer],
-        policy: ZeroPolicy,
-        gradient: type[FlatGradient] = FlatGradient,
+        self, name: str, module: nn.Module, flats: list[FlatBuffer], gradients: list[FlatGradient]
     ) -> None:
-        self.name, self.module, self.flats = name, module, flats
-        self.gradients = [gradient(flat, policy) for flat in flats if flat.trainable]
+        self.name, self.module, self.flats, self.gradients = name, module, flats, gradients
         self.numel = sum(flat.numel for flat in flats if flat.sharded)  # what a gather costs
         self.in_backward = (
             False  # from the first use of its parameters in a backward to the end of its gradients

@@ -16,6 +16,7 @@ import launcher
 from launcher.models.load import SafetensorsSource
 from launcher.offload.offloaded import OffloadedSlice
 from tests.pool import RankContext
+from tests.pool.logical import logical_parameters
 from tests.zero.models import points, stack
 
 ROWS = 8  # of the global batch
@@ -78,7 +79,7 @@ def advance_one(engine: Any, parts: list[tuple[Tensor, Tensor]]) -> float:
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
     """Every parameter as the model computes with it."""
-    return {name: value.clone() for name, value in engine.zero.full_parameters()}
+    return {name: value.clone() for name, value in logical_parameters(engine.zero)}
 
 
 def brought(value: Any) -> Any:

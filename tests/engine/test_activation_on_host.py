@@ -13,6 +13,7 @@ from launcher.models.units import unit_modules
 from tests.models.late import InputsAlive, late_lanes
 from tests.pipeline import running as stages
 from tests.pool import RankContext, WorkerPool
+from tests.pool.logical import logical_parameters
 from tests.pool.reference import tiny_llama
 from tests.tensor import running as layers
 
@@ -38,7 +39,7 @@ def train(
             engine = layers.engine_of(tp, config, model, sequence=sequence)
         losses, _ = driving.advance(engine, STEPS)
     assert alive.forwards >= 2 * len(STEPS) * microbatches
-    weights = {name: value.clone() for name, value in engine.zero.full_parameters()}
+    weights = {name: value.clone() for name, value in logical_parameters(engine.zero)}
     return losses, weights, alive.most, engine.checkpointer.saved.host_bytes
 
 

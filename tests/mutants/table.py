@@ -53,7 +53,7 @@ MUTANTS = {
         near="engine/test_aids.py",
     ),
     "mean-over-tp-too": Mutant(
-        "zero/apply.py",
+        "zero/model.py",
         "return 1.0 if divided is None else self.axis.degree / divided",
         "return 1.0 if divided is None else self.axis.degree * self.tp.degree / divided",
         "under tensor parallelism gradients are divided by all ranks, not by those of dp",
@@ -61,8 +61,8 @@ MUTANTS = {
     ),
     "second-shard-of-the-step-before": Mutant(
         "zero/flat.py",
-        "        self._second_is_new = False\n        if self.packed is not None:\n",
-        "        if self.packed is not None:\n",
+        "        for feature in self.gather_features:\n            feature.on_change()\n",
+        "",
         "with hpZ, what is gathered after a step are the parameters from before it",
         near="zero/test_groups.py",
     ),
@@ -77,23 +77,22 @@ MUTANTS = {
         near="zero/test_models.py",
     ),
     "sum-over-all-key-value-heads": Mutant(
-        "zero/shared.py",
+        "zero/features/holders.py",
         "places.append(slice(end + part.group * term.numel(), end + (part.group + 1) * term.numel()))",
         "places.append(slice(end, end + term.numel()))",
         "where tp ranks share key-value heads in groups, each head gets the sum of all heads' gradients",
         near="tensor",
     ),
     "edits-are-those-of-rank-0": Mutant(
-        "zero/flat.py",
-        'broadcast(full[edited.span], self.axes.dp, f"{self.name}/edit", source=source).wait()',
-        'broadcast(full[edited.span], self.axes.dp, f"{self.name}/edit", source=0).wait()',
+        "zero/features/edits.py",
+        'broadcast(full[slot.span], flat.axes.dp, f"{flat.name}/edit", source=source).wait()',
+        'broadcast(full[slot.span], flat.axes.dp, f"{flat.name}/edit", source=0).wait()',
         "GatheredParameters(modifier_rank=1) keeps the values of rank 0",
         near="zero/test_context.py",
     ),
     "norm-of-one-pipeline-stage": Mutant(
-        "zero/apply.py",
-        "        if self.policy.compute_norm:\n"
-        '            all_reduce(report[:1], self.pp, "root/norm").wait()\n',
+        "zero/norm.py",
+        '    if zero.policy.compute_norm:\n        all_reduce(report[:1], zero.pp, "root/norm").wait()\n',
         "",
         "each pipeline stage clips, and skips on overflow, by the norm of its own gradients",
         near="pipeline",
@@ -113,7 +112,7 @@ MUTANTS = {
         near="zero/test_parity.py zero/test_gradient_keys.py zero/test_keys.py",
     ),
     "loaded-parameters-are-not-awaited": Mutant(
-        "zero/apply.py",
+        "zero/model.py",
         "        for pending in [pending for flat in self.flats for pending in flat.publish()]:\n"
         "            pending.wait()\n",
         "        for flat in self.flats:\n            flat.publish()\n",
@@ -121,9 +120,9 @@ MUTANTS = {
         near="engine/test_resume.py",
     ),
     "tied-norm-counts-twice": Mutant(
-        "zero/shared.py",
-        "    if gradient.flat.slots[0].holders.rank > 0:\n"
-        "        return torch.zeros((), dtype=torch.float64)\n",
+        "zero/gradients.py",
+        "        if self.flat.slots[0].holders.rank > 0:\n"
+        "            return torch.zeros((), dtype=torch.float64)\n",
         "",
         "a tied parameter on two pipeline stages counts twice in the norm",
         near="pipeline",

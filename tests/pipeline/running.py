@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import launcher
 from tests.engine.driving import CPU
+from tests.pool.logical import logical_parameters
 from tests.pool.reference import batch, share
 
 LR, CLIP = 0.01, 0.5
@@ -46,7 +47,7 @@ def advance(engine: Any, steps: Iterable[int]) -> tuple[list[float], list[float]
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
     """Logical weights by name, of all stages."""
-    mine = {name: value.float().clone() for name, value in engine.zero.full_parameters()}
+    mine = {name: value.float().clone() for name, value in logical_parameters(engine.zero)}
     every: list[Any] = [None] * engine.world_size
     dist.all_gather_object(every, mine)
     return {name: value for weights in every for name, value in weights.items()}

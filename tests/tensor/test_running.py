@@ -17,9 +17,10 @@ from launcher.engine.weights import model_with_source
 from launcher.errors import LauncherError
 from launcher.models.build import build_on_meta, load_config
 from launcher.models.initialize import materialize
-from launcher.zero.overflow import find_overflows, watch_gradients
+from launcher.zero.features.overflow import find_overflows, watch_gradients
 from tests.engine.driving import counted_reads
 from tests.pool import RankContext, WorkerPool
+from tests.pool.logical import logical_parameters
 from tests.pool.reference import PlainRun, batch, tiny_llama, train_plain
 from tests.tensor.running import CLIP, LR, advance, config_of, engine_of, whole_state
 
@@ -158,7 +159,7 @@ def start(ctx: RankContext, directory: Path, stage: int) -> tuple[list[dict[str,
     engines.append(engine_of(2, config_of(stage), build_on_meta(load_config(str(directory))), seed=5))
     # each rank has built another model: the first one's counts
     engines.append(engine_of(2, config_of(stage), tiny_llama(vocab=VOCAB, layers=2, seed=ctx.rank)))
-    return [{name: p.clone() for name, p in engine.zero.full_parameters()} for engine in engines], sum(read)
+    return [{name: p.clone() for name, p in logical_parameters(engine.zero)} for engine in engines], sum(read)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -13,7 +13,7 @@ from launcher.comm import record_collectives
 from launcher.config import load
 from launcher.engine.assemble import mark_leaves
 from launcher.errors import ConfigError
-from launcher.zero.leaf import with_leaves
+from launcher.zero.features.leaf import with_leaves
 from tests.engine.driving import advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import Block, Stack, stack

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import launcher
 from tests.pool import RankContext, WorkerPool
+from tests.pool.logical import logical_parameters
 from tests.zero.models import Stack, points, stack
 
 STEPS = 6
@@ -56,7 +57,7 @@ def run(
             engine.step()
         dist.all_reduce(total)
         losses.append(float(total) / ctx.world)
-    return losses, {name: value.clone() for name, value in engine.zero.full_parameters()}
+    return losses, {name: value.clone() for name, value in logical_parameters(engine.zero)}
 
 
 def truth(parts: int, options: dict[str, Any], spare_steps: tuple[int, ...] = ()) -> Any:
@@ -155,7 +156,7 @@ def one_rank_goes_another_way(ctx: RankContext, stage: int, depth: int, way: dic
         ((x, y),) = shares(ctx, step)
         engine.backward(engine(x, y, **(way if ctx.rank == 1 else {})))
         engine.step()
-    return {name: value.clone() for name, value in engine.zero.full_parameters()}
+    return {name: value.clone() for name, value in logical_parameters(engine.zero)}
 
 
 @pytest.mark.pairwise

@@ -13,6 +13,7 @@ import launcher
 from launcher.comm import CollectiveRecord, record_collectives
 from launcher.zero.unit import Unit
 from tests.pool import RankContext
+from tests.pool.logical import logical_parameters
 from tests.pool.reference import batch, share, tiny_gpt2, tiny_llama
 
 SEQUENCES, STEPS, LR = 12, 10, 1e-2
@@ -89,7 +90,7 @@ def train(ctx: RankContext, case: Case) -> Trained:
         losses.append(float(total) / ctx.world)
         norms.append(engine.get_global_grad_norm())
     weights = {piece.name: torch.empty(piece.shape) for piece in engine.zero.slices()}
-    for name, value in engine.zero.full_parameters():
+    for name, value in logical_parameters(engine.zero):
         weights[name] = value.float().clone()
     return Trained(losses, norms, weights, engine.held_bytes(), last)
 

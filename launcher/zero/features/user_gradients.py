@@ -21,10 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from launcher.errors import LauncherError
 from launcher.models.gradients import put_gradient, seen_gradient
-from launcher.zero.watched_leaf import WatchedLeaf
+from launcher.zero.features.watched_leaf import WatchedLeaf
 
 if TYPE_CHECKING:
-    from launcher.zero.apply import ZeroModel
+    from launcher.zero.model import ZeroModel
 
 logger = logging.getLogger("launcher")
 Parameters = Callable[[Any], Iterable[Tensor]]
@@ -104,25 +104,6 @@ def warn_of_discard_once(rank: int) -> None:
         logger.warning(
             "zero_grad() between the microbatches of a step has thrown their gradients away, as in PyTorch; if that is "
             "not meant, leave it out: step() clears gradients itself (this is said once)"
-        )
-
-
-def refuse_uneven_discard(count: int, ranks: int) -> None:
-    """Called by all ranks with the same answer, before any of them steps.
-
-    Args:
-        count: ranks that have thrown reduced gradients away.
-        ranks: all of them.
-
-    Raises:
-        LauncherError: some have, and others have not: the copies of the model would not stay the same.
-    """
-    if 0 < count < ranks:
-        raise LauncherError(
-            f"{count} of {ranks} ranks threw gradients away after they had been reduced over all ranks, so the ranks "
-            "would step to different weights",
-            where="engine.step()",
-            fix="call zero_grad(), or set p.grad = None, on every rank or on none",
         )
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from launcher.comm import broadcast
 from launcher.errors import LauncherError
+from launcher.zero.features.watched_leaf import WatchedLeaf
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.slot import ParamSlot
-from launcher.zero.watched_leaf import WatchedLeaf
 
 FREEZING = (
     "set requires_grad before initialize(), or call initialize() again where the trained parameters change"
@@ -31,8 +33,14 @@ class ParameterEdits:
     """
 
     def __init__(self, flats: Iterable[FlatBuffer]) -> None:
-        self._flats = list(flats)
+        # what is sharded is edited inside GatheredParameters, which keeps what was edited
+        self._flats = [flat for flat in flats if not (flat.sharded and flat.trainable)]
         self._versions: dict[ParamSlot, int] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything can be edited, or thawed, between steps."""
+        return bool(self._flats)
 
     def take_over(self) -> None:
         """Called on every rank before a step; costs no communication and, without an edit, no pass over values.
@@ -47,7 +55,7 @@ class ParameterEdits:
                 continue
             edited = [slot for slot in flat.slots if self._is_edited(flat, flat.full, slot)]
             if edited and flat.own_master:
-                flat.take_edits(edited)
+                _take_edits(flat, flat.full, edited)
 
     def _is_edited(self, flat: FlatBuffer, full: Tensor, slot: ParamSlot) -> bool:
         leaf: Any = slot.leaf
@@ -62,6 +70,37 @@ class ParameterEdits:
         if touched and isinstance(leaf, WatchedLeaf):
             leaf.zero_touched = False
         return touched
+
+
+def _take_edits(flat: FlatBuffer, full: Tensor, edited: Iterable[ParamSlot]) -> None:
+    """Put what differs from the master weights into them."""
+    master, owned = flat.master, flat.owned
+    for slot in edited:
+        start, stop = max(slot.span.start, owned.start), min(slot.span.stop, owned.stop)
+        if start < stop:
+            kept, now = master[start - owned.start : stop - owned.start], full[start:stop].to(master.device)
+            kept.copy_(torch.where(kept.to(now.dtype) == now, kept, now.to(kept.dtype)))
+    flat.rest(changed=True)
+
+
+def broadcast_edit(slot: ParamSlot, source: int) -> None:
+    """Make a gathered parameter of dp rank `source` everybody's: parameter, shard and master weights. Collective."""
+    flat = slot.flat
+    assert flat.full is not None
+    full = flat.full
+    for feature in flat.gather_features:
+        feature.on_change()
+    broadcast(full[slot.span], flat.axes.dp, f"{flat.name}/edit", source=source).wait()
+    if flat.packed is not None:
+        flat.packed.unpack()
+    parts = [(flat.owned, flat.master)] + [(flat.shard_span, flat.shard)] * (flat.packed is None)
+    for span, kept in parts:
+        start, stop = max(slot.span.start, span.start), min(slot.span.stop, span.stop)
+        if start < stop:
+            kept[start - span.start : stop - span.start].copy_(full[start:stop])
+    if flat.packed is not None:
+        flat.packed.pack()
+    flat.rest(changed=True)
 
 
 def _bring_back(full: Tensor, slot: ParamSlot) -> None:

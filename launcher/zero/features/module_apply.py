@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 if TYPE_CHECKING:
-    from launcher.zero.apply import ZeroModel
+    from launcher.zero.model import ZeroModel
     from launcher.zero.unit import Unit
 
 

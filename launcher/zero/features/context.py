@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.zero.apply import ZeroModel, live_models
-from launcher.zero.partitioned import dealt_of, is_dealt
+from launcher.zero.features.partitioned import dealt_of, is_dealt
+from launcher.zero.model import ZeroModel, live_models
 
 
 class Init:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from launcher.comm import all_reduce
+from launcher.zero.slot import ParamSlot
 
 if TYPE_CHECKING:
-    from launcher.zero.apply import ZeroModel
+    from launcher.zero.model import ZeroModel
 
 NAMED = 5  # names in a message
 
@@ -29,10 +31,34 @@ class Overflow:
     ranks: tuple[int, ...] = ()
 
 
+class LocalOverflows:
+    """Notes which gradients of this rank are not finite before they are reduced, while it is on.
+
+    Attributes:
+        slots: those of the present step.
+    """
+
+    def __init__(self, slots: list[ParamSlot]) -> None:
+        self._all, self.slots = slots, set[ParamSlot]()
+        self.on = True
+
+    def look(self, full: Tensor) -> None:
+        """Look at a collected gradient; one pass over it."""
+        if self.on:
+            self.slots |= {slot for slot in self._all if not full[slot.span].isfinite().all()}
+
+    def clear(self) -> None:
+        """The step is over."""
+        self.slots.clear()
+
+
 def watch_gradients(model: ZeroModel, on: bool) -> None:
     """From now on note which gradients of this rank are not finite before they are reduced; one pass over each."""
     for gradient in model.gradients:
-        gradient.watched = on
+        if isinstance(gradient.inspector, LocalOverflows):
+            gradient.inspector.on = on
+        elif on:
+            gradient.inspector = LocalOverflows(gradient.flat.slots)
 
 
 def find_overflows(model: ZeroModel) -> list[Overflow]:
@@ -50,7 +76,8 @@ def find_overflows(model: ZeroModel) -> list[Overflow]:
             at = slot.offset + start - flat.shard_span.start
             flags[-1, index[slot]] = float(not share[at : at + stop - start].isfinite().all())
         gradient.rest(changed=False)
-        for slot in gradient.suspects:
+        noted = gradient.inspector.slots if isinstance(gradient.inspector, LocalOverflows) else ()
+        for slot in noted:
             flags[axis.rank * tp.degree + tp.rank, index[slot]] = 1
     found = flags.view(-1).to(model.pool.device)
     for along in (axis, tp):

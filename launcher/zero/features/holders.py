@@ -1,10 +1,9 @@
-"""Elements that several ranks of the tp axis hold: counted once in what is global, and summed where each holder's
-gradient is one term of it."""
+"""Elements that several ranks hold, of the tp axis or of pipeline stages: their gradients are summed where they are
+terms of one sum."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,28 +11,11 @@ from torch import Tensor
 
 from launcher.comm import Axis, all_reduce
 from launcher.tensor.split import DimSlice
-from launcher.zero.flat import FlatBuffer
+from launcher.zero.norm import held_by_several
 from launcher.zero.slot import ParamSlot
 
 if TYPE_CHECKING:
     from launcher.zero.gradients import FlatGradient
-
-NORM_CHUNK = 4096  # fp32 sums of squares lose digits over long runs: chunks this long, summed in fp64
-
-
-def shared(
-    flat: FlatBuffer, span: slice, *, partial_only: bool = False
-) -> Iterator[tuple[slice, DimSlice, ParamSlot]]:
-    """Ranges of a buffer over `span` of the flat buffer that several tp ranks hold. These ranks have the same ranges.
-
-    Args:
-        partial_only: only those whose gradients are terms of a sum.
-    """
-    for slot, start, stop in flat.overlaps(span):
-        if slot.split.partial or not partial_only:
-            base = slot.offset - span.start
-            for low, high, part in slot.split.shared(start, stop):
-                yield slice(base + low, base + high), part, slot
 
 
 def sum_over_holders(
@@ -62,7 +44,7 @@ def sum_partial(gradients: Sequence[FlatGradient], tp: Axis, device: torch.devic
     terms: list[Tensor] = []
     parts: list[DimSlice] = []
     for gradient in gradients:
-        for span, part, _ in shared(gradient.flat, gradient.flat.owned, partial_only=True):
+        for span, part, _ in held_by_several(gradient.flat, gradient.flat.owned, partial_only=True):
             terms.append(gradient.owned[span])
             parts.append(part)
     if terms:
@@ -85,26 +67,3 @@ def use_over_stages(slots: Sequence[ParamSlot], flags: Tensor) -> None:
         used = flags[places]
         all_reduce(used, holders, "root/used").wait()
         flags[places] = used
-
-
-def sum_of_squares(gradient: FlatGradient) -> Tensor:
-    """Of this rank's share of a reduced gradient, fp64 scalar on the CPU; what h tp ranks hold counts 1/h, and of the
-    pipeline stages that hold a parameter the first one counts it."""
-    if gradient.flat.slots[0].holders.rank > 0:
-        return torch.zeros((), dtype=torch.float64)
-    share = gradient.share
-    total = _squares(share)
-    held: dict[int, list[Tensor]] = defaultdict(list)
-    for span, part, _ in shared(gradient.flat, gradient.flat.shard_span):
-        held[part.holders].append(share[span])
-    if torch.isfinite(total):  # infinity minus infinity is no number
-        for holders, parts in held.items():
-            total -= _squares(torch.cat(parts)) * (1 - 1 / holders)
-    return total
-
-
-def _squares(values: Tensor) -> Tensor:
-    even = values.numel() // NORM_CHUNK * NORM_CHUNK
-    rows = torch.linalg.vector_norm(values[:even].view(-1, NORM_CHUNK), dim=1, dtype=torch.float32)
-    rest = torch.linalg.vector_norm(values[even:], dtype=torch.float32)
-    return (rows.double().square().sum() + rest.double().square()).cpu()

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from launcher.zero.apply import ZeroModel
+from launcher.zero.model import ZeroModel
 
 
 class Versions:
@@ -43,7 +43,8 @@ class Versions:
             return
         values = self._own if number == self.newest else self._older[number]
         for flat, whole in zip(self.flats, values, strict=True):
-            flat.show(whole)
+            flat.full = whole
+            flat.attach()
         self._shown = number
 
     def advance(self, needed: Collection[int]) -> None:

@@ -15,8 +15,9 @@ import torch
 
 from launcher.comm import Axis, all_reduce
 from launcher.errors import LauncherError
+from launcher.zero.features.holders import sum_over_holders
 from launcher.zero.gradients import FlatGradient
-from launcher.zero.shared import shared, sum_over_holders
+from launcher.zero.norm import held_by_several
 from launcher.zero.slot import ParamSlot
 
 UNLIKE = 1e-2  # kernels that sum in no fixed order make copies differ, but not by as much
@@ -34,14 +35,34 @@ class _Copy:
     distance: float
 
 
+class CopyCheck:
+    """Compares the reduced gradients of what several tp ranks hold, at the first step.
+
+    Args:
+        gradients: of the model.
+        dp, tp: the axes of the ranks that compare theirs; tp has several.
+    """
+
+    def __init__(self, gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
+        self._gradients, self._dp, self._tp, self._done = gradients, dp, tp, False
+
+    def once(self) -> None:
+        """Compare them, before partial ones are summed; does nothing from the second call on. Collective.
+
+        Raises:
+            LauncherError: on every rank: the plan is wrong about some parameters, which are named.
+        """
+        if not self._done and self._gradients:
+            check_copies(self._gradients, self._dp, self._tp)
+        self._done = True
+
+
 def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
     """Compare the reduced gradients of what several tp ranks hold, before partial ones are summed. Collective.
 
     Raises:
         LauncherError: on every rank: the plan is wrong about some parameters, which are named.
     """
-    if tp.degree == 1 or not gradients:
-        return
     device = gradients[0].flat.pool.device
     copies = _copies(gradients, tp, device)
     index = {slot: i for i, slot in enumerate(s for gradient in gradients for s in gradient.flat.slots)}
@@ -71,7 +92,7 @@ def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
 def _copies(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -> list[_Copy]:
     found = []
     for gradient in gradients:
-        for span, part, slot in shared(gradient.flat, gradient.flat.owned):
+        for span, part, slot in held_by_several(gradient.flat, gradient.flat.owned):
             found.append((gradient.owned[span][:SAMPLE].float(), part, slot))
         gradient.rest(changed=False)
     owns, parts = [own for own, _, _ in found], [part for _, part, _ in found]

@@ -18,10 +18,10 @@ from torch import Tensor
 from launcher.comm import Axis, CollectiveRecord, record_collectives
 from launcher.comm.plain import gather_plain
 from launcher.errors import LauncherError
-from launcher.zero.shared import shared
+from launcher.zero.norm import held_by_several
 
 if TYPE_CHECKING:
-    from launcher.zero.apply import ZeroModel
+    from launcher.zero.model import ZeroModel
 
 CollectiveStreams = dict[str, list[str]]  # collectives of one axis that must have one order on all its ranks
 KEY = "zero_optimization.enable_sanity_checks"
@@ -86,7 +86,7 @@ class StepChecks:
                 copies[f"unit {flat.name}{part}"] = _checksum(flat.full)
             elif self.zero.axes.replicate.degree > 1:
                 copies[f"shard {shard.rank} of unit {flat.name}{part}"] = _checksum(values)
-            for at, held, _ in shared(flat, flat.owned):
+            for at, held, _ in held_by_several(flat, flat.owned):
                 name = f"what {held.holders} tp ranks hold of unit {flat.name} ({held.group}, dp rank {flat.axis.rank})"
                 copies[name] = copies.get(name, 0) + _checksum(values[at])
             flat.rest()

@@ -1,0 +1,41 @@
+"""A model is given back as it was, for another engine."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from launcher.errors import LauncherError
+from launcher.zero.features.partitioned import Partitioner, is_dealt
+from launcher.zero.flat import EXACT
+from launcher.zero.model import live_models
+from launcher.zero.sharded_parameter import ShardedParameter
+from launcher.zero.slot import ParamSlot
+
+
+def release(model: nn.Module) -> None:
+    """Take a model from the engine that it has, if any: no hooks; what was sharded is dealt out. A collective.
+
+    Raises:
+        LauncherError: layers are split over tp, or the model is cut into stages: it is not what it was.
+    """
+    earlier = [zero for zero in live_models() if any(zero.slot_of(p) is not None for p in model.parameters())]
+    handles = [p for p in model.parameters() if isinstance(p, ShardedParameter) and not is_dealt(p)]
+    slots = [handle.zero_holder for handle in handles if isinstance(handle.zero_holder, ParamSlot)]
+    if any(zero.pp.degree > 1 for zero in earlier) or not all(slot.split.is_whole for slot in slots):
+        raise LauncherError(
+            "the model is split already, by an earlier initialize() of it",
+            where="initialize(model=...)",
+            fix="build the model again, or keep the first engine",
+        )
+    for zero in earlier:
+        zero.retire()
+    dealer = Partitioner()
+    for flat in dict.fromkeys(slot.flat for slot in slots):
+        flat.unshard(EXACT)
+        flat.wait_for_unshard()
+        dealt = [(slot, dealer.handle(slot.leaf, slot.name)) for slot in flat.slots]
+        flat.reshard()
+        for slot, handle in dealt:
+            slot.show(handle)
+    for zero in earlier:
+        zero.placements.close()

@@ -1,0 +1,69 @@
+"""hpZ: a second shard of the parameters, on a smaller axis, from which they are gathered again until the next step."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from torch import Tensor
+
+from launcher.comm import Axis, Pending, all_gather
+from launcher.offload.tier import memory
+from launcher.zero.flat import EXACT, FlatBuffer
+
+
+class SecondState(Enum):
+    """What the second shard has.
+
+    STALE: values from before the last step, or none.
+    FILLING: the same; the gather under way brings those of this step.
+    FRESH: the parameters of this step, as they were gathered: perhaps quantised.
+    """
+
+    STALE = "stale"
+    FILLING = "filling"
+    FRESH = "fresh"
+
+
+class SecondShard:
+    """Slice r of what was gathered last, r being the rank on the secondary axis.
+
+    Args:
+        flat: the buffer whose parameters these are.
+        axis: `ShardAxes.secondary`.
+    """
+
+    def __init__(self, flat: FlatBuffer, axis: Axis) -> None:
+        self._axis, self._quantizes = axis, flat.policy.quantized_weights
+        self._span, self._state = axis.span(flat.numel), SecondState.STALE
+        self.tensor = memory(flat.numel // axis.degree, flat.dtype, flat.pool.device).zero_()
+
+    def gather(self, buffer: Tensor, phase: str, tag: str) -> Pending | None:
+        """Fill `buffer` along the secondary axis, if the second shard has what is asked for."""
+        # What it holds may have been quantised, and then it is not what is asked for.
+        good = phase != EXACT or not self._quantizes
+        if self._state is SecondState.FRESH and good:
+            buffer[self._span].copy_(self.tensor)
+            return all_gather(buffer, self._axis, tag)
+        if self._state is SecondState.STALE and phase != EXACT:
+            self._state = SecondState.FILLING
+        return None
+
+    def on_unsharded(self, full: Tensor) -> None:
+        """Keep what was gathered."""
+        if self._state is SecondState.FILLING:
+            self.tensor.copy_(full[self._span])
+            self._state = SecondState.FRESH
+
+    def on_change(self) -> None:
+        """The parameters of this step are over."""
+        if self._state is SecondState.FRESH:
+            self._state = SecondState.STALE
+
+    @property
+    def held_bytes(self) -> int:
+        return self.tensor.nbytes
+
+
+def second_shards(flat: FlatBuffer) -> list[Tensor]:
+    """The second shard of a buffer, if it has one."""
+    return [feature.tensor for feature in flat.gather_features if isinstance(feature, SecondShard)]

@@ -1,0 +1,264 @@
+"""A model under ZeRO: its units, and what the engine, the optimizer and checkpoints ask of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from launcher.errors import ElsewhereError
+from launcher.tensor.assemble import whole
+from launcher.zero.features.edits import broadcast_edit
+from launcher.zero.features.user_gradients import warn_of_discard_once
+from launcher.zero.fetch import Fetcher
+from launcher.zero.flat import EXACT, FlatBuffer
+from launcher.zero.gradients import FlatGradient
+from launcher.zero.hooks import Hooks
+from launcher.zero.layout import LocalModel, ShardLayout
+from launcher.zero.norm import norm_and_use
+from launcher.zero.reduce import Reducer, order_of_reduction
+from launcher.zero.sharded_parameter import ShardedParameter
+from launcher.zero.slot import ParamSlice, ParamSlot
+from launcher.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from launcher.zero.features.checks import StepChecks
+
+_live: weakref.WeakSet[ZeroModel] = weakref.WeakSet()
+
+
+def live_models() -> list[ZeroModel]:
+    """Return every model under ZeRO in this process, oldest first."""
+    return sorted(_live, key=lambda model: model.serial)
+
+
+@dataclass
+class StepCallbacks:
+    """What features do in a step, in this order; all are empty in a plain run (`features/attach.py` fills them).
+
+    Attributes:
+        before_step: before anything of the step: edited parameters are taken over.
+        before_norm: gradients are reduced, and become what is stepped.
+        merge_use: (trainable slots, their flags of use): flags that hold on other ranks are set.
+    """
+
+    before_step: list[Callable[[], None]] = field(default_factory=list)
+    before_norm: list[Callable[[], None]] = field(default_factory=list)
+    merge_use: list[Callable[[Sequence[ParamSlot], Tensor], None]] = field(default_factory=list)
+
+
+class ZeroModel:
+    """A model under ZeRO.
+
+    Args:
+        module: the user's model, unchanged but for where its parameters live.
+        units: root unit last.
+        layout: how they are sharded.
+        parts: how the model differs from the whole one.
+
+    Attributes:
+        axis, tp, pp: data, tensor and pipeline parallelism.
+        trainable_slots: of all gradients, in their order.
+    """
+
+    def __init__(self, module: nn.Module, units: list[Unit], layout: ShardLayout, parts: LocalModel) -> None:
+        self.module, self.units = module, units
+        self.policy, self.axes, self.pool, self.placements = (
+            layout.policy,
+            layout.axes,
+            layout.pool,
+            layout.placements,
+        )
+        self.axis, self.tp, self.pp, self.elsewhere = self.axes.dp, parts.tp, parts.pp, parts.elsewhere
+        self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
+        self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
+        self.trainable_slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
+        self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
+        self.fetcher = Fetcher(
+            self.policy, self.placements.ahead, self.placements.units_ahead, spares=self.placements.one_memory
+        )
+        self.reducer = Reducer(order_of_reduction(units), self.policy)
+        self.hooks = Hooks(units, self.fetcher, self.reducer)
+        self.hooks.keeps = self  # while modules call the hooks
+        self.slots: dict[str, ParamSlot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
+        self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
+        self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
+        self.callbacks = StepCallbacks()
+        self.checks: StepChecks | None = None
+        self.serial: int = max((model.serial for model in _live), default=0) + 1
+        _live.add(self)
+
+    def retire(self) -> None:
+        """Take the hooks off and free what is gathered: `live_models` does not give this model any more."""
+        self.hooks.remove()
+        self.reshard_all()
+        _live.discard(self)
+
+    # ---- slices -----------------------------------------------------------------------------
+
+    def slices(self) -> list[ParamSlice]:
+        """Return what this rank owns of every parameter, as parts of the master weights."""
+        return [piece for flat in self.flats for piece in flat.slices()]
+
+    def written_slices(self) -> list[ParamSlice]:
+        """Return what this rank writes into a checkpoint: the pieces of all ranks of dp together cover every local
+        parameter once. What several tp ranks hold is in the pieces of each; its split says who is the first of them.
+        What several pipeline stages hold is in those of the first one."""
+        if self.axes.replicate.rank > 0:  # the first shard group writes for all
+            return []
+        flats = [flat for flat in self.flats if flat.slots[0].holders.rank == 0]
+        return [piece for flat in flats for piece in flat.slices(span=flat.shard_span)]
+
+    def publish(self) -> None:
+        """Bring changed master weights into every rank's parameters."""
+        for pending in [pending for flat in self.flats for pending in flat.publish()]:
+            pending.wait()
+
+    def rest(self) -> None:
+        """Let go of what was looked at and has not changed, where it is offloaded."""
+        for flat in self.flats:
+            flat.rest()
+
+    # ---- gradients --------------------------------------------------------------------------
+
+    def place_of_gradient(self, leaf: Tensor) -> Tensor | None:
+        """Return where its gradients are added up: `FlatGradient.place`."""
+        slot = self._slot_of_parameter.get(id(leaf))
+        return None if slot is None else self._gradient_of[slot.flat].place(slot)
+
+    def norm_and_use(self, more: Tensor | None = None) -> tuple[Tensor, list[bool], Tensor]:
+        """Collective: see `norm.py`."""
+        return norm_and_use(self, more)
+
+    @property
+    def mean_divisor(self) -> float:
+        """Reduced gradients divided by this are the mean over ranks."""
+        divided = self.policy.predivide
+        return 1.0 if divided is None else self.axis.degree / divided
+
+    @property
+    def sum_divisor(self) -> float:
+        """Reduced gradients divided by this are the sum over ranks."""
+        return self.mean_divisor / self.axis.degree
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of a step that is over on every rank."""
+        self.hooks.abandon()
+        self.hooks.kinds.clear()
+        self.reducer.measured = False
+        for gradient in self.gradients:
+            gradient.zero()
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Throw away what is kept of the gradients of those parameters that are this model's."""
+        found = (self.find_slot(parameter) for parameter in parameters)
+        self._forget({slot for slot in found if slot is not None})
+
+    def discard(self) -> None:
+        """`forget` the gradients of all parameters: the user's `zero_grad()`."""
+        self._forget(set(self.trainable_slots))
+
+    def _forget(self, slots: set[ParamSlot]) -> None:
+        if not slots:
+            return
+        if not self.reducer.plan.last and any(gradient.kept for gradient in self.gradients):
+            warn_of_discard_once(self.axis.rank)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:  # a hook of the user's may call, and then the backward goes on
+            self.hooks.abandon()
+        for gradient in self.gradients:
+            if of_buffer := slots.intersection(gradient.flat.slots):
+                gradient.forget(of_buffer, reduced=not self.reducer.holds_local(gradient))
+        if not any(gradient.kept for gradient in self.gradients):
+            self.hooks.kinds.clear()
+            self.reducer.measured = False
+
+    # ---- whole parameters -------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(
+        self, parameters: Iterable[Tensor] | None = None, modifier_rank: int | None = None
+    ) -> Iterator[None]:
+        """Full local parameters inside the `with`, on every rank; a collective of dp.
+
+        Args:
+            parameters: which (their units are gathered); default: all.
+            modifier_rank: this dp rank's edits of `parameters` are kept and sent to all; None: edits to sharded
+                parameters are lost.
+        """
+        slots = self._slots_of(parameters)
+        units = list(dict.fromkeys(self._unit_of[slot] for slot in slots if slot.flat.sharded))
+        opened = [unit for unit in units if not unit.is_unsharded]
+        for unit in opened:
+            unit.unshard(EXACT)
+        for unit in opened:
+            unit.wait_for_unshard()
+            unit.held = True
+        try:
+            yield
+            if modifier_rank is not None:
+                for slot in slots:
+                    broadcast_edit(slot, modifier_rank)
+        finally:
+            for unit in opened:
+                unit.held = False
+                self.fetcher.reshard(unit)
+
+    def _slots_of(self, parameters: Iterable[Tensor] | None) -> list[ParamSlot]:
+        if parameters is None:
+            return list(self.slots.values())
+        slots = [self.slot_of(parameter) for parameter in parameters]
+        return list(dict.fromkeys(slot for slot in slots if slot is not None))
+
+    def slot_of(self, parameter: Tensor) -> ParamSlot | None:
+        """Return the slot of a parameter (leaf or handle) of this model; None for any other tensor.
+
+        Raises:
+            ElsewhereError: it was a parameter of the model, and another pipeline stage has it now.
+        """
+        if (where := self.elsewhere.get(parameter)) is not None:
+            raise ElsewhereError(
+                f"{where}, and this rank is stage {self.pp.rank}",
+                fix="name on each rank parameters of its own stage: engine.module.named_parameters()",
+            )
+        return self.find_slot(parameter)
+
+    def find_slot(self, parameter: Tensor) -> ParamSlot | None:
+        """`slot_of`, but for a parameter of another stage: None."""
+        if isinstance(parameter, ShardedParameter):  # a copy of a handle (its .data) knows the slot, too
+            holder = parameter.zero_holder
+            return holder if isinstance(holder, ParamSlot) and holder in self._unit_of else None
+        return self._slot_of_parameter.get(id(parameter))
+
+    def unit_of(self, slot: ParamSlot) -> Unit:
+        """Return the unit that a slot is gathered with."""
+        return self._unit_of[slot]
+
+    def logical(self, slot: ParamSlot) -> Tensor:
+        """Return the logical parameter of a slot whose unit is gathered: all that the tp ranks hold of it. A
+        collective."""
+        return whole(slot.leaf.detach(), slot.split, self.tp)
+
+    # ---- bookkeeping ------------------------------------------------------------------------
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank holds between steps: as parameters, master weights and gradients."""
+        params = sum(flat.held_bytes for flat in self.flats)
+        masters = sum(flat.master_bytes for flat in self.flats)
+        return {
+            "parameters": params,
+            "master": masters,
+            "gradients": sum(g.held_bytes for g in self.gradients),
+        }
+
+    def reshard_all(self) -> None:
+        """Free every gathered parameter, and the idle buffers."""
+        self.fetcher.end()
+        for unit in self.units:
+            unit.reshard()
+        self.pool.clear()

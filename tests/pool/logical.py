@@ -1,0 +1,18 @@
+"""The logical parameters of an engine, one unit unsharded at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from launcher.zero import ZeroModel
+
+
+def logical_parameters(zero: ZeroModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield those of this pipeline stage. A collective of its ranks: all iterate to the end."""
+    for unit in zero.units:
+        slots = [slot for flat in unit.flats for slot in flat.slots]
+        with zero.gathered([slot.leaf for slot in slots]):
+            for slot in slots:
+                yield slot.name, zero.logical(slot)
