@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,18 +28,15 @@ from launcher.engine.loaders import loader_of, share_of
 from launcher.engine.offloading import open_placements
 from launcher.engine.staging import (
     agree,
-    cut_model,
-    cut_row,
     holders_of,
     recompute,
     row_in,
     runtime_of,
+    stages_of,
     versions_of,
 )
 from launcher.engine.telemetry import open_monitor
 from launcher.errors import ArgumentsError, ConfigError, LauncherError
-from launcher.models.initialize import initializer
-from launcher.models.initialize_plan import plan_of
 from launcher.models.units import ends_of
 from launcher.monitor.memory import trim_malloc
 from launcher.monitor.processors import warn_of_slow_products
@@ -48,9 +45,7 @@ from launcher.optim.build import choose
 from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.crossing import StagedPart
-from launcher.pipeline.sequential.staged import SequentialPipeline
-from launcher.tensor.apply import SplitModel, TensorParallelOptions
-from launcher.tensor.apply import apply as apply_tensor
+from launcher.tensor.split_model import SplitModel, TensorParallelOptions
 from launcher.zero import (
     LocalModel,
     MadeOnMeta,
@@ -68,6 +63,9 @@ from launcher.zero import (
 )
 from launcher.zero import apply as apply_zero
 from launcher.zero.features.leaf import mark_fine_modules
+
+if TYPE_CHECKING:
+    from launcher.pipeline.sequential.staged import SequentialPipeline
 
 
 def initialize(
@@ -145,6 +143,8 @@ def initialize(
         model_parameters = list(model_parameters or ()) or None
         chosen = choose(resolved, optimizer, model_parameters, row.whole())
         taken = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
+        from launcher.engine.cutting import cut_row
+
         own = cut_row(row, mesh, resolved, training_data, collate_fn, taken=taken)
         model = own.part
     release(model)  # from an engine that it had before
@@ -152,7 +152,7 @@ def initialize(
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = split_layers(model, mesh, resolved)
-    staged: StagedPart = own or cut_model(model, split_model, mesh, resolved, seq_length)
+    staged: StagedPart = own or stages_of(model, split_model, mesh, resolved, seq_length)
     checkpointer = recompute(model, staged, resolved, mesh.axes["tp"])
     mark_leaves(model, resolved)
     holders = holders_of(staged, mesh)
@@ -277,12 +277,19 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
             f"{len(names)} parameters are on meta and the others are not: {', '.join(names[:3])}",
             fix="build the whole model under zero.Init() or torch.device('meta'), or none of it",
         )
+    from launcher.models.initialize import initializer
+    from launcher.models.initialize_plan import plan_of
+
     return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
 
 
 def split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
     """Split the layers of the model along tp."""
     tp, section = mesh.axes["tp"], config.tensor_parallel
+    if tp.degree == 1:
+        return SplitModel(tp)
+    from launcher.tensor.apply import apply as apply_tensor
+
     options = TensorParallelOptions(
         overlaps=section.tp_overlap_comm,
         sequence=section.sequence_parallel,

@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from launcher.checkpoint.saver import Saver
 from launcher.comm import Mesh, all_reduce
 from launcher.config import Config
 from launcher.engine import executor
@@ -42,6 +41,9 @@ from launcher.zero import ZeroModel
 from launcher.zero.features.overflow import watch_gradients
 from launcher.zero.features.versions import Versions
 from launcher.zero.reduce import BackwardPlan
+
+if TYPE_CHECKING:
+    from launcher.checkpoint.saver import Saver
 
 
 class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module):
@@ -84,7 +86,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         self.inputs = SameInputs(mesh.axes["tp"], mesh.device)
         if runtime.staged.is_whole and self.inputs.active:  # also where a script calls the module itself
             zero.hooks.add_removable(self.inputs.follow(self.module))
-        self.saver = Saver(config.checkpoint, mesh.rank)
+        self._saver: Saver | None = None
         self.curriculum = Curriculum.of(config.data_efficiency)
         self.clipping = Clipping(float(config.gradient_clipping))
         self.blame = NonFiniteTracer()
@@ -251,7 +253,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         self.blame.forget()
         self.loss_scaler.update(overflow)
         self._count(overflow)
-        self.saver.raise_failure()
+        if self._saver is not None:
+            self._saver.raise_failure()
 
     def step_weights(self, needed: Collection[int] = ()) -> bool:
         """Norm, overflow check, clipping and optimizer; returns whether it was left out because of an overflow.
@@ -320,6 +323,15 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         """Average a tensor over the data-parallel ranks, in place. A collective."""
         all_reduce(value, self.mesh.dp, "root/loss").wait()
         return value / self.mesh.dp.degree
+
+    @property
+    def saver(self) -> Saver:
+        """What writes and reads checkpoints; made when it is first asked for."""
+        if self._saver is None:
+            from launcher.checkpoint.saver import Saver
+
+            self._saver = Saver(self._config.checkpoint, self.mesh.rank)
+        return self._saver
 
     # ---- what is refused --------------------------------------------------------------------
 

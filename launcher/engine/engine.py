@@ -112,7 +112,8 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
     def destroy(self) -> None:
         """Wait for a save in the background, close monitors, take hooks off, free buffers, delete what rests on NVMe,
         undo `disable_python_gc`."""
-        self.saver.wait()
+        if self._saver is not None:
+            self._saver.wait()
         self._destroyed = True
         if self._gc is not None:
             self._gc()

@@ -11,7 +11,6 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.config.offload import OffloadConfig
 from launcher.offload.buffer_cache import MakeBuffer
-from launcher.offload.nvme import NvmeTier
 from launcher.offload.offloaded import HostBuffers
 from launcher.offload.placement import Placement, Placements, TierBudget
 from launcher.offload.tier import Tier
@@ -39,7 +38,7 @@ def open_placements(
     """
     zero = config.zero_optimization
     params, optim = zero.parameters_elsewhere, zero.offload_optimizer
-    opened = _OpenTiers(tier_at or (lambda path: NvmeTier(path, config.aio, rank=mesh.rank)))
+    opened = _OpenTiers(tier_at or (lambda path: _file_in(path, config, mesh)))
     placements = Placements(device)
     if params is not None:
         in_host = params.max_in_cpu * ITEM if params.host_budget is None else params.host_budget
@@ -62,6 +61,12 @@ def open_placements(
     placements.buffers = HostBuffers(writes, pin=None if all(pins) else False, make=make)
     weakref.finalize(placements, _close, list(opened.values()))
     return placements
+
+
+def _file_in(directory: str, config: Config, mesh: Mesh) -> Tier:
+    from launcher.offload.nvme import NvmeTier
+
+    return NvmeTier(directory, config.aio, rank=mesh.rank)
 
 
 class _OpenTiers(dict[str, Tier]):

@@ -1,4 +1,7 @@
-"""What an engine writes and reads: checkpoints, and whole weights. DeepSpeed's calls."""
+"""What an engine writes and reads: checkpoints, and whole weights. DeepSpeed's calls.
+
+What they need is imported by the first call: many runs of an evaluation save nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from launcher.checkpoint.fp32 import write_script
 from launcher.comm.plain import gather_plain
-from launcher.engine.state import load_state, save_state
-from launcher.engine.whole import export_model, export_pickle, whole_state_dict
 from launcher.errors import ConfigError
-from launcher.models.load import SINGLE_FILE
+from launcher.models.weight_files import SINGLE_FILE
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -52,6 +52,9 @@ class CheckpointMixin:
         Raises:
             ConfigError: save_dir names no directory.
         """
+        from launcher.checkpoint.fp32 import write_script
+        from launcher.engine.state import save_state
+
         directory = self._common(_directory(save_dir))
         save_state(
             self._engine(),
@@ -106,6 +109,8 @@ class CheckpointMixin:
         Raises:
             CheckpointError: on every rank: it does not fit this engine, or is corrupted.
         """
+        from launcher.engine.state import load_state
+
         if (versions := self._engine().versions) is not None:
             versions.forget()  # older weights are not in a checkpoint
         return load_state(
@@ -136,6 +141,8 @@ class CheckpointMixin:
                 such as pytorch_model.bin: a file of torch.save, all of which rank 0 holds in memory.
             exclude_frozen_parameters: write those that are trained alone.
         """
+        from launcher.engine.whole import export_model, export_pickle
+
         engine, directory = self._engine(), Path(save_dir)
         if save_filename == SINGLE_FILE:
             export_model(engine, directory, exclude_frozen_parameters)
@@ -155,6 +162,8 @@ class CheckpointMixin:
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The whole module.state_dict() on rank 0's CPU, None elsewhere. Every rank must call it."""
+        from launcher.engine.whole import whole_state_dict
+
         return whole_state_dict(self._engine(), exclude_frozen_parameters)
 
 

@@ -1,126 +1,69 @@
-"""From a model to its stages: which model is cut how, and what runs it. A row of layers runs in stages, be it one."""
+"""The stages of a rank, and what runs them. A model that is not cut is one; `cutting.py` cuts others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from launcher.comm import Axis, Mesh, broadcast
-from launcher.config import ActivationCheckpointingConfig, Config
+from launcher.config import Config
 from launcher.config.pipeline import ASYNCHRONOUS
-from launcher.engine.measuring import costs_of_blocks, costs_of_layers
 from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.crossing import StagedPart
 from launcher.pipeline.executor.runtime import Runtime
-from launcher.pipeline.hf.costs import balance, deal
-from launcher.pipeline.hf.staged import StagedModel
-from launcher.pipeline.schedules import DRAINED, ONE_STAGE, schedule
-from launcher.pipeline.sequential.layers import PipelineModule
-from launcher.pipeline.sequential.staged import SequentialPipeline
+from launcher.pipeline.schedules import ONE_STAGE
 from launcher.pipeline.whole import WholeModel
-from launcher.tensor.apply import SplitModel
+from launcher.tensor.split_model import SplitModel
 from launcher.zero import ZeroModel
-from launcher.zero.features.versions import Versions
 
-INTERVAL = "pipeline.activation_checkpoint_interval"
+if TYPE_CHECKING:
+    from launcher.pipeline.sequential.layers import PipelineModule
+    from launcher.zero.features.versions import Versions
 
 
 def row_in(model: nn.Module, config: Config) -> tuple[PipelineModule | None, Config]:
-    """The model as a row of layers, if it is one, and the JSON with its number of stages.
+    """Return the model as a row of layers, if it is one, and the JSON with its number of stages.
 
     An nn.Sequential is one where the JSON asks for stages; else it is a module like any other.
 
     Raises:
         ConfigError: the JSON and the row contradict each other, or the JSON asks for what a row cannot do.
     """
-    if isinstance(model, nn.Sequential) and config.pipeline.degree > 1:
-        model = PipelineModule(model)
-    if not isinstance(model, PipelineModule):
+    sequential = isinstance(model, nn.Sequential) and config.pipeline.degree > 1
+    if not (sequential or getattr(model, "is_row_of_layers", False)):
         return None, config
-    if model.num_stages is not None:
-        config = config.with_stages(model.num_stages)
-    for key, wrong, fix in (
-        ("managed_gradient_accumulation", not config.managed_gradient_accumulation, "set it to true"),
-        ("compile", config.compile.on, "delete the section: layers can be compiled as they are made"),
-    ):
-        if wrong:
-            raise ConfigError(
-                f"{key} does not go with a row of layers in stages", where=config.where(key), fix=fix
-            )
-    model.configure(config.pipeline)
-    return model, config
+    from launcher.engine.cutting import configured_row
+
+    return configured_row(model, config)
 
 
-def cut_row(
-    row: PipelineModule,
-    mesh: Mesh,
-    config: Config,
-    data: Any = None,
-    collate_fn: Callable[..., Any] | None = None,
-    *,
-    taken: bool = False,
-) -> SequentialPipeline:
-    """This rank's layers of a row, built; says how even the stages are.
-
-    Args:
-        data, collate_fn: a data set, of which "profile" measures a microbatch.
-        taken: a script has given parameters of the row to an optimizer.
-
-    Raises:
-        ConfigError: they are of other stages.
-    """
-    axes, section = mesh.axes, config.pipeline
-    row.check_degrees(pipe=axes["pp"].degree, data=mesh.dp.degree, model=axes["tp"].degree)
-    stages = axes["pp"].degree * section.chunks_of_rank
-    if stages == 1:
-        boundaries = [0, len(row)]
-    else:
-        seconds = costs_of_layers(row, mesh, config, data, collate_fn)
-        boundaries = row.boundaries(stages, seconds)
-        if mesh.rank == 0:
-            _tell(row.balance(boundaries, seconds).lines())
-    staged = SequentialPipeline(row, boundaries, _rank_of(mesh, config), axes["pp"].rank)
-    if taken:
-        _check_cut(row, staged)
-    if row.cut != boundaries:
-        row.give_up_own()
-    return staged
-
-
-def cut_model(
+def stages_of(
     model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Config, seq_length: int | None = None
 ) -> StagedPart:
     """Cut a Hugging Face model into stages along pp, and say how even they are; any model is one stage as it is."""
-    pp, section, splits = mesh.axes["pp"], config.pipeline, split_model.splits
-    if pp.degree == 1:
+    if mesh.axes["pp"].degree == 1:
         return WholeModel(model)
-    costs, measured = costs_of_blocks(model, mesh, config, seq_length)
-    boundaries = deal(costs, pp.degree * section.chunks_of_rank)
-    if mesh.rank == 0:
-        whole = {p: splits[name].shape.numel() for name, p in model.named_parameters() if name in splits}
-        lines = balance(model, costs, boundaries, whole, seconds=bool(measured)).lines()
-        _tell([measured, *lines] if measured else lines)
-    return StagedModel(model, boundaries, _rank_of(mesh, config), pp.rank, split_model.sequence)
+    from launcher.engine.cutting import cut_model
+
+    return cut_model(model, split_model, mesh, config, seq_length)
 
 
-def _check_cut(row: PipelineModule, staged: SequentialPipeline) -> None:
-    if row.cut not in (None, staged.boundaries):
-        raise ConfigError(
-            f"the JSON cuts the row of layers at {staged.boundaries}, and PipelineModule() cut it at {row.cut}: the "
-            "parameters that initialize() was given are those of other stages",
-            where="initialize(optimizer=..., model_parameters=...)",
-            fix="leave them out, or delete partition and schedule in the JSON's section pipeline and give "
-            "PipelineModule(partition_method=...)",
-        )
+def recompute(model: nn.Module, staged: StagedPart, config: Config, tp: Axis) -> Checkpointer | None:
+    """Let blocks, or groups of layers of a row, keep only their inputs and be recomputed in backward.
 
+    Raises:
+        ConfigError: the JSON asks for groups of blocks of a Hugging Face model.
+    """
+    if staged.is_whole:
+        return checkpoint_blocks(model, staged.blocks, config.activation_checkpointing, tp)
+    from launcher.engine.cutting import recompute_stages
 
-def _tell(lines: list[str]) -> None:
-    print(*(f"{'' if i else 'stages':8}{line}" for i, line in enumerate(lines)), sep="\n", flush=True)
+    return recompute_stages(model, staged, config, tp)
 
 
 def holders_of(staged: StagedPart, mesh: Mesh) -> dict[str, Axis]:
@@ -176,46 +119,6 @@ def versions_of(zero: ZeroModel, staged: StagedPart, config: Config) -> Versions
         print(
             f"async   {section.schedule}: NOT equal to training in one process: {ASYNCHRONOUS[section.schedule]}"
         )
+    from launcher.zero.features.versions import Versions
+
     return Versions(zero)
-
-
-def recompute(model: nn.Module, staged: StagedPart, config: Config, tp: Axis) -> Checkpointer | None:
-    """Let blocks, or groups of layers of a row, keep only their inputs and be recomputed in backward.
-
-    Raises:
-        ConfigError: the JSON asks for groups of blocks of a Hugging Face model.
-    """
-    section, interval = config.activation_checkpointing, config.pipeline.activation_checkpoint_interval
-    blocks = staged.blocks
-    if isinstance(staged, SequentialPipeline):
-        return _recompute_row(staged, section, tp) or checkpoint_blocks(model, blocks, section, tp)
-    if interval > 1 and not staged.is_whole:
-        raise ConfigError(
-            f"{INTERVAL} {interval} groups neighbouring blocks, and the blocks of {type(model).__name__} are called "
-            "one by one by its own forward",
-            where=config.where(INTERVAL),
-            fix="write 1, or delete it and write the section activation_checkpointing; both recompute each block",
-        )
-    if interval == 1 and not staged.is_whole:
-        section = section or ActivationCheckpointingConfig()
-    return checkpoint_blocks(model, blocks, section, tp)
-
-
-def _recompute_row(
-    staged: SequentialPipeline, section: ActivationCheckpointingConfig | None, tp: Axis
-) -> Checkpointer | None:
-    """Groups of layers, by the row's interval, keep their inputs as the section says."""
-    stages = [stage for stage in staged.part.stages.values() if stage.interval]
-    if section is None or not stages:
-        return None
-    checkpointer = Checkpointer.of(section, tp, sum(-(-len(s.calls) // s.interval) for s in stages))
-    for stage in stages:
-        stage.recompute_by(checkpointer.run)
-    checkpointer.names = ["layers"]
-    return checkpointer
-
-
-def _rank_of(mesh: Mesh, config: Config) -> Any:
-    section = config.pipeline
-    name = DRAINED.get(section.schedule, section.schedule)
-    return schedule(name, mesh.axes["pp"].degree, 1, section.chunks_of_rank).rank_of

@@ -15,9 +15,7 @@ from transformers import PreTrainedModel
 
 from launcher.errors import CheckpointError
 from launcher.models.names import match_names
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from launcher.models.weight_files import INDEX_FILE, SINGLE_FILE
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -14,9 +14,6 @@ from launcher.config import Config, OptimizerConfig
 from launcher.config.optimizer_types import TYPES
 from launcher.errors import ConfigError, UntestedOptimizerError
 from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
-from launcher.optim.lamb import Lamb
-from launcher.optim.lion import Lion
-from launcher.optim.muon import Muon, halves
 from launcher.optim.sharded import OptimizerFactory
 
 # What an optimizer must be to step slices of parameters: elementwise. These torch classes are not.
@@ -44,8 +41,12 @@ def from_config(config: OptimizerConfig) -> OptimizerFactory:
     if config.type == "Muon":
         return partial(_muon, params)
     if config.type == "Lion":
+        from launcher.optim.lion import Lion
+
         return lambda groups: Lion(groups, params["lr"], params["betas"], params["weight_decay"])
     if config.type == "Lamb":
+        from launcher.optim.lamb import Lamb
+
         return lambda groups: Lamb(groups, **params)
     keywords = {key: value for key, value in params.items() if key not in DEEPSPEED_ONLY}
     if TYPES[config.type].package:
@@ -63,6 +64,8 @@ def from_config(config: OptimizerConfig) -> OptimizerFactory:
 def _muon(params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     cls = torch.optim.AdamW if params.get("adam_w_mode", True) else torch.optim.Adam
     foreach = params.get("foreach")
+    from launcher.optim.muon import Muon
+
     return Muon(groups, lambda rest: cls(rest, foreach=foreach, fused=None if foreach else True))
 
 
@@ -117,6 +120,8 @@ def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> 
 
 def _adopt_muon(optimizer: torch.optim.Muon, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """torch's Muon wants whole matrices: ours, with its options, steps the slices."""
+    from launcher.optim.muon import Muon
+
     muon = Muon([{**group, "use_muon": True} for group in groups])
     optimizer.param_groups = muon.param_groups  # a schedule made from the caller's object reaches ours
     return muon
@@ -172,7 +177,10 @@ def choose(
         kind, params = config.optimizer.type, params_of(config.optimizer)
         if TYPES[kind].package != "mup":
             groups = named_groups(parameters, names)
-            groups = halves(groups, trained, params) if kind == "Muon" else groups
+            if kind == "Muon":
+                from launcher.optim.muon import halves
+
+                groups = halves(groups, trained, params)
             return from_config(config.optimizer), groups
         # mup makes param groups by the widths of whole parameters, so it has to see them.
         client = partial(getattr(_installed(kind), kind), **params)

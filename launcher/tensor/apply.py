@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from launcher.comm import Axis, broadcast
-from launcher.config import PartitionConfig
 from launcher.errors import ConfigError
 from launcher.models.units import ends_of, unit_modules
 from launcher.tensor.counts import divide, head_size, resize, shared_by_groups
@@ -25,40 +23,8 @@ from launcher.tensor.plans import WITHOUT_SEQUENCE
 from launcher.tensor.rule import SplitRule
 from launcher.tensor.sequence import SequenceParallel
 from launcher.tensor.split import Split
+from launcher.tensor.split_model import SplitModel, TensorParallelOptions
 from launcher.tensor.styles import STYLES, Style, split_dim
-
-
-@dataclass(frozen=True)
-class TensorParallelOptions:
-    """What the JSON says about the split layers.
-
-    Args:
-        overlaps: input gradients are reduced while weight gradients are computed (`tp_overlap_comm`).
-        sequence: norms, residuals and dropout work on slices of the sequence (`sequence_parallel`).
-        split_logits: the loss is computed on logits split over the vocabulary (`vocab_parallel_lm_head`); None: where
-            the model allows it.
-        rules: come before the model's own plan (`partition_config`).
-    """
-
-    overlaps: bool = True
-    sequence: bool = False
-    split_logits: bool | None = None
-    rules: PartitionConfig | None = None
-
-
-@dataclass
-class SplitModel:
-    """A model after the split.
-
-    Args:
-        axis: the tp axis.
-        splits: of every parameter, by the name that named_parameters() gives; empty where nothing is split.
-        sequence: what slices sequences; None: nothing does.
-    """
-
-    axis: Axis
-    splits: dict[str, Split] = field(default_factory=dict)
-    sequence: SequenceParallel | None = None
 
 
 def apply(
@@ -78,8 +44,6 @@ def apply(
     Raises:
         ConfigError: there is no plan, or the degree does not divide what the plan splits.
     """
-    if axis.degree == 1:
-        return SplitModel(axis)
     splitter = _Splitter(model, axis, options, device, plan_of(model, options.rules))
     splits = splitter.run()
     return SplitModel(axis, splits, splitter.sequence)

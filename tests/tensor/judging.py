@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 from launcher.comm import Axis, Mesh
 from launcher.errors import ConfigError
 from launcher.models.units import ends_of, unit_modules
-from launcher.tensor.apply import SplitModel, TensorParallelOptions, apply
+from launcher.tensor.apply import apply
 from launcher.tensor.layers import ColumnParallel, VocabularyHead
 from launcher.tensor.plan import matching, model_type_of, plan_of
 from launcher.tensor.plans import PLANS
 from launcher.tensor.rule import SplitRule
+from launcher.tensor.split_model import SplitModel, TensorParallelOptions
 from tests.pool import RankContext
 from tests.tensor.transparency import CPU, Truth, all_ranks, compare_with, truth_of
 from tests.tensor.zoo import batch_of, tiny_model

@@ -10,7 +10,8 @@ import torch
 
 from launcher.comm import CollectiveRecord, Mesh, Pending, record_collectives
 from launcher.tensor import functions
-from launcher.tensor.apply import TensorParallelOptions, apply
+from launcher.tensor.apply import apply
+from launcher.tensor.split_model import TensorParallelOptions
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import tiny_llama
 

@@ -13,7 +13,8 @@ from launcher.comm import Axis, Mesh
 from launcher.config import ActivationCheckpointingConfig
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.units import unit_modules
-from launcher.tensor.apply import TensorParallelOptions, apply
+from launcher.tensor.apply import apply
+from launcher.tensor.split_model import TensorParallelOptions
 from tests.pool import RankContext, WorkerPool
 from tests.tensor.transparency import CPU, sum_partial
 from tests.tensor.zoo import batch_of, tiny_model

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from launcher.comm import Axis, Mesh
 from launcher.config import load
 from launcher.errors import ConfigError
-from launcher.tensor.apply import TensorParallelOptions, apply
+from launcher.tensor.apply import apply
 from launcher.tensor.plans import WITHOUT_PLAN, WITHOUT_SEQUENCE
+from launcher.tensor.split_model import TensorParallelOptions
 from launcher.tensor.styles import STYLES
 from tests.pool import RankContext, WorkerPool
 from tests.tensor.judging import judge

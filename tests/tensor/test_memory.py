@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from launcher.comm import Axis
-from launcher.tensor.apply import TensorParallelOptions, apply
+from launcher.tensor.apply import apply
+from launcher.tensor.split_model import TensorParallelOptions
 from tests.pool.reference import batch, tiny_llama
 
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from launcher.comm import Axis, Mesh
 from launcher.errors import ConfigError
-from launcher.tensor.apply import TensorParallelOptions, apply
+from launcher.tensor.apply import apply
 from launcher.tensor.plan import plan_of
 from launcher.tensor.plans import PLANS
 from launcher.tensor.rule import SplitRule
+from launcher.tensor.split_model import TensorParallelOptions
 from launcher.tensor.styles import STYLES
 from tests.pool import RankContext, WorkerPool
 from tests.tensor.transparency import CPU, compare

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.comm import Axis, all_reduce
-from launcher.tensor.apply import SplitModel, TensorParallelOptions, apply
+from launcher.tensor.apply import apply
+from launcher.tensor.split_model import SplitModel, TensorParallelOptions
 
 STEPS, LR, NOISE = 3, 0.01, 0.05
 CPU = torch.device("cpu")

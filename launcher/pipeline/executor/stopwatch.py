@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import record_function
@@ -12,9 +13,10 @@ from torch.profiler import record_function
 from launcher.comm import Axis
 from launcher.comm.plain import gather_plain
 from launcher.monitor.clock import Moment, now, seconds_between
-from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
-from launcher.pipeline.timeline.recording import COMPUTE
-from launcher.pipeline.timeline.simulate import Span, Timeline
+from launcher.pipeline.schedules.actions import COMPUTE, Action, ActionKind, PipelineSchedule
+
+if TYPE_CHECKING:
+    from launcher.pipeline.timeline.simulate import Timeline
 
 
 class Stopwatch:
@@ -47,6 +49,8 @@ class Stopwatch:
 
     def timeline(self, axis: Axis) -> Timeline:
         """The last step on all stages; a collective along pp, after a step."""
+        from launcher.pipeline.timeline.simulate import Span, Timeline
+
         assert self.schedule is not None, "there was a step"
         made = self.schedule
         mine = [

@@ -32,6 +32,9 @@ class ActionKind(StrEnum):
     __hash__ = str.__hash__  # Enum's own is Python code, and actions are looked up by the thousand
 
 
+COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
+
+
 WORDS = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",

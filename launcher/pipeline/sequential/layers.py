@@ -64,6 +64,8 @@ class PipelineModule(nn.Module):
         ConfigError: what stands in `layers` is no layer, ties contradict each other, or stages do.
     """
 
+    is_row_of_layers = True  # `engine/staging.py` asks, and need not import this file
+
     def __init__(
         self,
         layers: Iterable[Source],

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import LauncherError
-from launcher.pipeline.schedules.actions import Action, ActionKind
+from launcher.pipeline.schedules.actions import COMPUTE, Action, ActionKind
 from launcher.pipeline.timeline.simulate import Span, Timeline
-
-COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
 
 
 def write(path: str | Path, timeline: Timeline) -> None:

@@ -1,0 +1,46 @@
+"""A model split over the tp axis, and how it is to be; a model that is not split needs no more of this package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from launcher.comm import Axis
+from launcher.config import PartitionConfig
+from launcher.tensor.split import Split
+
+if TYPE_CHECKING:
+    from launcher.tensor.sequence import SequenceParallel
+
+
+@dataclass(frozen=True)
+class TensorParallelOptions:
+    """What the JSON says about the split layers.
+
+    Args:
+        overlaps: input gradients are reduced while weight gradients are computed (`tp_overlap_comm`).
+        sequence: norms, residuals and dropout work on slices of the sequence (`sequence_parallel`).
+        split_logits: the loss is computed on logits split over the vocabulary (`vocab_parallel_lm_head`); None: where
+            the model allows it.
+        rules: come before the model's own plan (`partition_config`).
+    """
+
+    overlaps: bool = True
+    sequence: bool = False
+    split_logits: bool | None = None
+    rules: PartitionConfig | None = None
+
+
+@dataclass
+class SplitModel:
+    """A model after the split.
+
+    Args:
+        axis: the tp axis.
+        splits: of every parameter, by the name that named_parameters() gives; empty where nothing is split.
+        sequence: what slices sequences; None: nothing does.
+    """
+
+    axis: Axis
+    splits: dict[str, Split] = field(default_factory=dict)
+    sequence: SequenceParallel | None = None
