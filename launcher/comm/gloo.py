@@ -18,7 +18,7 @@ from torch import Tensor
 from launcher.comm.pending import Pending, Waitable
 from launcher.comm.transport import Transport
 
-NUMBERS = 1 << 20
+NUMBERS = 1 << 20  # far more than are ever in flight together
 
 
 class MessageNumbers:

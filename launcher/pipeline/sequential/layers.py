@@ -18,18 +18,16 @@ import torch
 from torch import nn
 
 from launcher.config import PipelineConfig
-from launcher.config.pipeline import TYPE, method_of
 from launcher.errors import ConfigError, LauncherError
 from launcher.pipeline.partition.best_cut import Balance, partition
-from launcher.pipeline.partition.costs import elements, matcher, no_match, no_method, not_measured, products
 from launcher.pipeline.seeding import drawn_from, number_of
+from launcher.pipeline.sequential.costs import costs_of, known_method, sizes_of
 from launcher.pipeline.sequential.specs import (
     WHERE,
     LayerSpec,
     Source,
     TiedLayerSpec,
     check_attributes,
-    class_of,
     row_of,
 )
 from launcher.pipeline.sequential.stage import LayerCall, PipelineStage
@@ -90,7 +88,7 @@ class PipelineModule(nn.Module):
         # Not as attributes of an nn.Module: it would take their parameters for those of a stage.
         self._functions = (_checked_loss(loss_fn), seed_fn, activation_checkpoint_func)
         self.seed_layers, self.base_seed = seed_layers, base_seed
-        self.partition_method = _known_method(partition_method)
+        self.partition_method = known_method(partition_method)
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = None if checkpointable_layers is None else tuple(checkpointable_layers)
         self.dynamic_shape = dynamic_shape
@@ -181,23 +179,7 @@ class PipelineModule(nn.Module):
         Raises:
             ConfigError: no layer matches "type:REGEX", "profile" without numbers, or no such method.
         """
-        known = _known_method(method)
-        if known == "uniform":
-            return [1.0] * len(self)
-        if known == "parameters":
-            return [float(size) for size, _ in self._sizes]
-        if known == "best":
-            return [2 * weights for _, weights in self._sizes]
-        if known == "profile":
-            if measured is None or len(measured) != len(self):
-                raise not_measured(f"{len(self)} layers", None if measured is None else len(measured))
-            return list(measured)
-        matches = matcher(known.removeprefix(TYPE))
-        names = [class_of(layer.source) for layer in self._layers]
-        costs = [float(matches(name) is not None) for name in names]
-        if not any(costs):
-            raise no_match(known.removeprefix(TYPE), names)
-        return costs
+        return costs_of(known_method(method), self._layers, lambda: self._sizes, measured)
 
     def build(
         self, first: int, last: int, seed: int | None = None, made: dict[int, nn.Module] | None = None
@@ -273,14 +255,7 @@ class PipelineModule(nn.Module):
     @cached_property
     def _sizes(self) -> list[tuple[int, float]]:
         """(elements of the parameters, of the weights that are multiplied) of each layer."""
-        sizes = []
-        for index, (source, home) in enumerate(self._layers):
-            if not isinstance(source, LayerSpec | nn.Module):
-                sizes.append((0, 0.0))
-                continue
-            module = self._shapes(home)
-            sizes.append((elements([module]), products(module, as_head=home != index)))
-        return sizes
+        return sizes_of(self._layers, self._shapes)
 
     def _shapes(self, index: int) -> nn.Module:
         """A layer for its shapes: on meta, and for real where its class cannot be built there."""
@@ -322,10 +297,3 @@ def _checked_loss(loss_fn: Any) -> Any:
             fix="make what has parameters the last layer",
         )
     return loss_fn
-
-
-def _known_method(method: str) -> str:
-    found = method_of(method)
-    if found is None:
-        raise no_method(method)
-    return found
