@@ -77,7 +77,7 @@ def check(argv: Sequence[str]) -> int:
     return EXIT_REFUSED if refused else 0
 
 
-def _fit(examined: Examined[Config], ranks: int | None) -> tuple[str | None, int | None]:
+def _fit(examined: Examined, ranks: int | None) -> tuple[str | None, int | None]:
     """(why the configuration does not fit so many ranks, its data-parallel ranks); None for what is not known."""
     if examined.config is None or ranks is None:
         return None, None
@@ -122,7 +122,7 @@ def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
         console.print(f"  {place:>{width}}  {dotted(row.path)}{printable(words)}", markup=False)
 
 
-def _explain(console: Console, examined: Examined[Config], dp_degree: int | None) -> None:
+def _explain(console: Console, examined: Examined, dp_degree: int | None) -> None:
     from launcher.config.verdicts import explain
 
     if examined.config is None:
@@ -139,7 +139,7 @@ def _explain(console: Console, examined: Examined[Config], dp_degree: int | None
             console.print(f"  {entry.path:<{width}}  {entry.value}{why}", markup=False)
 
 
-def _migrate(console: Console, out: Path, examined: Examined[Config]) -> None:
+def _migrate(console: Console, out: Path, examined: Examined) -> None:
     """Writes the converted JSON; never over a file that is there, and never where something of it would be lost."""
     text = json.dumps(_whole_numbers(examined.document.tree), indent=2, ensure_ascii=False) + "\n"
     lost = _lost(examined, text)
@@ -152,7 +152,7 @@ def _migrate(console: Console, out: Path, examined: Examined[Config]) -> None:
     console.print(f"\nwritten: {out}, {changes} change{'s' if changes != 1 else ''}{left}", markup=False)
 
 
-def _lost(examined: Examined[Config], text: str) -> list[str]:
+def _lost(examined: Examined, text: str) -> list[str]:
     """Keys that were not read, and those that are refused as they are and would not be in the new text."""
     from launcher.config.load import inspect
     from launcher.config.problems import dotted

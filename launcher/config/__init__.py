@@ -22,7 +22,7 @@ from launcher.config.scheduler import (
     WarmupLRParams,
     WarmupParams,
 )
-from launcher.config.section import Section, field_docs
+from launcher.config.section import Section
 from launcher.config.sections import ActivationCheckpointingConfig, CheckpointConfig, CompileConfig
 from launcher.config.tensor_parallel import LayerPattern, PartitionConfig, TensorParallelConfig
 from launcher.config.torch_schedules import SchedulerParams, TorchParams
@@ -67,6 +67,5 @@ __all__ = [
     "WarmupParams",
     "ZeroConfig",
     "autos_of_hidden_size",
-    "field_docs",
     "load",
 ]

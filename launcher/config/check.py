@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from launcher.config.conflicts import contradictions
 from launcher.config.document import Document
 from launcher.config.known_keys import Known, known_keys
 from launcher.config.problems import (
@@ -22,9 +23,13 @@ from launcher.config.problems import (
     nearest,
     show,
 )
+from launcher.config.rules import remarks
 from launcher.config.section import AUTO, Section
 from launcher.config.unknown import not_written, stranger, unknown_key
 from launcher.config.values import as_switch, readings
+
+if TYPE_CHECKING:
+    from launcher.config.root import Config
 
 S = TypeVar("S", bound=Section)
 MOST_STRANGERS = 100  # keys at the top level that are looked at: each takes some milliseconds
@@ -40,31 +45,18 @@ class Checker:
         self.strangers = 0
         self.off = False  # inside a section whose `enabled` is false, which asks for nothing
 
-    def build(self, cls: type[S], known: Known | None, written: dict[str, Any], path: Path) -> S | None:
-        """The section at `path`, None when it cannot be built; wrong keys are reported and left out."""
+    def build(self, cls: type[S], known: Known | None, written: dict[str, Any], path: Path) -> S:
+        """Build the section at `path`; wrong keys are reported and left out."""
         around, self.off = self.off, self.off or _is_off(cls, written)
         values = self.own_keys(cls, known, written, path)
         for key in cls.model_fields:
             self.build_member(cls, key, known, values, path)
         self.off = around
         section = self.validate(cls, values, path)
-        if section is None:
-            return None
-        wrong = {dotted(problem.path) for problem in self.problems}
-        meant = {problem.suggestion for problem in self.problems if problem.suggestion}
-        wrong |= {key for key in meant if not self.document.holds(tuple(key.split(".")))}
-        for conflict in section.conflicts():
-            paths = [(*path, *key.split(".")) for key in conflict.keys]
-            if not any(_is_inside(inner, dotted(around)) for inner in wrong for around in paths):
-                self.problems.append(Problem(paths[0], conflict.what, conflict.fix))
-        self.notes += self.noted(section, path)
-        return section
-
-    def noted(self, section: Section, path: Path) -> Iterator[Note]:
         for key in section.idle_keys():
-            yield Note((*path, key), "no effect", f"has no effect here: {section.without_effect[key]}")
-        for remark in section.remarks():
-            yield Note((*path, *filter(None, remark.key.split("."))), remark.kind, remark.what)
+            what = f"has no effect here: {section.without_effect[key]}"
+            self.notes.append(Note((*path, key), "no effect", what))
+        return section
 
     def own_keys(
         self, cls: type[Section], known: Known | None, written: dict[str, Any], path: Path
@@ -143,11 +135,7 @@ class Checker:
             return
         # An explicit null has the default, too.
         filled = {name: value for name, value in defaults.items() if written.get(name) is None}
-        section = self.build(member, known.child(key) if known else None, {**written, **filled}, here)
-        if section is None:
-            values.pop(key, None)
-        else:
-            values[key] = section
+        values[key] = self.build(member, known.child(key) if known else None, {**written, **filled}, here)
 
     def build_items(
         self, item: type[Section], key: str, known: Known | None, values: dict[str, Any], path: Path
@@ -163,19 +151,19 @@ class Checker:
             del values[key]
             return
         inner = known.child(key) if known else None
-        built = [self.build(item, inner, member, (*path, i)) for i, member in enumerate(written)]
-        values[key] = tuple(built)
-        if None in built:
-            del values[key]
+        values[key] = tuple(self.build(item, inner, member, (*path, i)) for i, member in enumerate(written))
 
-    def validate(self, cls: type[S], values: dict[str, Any], path: Path) -> S | None:
-        """The section with every wrong value reported and left at its default; None if one is required."""
+    def validate(self, cls: type[S], values: dict[str, Any], path: Path) -> S:
+        """Make the section; every wrong value is reported and has its default, or "auto" where it is required."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            wrong = set()
+            right = dict(values)
             for detail in error.errors(include_url=False):
-                wrong.add(detail["loc"][0])
+                key = str(detail["loc"][0])
+                right.pop(key, None)
+                if cls.model_fields[key].is_required():
+                    right[key] = AUTO  # it is not known
                 here = (*path, *detail["loc"])
                 told = any(problem.path == here for problem in self.problems)
                 if told or (detail["type"] == "missing" and self.excused(here)):
@@ -183,9 +171,9 @@ class Checker:
                 what, fix = in_words(detail)
                 self.problems.append(Problem(here, what, fix))
         try:
-            return cls.model_validate({key: value for key, value in values.items() if key not in wrong})
-        except ValidationError:
-            return None
+            return cls.model_validate(right)
+        except ValidationError:  # a type is not known, and what it is of neither
+            return cls.model_construct(**right)
 
     def excused(self, path: Path) -> bool:
         """A missing key needs no second complaint when it was misspelt, or is wrong inside."""
@@ -261,12 +249,8 @@ def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
     return switch is not None and as_switch(switch.get_default() if state is None else state) is False
 
 
-def _is_inside(path: str, around: str) -> bool:
-    return f"{path}.".startswith(f"{around}.")
-
-
 @dataclass(frozen=True)
-class Examined(Generic[S]):
+class Examined:
     """What the checks say of a document.
 
     Attributes:
@@ -276,21 +260,22 @@ class Examined(Generic[S]):
     """
 
     document: Document
-    config: S | None
+    config: Config | None
     problems: tuple[Problem, ...]
     notes: tuple[Note, ...]
 
-    def required(self) -> S:
+    def required(self) -> Config:
         """The configuration. Raises ConfigProblems with everything that is wrong."""
         if self.config is None:
             raise ConfigProblems(self.document.name, self.problems, self.document.described)
         return self.config
 
 
-def examine(root: type[S], document: Document) -> Examined[S]:
+def examine(root: type[Config], document: Document) -> Examined:
     """Builds the whole configuration, whatever is wrong with it."""
     checker = Checker(root, document)
     config = checker.build(root, known_keys(), document.tree, ())
-    problems = sorted(checker.problems, key=lambda problem: document.place(problem.path))
-    notes = (*document.conversions, *checker.notes)
+    found = [*checker.problems, *contradictions(config, checker.problems, document.holds)]
+    problems = sorted(found, key=lambda problem: document.place(problem.path))
+    notes = (*document.conversions, *checker.notes, *remarks(config))
     return Examined(document, None if problems else config, tuple(problems), notes)

@@ -13,14 +13,11 @@ from launcher.config.document import Document, Rewriter
 from launcher.config.problems import Path
 from launcher.config.values import as_switch
 
+GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 RENAMED = {
     "bfloat16": "bf16",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
-    "zero_optimization.gather_fp16_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": GATHERS,
+    "zero_optimization.gather_fp16_weights_on_model_save": GATHERS,
     "zero_optimization.aio": "aio",
     "aio.thread_count": "aio.intra_op_parallelism",
     "autotuning.start_step": "autotuning.start_profile_step",
@@ -35,12 +32,8 @@ DROPPED = {
     **{
         f"bf16.{key}": NO_LOSS_SCALE
         for key in (
-            "loss_scale",
-            "initial_scale_power",
-            "loss_scale_window",
-            "hysteresis",
-            "consecutive_hysteresis",
-            "min_loss_scale",
+            *["loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale"],
+            *["hysteresis", "consecutive_hysteresis"],
         )
     },
     "bf16.auto_cast": "floating-point inputs follow the model",
@@ -52,17 +45,9 @@ DROPPED = {
     **{
         f"optimizer.params.{key}": ONE_BIT
         for key in (
-            "freeze_step",
-            "cuda_aware",
-            "comm_backend_name",
-            "var_freeze_step",
-            "var_update_scaler",
-            "local_step_scaler",
-            "local_step_clipper",
-            "coeff_beta",
-            "factor_max",
-            "factor_min",
-            "factor_threshold",
+            *["freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler"],
+            *["local_step_scaler", "local_step_clipper", "coeff_beta"],
+            *["factor_max", "factor_min", "factor_threshold"],
         )
     },
     "disable_allgather": "had no effect in DeepSpeed either",
@@ -76,25 +61,25 @@ DROPPED = {
 """Path -> why it can be left out without changing what is trained."""
 
 APEX = {
-    "enabled",
-    "opt_level",
-    "loss_scale",
-    "min_loss_scale",
-    "max_loss_scale",
-    "cast_model_type",
-    "verbosity",
+    *[
+        "enabled",
+        "opt_level",
+        "loss_scale",
+        "min_loss_scale",
+        "max_loss_scale",
+        "cast_model_type",
+        "verbosity",
+        "num_losses",
+    ],
+    *["patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs"],
 }
-APEX |= {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs", "num_losses"}
 CURRICULUM = {
-    "enabled",
-    "curriculum_type",
-    "min_difficulty",
-    "max_difficulty",
-    "schedule_type",
-    "schedule_config",
+    *["enabled", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config"]
 }
-COMPRESSION = {"layer_reduction", "weight_quantization", "activation_quantization", "sparse_pruning"}
-COMPRESSION |= {"row_pruning", "head_pruning", "channel_pruning"}
+COMPRESSION = {
+    *["layer_reduction", "weight_quantization", "activation_quantization", "sparse_pruning"],
+    *["row_pruning", "head_pruning", "channel_pruning"],
+}
 """Members of sections that are converted whole: with any other one, a typo, the section is left to the checks."""
 
 
@@ -128,11 +113,9 @@ def _boolean_zero(work: Rewriter) -> None:
             tree["allgather_bucket_size"] = size
         work.put("zero_optimization", tree, f'write {{"stage": {int(written)}}}')
     if work.has("allgather_size"):
-        moved = written is True
-        why = (
-            "write `zero_optimization.allgather_bucket_size`" if moved else "it only went with the old switch"
-        )
-        work.drop("allgather_size", f"{why}" if moved else f"left out: {why}")
+        left_out = "left out: it only went with the old switch"
+        moved = "write `zero_optimization.allgather_bucket_size`"
+        work.drop("allgather_size", moved if written is True else left_out)
 
 
 def _cpu_offload(work: Rewriter) -> None:

@@ -7,10 +7,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from launcher.config.section import Conflict, Remark, Section
+from launcher.config.section import Section
 from launcher.config.values import Count, WholeNumber, WholeNumbers
 
-METRIC = "data_sampling.curriculum_learning.curriculum_metrics.seqlen"
 NEEDED = {
     "fixed_linear": ("total_curriculum_step", "difficulty_step"),
     "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
@@ -75,38 +74,6 @@ class SeqlenConfig(Section):
         for key in NEEDED.get(self.schedule_type or "", ()):
             if getattr(self.schedule_config, key) is None:
                 yield f"schedule_config.{key}"
-
-    def refused(self) -> Iterator[tuple[str, str, str]]:
-        """(key, why, way out) of what asks for more than cutting."""
-        chooses = "needs DeepSpeed's index files of the data: here sequences are cut to the length, not chosen by it"
-        for key in ("index_to_sample_path", "index_to_metric_path"):
-            if getattr(self, key) is not None:
-                yield key, chooses, "delete it to cut every sequence to the present length"
-        if self.difficulty_type == "percentile":
-            yield "difficulty_type", f'"percentile" {chooses}', 'write "value", and difficulties in tokens'
-        if self.clustering_type == "schedule_based":
-            yield "clustering_type", f'"schedule_based" {chooses}', 'write "single_cluster"'
-        if self.schedule_type == "custom":
-            others = 'use "fixed_linear", "fixed_root" or "fixed_discrete"'
-            yield "schedule_type", '"custom" needs a function of Python, which JSON cannot hold', others
-
-    def crossed(self) -> Iterator[tuple[str, str, str]]:
-        """(key, what is wrong, way out) of numbers that do not fit together."""
-        low, high, pace = self.min_difficulty, self.max_difficulty, self.schedule_config
-        if isinstance(low, int) and isinstance(high, int) and high < low:
-            yield "max_difficulty", f"{high} is below min_difficulty {low}", "swap the two"
-        lists = isinstance(pace.difficulty, tuple) and isinstance(pace.max_step, tuple)
-        if self.schedule_type == "fixed_discrete" and lists:
-            assert pace.difficulty is not None and pace.max_step is not None
-            if len(pace.difficulty) != len(pace.max_step) + 1:
-                what = f"has {len(pace.max_step)} entries for {len(pace.difficulty)} of difficulty"
-                yield "schedule_config.max_step", what, "write one entry less: the last difficulty has no end"
-            elif list(pace.max_step) != sorted(set(pace.max_step)):
-                yield (
-                    "schedule_config.max_step",
-                    "must rise",
-                    "write the last step of each difficulty, in order",
-                )
 
 
 class CurriculumMetricsConfig(Section):
@@ -186,32 +153,3 @@ class DataEfficiencyConfig(Section):
         """The curriculum when it is on."""
         learning = self.sampling.curriculum_learning if self.sampling else None
         return learning.curriculum_metrics.seqlen if learning and learning.enabled is True else None
-
-    def conflicts(self) -> Iterator[Conflict]:
-        learning = self.data_sampling.curriculum_learning
-        if not (self.sampling and learning.enabled is True):
-            return
-        metric = self.curriculum
-        if metric is None:
-            key = "data_sampling.curriculum_learning.curriculum_metrics"
-            what = "is required where curriculum_learning.enabled is true"
-            yield Conflict((key,), what, 'write {"seqlen": {"min_difficulty": 64, ...}}')
-            return
-        for key in metric.missing():
-            yield Conflict(
-                (f"{METRIC}.{key}",), "is required where curriculum_learning.enabled is true", "write it"
-            )
-        for key, what, fix in (*metric.refused(), *metric.crossed()):
-            yield Conflict((f"{METRIC}.{key}",), what, fix)
-
-    def remarks(self) -> Iterator[Remark]:
-        inner = self.data_sampling.curriculum_learning.enabled is True
-        if inner and self.sampling is None:
-            key = "enabled" if self.enabled is not True else "data_sampling.enabled"
-            yield Remark(
-                "data_sampling.curriculum_learning.enabled", f"is off, because data_efficiency.{key} is false"
-            )
-        step = self.curriculum.schedule_config.difficulty_step if self.curriculum else None
-        if isinstance(step, int) and step % 8:
-            what = f"{step} is no multiple of 8: tensor cores of GPUs are used less well"
-            yield Remark(f"{METRIC}.schedule_config.difficulty_step", what)

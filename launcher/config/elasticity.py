@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator
 
 from launcher.config.problems import Problem, show
-from launcher.config.ranks import BATCH_KEYS, MICRO, TRAIN, BatchError, BatchTriple, divisors
-from launcher.config.section import AUTO, Conflict, Remark, Section
+from launcher.config.ranks import BATCH_KEYS, BatchError, BatchTriple, divisors
+from launcher.config.section import AUTO, Section
 from launcher.config.values import Count, WholeNumber, WholeNumbers, complaint
 
 if TYPE_CHECKING:
@@ -94,19 +94,19 @@ class ElasticityConfig(Section):
     @property
     def batch(self) -> ElasticBatch | None:
         """The batch size and the data-parallel degrees; None where nothing fits, or the numbers contradict each
-        other (`conflicts`)."""
-        largest, sizes = self._plain("max_train_batch_size"), self._plain("micro_batch_sizes")
-        nodes = self._plain("version") == 0.2
-        per_node = self._plain("num_gpus_per_node") if nodes else 1
-        per_model = self._plain("model_parallel_size") if nodes else 1
+        other."""
+        largest, sizes = self.value_of("max_train_batch_size"), self.value_of("micro_batch_sizes")
+        nodes = self.value_of("version") == 0.2
+        per_node = self.value_of("num_gpus_per_node") if nodes else 1
+        per_model = self.value_of("model_parallel_size") if nodes else 1
         if largest is None or sizes is None or per_node % per_model:
             return None
         return elastic_batch(
             largest,
             sizes,
-            least_gpus=self._plain("min_gpus"),
-            most_gpus=self._plain("max_gpus"),
-            prefers_larger=self._plain("prefer_larger_batch"),
+            least_gpus=self.value_of("min_gpus"),
+            most_gpus=self.value_of("max_gpus"),
+            prefers_larger=self.value_of("prefer_larger_batch"),
             gpus_per_node=per_node,
             gpus_per_model=per_model,
         )
@@ -115,83 +115,12 @@ class ElasticityConfig(Section):
     def world_sizes(self) -> tuple[int, ...] | None:
         """Numbers of ranks that are allowed, ascending; None: all are."""
         batch = self.batch if self.on else None
-        return batch and tuple(degree * self._plain("model_parallel_size") for degree in batch.dp_degrees)
+        return batch and tuple(degree * self.value_of("model_parallel_size") for degree in batch.dp_degrees)
 
-    def _plain(self, key: str) -> Any:
-        """The value of a key; its default where that is open."""
+    def value_of(self, key: str) -> Any:
+        """Return the value of a key; its default where that is open."""
         value = getattr(self, key)
         return type(self).model_fields[key].get_default() if value == AUTO else value
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if not self.on:
-            return
-        missing = [key for key in ("max_train_batch_size", "micro_batch_sizes") if self._plain(key) is None]
-        for key in missing:
-            example = "2000" if key == "max_train_batch_size" else "[2, 4, 6]"
-            yield Conflict(
-                (key,), "is required where elasticity.enabled is true", f'write "{key}": {example}'
-            )
-        wrong = list(self._crossed())
-        yield from wrong
-        if not (missing or wrong) and self.batch is None:
-            least, most = self._plain("min_gpus"), self._plain("max_gpus")
-            what = f"allows no batch size that whole microbatches fill on {least} to {most} GPUs"
-            yield Conflict(("max_train_batch_size",), what, "raise it, or change min_gpus and max_gpus")
-
-    def _crossed(self) -> Iterator[Conflict]:
-        """Numbers that do not fit together."""
-        least, most = self._plain("min_gpus"), self._plain("max_gpus")
-        if most < least:
-            yield Conflict(("max_gpus", "min_gpus"), f"{most} is below min_gpus {least}", "swap the two")
-        nodes, per_node = self._plain("version") == 0.2, self._plain("num_gpus_per_node")
-        per_model = self._plain("model_parallel_size")
-        if not nodes and per_model > 1:
-            what = f"{per_model} needs version 0.2: version 0.1 knows no model parallelism"
-            yield Conflict(("model_parallel_size", "version"), what, 'write "version": 0.2')
-        elif nodes and per_node % per_model:
-            what = f"{per_model} does not divide num_gpus_per_node {per_node}"
-            yield Conflict(
-                ("model_parallel_size", "num_gpus_per_node"), what, "write how many GPUs a node has"
-            )
-        elif self.micro_batch_sizes not in (None, AUTO) and self.max_train_batch_size not in (None, AUTO):
-            assert self.micro_batch_sizes is not None and self.max_train_batch_size is not None
-            bound = self.max_train_batch_size // (per_node // per_model if nodes else 1)
-            if max(self.micro_batch_sizes) > bound:
-                rest = "" if bound == self.max_train_batch_size else f", {bound} for each rank of a node"
-                most = f"max_train_batch_size {self.max_train_batch_size}{rest}"
-                what = f"has {max(self.micro_batch_sizes)}, above {most}"
-                keys = ("micro_batch_sizes", "max_train_batch_size")
-                yield Conflict(keys, what, "leave it out of the list")
-
-    def remarks(self) -> Iterator[Remark]:
-        batch = self.batch if self.on else None
-        if batch is not None:
-            what = f"says the batch: {batch.train} sequences a step on {_few(self.world_sizes or ())} ranks"
-            yield Remark("enabled", what)
-        if self.on and self._plain("version") == 0.1 and self._plain("num_gpus_per_node") > 1:
-            yield Remark("num_gpus_per_node", "is not used: version 0.1 counts GPUs, not nodes")
-
-
-def contradicts_batch(key: str, config: Config) -> bool:
-    """Whether a batch key that is written is none that the section gives on any number of ranks."""
-    section, value = config.elasticity, getattr(config, key)
-    batch = section.batch if section.on else None
-    if batch is None or not isinstance(value, int) or section._plain("ignore_non_elastic_batch_info"):
-        return False
-    if key == TRAIN:
-        return value != batch.train
-    return key == MICRO and value not in section._plain("micro_batch_sizes")
-
-
-def contradicts_degrees(config: Config) -> bool:
-    """Whether `model_parallel_size` is another number than the degrees of this file make, as far as that is known: a
-    model of one's own may say the pipeline stages."""
-    section, stages = config.elasticity, config.pipeline.stages
-    written = section._plain("model_parallel_size")
-    if not section.on or stages == AUTO:
-        return False
-    ranks = config.pipeline.degree * config.tensor_parallel.degree
-    return bool(written % ranks if stages is None else written != ranks)
 
 
 def solve(
@@ -207,17 +136,17 @@ def solve(
         BatchError: that number of ranks is not allowed, or the given numbers contradict the section.
     """
     section, ranks = config.elasticity, config.pipeline.degree * config.tensor_parallel.degree
-    if section._plain("model_parallel_size") != ranks:
-        what = f"{section._plain('model_parallel_size')} contradicts the {ranks} ranks that share a copy of the model"
+    if section.value_of("model_parallel_size") != ranks:
+        what = f"{section.value_of('model_parallel_size')} contradicts the {ranks} ranks that share a copy of the model"
         raise BatchError(Problem(("elasticity", "model_parallel_size"), what, f"write {ranks}"))
     batch = section.batch
-    assert batch is not None and section.micro_batch_sizes is not None  # `conflicts` has seen to it
+    assert batch is not None and section.micro_batch_sizes is not None  # conflicts.py has seen to it
     if dp_degree not in batch.dp_degrees:
         raise BatchError(refusal(section, dp_degree * ranks))
     micro = micro_batch(batch.train, section.micro_batch_sizes, dp_degree)
     triple = BatchTriple(batch.train, micro, batch.train // micro // dp_degree)
     for key, value in zip(BATCH_KEYS, triple, strict=True):
-        if given.get(key) not in (None, value) and not section._plain("ignore_non_elastic_batch_info"):
+        if given.get(key) not in (None, value) and not section.value_of("ignore_non_elastic_batch_info"):
             what = f"{given[key]} ({sources.get(key, 'given')}) contradicts elasticity, which says {value}"
             fix = 'leave it out, or write "ignore_non_elastic_batch_info": true in elasticity'
             raise BatchError(Problem((key,), what, fix))
@@ -228,11 +157,12 @@ def refusal(section: ElasticityConfig, ranks: int) -> Problem:
     """Why so many ranks are not allowed."""
     sizes = section.world_sizes or ()
     near = [*[size for size in sizes if size < ranks][-1:], *[size for size in sizes if size > ranks][:1]]
-    what = f"{ranks} ranks are not allowed; these numbers are: {_few(sizes)}"
+    what = f"{ranks} ranks are not allowed; these numbers are: {few(sizes)}"
     return Problem(("elasticity",), what, f"start {' or '.join(map(str, near))} ranks")
 
 
-def _few(numbers: tuple[int, ...]) -> str:
+def few(numbers: tuple[int, ...]) -> str:
+    """Write numbers one after the other, of many the first ones and the last."""
     if len(numbers) <= SHOWN:
         return ", ".join(map(str, numbers))
     shown = ", ".join(map(str, numbers[: SHOWN - 2]))

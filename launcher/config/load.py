@@ -34,9 +34,7 @@ def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) ->
     return inspect(source, where=where).required()
 
 
-def inspect(
-    source: str | Path | Mapping[str, Any] | Document, *, where: str | None = None
-) -> Examined[Config]:
+def inspect(source: str | Path | Mapping[str, Any] | Document, *, where: str | None = None) -> Examined:
     """What `load` would say of a configuration, for `launch check`. Raises ConfigError when it is not JSON."""
     written = source if isinstance(source, Document) else read(source, where)
     examined = examine(Config, convert(written))

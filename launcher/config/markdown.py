@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import sys
+import textwrap
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from launcher.config.combinations import COMBINATIONS, NOT_TOGETHER_YET
+from launcher.config.conflicts import ACROSS, WITHIN
 from launcher.config.conversions import converted_paths
 from launcher.config.known_keys import Known, known_keys
 from launcher.config.optimizer_types import TYPES
 from launcher.config.root import Config
-from launcher.config.section import Section, field_docs
+from launcher.config.rules import Rule
+from launcher.config.section import Section
 
 INTRODUCTION = """\
 # Configuration keys
@@ -35,6 +39,20 @@ the same of one file, key by key; `launch check --explain` shows what every `"au
   file.
 - What is [not implemented](#keys-that-are-refused) is refused when it is asked for, and fine while it is off.
 """
+
+
+def field_docs(cls: type[Section]) -> dict[str, str]:
+    """Field -> the docstring under it, for help texts and the documentation."""
+    docs: dict[str, str] = {}
+    for parent in reversed([base for base in cls.__mro__ if issubclass(base, Section)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for line, after in zip(body.body, body.body[1:], strict=False):
+            if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                docs[line.target.id] = inspect.cleandoc(str(after.value.value))
+    return {name: docs[name] for name in cls.model_fields if name in docs}
 
 
 def page() -> str:
@@ -119,6 +137,13 @@ def _optimizers() -> str:
     return "\n".join(["### Optimizer types\n", head, *rows, ""])
 
 
+class _Name(str):
+    """A key in capital letters, in the place of its value."""
+
+    def __format__(self, _: str) -> str:
+        return str(self)
+
+
 def _combinations() -> str:
     lines = [
         "## Combinations\n",
@@ -126,9 +151,11 @@ def _combinations() -> str:
         "| keys | what | instead |",
         "|---|---|---|",
     ]
-    for entry in (*COMBINATIONS, *NOT_TOGETHER_YET):
-        keys = ", ".join(f"`{key}`" for key in entry.keys)
-        lines.append(f"| {keys} | {entry.what} | {entry.fix} |")
+    for rule in (*ACROSS, *WITHIN):
+        if isinstance(rule, Rule):
+            names = [_Name(key.rpartition(".")[2].upper()) for key in rule.keys]
+            keys = ", ".join(f"`{key}`" for key in dict.fromkeys(rule.keys))
+            lines.append(f"| {keys} | {rule.what.format(*names)} | {rule.fix.format(*names)} |")
     return "\n".join([*lines, ""])
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from launcher.config.problems import show
-from launcher.config.section import Conflict, Remark, Section
+from launcher.config.section import Section
 from launcher.config.values import Count, WholeNumber, complaint
 
 _WITH_LOSS = "also writes train_loss and grad_norm; DeepSpeed writes the rate and the loss scale"
@@ -101,11 +100,6 @@ class CometConfig(Section):
 
     mode: Literal["get", "create", "get_or_create"] | None = None
     """Whether to go on with `experiment_key` ("get") or to begin anew ("create"); null: "get_or_create", what fits."""
-
-    def remarks(self) -> Iterator[Remark]:
-        if self.api_key is not None:
-            what = "is for whoever reads this file; the environment variable COMET_API_KEY keeps it out"
-            yield Remark("api_key", what)
 
 
 OPERATIONS = {
@@ -207,14 +201,6 @@ class CommsLoggerConfig(Section):
     def operations(self) -> frozenset[str] | None:
         """Our names of the operations to log; None: all."""
         return None if self.prof_all else frozenset(OPERATIONS[name] for name in self.prof_ops)
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.enabled is True and self.prof_all is False and not self.prof_ops:
-            yield Conflict(
-                ("prof_all", "prof_ops"),
-                "comms_logger is enabled, and prof_all is false with no operation in prof_ops",
-                'set prof_all to true, or name operations: "prof_ops": ["all_reduce"]',
-            )
 
 
 class ThroughputConfig(Section):

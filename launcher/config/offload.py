@@ -5,12 +5,12 @@ Sources: ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857). Size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from launcher.config.section import Conflict, Section, stage_in
+from launcher.config.section import Section, stage_in
 from launcher.config.values import Count, WholeNumber
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -33,11 +33,6 @@ class OffloadConfig(Section):
 
     host_budget: WholeNumber | None = None
     """Bytes a rank that stay in host memory when `device` is "nvme". Not in DeepSpeed."""
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.device == "nvme" and not self.nvme_path:
-            what = 'is "nvme", and nvme_path says no directory'
-            yield Conflict(("device", "nvme_path"), what, 'write "nvme_path": "/a/directory/on/the/nvme"')
 
 
 class OffloadParamConfig(OffloadConfig):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from launcher.config.optimizer_types import MUON_ADAM_LR, NOT_ON_SHARDS, REMOVED, TYPES, canonical, meant
 from launcher.config.problems import nearest, show
-from launcher.config.section import Conflict, Remark, Section
+from launcher.config.section import Section
 from launcher.config.values import Pair, complaint
+
+
+def _decays(betas: tuple[float, float]) -> tuple[float, float]:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise complaint(f"each must be in [0, 1), not {list(betas)}", "write [0.9, 0.999]")
+    return betas
 
 
 class OptimizerParams(Section):
@@ -36,7 +42,7 @@ class OptimizerParams(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay; 0 for Adam and AdamW when left out, as in DeepSpeed; 0.01 for AdamW with torch_adam."""
 
-    betas: Pair | None = None
+    betas: Annotated[Pair, AfterValidator(_decays)] | None = None
     """Adam family: decay of the first and second moment, each in [0, 1)."""
 
     eps: Annotated[float, Field(ge=0)] | None = None
@@ -140,15 +146,6 @@ class OptimizerParams(Section):
     differentiable: bool | None = None
     """torch: autograd through the step."""
 
-    def conflicts(self) -> Iterator[Conflict]:
-        if isinstance(self.betas, tuple) and not all(0 <= beta < 1 for beta in self.betas):
-            what = f"each must be in [0, 1), not {list(self.betas)}"
-            yield Conflict(("betas",), what, "write [0.9, 0.999]")
-        low, high = self.min_coeff, self.max_coeff
-        if isinstance(low, float) and isinstance(high, float) and low > high:
-            what = f"{low:g} is more than max_coeff, {high:g}"
-            yield Conflict(("min_coeff", "max_coeff"), what, "write a smaller number")
-
 
 class OptimizerConfig(Section):
     """Which optimizer, and its keywords."""
@@ -201,25 +198,3 @@ class OptimizerConfig(Section):
         near = meant(name) or nearest(name, TYPES)
         fix = f'did you mean "{near}"?' if near else f"use one of {', '.join(TYPES)}"
         raise complaint(f"there is no optimizer {show(name)}", fix)
-
-    def conflicts(self) -> Iterator[Conflict]:
-        keywords = TYPES[self.type].keywords
-        for key in self.params.given():
-            if key not in keywords and getattr(self.params, key) is not None:
-                takers = [name for name, kind in TYPES.items() if key in kind.keywords]
-                yield Conflict(
-                    (f"params.{key}",),
-                    f"{self.type} has no such keyword; it is one of {', '.join(takers)}",
-                    f"delete it; {self.type} takes {', '.join(sorted(keywords))}",
-                )
-
-    def remarks(self) -> Iterator[Remark]:
-        if self.type == "Adam" and self.params.adam_w_mode and self.params.weight_decay:
-            yield Remark("type", '"Adam" decays weights as AdamW does, because params.adam_w_mode is true')
-        if self.type == "Lion":
-            what = "Lion leaves a weight alone whose gradient and momentum are 0; DeepSpeed's moves it by lr"
-            yield Remark("type", what)
-        if TYPES[self.type].package == "bitsandbytes":
-            yield Remark(
-                "type", "8-bit moments cannot be saved free of topology: save_checkpoint refuses them"
-            )

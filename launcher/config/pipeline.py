@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Remark, Section
+from launcher.config.section import AUTO, Section
 from launcher.config.values import Count, WholeNumber, complaint, lower
 
 METHODS = ("best", "uniform", "parameters", "profile")
@@ -155,57 +154,3 @@ class PipelineConfig(Section):
     def updates_inside(self) -> bool:
         """Whether each stage updates its weights after each microbatch, inside of a step."""
         return self.schedule == "pipedream"
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.asynchronous and self.stages == 1:
-            what = f'schedule "{self.schedule}" needs two stages or more'
-            yield Conflict(("schedule", "stages"), what, 'write more stages, or "schedule": "1f1b"')
-        if self.chunks in (None, AUTO) or self.schedule == AUTO:
-            return
-        keys = ("chunks", "schedule")
-        if self.schedule == "interleaved" and self.chunks == 1:
-            fix = 'write "chunks": 2, or "schedule": "1f1b"'
-            yield Conflict(keys, 'schedule "interleaved" with chunks 1 is "1f1b"', fix)
-        elif self.schedule == "zbv" and self.chunks != 2:
-            what = f'chunks {self.chunks} does not fit schedule "zbv", whose ranks have 2'
-            yield Conflict(keys, what, 'write "chunks": 2, or leave it out')
-        elif self.schedule not in CHUNKS and self.chunks != 1:
-            what = f'chunks {self.chunks} does not fit schedule "{self.schedule}", whose ranks have one'
-            yield Conflict(keys, what, 'write "schedule": "interleaved", or leave chunks out')
-
-    def remarks(self) -> Iterator[Remark]:
-        if self.stages == 1 and self.schedule != "1f1b":
-            yield Remark("schedule", "does nothing while one stage has all layers")
-        if self.asynchronous:
-            yield Remark("schedule", "is asynchronous: NOT equal to training in one process")
-
-
-def remarks_beside(
-    pipeline: PipelineConfig, microbatches: int | str | None, zero_stage: int | str
-) -> Iterator[Remark]:
-    """What a person should know of a pipeline beside other sections.
-
-    Args:
-        microbatches: gradient_accumulation_steps as far as it is known.
-    """
-    yield from _on_idle_ranks(pipeline, microbatches)
-    for key, least in (("reduce_per_microbatch", 2), ("gather_per_microbatch", 3)):
-        if getattr(pipeline, key) is True and isinstance(zero_stage, int) and zero_stage < least:
-            yield Remark(f"pipeline.{key}", f"does nothing below zero_optimization.stage {least}")
-
-
-def _on_idle_ranks(pipeline: PipelineConfig, microbatches: int | str | None) -> Iterator[Remark]:
-    stages = pipeline.degree
-    if stages == 1 or not isinstance(microbatches, int):
-        return
-    shares = (
-        (number, idle_share(pipeline.schedule, stages, number, pipeline.chunks_of_rank))
-        for number in range(microbatches, microbatches + 4 * stages)
-    )
-    now = next(shares)[1]
-    if now is None or now <= MUCH:
-        return
-    enough, then = next((number, share) for number, share in shares if share is not None and share <= MUCH)
-    noun = "microbatch leaves" if microbatches == 1 else "microbatches leave"
-    what = f"{microbatches} {noun} each of {stages} pipeline stages idle for {now:.0%} of a step"
-    yield Remark("gradient_accumulation_steps", f"{what}; {enough} for {then:.0%}")

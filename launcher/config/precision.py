@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from launcher.config.section import Conflict, Remark, Section, stage_in
-from launcher.config.values import Count, Dtype, Names, WholeNumber, short_name
+from launcher.config.problems import show
+from launcher.config.section import Section, stage_in
+from launcher.config.values import Count, Dtype, Names, WholeNumber, complaint, short_name
 
 
 class Fp16Config(Section):
@@ -52,14 +53,6 @@ class Fp16Config(Section):
     """The optimizer steps the float16 weights themselves, and there is no float32 copy of them: 4 bytes a parameter
     less, and steps smaller than 1/2048 of a weight are lost. Moments are float32."""
 
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.enabled is True and self.loss_scale == 0 and self.min_loss_scale == 0:
-            yield Conflict(
-                ("min_loss_scale", "loss_scale"),
-                "fp16.min_loss_scale is 0 and fp16.loss_scale is 0 (dynamic): the scale would fall to nothing",
-                "write a min_loss_scale from 1, or a fixed loss_scale",
-            )
-
 
 class Bf16Config(Section):
     """Train in bfloat16, with float32 master weights unless the keys below say otherwise."""
@@ -92,14 +85,12 @@ class Bf16Config(Section):
     """The optimizer's moments are bfloat16 too: with Adam 4 bytes a parameter less. Needs
     `bf16_master_weights_and_grads`."""
 
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.bf16_optimizer_states is True and self.bf16_master_weights_and_grads is False:
-            yield Conflict(
-                ("bf16_optimizer_states", "bf16_master_weights_and_grads"),
-                "bf16.bf16_optimizer_states is true and bf16.bf16_master_weights_and_grads is false: moments have the "
-                "dtype of the weights that the optimizer steps",
-                "set bf16_master_weights_and_grads to true, or bf16_optimizer_states to false",
-            )
+
+def _full_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if "." not in name:
+            raise complaint(f"names {show(name)}, without its package", 'write for example "torch.nn.Linear"')
+    return names
 
 
 class TorchAutocastConfig(Section):
@@ -118,16 +109,10 @@ class TorchAutocastConfig(Section):
     """Dtype of the operations that autocast covers: "bfloat16" or "float16"; null is bfloat16. float16 has a loss
     scale, by the numbers of the `fp16` section, whose `enabled` stays false."""
 
-    lower_precision_safe_modules: Names | None = None
+    lower_precision_safe_modules: Annotated[Names, AfterValidator(_full_names)] | None = None
     """Full names of module classes ("torch.nn.Linear") whose parameters are held, gathered and reduced in the lower
     dtype, with float32 master weights. At stage 3 that halves the gathers, and nothing but the shards is kept from
     forward to backward. Null or []: none; autocast casts the float32 weights at each use."""
-
-    def remarks(self) -> Iterator[Remark]:
-        if self.enabled is True and self.dtype is None:
-            yield Remark(
-                "dtype", "is left out: bfloat16. DeepSpeed takes torch's default, on GPUs float16 unscaled"
-            )
 
 
 class DataTypesConfig(Section):

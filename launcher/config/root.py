@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from launcher.config import combinations
 from launcher.config import ranks as ranks_of
 from launcher.config.data_efficiency import DataEfficiencyConfig
 from launcher.config.document import Document
@@ -25,12 +24,12 @@ from launcher.config.monitor import (
 )
 from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
-from launcher.config.pipeline import PipelineConfig, remarks_beside
+from launcher.config.pipeline import PipelineConfig
 from launcher.config.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
 from launcher.config.resolve import ResolvedAuto, resolved
-from launcher.config.scheduler import SchedulerConfig, cycled_without_momentum, remarks_on_momentum
-from launcher.config.section import AUTO, Conflict, Remark, Section
+from launcher.config.scheduler import SchedulerConfig
+from launcher.config.section import Section
 from launcher.config.sections import ActivationCheckpointingConfig, CheckpointConfig, CompileConfig
 from launcher.config.tensor_parallel import TensorParallelConfig
 from launcher.config.values import Count, Dtype, lower
@@ -249,27 +248,3 @@ class Config(Section):
             ConfigError: the batch keys do not fit `dp_degree`, or an "auto" has no value.
         """
         return resolved(self, dp_degree, auto)
-
-    def conflicts(self) -> Iterator[Conflict]:
-        yield from combinations.conflicts(self)
-        yield from cycled_without_momentum(self.scheduler, self.optimizer)
-
-    def remarks(self) -> Iterator[Remark]:
-        if "gradient_clipping" not in self.model_fields_set:
-            what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
-            yield Remark("gradient_clipping", what)
-        if self.zero_optimization.stage == "auto":
-            what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
-            yield Remark("zero_optimization.stage", what)
-        yield from remarks_on_momentum(self.scheduler, self.optimizer)
-        stage, tp_degree = self.zero_optimization.stage, self.tensor_parallel.degree
-        yield from remarks_beside(self.pipeline, self.gradient_accumulation_steps, stage)
-        activation = self.activation_checkpointing
-        if activation and activation.partition_activations is True and tp_degree == 1:
-            what = "acts with tensor parallelism: one tensor-parallel rank keeps the whole inputs"
-            yield Remark("activation_checkpointing.partition_activations", what)
-        if self.prescale_gradients is True and self.gradient_predivide_factor not in (1.0, AUTO):
-            what = "is not used: prescale_gradients divides by the number of ranks"
-            yield Remark("gradient_predivide_factor", what)
-        if self.flops_profiler.enabled is True and self.wall_clock_breakdown is not True:
-            yield Remark("wall_clock_breakdown", "is on, because flops_profiler.enabled needs its times")

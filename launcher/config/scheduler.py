@@ -5,16 +5,14 @@ What they compute is in `launcher/optim/schedules.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from launcher.config.optimizer import OptimizerConfig
-from launcher.config.optimizer_types import TYPES
 from launcher.config.problems import nearest, show
-from launcher.config.section import Conflict, Remark, Section
-from launcher.config.torch_schedules import NEED_PYTHON, TORCH, SchedulerParams, crossed
+from launcher.config.section import Section
+from launcher.config.torch_schedules import NEED_PYTHON, TORCH, SchedulerParams
 from launcher.config.values import Count, Rate, Rates, WholeNumber, complaint, whole
 
 
@@ -34,24 +32,6 @@ class WarmupParams(DeepSpeedParams):
 
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the warm-up. Log is DeepSpeed's default: steep at first."""
-
-    def remarks(self) -> Iterator[Remark]:
-        if "warmup_type" not in self.model_fields_set:
-            what = (
-                'is left out: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
-            )
-            yield Remark("warmup_type", what)
-        if self.warmup_num_steps in (0, 1):
-            what = "is taken as 2, as in DeepSpeed: the first two steps have the rate of the beginning"
-            yield Remark("warmup_num_steps", what)
-        total = getattr(self, "total_num_steps", None)
-        if (
-            isinstance(total, int)
-            and isinstance(self.warmup_num_steps, int)
-            and total <= self.warmup_num_steps
-        ):
-            what = f"the warm-up of {self.warmup_num_steps} steps is not over at total_num_steps {total}"
-            yield Remark("warmup_num_steps", what)
 
 
 class WarmupLRParams(WarmupParams):
@@ -150,35 +130,6 @@ class OneCycleParams(DeepSpeedParams):
     decay_mom_rate: float = 0.0
     """After the cycle momentum is cycle_max_mom x (1 + this x intervals of decay_step_size); 0: it stays."""
 
-    def conflicts(self) -> Iterator[Conflict]:
-        yield from crossed("cycle_min_lr", self.cycle_min_lr, "cycle_max_lr", self.cycle_max_lr)
-        if self.cycle_momentum:
-            yield from crossed("cycle_min_mom", self.cycle_min_mom, "cycle_max_mom", self.cycle_max_mom)
-            for key in ("cycle_min_mom", "cycle_max_mom"):
-                value = getattr(self, key)
-                if not all(0 <= each < 1 for each in (value if isinstance(value, tuple) else (value,))):
-                    yield Conflict((key,), "momentum must be in [0, 1)", "write a value such as 0.9")
-
-    def remarks(self) -> Iterator[Remark]:
-        if self.decay_step_size == 0:
-            for key in ("decay_lr_rate", "decay_mom_rate"):
-                if getattr(self, key):
-                    yield Remark(key, "nothing decays while decay_step_size is 0, as in DeepSpeed")
-        elif self.cycle_momentum and self.decay_mom_rate > 0:
-            value = self.cycle_max_mom
-            most = max(value) if isinstance(value, tuple) else value
-            second = (
-                self.cycle_first_step_size
-                if self.cycle_second_step_size is None
-                else self.cycle_second_step_size
-            )
-            steps = (1 / most - 1) / self.decay_mom_rate * self.decay_step_size if most else float("inf")
-            if steps < float("inf"):
-                at = self.cycle_first_step_size + second + int(steps)
-                yield Remark(
-                    "decay_mom_rate", f"momentum grows, and reaches 1 at optimizer step {at}: end before it"
-                )
-
 
 PARAMS: dict[str, type[SchedulerParams]] = {
     "WarmupLR": WarmupLRParams,
@@ -224,31 +175,3 @@ class SchedulerConfig(Section):
     @classmethod
     def sections_of(cls, key: str) -> tuple[ParamsClass, ...]:
         return tuple(PARAMS.values()) if key == "params" else ()
-
-
-def cycled_without_momentum(
-    scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None
-) -> Iterator[Conflict]:
-    """torch's classes refuse to cycle the momentum of an optimizer that has none."""
-    if scheduler is None or optimizer is None or scheduler.type not in TORCH:
-        return
-    takes = TYPES[optimizer.type].keywords
-    if getattr(scheduler.params, "cycle_momentum", False) and not {"betas", "momentum"} & set(takes):
-        keys = ("scheduler.params.cycle_momentum", "optimizer.type")
-        what = f"is true unless it is written, and the optimizer {optimizer.type} has no momentum"
-        yield Conflict(keys, what, 'write "cycle_momentum": false, or use an optimizer with momentum')
-
-
-def remarks_on_momentum(
-    scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None
-) -> Iterator[Remark]:
-    """What OneCycle does to momentum, which people do not expect."""
-    if scheduler is None or optimizer is None or not isinstance(scheduler.params, OneCycleParams):
-        return
-    key = "scheduler.params.cycle_momentum"
-    if scheduler.params.cycle_momentum and "betas" not in TYPES[optimizer.type].keywords:
-        yield Remark(key, f"{optimizer.type} has no betas: its momentum stays, as in DeepSpeed")
-    elif scheduler.params.cycle_momentum:
-        yield Remark(
-            key, "betas become [the cycle's momentum, 0.99], as in DeepSpeed; false keeps the optimizer's"
-        )

@@ -26,19 +26,6 @@ def _paths(cls: type[Section], prefix: str) -> Iterator[str]:
 
 
 @cache
-def without_effect_paths(root: type[Section]) -> tuple[str, ...]:
-    """Dotted path of every key that is taken and does nothing."""
-    return tuple(dict.fromkeys(_without_effect(root, "")))
-
-
-def _without_effect(cls: type[Section], prefix: str) -> Iterator[str]:
-    yield from (prefix + key for key in cls.without_effect)
-    for key in cls.model_fields:
-        for member in cls.sections_of(key):
-            yield from _without_effect(member, f"{prefix}{cls.step_of(key)}.")
-
-
-@cache
 def known_paths() -> tuple[str, ...]:
     """Dotted path of every DeepSpeed key that is not implemented."""
     return tuple(_known(known_keys(), ""))

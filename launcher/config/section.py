@@ -5,12 +5,9 @@ To add a key, add one typed field with its docstring to its section, and delete 
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -22,39 +19,10 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from launcher.config.problems import NoteKind
 from launcher.config.values import readings
 
 AUTO = "auto"
 NO_NUMBER = ("int_type", "float_type")  # kinds of pydantic's errors
-
-
-class Conflict(NamedTuple):
-    """Keys that cannot stand together.
-
-    Attributes:
-        keys: dotted paths from the section on; the first is where it is reported.
-        what: the mistake in plain words.
-        fix: what to write instead.
-    """
-
-    keys: tuple[str, ...]
-    what: str
-    fix: str
-
-
-class Remark(NamedTuple):
-    """What a person should know of a value though nothing is wrong.
-
-    Attributes:
-        key: dotted path from the section on; "" is the section itself.
-        what: in plain words, without the key's name.
-        kind: what sort of note it makes.
-    """
-
-    key: str
-    what: str
-    kind: NoteKind = "differs"
 
 
 class _Building:
@@ -104,7 +72,7 @@ class Section(BaseModel):
     @field_validator("*", mode="wrap")
     @classmethod
     def _as_meant(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        """The value if it fits the field, "auto", or what else it may mean that fits (`readings.py`)."""
+        """The value if it fits the field, "auto", or what else it may mean that fits (`readings`)."""
         if isinstance(value, str) and value == AUTO:
             return value
         try:
@@ -131,18 +99,18 @@ class Section(BaseModel):
     @classmethod
     def member_sections(cls) -> Mapping[str, type[Section]]:
         """The fields that are sections themselves, with the class they are annotated with."""
-        return _member_sections(cls)
+        return _inner_sections(cls)[0]
 
     @classmethod
     def sections_of(cls, key: str) -> tuple[type[Section], ...]:
         """Every class that the member section `key`, or an item of the list `key`, may have; () for a plain value."""
-        found = _member_sections(cls).get(key) or cls.items_of(key)
+        found = cls.member_sections().get(key) or cls.items_of(key)
         return (found,) if found else ()
 
     @classmethod
     def items_of(cls, key: str) -> type[Section] | None:
         """The class of the items of `key`, None where it is no list of sections."""
-        return _item_sections(cls).get(key)
+        return _inner_sections(cls)[1].get(key)
 
     @classmethod
     def step_of(cls, key: str) -> str:
@@ -154,36 +122,23 @@ class Section(BaseModel):
         """Defaults of the member section `key` that depend on this section (an optimizer's type)."""
         return {}
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """Keys of this section, each fine alone, that cannot stand together."""
-        return iter(())
-
-    def remarks(self) -> Iterator[Remark]:
-        """What a person should know of these values though nothing is wrong."""
-        return iter(())
-
     def idle_keys(self) -> Iterator[str]:
         """Keys of `without_effect` that were written with another value than their default."""
         for key in self.without_effect:
-            value = getattr(self, key)
-            if key in self.model_fields_set and value not in (
-                type(self).model_fields[key].get_default(),
-                AUTO,
-            ):
+            default = type(self).model_fields[key].get_default()
+            if key in self.model_fields_set and getattr(self, key) not in (default, AUTO):
                 yield key
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able dict of all keys, those left out included."""
-        return {name: _plain(getattr(self, name)) for name in type(self).model_fields}
+        """Return a plain JSON-able dict of all keys, those left out included."""
+        return {
+            name: _as_json(getattr(self, name), lambda s: s.to_dict()) for name in type(self).model_fields
+        }
 
     def given(self) -> dict[str, Any]:
-        """Plain dict of the keys that were written."""
-        kept: dict[str, Any] = {}
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if name in self.model_fields_set:
-                kept[name] = _given(value)
-        return kept
+        """Return a plain dict of the keys that were written."""
+        written = [name for name in type(self).model_fields if name in self.model_fields_set]
+        return {name: _as_json(getattr(self, name), lambda s: s.given()) for name in written}
 
 
 def _nearer(refusal: ValidationError, other: ValidationError) -> ValidationError:
@@ -192,52 +147,23 @@ def _nearer(refusal: ValidationError, other: ValidationError) -> ValidationError
     return other if kinds[0] in NO_NUMBER and kinds[1] not in (*NO_NUMBER, "bool_type") else refusal
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any, of_section: Callable[[Section], dict[str, Any]]) -> Any:
     if isinstance(value, Section):
-        return value.to_dict()
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
-
-
-def _given(value: Any) -> Any:
-    if isinstance(value, Section):
-        return value.given()
-    return [_given(item) for item in value] if isinstance(value, tuple | list) else value
+        return of_section(value)
+    return [_as_json(item, of_section) for item in value] if isinstance(value, tuple | list) else value
 
 
 @cache
-def _member_sections(cls: type[Section]) -> dict[str, type[Section]]:
-    members = {}
+def _inner_sections(cls: type[Section]) -> tuple[dict[str, type[Section]], dict[str, type[Section]]]:
+    """Return the fields that are sections, and those that are lists of sections, with their classes."""
+    members: dict[str, type[Section]] = {}
+    items: dict[str, type[Section]] = {}
     for name, info in cls.model_fields.items():
-        if get_origin(info.annotation) is tuple:  # a list; its items are not this member
-            continue
-        for kind in (info.annotation, *get_args(info.annotation)):
+        inside, is_list = get_args(info.annotation), get_origin(info.annotation) is tuple
+        for kind in inside[:1] if is_list else (info.annotation, *inside):
             if isinstance(kind, type) and issubclass(kind, Section):
-                members[name] = kind
-    return members
-
-
-@cache
-def _item_sections(cls: type[Section]) -> dict[str, type[Section]]:
-    items = {}
-    for name, info in cls.model_fields.items():
-        kind = next(iter(get_args(info.annotation)), None) if get_origin(info.annotation) is tuple else None
-        if isinstance(kind, type) and issubclass(kind, Section):
-            items[name] = kind
-    return items
-
-
-def field_docs(cls: type[Section]) -> dict[str, str]:
-    """Field -> the docstring under it, for help texts and the documentation."""
-    docs: dict[str, str] = {}
-    for parent in reversed([base for base in cls.__mro__ if issubclass(base, Section)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for line, after in zip(body.body, body.body[1:], strict=False):
-            if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
-                continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                docs[line.target.id] = inspect.cleandoc(str(after.value.value))
-    return {name: docs[name] for name in cls.model_fields if name in docs}
+                (items if is_list else members)[name] = kind
+    return members, items
 
 
 def stage_in(tree: Mapping[str, Any]) -> Any:

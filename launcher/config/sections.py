@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from launcher.config.section import Conflict, Remark, Section
+from launcher.config.section import Section
 from launcher.config.values import Count, complaint
 
 
@@ -50,10 +49,6 @@ class ActivationCheckpointingConfig(Section):
     `steps_per_print` steps; where that is null, the mean at the end of the run. On a GPU the queued work is
     waited for at both ends of what is timed."""
 
-    def remarks(self) -> Iterator[Remark]:
-        which = "all" if self.number_checkpoints is None else f"at most {self.number_checkpoints}"
-        yield Remark("", f"is written: {which} transformer blocks are recomputed in backward")
-
 
 class CompileConfig(Section):
     """torch.compile, as DeepSpeed 0.14 and 0.15 had it in the JSON. Off when the section is left out or empty.
@@ -89,27 +84,6 @@ class CompileConfig(Section):
         if self.enabled is not None:
             return self.enabled
         return self.disable is False or (self.disable is None and self.backend is not None)
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.enabled is not None and self.enabled == self.disable:
-            yield Conflict(
-                ("enabled", "disable"),
-                f"enabled and disable are both {'true' if self.enabled else 'false'}, and one is the other's opposite",
-                "keep one of compile.enabled and compile.disable",
-            )
-        if "backend" in self.kwargs:
-            yield Conflict(
-                ("kwargs", "backend"),
-                "kwargs holds a backend, which has a key of its own",
-                "write compile.backend",
-            )
-
-    def remarks(self) -> Iterator[Remark]:
-        if self.on:
-            yield Remark(
-                "",
-                f"is written: torch.compile ({self.backend or 'inductor'}) compiles each transformer block",
-            )
 
 
 def _any_case(value: Any) -> Any:

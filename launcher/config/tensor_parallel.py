@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Remark, Section
+from launcher.config.section import AUTO, Section
 from launcher.config.values import Count, Dtype, Names, WholeNumber, complaint, lower, null_is_true, whole
 
 PartitionKind: TypeAlias = Literal["column", "row", "skip"]
@@ -89,26 +88,6 @@ class LayerPattern(Section):
         """The dim that is split."""
         return self.partition_dim if self.partition_dim is not None else int(self.partition_type == "row")
 
-    def conflicts(self) -> Iterator[Conflict]:
-        autos = [key for key in type(self).model_fields if getattr(self, key) == AUTO]
-        for key in autos:
-            yield Conflict((key,), '"auto" says nothing in a rule', "write the value, or delete the key")
-        if autos:
-            return
-        for key, kind in (("gather_output", "column"), ("grad_allreduce", "skip")):
-            if getattr(self, key) and self.partition_type != kind:
-                what = f'{key} is for partition_type "{kind}", and this one is "{self.partition_type}"'
-                yield Conflict((key, "partition_type"), what, f'delete {key}, or write "{kind}"')
-        if self.shape is None:
-            return
-        nested = [i for i, size in enumerate(self.shape) if isinstance(size, tuple)]
-        if self.dim >= len(self.shape):
-            what = f"dim {self.dim} is split, and shape has dims 0 to {len(self.shape) - 1}"
-            yield Conflict(("shape", "partition_dim"), what, "write partition_dim, or a longer shape")
-        elif nested not in ([], [self.dim]):
-            what = f"dim {self.dim} is split, and the list of sizes stands at dim {nested[-1]}"
-            yield Conflict(("shape", "partition_dim"), what, "write the list of sizes at partition_dim")
-
 
 class PartitionConfig(Section):
     """Own rules; they come before the plan of the model."""
@@ -160,6 +139,13 @@ class TpConfig(Section):
     """DeepSpeed can make the shares multiples of this size."""
 
 
+def _is_here(backend: str) -> str:
+    if backend == "liger":
+        what = "is not implemented: the loss reads the split logits once, and needs no kernels of Liger's"
+        raise complaint(f'"liger" {what}', 'write "torch"')
+    return backend
+
+
 class TensorParallelConfig(Section):
     """The layers of a Hugging Face causal LM are split over neighbouring ranks, at every ZeRO stage.
 
@@ -201,7 +187,7 @@ class TensorParallelConfig(Section):
     """True: the output head must be split over the vocabulary, and no rank ever has all logits while it trains; a model
     with which that cannot be is an error. False: logits are gathered. Null: split where the model allows it."""
 
-    vocab_parallel_ce_backend: Literal["torch", "liger"] = "torch"
+    vocab_parallel_ce_backend: Annotated[Literal["torch", "liger"], AfterValidator(_is_here)] = "torch"
     """Code of the loss on split logits. "liger" is refused."""
 
     tp: TpConfig = Field(default_factory=TpConfig.model_construct)
@@ -229,30 +215,3 @@ class TensorParallelConfig(Section):
     def degree(self) -> int:
         """Ranks that share a layer, at least 1."""
         return 1 if self.autotp_size == AUTO else max(1, self.autotp_size)
-
-    def conflicts(self) -> Iterator[Conflict]:
-        yield from self._sizes()
-        if self.vocab_parallel_ce_backend == "liger":
-            what = "is not implemented: the loss reads the split logits once, and needs no kernels of Liger's"
-            yield Conflict(("vocab_parallel_ce_backend",), f'"liger" {what}', 'write "torch"')
-
-    def _sizes(self) -> Iterator[Conflict]:
-        """The degree at its other places: 1, or the same."""
-        rules = self.partition_config
-        for key, size in (
-            ("tp.tp_size", self.tp.tp_size),
-            ("partition_config.tp_size", rules and rules.tp_size),
-        ):
-            if AUTO in (size, self.autotp_size) or size in (None, 1, self.autotp_size):
-                continue
-            keys = (key, "autotp_size")
-            if "autotp_size" in self.model_fields_set:
-                what = f"{key} {size} contradicts autotp_size {self.autotp_size}"
-                yield Conflict(keys, what, f"write the same number, or delete {key}")
-            else:
-                what = f"{key} {size} alone splits nothing, neither here nor in DeepSpeed"
-                yield Conflict(keys, what, f'write "autotp_size": {size} in tensor_parallel')
-
-    def remarks(self) -> Iterator[Remark]:
-        if self.sequence_parallel is True and self.degree == 1:
-            yield Remark("sequence_parallel", "does nothing while autotp_size leaves every layer on one rank")

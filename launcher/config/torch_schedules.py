@@ -5,67 +5,34 @@ They are stepped after each optimizer step: what torch calls an epoch is an opti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from launcher.config.problems import show
-from launcher.config.section import Conflict, Section
-from launcher.config.values import Count, Rate, Rates, complaint, whole
+from launcher.config.section import Section
+from launcher.config.values import Count, Rate, Rates, complaint, whole, wholes
 
 
 class SchedulerParams(Section):
     """Keywords of a schedule."""
 
 
-PerGroup: TypeAlias = float | tuple[float, ...]
-
-
-def crossed(low_key: str, low: PerGroup, high_key: str, high: PerGroup) -> Iterator[Conflict]:
-    """A conflict where the upper bound of a cycle is below the lower one, in any param group."""
-    lows, highs = (value if isinstance(value, tuple) else (value,) for value in (low, high))
-    count = max(len(lows), len(highs))
-    if 1 < min(len(lows), len(highs)) < count:
-        what = f"has {len(highs)} values and {low_key} has {len(lows)}: there is one for each param group"
-        yield Conflict((high_key, low_key), what, "write as many in both, or one number")
-        return
-    for group in range(count):
-        a, b = lows[group % len(lows)], highs[group % len(highs)]
-        if b < a:
-            yield Conflict(
-                (high_key, low_key),
-                f"{b:g} is below {low_key} {a:g}, and a cycle goes from {low_key} up to {high_key}",
-                f"swap the two, or raise {high_key}",
-            )
-            return
-
-
 Positive = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-def _steps(value: Any) -> Any:
-    items = [whole(item) for item in value] if isinstance(value, list | tuple) else []
-    if not items or not all(
-        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items
-    ):
-        raise complaint(
-            f"must be a list of optimizer steps, not {show(value)}", "write for example [100, 200]"
-        )
-    return tuple(items)
+def _is_start(epoch: int) -> int:
+    if epoch != -1:
+        what = f"{epoch} needs an `initial_lr` in every param group, which a fresh optimizer has not"
+        raise complaint(what, "delete it; a checkpoint keeps the place of the schedule")
+    return epoch
 
 
 class TorchParams(SchedulerParams):
     """The key that torch's schedules share."""
 
-    last_epoch: Annotated[int, BeforeValidator(whole)] = -1
+    last_epoch: Annotated[int, BeforeValidator(whole), AfterValidator(_is_start)] = -1
     """Only -1, the start: checkpoints keep the place by themselves."""
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.last_epoch != -1:
-            what = f"{self.last_epoch} needs an `initial_lr` in every param group, which a fresh optimizer has not"
-            yield Conflict(("last_epoch",), what, "delete it; a checkpoint keeps the place of the schedule")
 
     def keywords(self) -> dict[str, Any]:
         """What torch's class is called with."""
@@ -85,7 +52,7 @@ class StepLRParams(TorchParams):
 class MultiStepLRParams(TorchParams):
     """MultiStepLR: times gamma at each milestone."""
 
-    milestones: Annotated[tuple[int, ...], BeforeValidator(_steps)]
+    milestones: Annotated[tuple[int, ...], BeforeValidator(wholes(0, "optimizer steps", [100, 200]))]
     """Optimizer steps of the changes."""
 
     gamma: Positive = 0.1
@@ -95,8 +62,8 @@ class MultiStepLRParams(TorchParams):
 class ConstantLRParams(TorchParams):
     """ConstantLR: times factor for the first `total_iters` optimizer steps."""
 
-    factor: Fraction = 1 / 3
-    """Factor of the first steps, 0 to 1."""
+    factor: Annotated[float, Field(gt=0, le=1)] = 1 / 3
+    """Factor of the first steps, above 0, at most 1."""
 
     total_iters: Count = 5
     """Optimizer steps with the factor."""
@@ -184,12 +151,6 @@ class CyclicLRParams(TorchParams):
         "scale_mode": "it belongs to `scale_fn`, a function, which JSON cannot hold"
     }
 
-    def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
-        yield from crossed("base_lr", self.base_lr, "max_lr", self.max_lr)
-        if self.cycle_momentum:
-            yield from crossed("base_momentum", self.base_momentum, "max_momentum", self.max_momentum)
-
 
 class OneCycleLRParams(TorchParams):
     """OneCycleLR: up to `max_lr` and down to almost nothing (Smith 2018, arXiv:1803.09820)."""
@@ -229,14 +190,6 @@ class OneCycleLRParams(TorchParams):
 
     three_phase: bool = False
     """Down as far as it went up, then down to the last rate."""
-
-    def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
-        if self.total_steps is None and (self.epochs is None or self.steps_per_epoch is None):
-            what = "is required, or both epochs and steps_per_epoch are"
-            yield Conflict(("total_steps",), what, "write the number of optimizer steps of the run")
-        if self.cycle_momentum:
-            yield from crossed("base_momentum", self.base_momentum, "max_momentum", self.max_momentum)
 
 
 class PolynomialLRParams(TorchParams):

@@ -80,15 +80,17 @@ def _pair(value: Any) -> Any:
     return tuple(value)
 
 
-def _wholes(value: Any) -> Any:
-    items = [whole(item) for item in value] if isinstance(value, list | tuple) else []
-    if not items or not all(
-        isinstance(item, int) and not isinstance(item, bool) and item > 0 for item in items
-    ):
-        raise complaint(
-            f"must be a list of whole numbers from 1, not {show(value)}", "write for example [64, 128]"
-        )
-    return tuple(items)
+def wholes(least: int, what: str, example: list[int]) -> Callable[[Any], Any]:
+    """Return what checks a list of whole numbers, for a validator."""
+
+    def checked(value: Any) -> Any:
+        items = [whole(item) for item in value] if isinstance(value, list | tuple) else []
+        right = (isinstance(item, int) and not isinstance(item, bool) and item >= least for item in items)
+        if not items or not all(right):
+            raise complaint(f"must be a list of {what}, not {show(value)}", f"write for example {example}")
+        return tuple(items)
+
+    return checked
 
 
 LARGEST = 2**63 - 1
@@ -102,7 +104,7 @@ Count = Annotated[int, BeforeValidator(whole), Field(ge=1, le=LARGEST)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
 """Two numbers, written as a list."""
 
-WholeNumbers = Annotated[tuple[int, ...], BeforeValidator(_wholes)]
+WholeNumbers = Annotated[tuple[int, ...], BeforeValidator(wholes(1, "whole numbers from 1", [64, 128]))]
 """Whole numbers from 1, written as a list."""
 
 
@@ -139,28 +141,19 @@ Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_names)]
 """A list of names."""
 
 
-def _numbers(least: float, what: str) -> Callable[[Any], Any]:
-    def checked(value: Any) -> Any:
-        items = value if isinstance(value, list | tuple) else [value]
-        for item in items:
-            if (
-                isinstance(item, bool)
-                or not isinstance(item, int | float)
-                or not least <= item < float("inf")
-            ):
-                wrong = (
-                    f"must be {what} from {least:g}, or a list of one for each param group, not {show(value)}"
-                )
-                raise complaint(wrong, f"write {what}, or [first group's, second group's, ...]")
-        if not items:
-            raise complaint("is an empty list", f"write {what}, or one for each param group")
-        return tuple(map(float, items)) if isinstance(value, list | tuple) else float(value)
-
-    return checked
+def _rates(value: Any) -> Any:
+    items = value if isinstance(value, list | tuple) else [value]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int | float) or not 0 <= item < float("inf"):
+            what = f"must be a number from 0, or a list of one for each param group, not {show(value)}"
+            raise complaint(what, "write a number, or [first group's, second group's, ...]")
+    if not items:
+        raise complaint("is an empty list", "write a number, or one for each param group")
+    return tuple(map(float, items)) if isinstance(value, list | tuple) else float(value)
 
 
 Rate = Annotated[float, Field(ge=0)]
 """A learning rate."""
 
-Rates = Annotated[float | tuple[float, ...], BeforeValidator(_numbers(0.0, "a number"))]
+Rates = Annotated[float | tuple[float, ...], BeforeValidator(_rates)]
 """A learning rate (or momentum) of all param groups, or a list with one for each."""

@@ -46,7 +46,7 @@ class KeyVerdict(NamedTuple):
     words: str
 
 
-def verdicts(written: Document, examined: Examined[Config]) -> list[KeyVerdict]:
+def verdicts(written: Document, examined: Examined) -> list[KeyVerdict]:
     """A verdict for each key of `written`, in its order; then those on keys that are left out."""
     reasons = _reasons(examined)
     rows: list[KeyVerdict] = []
@@ -84,7 +84,7 @@ def count(rows: list[KeyVerdict]) -> dict[str, int]:
     return {kind: found[kind] for kind in ("used", *_OF_NOTE.values(), "refused") if found[kind]}
 
 
-def _reasons(examined: Examined[Config]) -> dict[Path, list[tuple[Verdict, str]]]:
+def _reasons(examined: Examined) -> dict[Path, list[tuple[Verdict, str]]]:
     """Path as written -> what the checks said of it; a refusal goes before everything else."""
     document = examined.document
     reasons: dict[Path, list[tuple[Verdict, str]]] = {}
@@ -110,7 +110,7 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[Path]:
             yield (*path, key)
 
 
-def _plain(path: Path, examined: Examined[Config]) -> tuple[Verdict, str]:
+def _plain(path: Path, examined: Examined) -> tuple[Verdict, str]:
     """A key that nothing was said of."""
     now = next((new for new, old in examined.document.origins.items() if old == path), path)
     how = differs_at(Config, examined.document.tree, now)

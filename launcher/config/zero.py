@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Conflict, Remark, Section, stage_in
+from launcher.config.section import Section, stage_in
 from launcher.config.values import Count, WholeNumber, complaint, whole
 
 STAGE3_PREFIX = "stage3_"
@@ -264,45 +264,3 @@ class ZeroConfig(Section):
         """Where parameters rest, when that is not the device: `offload_param` at stage 3."""
         section = self.offload_param if self.stage == 3 else None
         return None if section is None or section.device == "none" else section
-
-    def remarks(self) -> Iterator[Remark]:
-        section = self.offload_param
-        if section is not None and section.device not in ("none", AUTO) and self.stage in (0, 1, 2):
-            what = f"has no effect at stage {self.stage}: only stage 3 shards parameters"
-            yield Remark("offload_param", what, "no effect")
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.stage == AUTO:
-            return
-        mics, stage = self.mics_shard_size > 0, f"stage {self.stage}"
-        wants_stage3 = {
-            "zero_hpz_partition_size": self.zero_hpz_partition_size > 1,
-            "zero_quantized_weights": self.zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
-        }
-        for key in [key for key, on in wants_stage3.items() if on and self.stage != 3]:
-            what = f"{key} needs sharded parameters, and at {stage} they are not"
-            yield Conflict((key, "stage"), what, 'write "stage": 3, or delete the key')
-        wants_shards = {"mics_shard_size": mics, "zero_quantized_gradients": self.zero_quantized_gradients}
-        for key in [key for key, on in wants_shards.items() if on and self.stage == 0]:
-            yield Conflict(
-                (key, "stage"), f"{key} is about shards, and at stage 0 there are none", "delete it"
-            )
-        if self.zero_quantized_gradients and self.reduce_scatter is False:
-            yield Conflict(
-                ("zero_quantized_gradients", "reduce_scatter"),
-                "zero_quantized_gradients quantises a reduce-scatter, and reduce_scatter is false",
-                "delete one of them",
-            )
-        if mics and self.zero_hpz_partition_size > 1:
-            yield Conflict(
-                ("mics_shard_size", "zero_hpz_partition_size"),
-                "mics_shard_size and zero_hpz_partition_size both say in which groups parameters are gathered",
-                "keep one: MiCS where a group has room for all state, hpZ where it has room for parameters",
-            )
-        if self.mics_hierarchical_params_gather and not mics:
-            yield Conflict(
-                ("mics_hierarchical_params_gather", "mics_shard_size"),
-                "mics_hierarchical_params_gather is about the groups of mics_shard_size, and there are none",
-                "delete it, or write mics_shard_size",
-            )

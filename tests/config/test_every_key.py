@@ -11,16 +11,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.config import Config
+from launcher.config import Config, Section
 from launcher.config.conversions import converted_paths
-from launcher.config.schema import implemented_paths, known_at, without_effect_paths
+from launcher.config.schema import implemented_paths, known_at
 
 HERE = Path(__file__).parent
 with (HERE / "keys.tsv").open() as file:
     KEYS = {row["key"]: row for row in csv.DictReader(file, delimiter="\t")}
 IMPLEMENTED = set(implemented_paths(Config))
 CONVERTED = {path.partition(":")[0] for path, _ in converted_paths()}
-WITHOUT_EFFECT = set(without_effect_paths(Config))
+
+
+def without_effect(cls: type[Section], prefix: str = "") -> Iterator[str]:
+    """Dotted path of every key that is taken and does nothing."""
+    yield from (prefix + key for key in cls.without_effect)
+    for key in cls.model_fields:
+        for member in cls.sections_of(key):
+            yield from without_effect(member, f"{prefix}{cls.step_of(key)}.")
+
+
+WITHOUT_EFFECT = set(without_effect(Config))
 
 
 def verdict(path: str) -> str:

@@ -1,0 +1,409 @@
+"""What cannot stand together: all that is wrong by more than one key, and is known before anything starts.
+
+Most rules are rows of the two tables, `WITHIN` one section and `ACROSS` several; what has to compute is a function in
+the same table. A key that says "auto" is not known yet: its rules are asked again when it is (`resolve.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from launcher.config.optimizer_types import TYPES
+from launcher.config.pipeline import ASYNCHRONOUS, CHUNKS
+from launcher.config.problems import Path, Problem
+from launcher.config.ranks import MICRO, TRAIN
+from launcher.config.rules import Found, Rule, RuleFunction, path_of, standing, value_at
+from launcher.config.section import AUTO
+from launcher.config.torch_schedules import TORCH
+
+if TYPE_CHECKING:
+    from launcher.config.data_efficiency import SeqlenConfig
+    from launcher.config.elasticity import ElasticityConfig
+    from launcher.config.root import Config
+    from launcher.config.tensor_parallel import LayerPattern
+
+
+def contradictions(config: Config, problems: list[Problem], known: Callable[[Path], bool]) -> list[Problem]:
+    """What is wrong by more than one key. What has a problem already needs no second complaint.
+
+    Args:
+        problems: of single keys.
+        known: whether a key is written.
+    """
+    found = list(problems)
+    for table in (WITHIN, ACROSS):
+        wrong = {problem.path for problem in found}
+        meant = {tuple(problem.suggestion.split(".")) for problem in found if problem.suggestion}
+        wrong |= {path for path in meant if not known(path)}
+        told: set[Path] = set()
+        for conflict in standing(config, table):
+            paths = [path_of(key) for key in conflict.keys]
+            if paths[0] not in told and not any(path[: len(key)] == key for path in wrong for key in paths):
+                told.add(paths[0])
+                found.append(Problem(paths[0], conflict.what, conflict.fix))
+    return found[len(problems) :]
+
+
+ZERO, TENSOR, PARAMS = "zero_optimization", "tensor_parallel", "scheduler.params"
+LEARNING = "data_efficiency.data_sampling.curriculum_learning"
+DEGREE, STAGE = f"{TENSOR}.autotp_size", f"{ZERO}.stage"
+STAGES, SCHEDULE = "pipeline.stages", "pipeline.schedule"
+NORM = f"{ZERO}.compute_grad_norm"
+NO_NORM = f"{NORM} is false, and"
+PIPEDREAM = f'{SCHEDULE} is "pipedream", whose stages update their weights one by one, and'
+
+
+def _keywords(config: Config) -> Iterator[Found]:
+    """Keywords that this type of optimizer does not take."""
+    name, params = value_at(config, "optimizer.type"), value_at(config, "optimizer.params")
+    if name == AUTO:
+        return
+    keywords = TYPES[name].keywords
+    for key in params.given():
+        if key not in keywords and getattr(params, key) is not None:
+            takers = [other for other, kind in TYPES.items() if key in kind.keywords]
+            what = f"{name} has no such keyword; it is one of {', '.join(takers)}"
+            fix = f"delete it; {name} takes {', '.join(sorted(keywords))}"
+            yield Found((f"optimizer.params.{key}",), what, fix)
+
+
+CYCLES = {
+    **{"cycle_min_lr": "cycle_max_lr", "cycle_min_mom": "cycle_max_mom"},
+    **{"base_lr": "max_lr", "base_momentum": "max_momentum"},
+}
+"""Where a schedule's cycle begins -> how far up it goes."""
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    """The numbers of a key that has one, or a list of one for each param group."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _param_groups(config: Config) -> Iterator[Found]:
+    """Numbers of a schedule, one for each param group: the lists are of one length, and cycles go up."""
+    params = value_at(config, PARAMS)
+    if params == AUTO:
+        return
+    used = {
+        key: _each(value)
+        for key, value in params
+        if isinstance(_each(value)[0], float) and ("mom" not in key or params.cycle_momentum is True)
+    }
+    lists = {key: values for key, values in used.items() if isinstance(getattr(params, key), tuple)}
+    first = next(iter(lists), "")
+    for key, values in lists.items():
+        if len(values) != len(lists[first]):
+            what = f"has {len(values)} values and {first} has {len(lists[first])}: there is one for each param group"
+            yield Found((key, first), what, "write as many in both, or one number").below(PARAMS)
+            return
+    for low, high in CYCLES.items():
+        lows, highs = used.get(low, ()), used.get(high, ())
+        for a, b in zip(lows * len(highs), highs * len(lows), strict=True):
+            if b < a:
+                what = f"{b:g} is below {low} {a:g}, and a cycle goes from {low} up to {high}"
+                yield Found((high, low), what, f"swap the two, or raise {high}").below(PARAMS)
+
+
+def _split_rules(config: Config) -> Iterator[Found]:
+    """Rules of one's own of how layers are split."""
+    section = config.tensor_parallel.partition_config
+    for i, rule in enumerate(section.layer_specs if section is not None else ()):
+        for found in _of_split_rule(rule):
+            yield found.below(f"tensor_parallel.partition_config.layer_specs.{i}")
+
+
+def _of_split_rule(rule: LayerPattern) -> Iterator[Found]:
+    autos = [key for key, value in rule if value == AUTO]
+    for key in autos:
+        yield Found((key,), '"auto" says nothing in a rule', "write the value, or delete the key")
+    for key, kind in (("gather_output", "column"), ("grad_allreduce", "skip")):
+        if getattr(rule, key) and rule.partition_type != kind and not autos:
+            what = f'{key} is for partition_type "{kind}", and this one is "{rule.partition_type}"'
+            yield Found((key, "partition_type"), what, f'delete {key}, or write "{kind}"')
+    if autos or rule.shape is None:
+        return
+    nested = [i for i, size in enumerate(rule.shape) if isinstance(size, tuple)]
+    if rule.dim >= len(rule.shape):
+        what = f"dim {rule.dim} is split, and shape has dims 0 to {len(rule.shape) - 1}"
+        yield Found(("shape", "partition_dim"), what, "write partition_dim, or a longer shape")
+    elif nested not in ([], [rule.dim]):
+        what = f"dim {rule.dim} is split, and the list of sizes stands at dim {nested[-1]}"
+        yield Found(("shape", "partition_dim"), what, "write the list of sizes at partition_dim")
+
+
+def _curriculum(config: Config) -> Iterator[Found]:
+    """Curriculum learning that is on: what it needs, and what it cannot do."""
+    sampling, metric = config.data_efficiency.sampling, config.data_efficiency.curriculum
+    needed = "is required where curriculum_learning.enabled is true"
+    metrics = f"{LEARNING}.curriculum_metrics"
+    if metric is not None:
+        for key, what, fix in _of_curriculum(metric):
+            yield Found((f"{metrics}.seqlen.{key}",), what or needed, fix)
+    elif sampling is not None and sampling.curriculum_learning.enabled is True:
+        yield Found((metrics,), needed, 'write {"seqlen": {"min_difficulty": 64, ...}}')
+
+
+def _of_curriculum(metric: SeqlenConfig) -> Iterator[tuple[str, str, str]]:
+    yield from ((key, "", "write it") for key in metric.missing())
+    chooses = (
+        "needs DeepSpeed's index files of the data: here sequences are cut to the length, not chosen by it"
+    )
+    for key in ("index_to_sample_path", "index_to_metric_path"):
+        if getattr(metric, key) is not None:
+            yield key, chooses, "delete it to cut every sequence to the present length"
+    if metric.difficulty_type == "percentile":
+        yield "difficulty_type", f'"percentile" {chooses}', 'write "value", and difficulties in tokens'
+    if metric.clustering_type == "schedule_based":
+        yield "clustering_type", f'"schedule_based" {chooses}', 'write "single_cluster"'
+    if metric.schedule_type == "custom":
+        others = 'use "fixed_linear", "fixed_root" or "fixed_discrete"'
+        yield "schedule_type", '"custom" needs a function of Python, which JSON cannot hold', others
+    low, high, pace = metric.min_difficulty, metric.max_difficulty, metric.schedule_config
+    if isinstance(low, int) and isinstance(high, int) and high < low:
+        yield "max_difficulty", f"{high} is below min_difficulty {low}", "swap the two"
+    lengths, ends = pace.difficulty, pace.max_step
+    if metric.schedule_type == "fixed_discrete" and isinstance(lengths, tuple) and isinstance(ends, tuple):
+        key = "schedule_config.max_step"
+        if len(lengths) != len(ends) + 1:
+            what = f"has {len(ends)} entries for {len(lengths)} of difficulty"
+            yield key, what, "write one entry less: the last difficulty has no end"
+        elif list(ends) != sorted(set(ends)):
+            yield key, "must rise", "write the last step of each difficulty, in order"
+
+
+def _elastic(config: Config) -> Iterator[Found]:
+    """Elasticity that is on: what it needs, and numbers that do not fit together."""
+    section = config.elasticity
+    if not section.on:
+        return
+    examples = {"max_train_batch_size": "2000", "micro_batch_sizes": "[2, 4, 6]"}
+    missing = [key for key in examples if section.value_of(key) is None]
+    for key in missing:
+        what = "is required where elasticity.enabled is true"
+        yield Found((key,), what, f'write "{key}": {examples[key]}').below("elasticity")
+    wrong = list(_elastic_numbers(section))
+    yield from (found.below("elasticity") for found in wrong)
+    if not missing and not wrong and section.batch is None:
+        what = f"allows no batch size that whole microbatches fill on {section.value_of('min_gpus')} to "
+        what += f"{section.value_of('max_gpus')} GPUs"
+        yield Found(("elasticity.max_train_batch_size",), what, "raise it, or change min_gpus and max_gpus")
+
+
+def _elastic_numbers(section: ElasticityConfig) -> Iterator[Found]:
+    keys = ("min_gpus", "max_gpus", "num_gpus_per_node", "model_parallel_size", "max_train_batch_size")
+    least, most, per_node, per_model, largest = map(section.value_of, keys)
+    if most < least:
+        yield Found(("max_gpus", "min_gpus"), f"{most} is below min_gpus {least}", "swap the two")
+    nodes, sizes = section.value_of("version") == 0.2, section.value_of("micro_batch_sizes")
+    if not nodes and per_model > 1:
+        what = f"{per_model} needs version 0.2: version 0.1 knows no model parallelism"
+        yield Found(("model_parallel_size", "version"), what, 'write "version": 0.2')
+    elif nodes and per_node % per_model:
+        what = f"{per_model} does not divide num_gpus_per_node {per_node}"
+        yield Found(("model_parallel_size", "num_gpus_per_node"), what, "write how many GPUs a node has")
+    elif largest and sizes and max(sizes) > (bound := largest // (per_node // per_model if nodes else 1)):
+        rest = "" if bound == largest else f", {bound} for each rank of a node"
+        what = f"has {max(sizes)}, above max_train_batch_size {largest}{rest}"
+        yield Found(("micro_batch_sizes", "max_train_batch_size"), what, "leave it out of the list")
+
+
+def _says_another_batch(key: str) -> Callable[..., bool]:
+    """Whether a batch key that is written is none that the section elasticity gives on any number of ranks."""
+
+    def stands(value: int | None, section: ElasticityConfig) -> bool:
+        batch = (
+            section.batch if section.on and not section.value_of("ignore_non_elastic_batch_info") else None
+        )
+        if batch is None or value is None:
+            return False
+        return value != batch.train if key == TRAIN else value not in section.value_of("micro_batch_sizes")
+
+    return stands
+
+
+WITHIN: tuple[Rule | RuleFunction, ...] = (
+    *(
+        Rule((f"{ZERO}.{section}.device", f"{ZERO}.{section}.nvme_path"),
+             lambda device, path: device == "nvme" and not path,
+             'is "nvme", and nvme_path says no directory', 'write "nvme_path": "/a/directory/on/the/nvme"')
+        for section in ("offload_param", "offload_optimizer")
+    ),
+    Rule((f"{ZERO}.offload_optimizer.device", STAGE),
+         lambda device, stage: device != "none" and stage == 0,
+         f"{ZERO}.offload_optimizer asks for optimizer state elsewhere, but {STAGE} 0 does not shard it",
+         f'write "stage": 1, 2 or 3, or delete {ZERO}.offload_optimizer'),
+    *(
+        Rule((f"{ZERO}.{key}", STAGE), lambda value, stage, off=off: value > off and stage != 3,
+             f"{key} needs sharded parameters, and at stage {{1}} they are not", 'write "stage": 3, or delete the key')
+        for key, off in (
+            ("zero_hpz_partition_size", 1),
+            ("zero_quantized_weights", False),
+            ("zero_quantized_nontrainable_weights", False),
+        )
+    ),
+    *(
+        Rule((f"{ZERO}.{key}", STAGE), lambda value, stage: value > 0 and stage == 0,
+             f"{key} is about shards, and at stage 0 there are none", "delete it")
+        for key in ("mics_shard_size", "zero_quantized_gradients")
+    ),
+    Rule((f"{ZERO}.zero_quantized_gradients", f"{ZERO}.reduce_scatter"),
+         lambda quantized, scatters: quantized and not scatters,
+         "zero_quantized_gradients quantises a reduce-scatter, and reduce_scatter is false", "delete one of them"),
+    Rule((f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"),
+         lambda mics, hpz: mics > 0 and hpz > 1,
+         "mics_shard_size and zero_hpz_partition_size both say in which groups parameters are gathered",
+         "keep one: MiCS where a group has room for all state, hpZ where it has room for parameters"),
+    Rule((f"{ZERO}.mics_hierarchical_params_gather", f"{ZERO}.mics_shard_size"),
+         lambda hierarchical, mics: hierarchical and mics < 0,
+         "mics_hierarchical_params_gather is about the groups of mics_shard_size, and there are none",
+         "delete it, or write mics_shard_size"),
+    Rule(("fp16.min_loss_scale", "fp16.loss_scale", "fp16.enabled"),
+         lambda least, scale, on: on and least == 0 and scale == 0,
+         "fp16.min_loss_scale is 0 and fp16.loss_scale is 0 (dynamic): the scale would fall to nothing",
+         "write a min_loss_scale from 1, or a fixed loss_scale"),
+    Rule(("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
+         lambda states, weights: states and not weights,
+         "bf16.bf16_optimizer_states is true and bf16.bf16_master_weights_and_grads is false: moments have the dtype "
+         "of the weights that the optimizer steps",
+         "set bf16_master_weights_and_grads to true, or bf16_optimizer_states to false"),
+    Rule(("comms_logger.prof_all", "comms_logger.prof_ops", "comms_logger.enabled"),
+         lambda every, named, on: on and not every and not named,
+         "comms_logger is enabled, and prof_all is false with no operation in prof_ops",
+         'set prof_all to true, or name operations: "prof_ops": ["all_reduce"]'),
+    Rule(("compile.enabled", "compile.disable"), lambda on, off: on is not None and on == off,
+         "enabled and disable are both {0}, and one is the other's opposite",
+         "keep one of compile.enabled and compile.disable"),
+    Rule(("compile.kwargs", "compile.backend"), lambda keywords, _: "backend" in keywords,
+         "kwargs holds a backend, which has a key of its own", "write compile.backend"),
+    *(
+        Rule((f"{TENSOR}.{key}", DEGREE), lambda size, degree: size not in (1, degree) and degree > 0,
+             f"{key} {{0}} contradicts autotp_size {{1}}", f"write the same number, or delete {key}")
+        for key in ("tp.tp_size", "partition_config.tp_size")
+    ),
+    *(
+        Rule((f"{TENSOR}.{key}", DEGREE), lambda size, degree: size != 1 and degree == 0,
+             f"{key} {{0}} alone splits nothing, neither here nor in DeepSpeed",
+             'write "autotp_size": {0} in tensor_parallel')
+        for key in ("tp.tp_size", "partition_config.tp_size")
+    ),
+    _split_rules,
+    Rule((SCHEDULE, STAGES), lambda schedule, stages: schedule in ASYNCHRONOUS and stages == 1,
+         'schedule "{0}" needs two stages or more', 'write more stages, or "schedule": "1f1b"'),
+    Rule(("pipeline.chunks", SCHEDULE), lambda chunks, schedule: schedule == "interleaved" and chunks == 1,
+         'schedule "interleaved" with chunks 1 is "1f1b"', 'write "chunks": 2, or "schedule": "1f1b"'),
+    Rule(("pipeline.chunks", SCHEDULE), lambda chunks, schedule: schedule == "zbv" and chunks not in (None, 2),
+         'chunks {0} does not fit schedule "zbv", whose ranks have 2', 'write "chunks": 2, or leave it out'),
+    Rule(("pipeline.chunks", SCHEDULE), lambda chunks, schedule: schedule not in CHUNKS and chunks not in (None, 1),
+         'chunks {0} does not fit schedule "{1}", whose ranks have one',
+         'write "schedule": "interleaved", or leave chunks out'),
+    Rule(("optimizer.params.min_coeff", "optimizer.params.max_coeff"),
+         lambda low, high: None not in (low, high) and low > high,
+         "{0:g} is more than max_coeff, {1:g}", "write a smaller number"),
+    _keywords,
+    _param_groups,
+    *(
+        Rule((f"{PARAMS}.{key}", f"{PARAMS}.cycle_momentum"),
+             lambda value, on: on and not all(0 <= each < 1 for each in _each(value)),
+             "momentum must be in [0, 1)", "write a value such as 0.9")
+        for key in ("cycle_min_mom", "cycle_max_mom")
+    ),
+    Rule((f"{PARAMS}.total_steps", f"{PARAMS}.epochs", f"{PARAMS}.steps_per_epoch"),
+         lambda total, epochs, steps: total is None and None in (epochs, steps),
+         "is required, or both epochs and steps_per_epoch are", "write the number of optimizer steps of the run"),
+    _curriculum,
+    _elastic,
+)  # fmt: skip
+"""Keys of one section."""
+
+ACROSS: tuple[Rule | RuleFunction, ...] = (
+    Rule(("fp16.enabled", "bf16.enabled"), lambda fp16, bf16: fp16 and bf16,
+         "fp16.enabled and bf16.enabled are both true, and parameters have one dtype",
+         "set one of fp16.enabled and bf16.enabled to false"),
+    *(
+        Rule(("torch_autocast.enabled", f"{section}.enabled", "torch_autocast.dtype"),
+             lambda casts, on, dtype, section=section: casts and on and (dtype or "bf16") != section,
+             f"torch_autocast.enabled and {section}.enabled are both true, with two dtypes",
+             f'set {section}.enabled to false to keep float32 weights, or write "dtype": "{section}" in torch_autocast')
+        for section in ("fp16", "bf16")
+    ),
+    *(
+        Rule(("data_types.param_dtype", f"{section}.enabled"),
+             lambda dtype, on, section=section: dtype is not None and (dtype == section) != on,
+             f"data_types.param_dtype contradicts {section}.enabled, which says what parameters are",
+             f"leave param_dtype out, or let {section}.enabled say the same")
+        for section in ("fp16", "bf16")
+    ),
+    Rule((f"{TENSOR}.dtype", "bf16.enabled", "fp16.enabled", DEGREE),
+         lambda dtype, bf16, fp16, degree: (
+             degree > 1 and dtype not in (None, "fp16" if fp16 else "bf16" if bf16 else "fp32")
+         ),
+         f"{TENSOR}.dtype contradicts fp16.enabled and bf16.enabled, which say what parameters are",
+         "leave dtype out, or let them say the same"),
+    Rule((f"{TENSOR}.sequence_parallel", "activation_checkpointing.partition_activations", DEGREE),
+         lambda sliced, partitioned, degree: sliced and partitioned and degree > 1,
+         f"{TENSOR}.sequence_parallel gives each rank a slice of a block's inputs, and partition_activations is for "
+         "inputs that all ranks have",
+         "delete activation_checkpointing.partition_activations: the saved inputs are split already"),
+    Rule(("managed_gradient_accumulation", STAGES), lambda managed, stages: not managed and (stages or 1) > 1,
+         f"managed_gradient_accumulation is false, and {STAGES} above 1 needs all microbatches of a step at once",
+         f"set managed_gradient_accumulation to true, or {STAGES} to 1"),
+    Rule(("pipeline.activation_checkpoint_interval", "activation_checkpointing.number_checkpoints"),
+         lambda interval, number: interval and number is not None,
+         "pipeline.activation_checkpoint_interval and activation_checkpointing.number_checkpoints both say which "
+         "blocks are recomputed", "delete one of them"),
+    Rule((NORM, "gradient_clipping"), lambda norm, clipping: not norm and clipping != 0,
+         f"{NO_NORM} gradient_clipping needs the norm", "set gradient_clipping to 0, or compute_grad_norm to true"),
+    Rule((NORM, "fp16.enabled"), lambda norm, fp16: not norm and fp16,
+         f"{NO_NORM} fp16.enabled needs the norm", "set fp16.enabled to false, or compute_grad_norm to true"),
+    Rule((NORM, "bf16.check_grad_overflow", "bf16.enabled"), lambda norm, checks, bf16: not norm and checks and bf16,
+         f"{NO_NORM} bf16.check_grad_overflow needs the norm",
+         "set bf16.check_grad_overflow to false, or compute_grad_norm to true"),
+    Rule(("gradient_clipping", SCHEDULE), lambda clipping, schedule: clipping != 0 and schedule == "pipedream",
+         f"{PIPEDREAM} gradient_clipping (1.0 where it is left out) needs the norm of all stages",
+         'write "gradient_clipping": 0, or "schedule": "2bw"'),
+    *(
+        Rule((key, SCHEDULE, f"{key.partition('.')[0]}.enabled"),
+             lambda value, schedule, on: value in (True, "fp16") and schedule == "pipedream" and on,
+             f"{PIPEDREAM} with {key} an overflow on one lets all of them leave an update out",
+             f'{fix}, or "schedule": "2bw"')
+        for key, fix in (
+            ("fp16.enabled", 'write "bf16": {{"enabled": true}}'),
+            ("torch_autocast.dtype", 'write "dtype": "bf16"'),
+            ("bf16.check_grad_overflow", 'write "check_grad_overflow": false'),
+        )
+    ),
+    Rule(("gradient_accumulation_steps", SCHEDULE, STAGES),
+         lambda steps, schedule, stages: schedule == "2bw" and steps is not None and steps < (stages or 1),
+         f'{SCHEDULE} "2bw" needs as many microbatches in a step as {STAGES}, or more',
+         f"raise gradient_accumulation_steps, or lower {STAGES}"),
+    *(
+        Rule((key, "elasticity"), _says_another_batch(key),
+             f"elasticity.enabled says the batch, and {key} says another",
+             f'delete {key}, or write "ignore_non_elastic_batch_info": true in elasticity')
+        for key in (TRAIN, MICRO)
+    ),
+    Rule(("elasticity.model_parallel_size", STAGES, DEGREE, "elasticity.enabled"),
+         lambda size, stages, degree, on: on and (size != stages * (degree or 1) if stages else size % (degree or 1)),
+         f"elasticity.model_parallel_size (1 where it is left out) is not {STAGES} x {DEGREE}", "write their product"),
+    Rule((f"{PARAMS}.cycle_momentum", "optimizer.type", "scheduler.type"),
+         lambda on, kind, schedule: on and schedule in TORCH and not {"betas", "momentum"} & {*TYPES[kind].keywords},
+         "is true unless it is written, and the optimizer {1} has no momentum",
+         'write "cycle_momentum": false, or use an optimizer with momentum'),
+    *(
+        Rule(("optimizer.type", DEGREE), lambda kind, degree, wanted=wanted: kind == wanted and degree > 1,
+             f"{wanted} is not implemented over tensor-parallel ranks yet: it needs whole matrices",
+             'write another optimizer, for example "AdamW", or "autotp_size": 1')
+        for wanted in ("Lamb", "Muon")
+    ),
+    Rule((SCHEDULE, STAGE), lambda schedule, stage: schedule in ASYNCHRONOUS and stage == 3,
+         f"{SCHEDULE} keeps older weights, and that is not implemented for {STAGE} 3",
+         'write "stage": 2 or less, or "schedule": "1f1b"'),
+    Rule(("compile", DEGREE), lambda section, degree: section.on and degree > 1,
+         "compile is not implemented over tensor-parallel ranks yet", 'delete compile, or write "autotp_size": 1'),
+    Rule((f"{ZERO}.offload_optimizer.device", "optimizer.type"),
+         lambda device, kind: device == "nvme" and kind in ("Lamb", "Muon"),
+         "the optimizer needs whole parameters at a time, and brings in a part of them",
+         'write "device": "cpu", or another optimizer'),
+)  # fmt: skip
+"""Keys of several sections."""

@@ -1,0 +1,220 @@
+"""What several keys say together: the form of a rule, and the remarks, on what is worth a word though nothing is wrong.
+
+What is wrong stands in `conflicts.py`, in the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from launcher.config.elasticity import few
+from launcher.config.optimizer_types import TYPES
+from launcher.config.pipeline import ASYNCHRONOUS, idle_share
+from launcher.config.problems import Note, NoteKind, Path
+from launcher.config.scheduler import WarmupParams
+from launcher.config.section import AUTO
+
+if TYPE_CHECKING:
+    from launcher.config.root import Config
+
+
+class Rule(NamedTuple):
+    """Keys that mean something together.
+
+    Attributes:
+        keys: dotted paths; the first is where it is reported.
+        stands: gets the values of the keys, and says whether it is so. It is asked when all of them are known: none is
+            "auto", and the sections around each are there.
+        what: in plain words, without the first key's name; {0} is the value of the first key.
+        fix: what to write instead; "" for a remark.
+        kind: of a remark.
+    """
+
+    keys: tuple[str, ...]
+    stands: Callable[..., object]
+    what: str
+    fix: str = ""
+    kind: NoteKind = "differs"
+
+
+class Found(NamedTuple):
+    """A rule that stands: its keys, of which the first is where it is reported, and the words."""
+
+    keys: tuple[str, ...]
+    what: str
+    fix: str = ""
+    kind: NoteKind = "differs"
+
+    def below(self, section: str) -> Found:
+        """Return it with keys that were relative to a section."""
+        return self._replace(keys=tuple(f"{section}.{key}" for key in self.keys))
+
+
+RuleFunction: TypeAlias = Callable[["Config"], Iterator[Found]]
+
+
+def standing(config: Config, table: tuple[Rule | RuleFunction, ...]) -> Iterator[Found]:
+    """The rules of a table that stand, with the values in their words."""
+    for entry in table:
+        if not isinstance(entry, Rule):
+            yield from entry(config)
+            continue
+        values = [value_at(config, key) for key in entry.keys]
+        if not any(isinstance(value, str) and value == AUTO for value in values) and entry.stands(*values):
+            shown = [str(value).lower() if isinstance(value, bool) else value for value in values]
+            yield Found(entry.keys, entry.what.format(*shown), entry.fix.format(*shown), entry.kind)
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value of a dotted key; "auto" where a section around it is not there, or has no such key."""
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part, AUTO)
+    return found
+
+
+def path_of(key: str) -> Path:
+    """The way to a dotted key; a number is a place in a list."""
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+
+
+def remarks(config: Config) -> list[Note]:
+    """What a person should know of a configuration though nothing is wrong."""
+    return [Note(path_of(found.keys[0]), found.kind, found.what) for found in standing(config, REMARKS)]
+
+
+MUCH = 0.2
+"""Share of its time that a rank may stand still before it is worth a word."""
+PARAMS, LEARNING = "scheduler.params", "data_efficiency.data_sampling.curriculum_learning"
+DEGREE, STAGE = "tensor_parallel.autotp_size", "zero_optimization.stage"
+BLOCKS = "activation_checkpointing"
+DIFFICULTY_STEP = f"{LEARNING}.curriculum_metrics.seqlen.schedule_config.difficulty_step"
+
+
+def _left_open(config: Config) -> Iterator[Found]:
+    """Defaults that surprise, and a stage that nobody has said yet."""
+    params = value_at(config, PARAMS)
+    if isinstance(params, WarmupParams) and "warmup_type" not in params.model_fields_set:
+        what = 'is left out: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
+        yield Found((f"{PARAMS}.warmup_type",), what)
+    if "gradient_clipping" not in config.model_fields_set:
+        what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
+        yield Found(("gradient_clipping",), what)
+    if config.zero_optimization.stage == AUTO:
+        what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
+        yield Found((STAGE,), what)
+
+
+def _growing_momentum(config: Config) -> Iterator[Found]:
+    """The optimizer step at which the momentum of OneCycle's decay reaches 1."""
+    keys = ("cycle_momentum", "cycle_max_mom", "decay_mom_rate", "decay_step_size", "cycle_first_step_size")
+    values = [value_at(config, f"{PARAMS}.{key}") for key in (*keys, "cycle_second_step_size")]
+    if AUTO in values:
+        return
+    cycles, most, rate, size, up, down = values
+    most = max(most) if isinstance(most, tuple) else most
+    if cycles and most and rate > 0 and size and (steps := (1 / most - 1) / rate * size) < float("inf"):
+        at = up + (up if down is None else down) + int(steps)
+        what = f"momentum grows, and reaches 1 at optimizer step {at}: end before it"
+        yield Found((f"{PARAMS}.decay_mom_rate",), what)
+
+
+def _elastic(config: Config) -> Iterator[Found]:
+    """The batch that elasticity chooses."""
+    batch = config.elasticity.batch if config.elasticity.on else None
+    if batch is not None:
+        ranks = few(config.elasticity.world_sizes or ())
+        yield Found(
+            ("elasticity.enabled",), f"says the batch: {batch.train} sequences a step on {ranks} ranks"
+        )
+
+
+def _idle_ranks(config: Config) -> Iterator[Found]:
+    """How long ranks of a pipeline stand still, and with how many microbatches they would not."""
+    section, microbatches = config.pipeline, config.gradient_accumulation_steps
+    if section.degree == 1 or not isinstance(microbatches, int):
+        return
+    shares = (
+        (number, idle_share(section.schedule, section.degree, number, section.chunks_of_rank))
+        for number in range(microbatches, microbatches + 4 * section.degree)
+    )
+    now = next(shares)[1]
+    if now is None or now <= MUCH:
+        return
+    enough, then = next((number, share) for number, share in shares if share is not None and share <= MUCH)
+    noun = "microbatch leaves" if microbatches == 1 else "microbatches leave"
+    what = f"{microbatches} {noun} each of {section.degree} pipeline stages idle for {now:.0%} of a step"
+    yield Found(("gradient_accumulation_steps",), f"{what}; {enough} for {then:.0%}")
+
+
+REMARKS: tuple[Rule | RuleFunction, ...] = (
+    Rule(("optimizer.type", "optimizer.params.adam_w_mode", "optimizer.params.weight_decay"),
+         lambda kind, decoupled, decay: kind == "Adam" and decoupled and decay,
+         '"Adam" decays weights as AdamW does, because params.adam_w_mode is true'),
+    Rule(("optimizer.type",), lambda kind: kind == "Lion",
+         "Lion leaves a weight alone whose gradient and momentum are 0; DeepSpeed's moves it by lr"),
+    Rule(("optimizer.type",), lambda kind: TYPES[kind].package == "bitsandbytes",
+         "8-bit moments cannot be saved free of topology: save_checkpoint refuses them"),
+    Rule((f"{PARAMS}.warmup_num_steps",), lambda steps: steps in (0, 1),
+         "is taken as 2, as in DeepSpeed: the first two steps have the rate of the beginning"),
+    Rule((f"{PARAMS}.warmup_num_steps", f"{PARAMS}.total_num_steps"), lambda steps, total: total <= steps,
+         "the warm-up of {0} steps is not over at total_num_steps {1}"),
+    *(
+        Rule((f"{PARAMS}.{key}", f"{PARAMS}.decay_step_size"), lambda rate, size: rate and size == 0,
+             "nothing decays while decay_step_size is 0, as in DeepSpeed")
+        for key in ("decay_lr_rate", "decay_mom_rate")
+    ),
+    _growing_momentum,
+    Rule((f"{PARAMS}.cycle_momentum", "optimizer.type", "scheduler.type"),
+         lambda on, kind, name: on and name == "OneCycle" and "betas" not in TYPES[kind].keywords,
+         "{1} has no betas: its momentum stays, as in DeepSpeed"),
+    Rule((f"{PARAMS}.cycle_momentum", "optimizer.type", "scheduler.type"),
+         lambda on, kind, name: on and name == "OneCycle" and "betas" in TYPES[kind].keywords,
+         "betas become [the cycle's momentum, 0.99], as in DeepSpeed; false keeps the optimizer's"),
+    Rule(("torch_autocast.dtype", "torch_autocast.enabled"), lambda dtype, on: on and dtype is None,
+         "is left out: bfloat16. DeepSpeed takes torch's default, on GPUs float16 unscaled"),
+    Rule(("zero_optimization.offload_param", "zero_optimization.offload_param.device", STAGE),
+         lambda _, device, stage: device != "none" and stage < 3,
+         "has no effect at stage {2}: only stage 3 shards parameters", kind="no effect"),
+    Rule(("tensor_parallel.sequence_parallel", DEGREE), lambda on, degree: on and degree <= 1,
+         "does nothing while autotp_size leaves every layer on one rank"),
+    Rule(("pipeline.schedule", "pipeline.stages"), lambda name, stages: name != "1f1b" and stages == 1,
+         "does nothing while one stage has all layers"),
+    Rule(("pipeline.schedule",), lambda name: name in ASYNCHRONOUS,
+         "is asynchronous: NOT equal to training in one process"),
+    _idle_ranks,
+    *(
+        Rule((f"pipeline.{key}", STAGE), lambda on, stage, least=least: on and stage < least,
+             f"does nothing below {STAGE} {least}")
+        for key, least in (("reduce_per_microbatch", 2), ("gather_per_microbatch", 3))
+    ),
+    Rule((BLOCKS, f"{BLOCKS}.number_checkpoints"), lambda _, number: number is None,
+         "is written: all transformer blocks are recomputed in backward"),
+    Rule((BLOCKS, f"{BLOCKS}.number_checkpoints"), lambda _, number: number is not None,
+         "is written: at most {1} transformer blocks are recomputed in backward"),
+    Rule((f"{BLOCKS}.partition_activations", DEGREE), lambda on, degree: on and degree <= 1,
+         "acts with tensor parallelism: one tensor-parallel rank keeps the whole inputs"),
+    Rule(("compile", "compile.backend"), lambda section, backend: section.on and backend is None,
+         "is written: torch.compile (inductor) compiles each transformer block"),
+    Rule(("compile", "compile.backend"), lambda section, backend: section.on and backend is not None,
+         "is written: torch.compile ({1}) compiles each transformer block"),
+    Rule(("gradient_predivide_factor", "prescale_gradients"), lambda factor, prescales: prescales and factor != 1,
+         "is not used: prescale_gradients divides by the number of ranks"),
+    Rule(("comet.api_key",), lambda key: key is not None,
+         "is for whoever reads this file; the environment variable COMET_API_KEY keeps it out"),
+    Rule(("wall_clock_breakdown", "flops_profiler.enabled"), lambda times, profiles: profiles and not times,
+         "is on, because flops_profiler.enabled needs its times"),
+    Rule((f"{LEARNING}.enabled", "data_efficiency.enabled"), lambda learns, on: learns and not on,
+         "is off, because data_efficiency.enabled is false"),
+    Rule((f"{LEARNING}.enabled", "data_efficiency.data_sampling.enabled", "data_efficiency.enabled"),
+         lambda learns, samples, on: learns and on and not samples,
+         "is off, because data_efficiency.data_sampling.enabled is false"),
+    Rule((DIFFICULTY_STEP, "data_efficiency"), lambda step, section: section.curriculum and step and step % 8,
+         "{0} is no multiple of 8: tensor cores of GPUs are used less well"),
+    _elastic,
+    Rule(("elasticity.num_gpus_per_node", "elasticity.version", "elasticity.enabled"),
+         lambda number, version, on: on and version == 0.1 and number > 1,
+         "is not used: version 0.1 counts GPUs, not nodes"),
+    _left_open,
+)  # fmt: skip
