@@ -214,7 +214,8 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         if boundary and not self.zero.reducer.sync:
             raise MisplacedCallError(
-                "engine.step() inside no_sync() at an accumulation boundary", fix="leave no_sync() before it"
+                "It is illegal to call Engine.step() inside no_sync context manager, at an accumulation boundary",
+                fix="leave no_sync() before it",
             )
         self._applied = False
         if boundary:
@@ -363,7 +364,8 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
         """
         if not self.zero.reducer.sync:
             raise MisplacedCallError(
-                "no_sync() and coalesce_grad_reduction() cannot be nested", fix="enter one of them, once"
+                "no_sync context manager reentry is unsupported: it and coalesce_grad_reduction() cannot be nested",
+                fix="enter one of them, once",
             )
         self.zero.reducer.sync = False
         try:

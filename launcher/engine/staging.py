@@ -13,7 +13,7 @@ from launcher.comm import Axis, Mesh, broadcast
 from launcher.config import ActivationCheckpointingConfig, Config
 from launcher.config.pipeline import ASYNCHRONOUS
 from launcher.engine.measuring import costs_of_blocks, costs_of_layers
-from launcher.errors import ConfigError
+from launcher.errors import ArgumentsError, ConfigError
 from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.costs import balance, deal
 from launcher.pipeline.crossing import StagedPart
@@ -35,7 +35,7 @@ def row_in(model: nn.Module, config: Config) -> tuple[PipelineModule | None, Con
     An nn.Sequential is one where the JSON asks for stages; else it is a module like any other.
 
     Raises:
-        ConfigError: the JSON and the row contradict each other, or the JSON asks for what a row cannot do.
+        ArgumentsError: the JSON and the row contradict each other, or the JSON asks for what a row cannot do.
     """
     if isinstance(model, nn.Sequential) and config.pipeline.degree > 1:
         model = PipelineModule(model)
@@ -48,8 +48,10 @@ def row_in(model: nn.Module, config: Config) -> tuple[PipelineModule | None, Con
         ("compile", config.compile.on, "delete the section: layers can be compiled as they are made"),
     ):
         if wrong:
-            raise ConfigError(
-                f"{key} does not go with a row of layers in stages", where=config.where(key), fix=fix
+            raise ArgumentsError(
+                f"what {key} says is not supported with pipeline parallelism of a row of layers",
+                where=config.where(key),
+                fix=fix,
             )
     model.configure(config.pipeline)
     return model, config
