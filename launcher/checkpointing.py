@@ -21,6 +21,15 @@ from launcher.models.activation import Checkpointer
 logger = logging.getLogger("launcher")
 _checkpointer: Checkpointer | None = None
 _arguments: dict[str, Any] = {}
+KEYS: Mapping[str, str] = {
+    "partition_activations": "partition_activations",
+    "contiguous_checkpointing": "contiguous_memory_optimization",
+    "num_checkpoints": "number_checkpoints",
+    "checkpoint_in_cpu": "cpu_checkpointing",
+    "synchronize": "synchronize_checkpoint_boundary",
+    "profile": "profile",
+}
+"""Argument of `configure` -> key of the section."""
 unit: Any = None
 """The model-parallel unit that `configure` was given."""
 
@@ -45,20 +54,12 @@ def configure(
         num_checkpoints: calls of `checkpoint` in one forward.
 
     Raises:
-        ConfigError: contiguous_checkpointing without num_checkpoints.
+        ConfigError: an argument is none that its key can have; contiguous_checkpointing without num_checkpoints. What
+            was configured before then stays.
     """
     arguments = {key: value for key, value in locals().items() if value is not None}
     global _checkpointer, _arguments, unit
-    given = {
-        "partition_activations": partition_activations,
-        "contiguous_memory_optimization": contiguous_checkpointing,
-        "number_checkpoints": num_checkpoints,
-        "cpu_checkpointing": checkpoint_in_cpu,
-        "synchronize_checkpoint_boundary": synchronize,
-        "profile": profile,
-    }
-    values = {key: value for key, value in given.items() if value is not None}
-    section = _section(deepspeed_config).model_copy(update=values)
+    section = _section(deepspeed_config, {KEYS[name]: arguments[name] for name in KEYS if name in arguments})
     if section.contiguous_memory_optimization and section.number_checkpoints is None:
         raise ConfigError(
             "one buffer for the saved inputs needs to know their number",
@@ -109,11 +110,14 @@ def reset() -> None:
         _checkpointer.saved.reset()
 
 
-def _section(config: Any) -> ActivationCheckpointingConfig:
-    if config is None:
-        return ActivationCheckpointingConfig()
-    loaded = config if isinstance(config, Config) else load(config)
-    return loaded.activation_checkpointing or ActivationCheckpointingConfig()
+def _section(config: Any, arguments: Mapping[str, Any]) -> ActivationCheckpointingConfig:
+    """The JSON's section with the arguments in it, checked as a whole."""
+    loaded = config if isinstance(config, Config) or config is None else load(config)
+    written = loaded.activation_checkpointing.given() if loaded and loaded.activation_checkpointing else {}
+    tree = {"activation_checkpointing": {**written, **arguments}}
+    checked = load(tree, where="checkpointing.configure()").activation_checkpointing
+    assert checked is not None  # it was written
+    return checked
 
 
 def _axis(mpu: Any) -> Axis:

@@ -142,3 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+if (
+    __name__ == "__main__"
+):  # programs lay a copy of this file beside their checkpoints, as they do with DeepSpeed's
+    sys.exit(main())

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from launcher.comm.started_by import PORT, take_ranks
+from launcher.comm.started_by import PORT, check_arguments, take_arguments, take_ranks
 from launcher.errors import ConfigError
 
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
@@ -53,24 +53,29 @@ def init_distributed(
     Safe to call again. NCCL for CUDA tensors, gloo for CPU tensors.
 
     Args:
-        init_method, rank, world_size: as for torch.distributed.init_process_group(); they come before the environment.
+        init_method, rank, world_size: as for torch.distributed.init_process_group(); they come before the environment,
+            whose RANK and WORLD_SIZE become what they say.
         port: where ranks of mpirun and srun meet, if MASTER_PORT does not say it.
 
     Raises:
-        ConfigError: the port is taken; mpirun started ranks on several machines and MASTER_ADDR is not set.
+        ConfigError: the port is taken; mpirun started ranks on several machines and MASTER_ADDR is not set; rank or
+            world_size is given and the other is not known, or they are not those of the process group that there is.
     """
     if dist.is_initialized():
+        check_arguments(rank, world_size, (dist.get_rank(), dist.get_world_size()))
         return
     take_ranks(port=port)
+    take_arguments(init_method, rank, world_size)
     device = device or pick_device()
     backend = BACKENDS[device.type]
-    if init_method is None and rank < 0 and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if init_method is None and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     device_id = device if device.type == "cuda" else None
+    number, ranks = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
     try:
         dist.init_process_group(
-            backend, init_method, timeout, world_size=world_size, rank=rank, device_id=device_id
+            backend, init_method, timeout, world_size=ranks, rank=number, device_id=device_id
         )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):

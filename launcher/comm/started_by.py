@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 from typing import NamedTuple
+from urllib.parse import parse_qs, urlsplit
 
 from launcher.errors import ConfigError
 
@@ -69,6 +70,61 @@ def take_ranks(environment: MutableMapping[str, str] | None = None, port: int = 
     env["RANK"], env["WORLD_SIZE"] = env[starter.rank], str(world)
     env["LOCAL_RANK"] = env[starter.local_rank]
     env["LOCAL_WORLD_SIZE"] = str(local or 1)
+
+
+def take_arguments(init_method: str | None, rank: int, world_size: int) -> None:
+    """Set RANK and WORLD_SIZE to what a program said itself; -1: it did not say it.
+
+    Raises:
+        ConfigError: one of the two is missing, or nothing says where ranks meet.
+    """
+    env = os.environ
+    if init_method is None and rank < 0 and world_size < 0:
+        return
+    given = {"RANK": rank, "WORLD_SIZE": world_size}
+    said = {name: _said(name, number, init_method) for name, number in given.items()}
+    if said["RANK"] is None and said["WORLD_SIZE"] == 1:
+        said["RANK"] = 0
+    lacking = [name for name, number in said.items() if number is None]
+    if lacking:
+        raise ConfigError(
+            f"init_distributed() was told {_told(init_method, rank, world_size)}, and nothing says {lacking[0]}",
+            where="init_distributed()",
+            fix=f"pass {lacking[0].lower()}=, or set {lacking[0]}; `launch` and torchrun set both",
+        )
+    if said["WORLD_SIZE"] != 1 and init_method in (None, "env://") and "MASTER_ADDR" not in env:
+        raise ConfigError(
+            f"init_distributed() was told {_told(init_method, rank, world_size)}, and nothing says where ranks meet",
+            where="MASTER_ADDR",
+            fix='pass init_method="tcp://HOST:PORT" or "file:///PATH", or set MASTER_ADDR and MASTER_PORT',
+        )
+    env.update({name: str(number) for name, number in said.items()})
+
+
+def _said(name: str, number: int, init_method: str | None) -> int | None:
+    """By the argument, else by the address (`tcp://host:port?rank=0&world_size=2`), else by the environment."""
+    if number >= 0:
+        return number
+    query = parse_qs(urlsplit(init_method or "").query).get(name.lower())
+    text = query[0] if query else os.environ.get(name)
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _told(init_method: str | None, rank: int, world_size: int) -> str:
+    told = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    return ", ".join(f"{name}={value}" for name, value in told.items() if value not in (None, -1))
+
+
+def check_arguments(rank: int, world_size: int, here: tuple[int, int]) -> None:
+    """Raise ConfigError where a process group that there is already has another rank or size than was asked for."""
+    asked = (here[0] if rank < 0 else rank, here[1] if world_size < 0 else world_size)
+    if asked != here:
+        raise ConfigError(
+            f"rank {asked[0]} of {asked[1]} was asked for, and there is a process group, in which this is rank "
+            f"{here[0]} of {here[1]}",
+            where="init_distributed()",
+            fix="leave the arguments out, or call it before anything else starts torch.distributed",
+        )
 
 
 def _number(text: str | None) -> int:

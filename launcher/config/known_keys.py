@@ -69,7 +69,7 @@ expert_parallel
 datastates_ckpt | | a package that saves in the background | write "checkpoint": {"writer": {"decoupled": true}}
   host_cache_size | | host memory of that engine | write "checkpoint": {"writer": {"decoupled": true}}
 compile
-  deepcompile | false | DeepSpeed's compiler passes | write "enabled": true: torch.compile compiles each block
+  deepcompile | false | compiler passes; ZeRO here is not supported with DeepCompile | write "enabled": true instead
   autoep_non_moe | false | DeepCompile: compiles what is not experts | delete it; `"enabled": true` compiles each block
   free_activation | false | DeepCompile: frees large activations early | write `activation_checkpointing`
   free_activation_threshold | 10485760 | DeepCompile: bytes of a large activation | delete it

@@ -88,7 +88,7 @@ class ZeroConfig(Section):
         "contiguous_gradients": "gradients always share a flat buffer",
         "load_from_fp32_weights": "checkpoints keep float32 weights",
         "use_multi_rank_bucket_allreduce": "one reduce-scatter brings every rank its part",
-        "elastic_checkpoint": "every checkpoint loads on any number of ranks",
+        "elastic_checkpoint": "elastic checkpointing is deprecated; every checkpoint loads on any number of ranks",
         "parameter_alignment": "parameters always start at multiples of 16 elements of their flat buffer",
         "stage3_use_all_reduce_for_fetch_params": "parameters come by all-gather, half the bytes of an all-reduce",
         "stage3_allgather_sequential": "a unit is gathered straight into the buffer it is used from, without a copy",

@@ -70,7 +70,8 @@ class AccumulationMixin:
         """
         if not self._syncs:
             raise MisplacedCallError(
-                "no_sync() and coalesce_grad_reduction() cannot be nested", fix="enter one of them, once"
+                "no_sync context manager reentry is unsupported: it and coalesce_grad_reduction() cannot be nested",
+                fix="enter one of them, once",
             )
         self._set_syncs(False)
         try:

@@ -221,7 +221,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         if boundary and not self._syncs:
             raise MisplacedCallError(
-                "engine.step() inside no_sync() at an accumulation boundary", fix="leave no_sync() before it"
+                "It is illegal to call Engine.step() inside no_sync context manager, at an accumulation boundary",
+                fix="leave no_sync() before it",
             )
         self._applied = False
         if boundary:

@@ -13,7 +13,7 @@ from torch import nn
 from launcher.comm import Axis, Mesh
 from launcher.config import ActivationCheckpointingConfig, Config
 from launcher.engine.measuring import costs_of_blocks, costs_of_layers
-from launcher.errors import ConfigError
+from launcher.errors import ArgumentsError, ConfigError
 from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.crossing import StagedPart
 from launcher.pipeline.hf.costs import balance, deal
@@ -30,7 +30,7 @@ def configured_row(model: nn.Module, config: Config) -> tuple[PipelineModule, Co
     """Return a PipelineModule, or an nn.Sequential as one, and the JSON with its number of stages.
 
     Raises:
-        ConfigError: the JSON and the row contradict each other, or the JSON asks for what a row cannot do.
+        ArgumentsError: the JSON and the row contradict each other, or the JSON asks for what a row cannot do.
     """
     if isinstance(model, nn.Sequential):
         model = PipelineModule(model)
@@ -42,8 +42,10 @@ def configured_row(model: nn.Module, config: Config) -> tuple[PipelineModule, Co
         ("compile", config.compile.on, "delete the section: layers can be compiled as they are made"),
     ):
         if wrong:
-            raise ConfigError(
-                f"{key} does not go with a row of layers in stages", where=config.where(key), fix=fix
+            raise ArgumentsError(
+                f"what {key} says is not supported with pipeline parallelism of a row of layers",
+                where=config.where(key),
+                fix=fix,
             )
     model.configure(config.pipeline)
     return model, config

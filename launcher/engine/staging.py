@@ -32,7 +32,7 @@ def row_in(model: nn.Module, config: Config) -> tuple[PipelineModule | None, Con
     An nn.Sequential is one where the JSON asks for stages; else it is a module like any other.
 
     Raises:
-        ConfigError: the JSON and the row contradict each other, or the JSON asks for what a row cannot do.
+        ArgumentsError: the JSON and the row contradict each other, or the JSON asks for what a row cannot do.
     """
     sequential = isinstance(model, nn.Sequential) and config.pipeline.degree > 1
     if not (sequential or getattr(model, "is_row_of_layers", False)):

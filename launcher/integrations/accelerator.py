@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.integrations.builders import BUILDERS, OpBuilder
 from launcher.integrations.refused import NotHere, missing
 from launcher.monitor.memory import current_memory_bytes, peak_memory_bytes
 
@@ -181,6 +182,16 @@ class Accelerator:
     def get_compile_backend(self) -> str:
         return "inductor"
 
+    def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
+        """The class of that name; None where what it builds is not here."""
+        kind = BUILDERS.get(class_name)
+        return kind if kind is not None and kind().is_compatible() else None
+
+    def create_op_builder(self, class_name: str) -> OpBuilder | None:
+        """One of them."""
+        kind = self.get_op_builder(class_name)
+        return None if kind is None else kind()
+
     # ---- random numbers -------------------------------------------------------------------------
 
     def random(self) -> ModuleType:
@@ -318,8 +329,8 @@ class Accelerator:
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.is_pinned() if _kind() == CUDA else False
 
-    def unpin_memory(self, tensor: Tensor) -> Tensor:
-        return tensor
+    def unpin_memory(self, tensor: Tensor) -> None:
+        """Page-locked memory of torch's goes with its tensor."""
 
     def pin_memory_alignment(self) -> int:
         return PAGE

@@ -180,6 +180,18 @@ def destroy_process_group(group: Any = None) -> None:
 # ---- what there is -------------------------------------------------------------------------------
 
 
+class TorchBackend:
+    """Which functions of torch.distributed gather and reduce into one tensor; the process group itself is torch's."""
+
+    @classmethod
+    def get_all_gather_function(cls) -> Callable[..., Any]:
+        return dist.all_gather_into_tensor
+
+    @classmethod
+    def get_reduce_scatter_function(cls) -> Callable[..., Any]:
+        return dist.reduce_scatter_tensor
+
+
 def has_all_gather_into_tensor() -> bool:
     return True
 

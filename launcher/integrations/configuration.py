@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from launcher.cluster.secret import without_secrets
 from launcher.config import Config, load
 from launcher.config.load import read
+from launcher.config.problems import ConfigProblems, dotted
 from launcher.engine.dtypes import DTYPES
 from launcher.engine.getters import value_at
 from launcher.errors import ConfigError
+from launcher.integrations.enumerations import DeepSpeedConfigError
 from launcher.integrations.refused import NotHere, missing
 from launcher.integrations.sections import MONITORS, DeepSpeedMonitorConfig, DeepSpeedZeroConfig
 
@@ -92,7 +95,7 @@ class DeepSpeedConfig:
     def __init__(
         self, config: str | Path | Mapping[str, Any] | Config, mpu: Any = None, mesh_device: Any = None
     ) -> None:
-        loaded = config if isinstance(config, Config) else load(config)
+        loaded = config if isinstance(config, Config) else _loaded(config)
         self._param_dict: dict[str, Any] = loaded.given()
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -146,6 +149,15 @@ class DeepSpeedConfig:
         print(f"{name}:")
         for key, value in sorted(without_secrets(self._config.to_dict()).items()):
             print(f"  {key} = {value}")
+
+
+def _loaded(config: Any) -> Config:
+    """The configuration; the first line of an error names its keys, for logs that show no more."""
+    try:
+        return load(os.fspath(config) if isinstance(config, os.PathLike) else config)
+    except ConfigProblems as error:
+        keys = ", ".join(dict.fromkeys(dotted(problem.path) for problem in error.problems))
+        raise DeepSpeedConfigError(f"Invalid {keys}: {error}") from None
 
 
 def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:

@@ -131,6 +131,12 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
         **_VERSION,
     },
     "checkpoint.deepspeed_checkpoint": {"ARGS_KEY": "args", "CHECKPOINT_INFO_KEY": "checkpoint_info"},
+    "moe.sharded_moe": {
+        "FIRST_ALLTOALL_TIMER": "1st_a2a",
+        "MOE_TIMER": "moe",
+        "SECOND_ALLTOALL_TIMER": "2nd_a2a",
+        "TOPK_GATE_TIMER": "topk_gate",
+    },
     "comm.constants": {
         f"{name}_BACKEND": name.lower() for name in ("CCL", "GLOO", "HCCL", "MPI", "NCCL", "SCCL")
     },

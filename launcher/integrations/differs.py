@@ -11,6 +11,7 @@ _OURS = "launcher's error, with what to write instead"
 _BY_RULE = "by launcher's own rule; `launch memory-estimate` traces the model and knows activations"
 _START = "the backend follows from the device; without a launcher, mpirun or srun there is one process"
 _KEPT = "as launcher.checkpointing; inputs are kept as the JSON's section says"
+_BUILT = "nothing is compiled; what has no counterpart here is not compatible, as where it cannot be compiled"
 _NVTX = "a profile has launcher's own ranges"
 
 DIFFERS: Mapping[str, str] = {
@@ -34,6 +35,10 @@ DIFFERS: Mapping[str, str] = {
     "checkpoint.deepspeed_checkpoint": _DATA,
     "comm.configure": "the log of collectives is switched on in the JSON: comms_logger",
     "comm.comm.configure": "the log of collectives is switched on in the JSON: comms_logger",
+    "comm.TorchBackend": "its two functions of torch.distributed; the process group is torch's own",
+    "comm.torch.TorchBackend": "its two functions of torch.distributed; the process group is torch's own",
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.get_op_builder": _BUILT,
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator.create_op_builder": _BUILT,
     "comm.get_rank": "works before there are process groups, too",
     "comm.get_world_size": "works before there are process groups, too",
     "comm.log_summary": "what the engine sent; collectives that a script calls itself are not in it",
@@ -45,7 +50,21 @@ DIFFERS: Mapping[str, str] = {
     "ops.adam.FusedAdam": "bias_correction=False is written in the JSON; the engine steps it on any device",
     "ops.adam.DeepSpeedCPUAdam": "bias_correction=False is written in the JSON; the engine steps it on any device",
     "ops.lamb.FusedLamb": "max_grad_norm is gradient_clipping of the JSON",
-    "ops.op_builder": "its NAME; nothing has to be built",
+    "ops.op_builder": _BUILT,
+    "runtime.sequence_parallel.ulysses_sp": "a tile's forward runs again in its backward, that of a loss too",
+    "utils.zero_to_fp32.__file__": "a copy of it reads launcher's checkpoints",
+    **dict.fromkeys(
+        (
+            f"utils.zero_to_fp32.{name}"
+            for name in (
+                "get_checkpoint_files",
+                "get_model_state_file",
+                "get_model_state_files",
+                "get_optim_files",
+            )
+        ),
+        "of a checkpoint that DeepSpeed wrote; launcher's have other files, and then it is an error that says so",
+    ),
     "profiling.flops_profiler": "operations by torch's formulas for what ran; ignore_list is refused",
     "runtime.activation_checkpointing.checkpointing": _KEPT,
     "checkpointing": _KEPT,

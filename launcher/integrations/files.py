@@ -1,12 +1,23 @@
-"""Files that programs write beside a checkpoint: DeepSpeed's names for its own, and its writer of whole dicts. The
-engine's checkpoints have other files."""
+"""Files of DeepSpeed's checkpoints by their names, and its writer of whole dicts, for programs that write or read such
+files themselves. The engine's checkpoints have other files."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from launcher.errors import CheckpointError
+
+MODEL_FILES, OPTIMIZER_FILES = "*_model_states.pt", "*_optim_states.pt"
+FIRST_MODEL_FILE = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""At stages 1 and 2, and at stage 3."""
+
+
+class NoSuchFiles(CheckpointError, FileNotFoundError):
+    """A directory has no files of a checkpoint of DeepSpeed's."""
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
@@ -19,6 +30,45 @@ def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) ->
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
     return str(Path(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt"))
+
+
+def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
+    """Paths of files, numbers in their names counted as numbers.
+
+    Raises:
+        NoSuchFiles: there is none.
+    """
+    found = [str(path) for path in Path(checkpoint_dir).glob(glob_pattern)]
+    if not found:
+        raise NoSuchFiles(
+            f"there are no files {glob_pattern}",
+            where=str(checkpoint_dir),
+            fix="name the directory of one checkpoint that DeepSpeed wrote; a checkpoint of this engine has other "
+            "files, which engine.load_checkpoint() and get_fp32_state_dict_from_zero_checkpoint() read",
+        )
+    return sorted(found, key=_by_number)
+
+
+def _by_number(path: str) -> list[tuple[bool, int, str]]:
+    return [
+        (not part.isdigit(), int(part or 0) if part.isdigit() else 0, part)
+        for part in re.split(r"(\d+)", path)
+    ]
+
+
+def get_optim_files(checkpoint_dir: str) -> list[str]:
+    """Those with the optimizer's state, in the order of the ranks that wrote them."""
+    return get_checkpoint_files(checkpoint_dir, OPTIMIZER_FILES)
+
+
+def get_model_state_files(checkpoint_dir: str) -> list[str]:
+    """Those with the model's."""
+    return get_checkpoint_files(checkpoint_dir, MODEL_FILES)
+
+
+def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
+    """The first of them."""
+    return get_checkpoint_files(checkpoint_dir, FIRST_MODEL_FILE[zero_stage == 3])[0]
 
 
 class TorchCheckpointEngine:

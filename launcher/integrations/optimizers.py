@@ -153,3 +153,17 @@ class FusedLamb(Lamb):
         super().__init__(
             params, lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff, eps_inside_sqrt
         )
+
+
+class MultiTensorApply:
+    """Calls a function of many tensors with the size of its chunks.
+
+    Args:
+        chunk_size: elements that the function works on at a time.
+    """
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

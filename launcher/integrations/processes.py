@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,12 +15,8 @@ from launcher.errors import LauncherError
 logger = logging.getLogger("launcher")
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-COMPATIBLE_OPS = {"async_io": True, "cpu_adam": True, "fused_adam": True, "fused_lamb": True}
 PORT = 29500  # DeepSpeed's default
 WAIT = timedelta(minutes=30)  # DeepSpeed's default
-AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, FusedLambBuilder = (
-    SimpleNamespace(NAME=name) for name in COMPATIBLE_OPS
-)
 
 
 def init_distributed(

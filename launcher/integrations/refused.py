@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from launcher.errors import LauncherError
 
@@ -264,6 +263,17 @@ REFUSED: Mapping[str, Refusal] = {
     "runtime.zero.leaf_module_config": SECTIONS,
     "sequence": SEQUENCES,
     "utils": INSIDE,
+    **{
+        f"utils.groups.{name}": EXPERTS
+        for name in (
+            "_create_expert_data_and_model_parallel",
+            "_get_expert_parallel_group",
+            "_get_expert_parallel_rank",
+            "_get_expert_parallel_world_size",
+            "_get_max_expert_parallel_group",
+            "expert_tensor_parallel_world_size",
+        )
+    },
     "utils.comms_logging": Refusal(
         "it belongs to the inside of DeepSpeed's log", "deepspeed.comm.log_summary()"
     ),
@@ -300,55 +310,6 @@ REFUSED: Mapping[str, Refusal] = {
 
 _ALL = Refusal("launcher's engine has no such name")
 
-ONLY_CALLS: Mapping[str, tuple[str, ...]] = {
-    "": (
-        "DeepSpeedHybridEngine",
-        "DeepSpeedTransformerConfig",
-        "DeepSpeedTransformerLayer",
-        "DualPipeVModule",
-        "InferenceEngine",
-        "default_inference_config",
-        "init_inference",
-        "replace_transformer_layer",
-    ),
-    "checkpoint": ("DeepSpeedCheckpoint", "ZeROCheckpoint", "enable_universal_checkpoint"),
-    "checkpoint.deepspeed_checkpoint": ("DeepSpeedCheckpoint",),
-    "checkpoint.ds_to_universal": ("main",),
-    "checkpoint.universal_checkpoint": ("enable_universal_checkpoint", "load_hp_checkpoint_state"),
-    "inference": ("DeepSpeedTPConfig", "InferenceEngineV2", "RaggedInferenceEngineConfig", "build_hf_engine"),
-    "inference.config": ("DeepSpeedInferenceConfig", "DeepSpeedTPConfig"),
-    "inference.engine": ("InferenceEngine",),
-    "io": ("FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"),
-    "linear": ("LoRAConfig", "OptimizedLinear", "QuantizationConfig"),
-    "module_inject": ("LinearAllreduce", "LinearLayer", "replace_transformer_layer", "set_autotp_mode"),
-    "module_inject.layers": ("GatherReplacedLayerParams", "LinearAllreduce", "LinearLayer"),
-    "moe": (),
-    "moe.experts": ("Experts",),
-    "moe.mappings": ("drop_tokens", "gather_tokens"),
-    "moe.sharded_moe": ("MOELayer", "TopKGate", "top1gating", "top2gating", "topkgating"),
-    "ops.op_builder": ("GDSBuilder", "OpBuilder", "UtilsBuilder"),
-    "ops.op_builder.builder": ("OpBuilder",),
-    "ops.transformer": ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
-    "runtime.data_pipeline.data_sampling.data_analyzer": ("DataAnalyzer",),
-    "runtime.data_pipeline.data_sampling.indexed_dataset": ("MMapIndexedDataset",),
-    "runtime.domino.transformer": ("DominoTransformer",),
-    "runtime.hybrid_engine": ("DeepSpeedHybridEngine",),
-    "runtime.sequence_parallel.ulysses_sp": (
-        "TiledFusedLogitsLoss",
-        "TiledMLP",
-        "UlyssesSPAttentionHF",
-        "UlyssesSPDataLoaderAdapter",
-    ),
-    "runtime.sparse_tensor": ("SparseTensor",),
-    "runtime.state_dict_factory": ("MegatronSDLoader", "SDLoaderFactory"),
-    "runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload",),
-    "sequence": (),
-    "sequence.fpdt_layer": ("FPDT_Attention", "FPDT_FFN", "FPDT_InputConstruct", "FPDT_LogitsLoss"),
-    "sequence.layer": ("DistributedAttention",),
-}
-"""Module -> names that can be imported, and are an error when they are called: scripts import them at the top and use
-them in a branch."""
-
 
 def refusal_of(name: str) -> Refusal:
     """Why a name below `deepspeed` is not here."""
@@ -368,28 +329,3 @@ def missing(name: str, shown: str = "") -> tuple[str, dict[str, str]]:
     refusal = refusal_of(name)
     fix = f"{refusal.instead}; {ELSEWHERE}" if refusal.instead else ELSEWHERE
     return f"{shown or f'{PACKAGE}.{name}'} is not here: {refusal.why}", {"fix": fix}
-
-
-def only_called(module: str, name: str) -> type | None:
-    """A class that stands for a name of `ONLY_CALLS`, and says at its call that it is not here; None for others."""
-    if name not in ONLY_CALLS.get(module, ()):
-        return None
-    below = f"{module}.{name}" if module else name
-
-    def refuse(cls: type, *args: Any, **keywords: Any) -> Any:
-        what, how = missing(below)
-        raise NotHere(what, **how)
-
-    return _Refused(
-        name, (), {"__new__": refuse, "__doc__": missing(below)[0], "__module__": f"{PACKAGE}.{module}"}
-    )
-
-
-class _Refused(type):
-    """What a class that is not here is asked for is an error, too."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        what, how = missing(f"{cls.__module__.partition('.')[2]}.{cls.__name__}.{name}")
-        raise NotHere(what, **how)

@@ -10,6 +10,7 @@ from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 from launcher.config.section import Section
 from launcher.config.zero import MOE_BLOCKS, STAGE3_PREFIX, LeafModuleConfig, ZeroConfig
 from launcher.integrations.enumerations import ZeroStageEnum
+from launcher.integrations.processes import logger
 from launcher.integrations.refused import NotHere, missing
 
 __all__ = [
@@ -52,7 +53,11 @@ class _Shown:
     def _read(cls, keys: Mapping[str, Any]) -> Any:
         """Without a stage beside it nothing contradicts it: at stage 3 every key has a meaning."""
         tree = {"stage": 3, **({cls.key: dict(keys)} if cls.key else keys)}
-        zero = load({"train_batch_size": 1, "zero_optimization": tree}, where=cls.__name__).zero_optimization
+        config = load({"train_batch_size": 1, "zero_optimization": tree}, where=cls.__name__)
+        for note in config.notes:
+            if note.kind == "no effect":
+                logger.warning(str(note))
+        zero = config.zero_optimization
         if cls.key:
             return getattr(zero, cls.key)
         return zero if "stage" in keys else zero.model_copy(update={"stage": 0})

@@ -68,6 +68,13 @@ _NAMES_OF_FILES = _from(
     "get_model_ckpt_name_for_rank",
     "get_zero_ckpt_name_for_rank",
 )
+_FILES_OF_ZERO = _from(
+    f"{_PACKAGE}.files",
+    "get_checkpoint_files",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
+)
 _TORCH_FILES = _from(f"{_PACKAGE}.files", "TorchCheckpointEngine")
 _NESTED = _from(f"{_PACKAGE}.nested", "recursive_getattr", "recursive_setattr")
 _LOG = _from(_UTILITIES, "log_dist", "log_dist_once", "set_log_level_from_string")
@@ -85,8 +92,8 @@ _COMM_FIRST = {
     "log_summary": "launcher.comm:log_summary",
 }
 _MEMORY = f"{_PACKAGE}.memory_needs"
-_BUILDER = _from(_BEFORE, "AsyncIOBuilder")
-_BUILDERS = _from(_BEFORE, "AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder")
+_OPS = f"{_PACKAGE}.builders"
+_BUILDER = _from(_OPS, "AsyncIOBuilder")
 _SECTIONS = f"{_PACKAGE}.sections"
 _OFFLOADS = _from(_SECTIONS, "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
 _BWC = _from(
@@ -167,20 +174,22 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "monitor.monitor": _from(f"{_PACKAGE}.monitors", "MonitorMaster", "Monitor"),
     "monitor.tensorboard": _from(f"{_PACKAGE}.monitors", "TensorBoardMonitor"),
     "monitor.wandb": _from(f"{_PACKAGE}.monitors", "WandbMonitor"),
-    "ops": {"__compatible_ops__": f"{_BEFORE}:COMPATIBLE_OPS"},
+    "ops": {"__compatible_ops__": f"{_OPS}:COMPATIBLE_OPS"},
     "ops.adagrad": _from(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
     "ops.adagrad.cpu_adagrad": _from(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
     "ops.adam": _from(_OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam"),
     "ops.adam.cpu_adam": _from(_OPTIMIZERS, "DeepSpeedCPUAdam"),
     "ops.adam.fused_adam": _from(_OPTIMIZERS, "FusedAdam"),
+    "ops.adam.multi_tensor_apply": _from(_OPTIMIZERS, "MultiTensorApply"),
     "ops.aio": _BUILDER,
     "ops.lamb": _from(_OPTIMIZERS, "FusedLamb"),
     "ops.lamb.fused_lamb": _from(_OPTIMIZERS, "FusedLamb"),
     "ops.lion": _from(_OPTIMIZERS, "DeepSpeedCPULion", "FusedLion"),
     "ops.lion.cpu_lion": _from(_OPTIMIZERS, "DeepSpeedCPULion"),
     "ops.lion.fused_lion": _from(_OPTIMIZERS, "FusedLion"),
-    "ops.op_builder": _BUILDERS,
+    "ops.op_builder": {},
     "ops.op_builder.async_io": _BUILDER,
+    "ops.op_builder.builder": _from(_OPS, "OpBuilder"),
     "pipe": _PIPE,
     "profiling.constants": {},
     "profiling.flops_profiler": {},
@@ -195,7 +204,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.fp16.unfused_optimizer": _from(_KINDS, "FP16_UnfusedOptimizer"),
     "runtime.config": {**_CONFIG, "DtypeEnum": f"{_ENUMERATIONS}:DtypeEnum"},
     "runtime.constants": _from(_ENUMERATIONS, "ValidationMode"),
-    "runtime.config_utils": _from(f"{_PACKAGE}.configuration", "dict_raise_error_on_duplicate_keys"),
+    "runtime.config_utils": {
+        **_from(f"{_PACKAGE}.configuration", "dict_raise_error_on_duplicate_keys"),
+        **_from(f"{_PACKAGE}.config_model", "DeepSpeedConfigModel"),
+    },
     "runtime.data_pipeline.constants": {},
     "runtime.data_pipeline.curriculum_scheduler": _from(f"{_PACKAGE}.curriculum", "CurriculumScheduler"),
     "runtime.dataloader": {
@@ -215,6 +227,14 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.pipe.p2p": {},
     "runtime.pipe.schedule": {},
     "runtime.pipe.topology": {},
+    "runtime.sequence_parallel.ulysses_sp": _from(
+        f"{_PACKAGE}.tiled_compute",
+        "AutogradComputeMLP",
+        "SequenceTiledCompute",
+        "TiledFusedLogitsLoss",
+        "TiledMLP",
+        "sequence_tiled_compute",
+    ),
     "runtime.utils": {
         "bwc_tensor_model_parallel_rank": f"{_GROUPS}:bwc_tensor_model_parallel_rank",
     },
@@ -308,7 +328,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "utils.timer": {},
     "utils.torch": _from(f"{_PACKAGE}.nested", "required_torch_version", "register_grad_hook"),
     "utils.z3_leaf_module": {**_LEAVES, **_IS_LEAF},
-    "utils.zero_to_fp32": _FP32,
+    "utils.zero_to_fp32": {**_FP32, **_FILES_OF_ZERO, "__file__": "launcher.checkpoint.fp32:__file__"},
     "zero": _ZERO,
 }
 """Module below `deepspeed` -> its names -> `module:attribute` here; `module:` is that module itself."""
@@ -329,6 +349,7 @@ REST: Mapping[str, tuple[str, ...]] = {
     "env_report": (f"{_PACKAGE}.version_report",),
     "git_version_info": (f"{_PACKAGE}.version_report",),
     "moe.utils": (f"{_PACKAGE}.moe_groups",),
+    "ops.op_builder": (_OPS,),
     "pipe": ("launcher.pipe",),
     "profiling.flops_profiler": (f"{_PACKAGE}.profiles",),
     "profiling.flops_profiler.profiler": (f"{_PACKAGE}.profiles",),

@@ -18,14 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from launcher.integrations.constants import NAMED, VALUES, constants_of
-from launcher.integrations.refused import (
-    ONLY_CALLS,
-    PACKAGE,
-    NoSuchModule,
-    NotHere,
-    missing,
-    only_called,
-)
+from launcher.integrations.only_called import ONLY_CALLS, only_called
+from launcher.integrations.refused import PACKAGE, NoSuchModule, NotHere, missing
 from launcher.integrations.served import NAMES, REST, VERSION
 
 DIRECTORY = Path(__file__).parent / "shim"

@@ -7,7 +7,7 @@ import platform
 import torch
 
 from launcher import __version__ as OURS
-from launcher.integrations.processes import COMPATIBLE_OPS
+from launcher.integrations.builders import COMPATIBLE_OPS
 from launcher.integrations.served import VERSION
 from launcher.integrations.utilities import TORCH_INFO
 

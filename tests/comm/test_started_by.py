@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from launcher.comm.started_by import take_ranks
+from launcher.comm.started_by import check_arguments, take_arguments, take_ranks
 from launcher.errors import ConfigError
 
 OPEN_MPI = {
@@ -51,3 +53,70 @@ def test_several_machines_need_a_place_to_meet() -> None:
     environment = {**apart, "MASTER_ADDR": "node1"}
     take_ranks(environment)
     assert (environment["MASTER_ADDR"], environment["LOCAL_WORLD_SIZE"]) == ("node1", "2")
+
+
+# ---- what a program says itself -----------------------------------------------------------------------
+
+NOWHERE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without a launcher; what is set meanwhile goes."""
+    for name in NOWHERE:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "size"),
+    [
+        ("tcp://127.0.0.1:1", 1, 2),
+        ("file:///tmp/meet", 1, 2),
+        ("tcp://127.0.0.1:1?rank=1&world_size=2", -1, -1),
+    ],
+)
+def test_arguments_take_the_place_of_a_launcher(
+    alone: pytest.MonkeyPatch, method: str, rank: int, size: int
+) -> None:
+    take_arguments(method, rank, size)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+
+
+def test_arguments_come_before_the_environment(alone: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "127.0.0.1")):
+        alone.setenv(name, value)
+    take_arguments(None, 3, -1)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("3", "8")
+
+
+def test_a_world_of_one_needs_no_more(alone: pytest.MonkeyPatch) -> None:
+    take_arguments(None, -1, 1)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "size", "lacking"),
+    [
+        ("tcp://127.0.0.1:1", -1, -1, "nothing says RANK"),
+        (None, -1, 2, "nothing says RANK"),
+        (None, 1, -1, "nothing says WORLD_SIZE"),
+        (None, 1, 2, "where ranks meet"),
+        ("env://", 1, 2, "where ranks meet"),
+    ],
+)
+def test_half_of_it_is_an_error(
+    alone: pytest.MonkeyPatch, method: str | None, rank: int, size: int, lacking: str
+) -> None:
+    with pytest.raises(ConfigError, match=lacking):
+        take_arguments(method, rank, size)
+    assert not {*NOWHERE} & {*os.environ}
+
+
+def test_another_place_than_in_the_group_that_there_is() -> None:
+    check_arguments(-1, -1, (1, 2))
+    check_arguments(1, 2, (1, 2))
+    for rank, size in ((0, 2), (1, 4)):
+        with pytest.raises(ConfigError, match="this is rank 1 of 2"):
+            check_arguments(rank, size, (1, 2))

@@ -54,6 +54,20 @@ def test_arguments_beat_the_json() -> None:
         checkpointing.configure(contiguous_checkpointing=True)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"num_checkpoints": 0}, "number_checkpoints"), ({"checkpoint_in_cpu": "perhaps"}, "cpu_checkpointing")],
+)
+def test_arguments_are_checked_before_anything_changes(wrong: dict[str, Any], named: str) -> None:
+    checkpointing.configure(num_checkpoints=3, contiguous_checkpointing=True)
+    made = checkpointing._checkpointer
+    with pytest.raises(ConfigError, match=named):
+        checkpointing.configure(**wrong)
+    assert checkpointing._checkpointer is made
+    checkpointing.partition_activations_in_checkpoint(False)  # with the arguments of before
+    assert checkpointing._checkpointer is not None and checkpointing._checkpointer.saved.keeping.places == 3
+
+
 def test_without_an_mpu_nothing_is_split(caplog: pytest.LogCaptureFixture) -> None:
     checkpointing.configure(partition_activations=True)
     assert "there is no mpu_" in caplog.text

@@ -1,0 +1,126 @@
+"""`deepspeed.ops.op_builder`: what compiles DeepSpeed's operators there. Here nothing is compiled.
+
+Where an operator has a counterpart in this engine its builder is compatible, and loading it costs nothing: torch and
+launcher do its work. The other builders are what they are on a machine that cannot compile them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from launcher.integrations.refused import NotHere, missing
+
+COUNTERPARTS = ("async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion")
+"""Operators whose work is done here in another way."""
+
+NAMES: Mapping[str, str] = {
+    "AsyncIOBuilder": "async_io",
+    "CCLCommBuilder": "deepspeed_ccl_comm",
+    "CPUAdagradBuilder": "cpu_adagrad",
+    "CPUAdamBuilder": "cpu_adam",
+    "CPULionBuilder": "cpu_lion",
+    "DeepCompileBuilder": "dc",
+    "EvoformerAttnBuilder": "evoformer_attn",
+    "FlashAttentionBuilder": "flash_attn",
+    "FPQuantizerBuilder": "fp_quantizer",
+    "FusedAdamBuilder": "fused_adam",
+    "FusedLambBuilder": "fused_lamb",
+    "FusedLionBuilder": "fused_lion",
+    "GDSBuilder": "gds",
+    "InferenceBuilder": "transformer_inference",
+    "InferenceCoreBuilder": "inference_core_ops",
+    "InferenceCutlassBuilder": "cutlass_ops",
+    "PinMemoryBuilder": "pin_memory",
+    "QuantizerBuilder": "quantizer",
+    "RaggedOpsBuilder": "ragged_device_ops",
+    "RaggedUtilsBuilder": "ragged_ops",
+    "RandomLTDBuilder": "random_ltd",
+    "ShareMemCommBuilder": "deepspeed_shm_comm",
+    "SpatialInferenceBuilder": "spatial_inference",
+    "StochasticTransformerBuilder": "stochastic_transformer",
+    "TransformerBuilder": "transformer",
+    "UtilsBuilder": "utils",
+}
+"""Class -> operator."""
+
+COMPATIBLE_OPS = {name: name in COUNTERPARTS for name in NAMES.values()}
+
+
+class OpBuilder:
+    """A builder of an operator.
+
+    Args:
+        name: of the operator; default: that of the class.
+    """
+
+    NAME: ClassVar[str] = ""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name or self.NAME
+
+    def absolute_name(self) -> str:
+        return f"deepspeed.ops.{self.name}"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether what the operator does is done here."""
+        return self.name in COUNTERPARTS
+
+    def load(self, verbose: bool = True) -> Operators:
+        """Nothing has to be compiled.
+
+        Raises:
+            NotHere: what the operator does is not done here.
+        """
+        if not self.is_compatible():
+            raise _refusal(f"the operator {self.name}")
+        return Operators(self.name)
+
+    jit_load = load
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether this is torch for AMD's devices."""
+        return torch.version.hip is not None
+
+    @classmethod
+    def installed_rocm_version(cls) -> tuple[int, int]:
+        """(0, 0) without it."""
+        if not cls.is_rocm_pytorch():
+            return 0, 0
+        major, minor = str(torch.version.hip).split(".")[:2]
+        return int(major), int(minor)
+
+
+class Operators:
+    """What a builder loads: the engine works without DeepSpeed's functions, so asking for one is an error.
+
+    Args:
+        name: of the builder.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, function: str) -> Any:
+        if function.startswith("__"):
+            raise AttributeError(function)
+        raise _refusal(f"the function {function} of the operator {self._name}")
+
+
+def _refusal(shown: str) -> NotHere:
+    what, how = missing("ops.op_builder", shown)
+    return NotHere(what, **how)
+
+
+BUILDERS: Mapping[str, type[OpBuilder]] = {
+    kind: type(kind, (OpBuilder,), {"NAME": name, "__module__": __name__}) for kind, name in NAMES.items()
+}
+
+
+def __getattr__(name: str) -> type[OpBuilder]:
+    if name not in BUILDERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return BUILDERS[name]

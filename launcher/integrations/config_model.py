@@ -1,0 +1,71 @@
+"""`deepspeed.runtime.config_utils.DeepSpeedConfigModel`: a base for the settings of programs, with fields that others
+have replaced. The engine's own configuration is in `launcher.config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, field_serializer
+
+from launcher.errors import ArgumentsError
+from launcher.integrations.nested import recursive_getattr
+from launcher.integrations.processes import logger
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """Settings that pydantic checks; unknown ones are errors.
+
+    A field with `json_schema_extra={"deprecated": True, "new_param": NAME, ...}` gives its value to the field NAME, a
+    dotted one inside of a section, and goes. Further keys: `new_param_fn` makes the new value of the old one,
+    `set_new_param` False only warns, `deprecated_msg` is added to the warning.
+
+    Args:
+        strict: false: a value "auto" is as if it were not given.
+
+    Raises:
+        ArgumentsError: a field and the one that has replaced it are both given.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        given = {
+            key: value for key, value in data.items() if strict or value != "auto" or key == "replace_method"
+        }
+        super().__init__(**given)
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, Mapping) and extra.get("deprecated") and name in self.model_fields_set:
+                self._replace(name, extra)
+
+    def _replace(self, old: str, extra: Mapping[str, Any]) -> None:
+        new, more = extra.get("new_param", ""), extra.get("deprecated_msg", "")
+        advice = f"; write {new}" if new else ""
+        logger.warning(f"{type(self).__name__}: {old} is deprecated{advice}{'. ' * bool(more)}{more}")
+        if not new or not extra.get("set_new_param", True):
+            return
+        section, _, name = new.rpartition(".")
+        owner = recursive_getattr(self, section) if section else self
+        if name in owner.model_fields_set:
+            raise ArgumentsError(
+                f"{old} and {new}, which has replaced it, are both given",
+                where=type(self).__name__,
+                fix=f"keep {new}",
+            )
+        setattr(owner, name, extra.get("new_param_fn", lambda value: value)(getattr(self, old)))
+        delattr(self, old)
+
+    @field_serializer("dtype", check_fields=False)
+    def serialize_torch_dtype(dtype: torch.dtype) -> str:
+        """A dtype in JSON, by its name."""
+        return str(dtype)

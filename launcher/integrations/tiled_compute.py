@@ -1,0 +1,160 @@
+"""Long sequences in tiles on one rank: `TiledMLP`, `TiledFusedLogitsLoss` and `sequence_tiled_compute` of
+`deepspeed.runtime.sequence_parallel.ulysses_sp`. They send nothing.
+
+A tile's forward runs again in its backward, so that what a function keeps for backward is there for one tile at a
+time. Gradients are those of the function on everything. Source: Bekman et al. 2025, arXiv:2506.13996.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from launcher.errors import ArgumentsError
+
+
+def sequence_tiled_compute(
+    fn: Callable[..., Tensor],
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, Tensor],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str,
+    compute_params: Iterable[Tensor] | None = None,
+    output_unshard_dimension: int = 1,
+    output_reduction: str | None = "mean",
+) -> Tensor:
+    """fn(**kwargs), in tiles along dimension 1.
+
+    Args:
+        fn: gives a tensor; a scalar where output_unshard_dimension is 0.
+        seqlen: not needed.
+        shards: number of tiles; the last one may be shorter.
+        kwargs_to_shard: tensors [batch, sequence, ...] that are cut.
+        kwargs_to_pass: every tile has these.
+        grad_requiring_tensor_key, compute_params: not needed; autograd finds what needs a gradient.
+        output_unshard_dimension: along which the tiles' outputs are put together.
+        output_reduction: "mean" or "sum" of all that the tiles gave, or None.
+    """
+    cut = {key: value.chunk(shards, dim=1) for key, value in kwargs_to_shard.items()}
+    tiles = [dict(zip(cut, parts, strict=True)) for parts in zip(*cut.values(), strict=True)]
+    outputs = [_tile(fn, **tile, **kwargs_to_pass) for tile in tiles]
+    if output_unshard_dimension == 0:
+        outputs = [output.unsqueeze(0) for output in outputs]
+    return _reduced(torch.cat(outputs, dim=output_unshard_dimension), output_reduction)
+
+
+class SequenceTiledCompute:
+    """`sequence_tiled_compute` with its keywords in lists."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        seqlen: int,
+        shards: int,
+        keys_to_shard: list[str],
+        keys_to_pass: list[str],
+        grad_requiring_tensor_key: str,
+        compute_params: Iterable[Tensor] | None,
+        output_unshard_dimension: int,
+        output_reduction: str | None,
+        *args: Any,
+    ) -> Tensor:
+        """The same; `args` are the values of both lists of keys."""
+        values = dict(zip([*keys_to_shard, *keys_to_pass], args, strict=True))
+        cut, passed = ({key: values[key] for key in keys} for keys in (keys_to_shard, keys_to_pass))
+        return sequence_tiled_compute(
+            fn,
+            seqlen,
+            shards,
+            cut,
+            passed,
+            grad_requiring_tensor_key,
+            compute_params,
+            output_unshard_dimension,
+            output_reduction,
+        )
+
+
+class TiledMLP:
+    """The MLP of a block, in tiles along the sequence."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        self: Any,
+        x: Tensor,
+        shards: int,
+        compute_params: Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """fn(self, x).
+
+        Args:
+            fn: the forward of the module `self`.
+            x: [..., sequence, hidden].
+            shards: number of tiles; the last one may be shorter.
+            compute_params: not needed.
+        """
+        return torch.cat([_tile(fn, self, tile) for tile in x.chunk(shards, dim=-2)], dim=-2)
+
+
+class AutogradComputeMLP:
+    """The MLP of a block, whose forward runs again in its backward."""
+
+    @staticmethod
+    def apply(fn: Callable[..., Tensor], self: Any, x: Tensor) -> Tensor:
+        """fn(self, x)."""
+        return _tile(fn, self, x)
+
+
+class TiledFusedLogitsLoss:
+    """A loss whose logits are there for one tile at a time."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        self: Any,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        shards: int,
+        compute_params: Iterable[Tensor] | None,
+        output_reduction: str,
+    ) -> Tensor:
+        """The losses of all tiles, reduced.
+
+        Args:
+            fn: fn(self, x, y[, mask]) gives the loss of rows.
+            x, y: [batch, sequence, ...]; a tile has rows of all sequences, without the first dimension.
+            mask: [batch, sequence], or None.
+            shards: number of tiles; the last one may be shorter.
+            compute_params: not needed.
+            output_reduction: "mean" of the tiles' losses, each of which counts the same, or "sum".
+        """
+        given = [x, y] if mask is None else [x, y, mask]
+        if output_reduction not in ("mean", "sum") or any(one.shape[:2] != x.shape[:2] for one in given):
+            raise ArgumentsError(
+                f"the reduction {output_reduction!r}, or the shapes {[tuple(one.shape) for one in given]}, cannot be",
+                where="TiledFusedLogitsLoss.apply()",
+                fix='write "mean" or "sum"; x, y and mask have the same batch and sequence',
+            )
+        cut = [one.flatten(0, 1).chunk(shards) for one in given]
+        losses = [_tile(fn, self, *tile) for tile in zip(*cut, strict=True)]
+        return _reduced(torch.stack(losses), output_reduction)
+
+
+def _tile(fn: Callable[..., Tensor], *args: Any, **keywords: Any) -> Tensor:
+    output: Tensor = checkpoint(fn, *args, use_reentrant=False, **keywords)
+    return output
+
+
+def _reduced(outputs: Tensor, reduction: str | None) -> Tensor:
+    if reduction is None:
+        return outputs
+    if reduction not in ("mean", "sum"):
+        raise ArgumentsError(f"the reduction {reduction!r} is not known", fix='write "mean", "sum" or None')
+    return outputs.mean() if reduction == "mean" else outputs.sum()
