@@ -141,7 +141,8 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _own(full: Tensor, axis: Axis, within: slice) -> Tensor:
     """This rank's slice of a buffer of all."""
-    return full[axis.span(full.numel())][within]
+    size = full.numel() // axis.degree
+    return full[axis.rank * size : (axis.rank + 1) * size][within]
 
 
 @_timed

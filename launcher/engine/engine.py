@@ -136,9 +136,10 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
                 fix="call initialize() again; a Trainer of Hugging Face's that has evaluated under ZeRO-3 destroys its "
                 "engine before it trains: train with another Trainer, or evaluate afterwards",
             )
-        self.check_states_are_here("engine(...)")
+        if self._away:
+            self.check_states_are_here("engine(...)")
         self._announce_boundary()
-        if self.module.training:
+        if self.module.training and self.curriculum.metric is not None:
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
@@ -210,7 +211,8 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
         """
         if self._backwards == 0:
             self._refuse_stages("engine.step()")  # after run_microbatches it is what comes next
-        self.check_states_are_here("engine.step()")
+        if self._away:
+            self.check_states_are_here("engine.step()")
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         if boundary and not self.zero.reducer.sync:
             raise MisplacedCallError(
@@ -241,10 +243,13 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
         self.zero.reducer.listener = (
             None if optimizer is None else OptimizerInBackward(optimizer, lambda: 1 / self.gradient_divisor())
         )
-        watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
+        if self.loss_scaler.dynamic:
+            watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
-        if self._config.pipeline.updates_inside:  # the weights have changed, microbatch by microbatch
+        if (
+            self.runtime is not None and self._config.pipeline.updates_inside
+        ):  # the weights have changed, microbatch by microbatch
             overflow = False
         else:
             overflow = self.step_weights(() if self.versions is None else {self.versions.newest})
@@ -252,9 +257,11 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
             self.lr_scheduler.step(**lr_kwargs)
         self.zero.zero_grad()
         self.blame.forget()
-        self.loss_scaler.update(overflow)
+        if self.loss_scaler.dynamic:
+            self.loss_scaler.update(overflow)
         self._count(overflow)
-        self.saver.raise_failure()
+        if self.saver.pending:
+            self.saver.raise_failure()
 
     def step_weights(self, needed: Collection[int] = ()) -> bool:
         """Norm, overflow check, clipping and optimizer; returns whether it was left out because of an overflow.
@@ -292,7 +299,8 @@ class Engine(EngineGetters, DataMixin, CheckpointMixin, StateOffloadMixin, DeepS
     def divisor_of_local(self) -> float:
         """Of gradients that no other rank has had a part in."""
         kinds = self.zero.hooks.kinds
-        check_scales(kinds, self.loss_scaler.scale, self.gradient_accumulation_steps())
+        if len(kinds) == 2:
+            check_scales(kinds, self.loss_scaler.scale, self.gradient_accumulation_steps())
         return self.gradient_accumulation_steps() if kinds == {False} else self.loss_scaler.scale
 
     @contextmanager
