@@ -33,8 +33,8 @@ class Saver:
         self.config, self.rank = config, rank
         self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []  # at most one
-        weakref.finalize(self, _say_unread, self._pending)
+        self.pending: list[Future[None]] = []  # at most one
+        weakref.finalize(self, _say_unread, self.pending)
 
     @property
     def node_local(self) -> bool:
@@ -53,7 +53,7 @@ class Saver:
         frozen = copy.deepcopy(dict(meta))
         self._groups_of_ranks()  # made here: a collective of the main thread
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
-        self._pending.append(self._thread.submit(self._save, directory, tag, copies, frozen, latest))
+        self.pending.append(self._thread.submit(self._save, directory, tag, copies, frozen, latest))
 
     def load(self, directory: Path, tag: str, tensors: TensorMap, strict: bool) -> None:
         """`store.load` of what `find` found, after what is being written."""
@@ -69,12 +69,12 @@ class Saver:
 
     def wait(self) -> None:
         """Until the save in the background has ended. Raises its CheckpointError, on all ranks alike."""
-        while self._pending:
-            self._pending.pop().result()
+        while self.pending:
+            self.pending.pop().result()
 
     def raise_failure(self) -> None:
         """Raise the error of a background save that has failed; do not wait for one that goes on."""
-        if self._pending and self._pending[0].done():
+        if self.pending and self.pending[0].done():
             self.wait()
 
     def _save(

@@ -66,7 +66,7 @@ class Axis:
         few = ranks if len(ranks) <= MANY else [*ranks[:2], "...", ranks[-1]]
         return f"ranks {','.join(map(str, few))}" if ranks else self.name
 
-    @property
+    @cached_property
     def peers(self) -> list[int]:
         """Coordinates of the other ranks."""
         return peers_of(self.rank, self.degree)

@@ -47,8 +47,11 @@ class Clipping:
         """
         if self._norm is None or not engine.zero.reducer.measured:
             self._asked = math.inf
-            squares, used, same = engine.zero.norm_and_use(engine.inputs.share())
-            engine.inputs.judge(same, engine.global_steps + 1)
+            compares = engine.inputs.active
+            more = engine.inputs.share() if compares else None
+            squares, used, same = engine.zero.norm_and_use(more)
+            if compares:
+                engine.inputs.judge(same, engine.global_steps + 1)
             if not engine.resolved.zero_optimization.ignore_unused_parameters:
                 check_unused(engine.zero, used)
             total = float(squares)

@@ -10,9 +10,9 @@ The second way knows the whole step in advance, so it alone may step weights dur
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,9 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         lr_scheduler: stepped after each optimizer step. None when there is none.
         global_steps, global_samples, micro_steps, skipped_steps: counters.
     """
+
+    explain: ClassVar[Callable[[str], AttributeError] | None] = None
+    """Makes the error of a name that neither the engine nor its model has; whoever gives it other names sets it."""
 
     quiet = False  # a training loop with a progress line of its own sets it
 
@@ -102,7 +105,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         self._refuse_stages("engine(...)")
         self._check_usable("engine(...)")
         self._announce()
-        if self.module.training:
+        if self.module.training and self.curriculum.metric is not None:
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
         return self.run_module(self.module, *args, **kwargs)
 
@@ -110,8 +113,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         """Call the model, or this rank's part of it, in the precision of the JSON and under its timers."""
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
-        if self.runtime.staged.is_whole:
-            self.blame.keep(args, kwargs)
+        if self.blame.looks and self.runtime.staged.is_whole and torch.is_grad_enabled():
+            self.blame.inputs = args, kwargs
         with self.watch.phase("forward", self), self.autocasting():
             return module(*args, **kwargs)
 
@@ -168,7 +171,11 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
     def _announce(self) -> None:
         """Tell the reducer what the next backward is. A script may run it by `loss.backward()`, so a forward tells."""
         self.zero.reducer.plan = BackwardPlan(self._syncs, self.is_gradient_accumulation_boundary())
-        watch_gradients(self.zero, self.loss_scaler.at_floor)  # the next overflow may be the last
+        self._watch_for_the_last_overflow()
+
+    def _watch_for_the_last_overflow(self) -> None:
+        if self.loss_scaler.dynamic:
+            watch_gradients(self.zero, self.loss_scaler.at_floor)
 
     # ---- the microbatches of a step ---------------------------------------------------------
 
@@ -193,7 +200,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
             )
         steps = self.global_steps
         cut = LazySequence(len(batches), lambda m: self.curriculum.cut(batches[m], steps))
-        watch_gradients(self.zero, self.loss_scaler.at_floor)
+        self._watch_for_the_last_overflow()
         with self.zero.hooks.scaling():
             losses, weights = executor.train(self, cut, weights)
         loss = executor.weighted(losses, weights)
@@ -217,7 +224,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         """
         if self._backwards == 0:
             self._refuse_stages("engine.step()")  # after run_microbatches it is what comes next
-        self.check_states_are_here("engine.step()")
+        if self._away:
+            self.check_states_are_here("engine.step()")
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         if boundary and not self._syncs:
             raise MisplacedCallError(
@@ -244,15 +252,16 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
             self.lr_scheduler = schedule
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
-        if self._config.pipeline.updates_inside:  # the weights have changed, microbatch by microbatch
+        if self.gradient_plan.updates_inside:  # the weights have changed, microbatch by microbatch
             overflow = False
         else:
             overflow = self.step_weights(() if self.versions is None else {self.versions.newest})
         if not overflow and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.zero.zero_grad()
-        self.blame.forget()
-        self.loss_scaler.update(overflow)
+        self.blame.inputs = None
+        if self.loss_scaler.dynamic:
+            self.loss_scaler.update(overflow)
         self._count(overflow)
         if self._saver is not None:
             self._saver.raise_failure()
@@ -293,7 +302,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
     def divisor_of_local(self) -> float:
         """Of gradients that no other rank has had a part in."""
         kinds = self.zero.hooks.kinds
-        check_scales(kinds, self.loss_scaler.scale, self.gradient_accumulation_steps())
+        if len(kinds) == 2:
+            check_scales(kinds, self.loss_scaler.scale, self.gradient_accumulation_steps())
         return self.gradient_accumulation_steps() if kinds == {False} else self.loss_scaler.scale
 
     def _count(self, overflow: bool) -> None:
@@ -317,7 +327,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
             self.optimizer.forget_in_backward()
         self.zero.zero_grad()
         self.watch.forget()
-        self.blame.forget()
+        self.blame.inputs = None
         self._microbatches = self._backwards = 0
 
     def mean_over_dp(self, value: Tensor) -> Tensor:
@@ -352,4 +362,17 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
                 fix="call initialize() again; a Trainer of Hugging Face's that has evaluated under ZeRO-3 destroys its "
                 "engine before it trains: train with another Trainer, or evaluate afterwards",
             )
-        self.check_states_are_here(where)
+        if self._away:
+            self.check_states_are_here(where)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            module = super().__getattr__("module")
+            explain = type(self).explain
+            if explain is None or hasattr(module, name):
+                return getattr(module, name)
+            raise explain(name) from None

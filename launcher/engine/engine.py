@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from launcher.comm import Mesh
 from launcher.config import Config
@@ -39,9 +39,6 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         monitor: its `write_events([(name, value, samples), ...])` reaches the monitors of the JSON.
         training_dataloader: from `initialize(training_data=...)`.
     """
-
-    explain: ClassVar[Callable[[str], AttributeError] | None] = None
-    """Makes the error of a name that neither the engine nor its model has; whoever gives it other names sets it."""
 
     def __init__(
         self,
@@ -121,15 +118,3 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         self.zero.hooks.remove()
         self.zero.reshard_all()
         self.zero.placements.close()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            module = super().__getattr__("module")
-            explain = type(self).explain
-            if explain is None or hasattr(module, name):
-                return getattr(module, name)
-            raise explain(name) from None

@@ -76,7 +76,6 @@ KEYS: dict[str, str] = {
             "gradient_clipping",
             "gradient_predivide_factor",
             "log_level",
-            "managed_gradient_accumulation",
             "memory_breakdown",
             "zero_allow_untested_optimizer",
             "zero_force_ds_cpu_optimizer",
@@ -116,7 +115,6 @@ class ConfigGetters:
 
     fp16_enabled: Callable[[], bool]
     bfloat16_enabled: Callable[[], bool]
-    managed_gradient_accumulation: Callable[[], bool]
     zero_optimization_stage: Callable[[], int]
 
     def postscale_gradients(self) -> bool:

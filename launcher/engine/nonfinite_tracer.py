@@ -22,19 +22,15 @@ class NonFiniteTracer:
     """Keeps what a step needs to be asked again, and says once what came of it.
 
     Nothing is looked at in a step whose gradient is finite: that it is not, its norm says, which is there anyway.
+
+    Attributes:
+        looks: it has not told anything yet.
+        inputs: of the last forward of a step, until that is over; the engine sets it.
     """
 
     def __init__(self) -> None:
-        self._inputs: tuple[Any, Any] | None = None
-        self._told = False
-
-    def keep(self, args: Any, kwargs: Any) -> None:
-        """The inputs of a forward; those of the last one of a step stay until it is over."""
-        if not self._told and torch.is_grad_enabled():
-            self._inputs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-
-    def forget(self) -> None:
-        self._inputs = None
+        self.looks = True  # until it has told
+        self.inputs: tuple[Any, Any] | None = None
 
     def tell(self, engine: EngineCore, *, skipped: bool) -> None:
         """Say what was not finite first: every rank runs the last microbatch again, on the weights before the step.
@@ -44,9 +40,9 @@ class NonFiniteTracer:
         Args:
             skipped: the optimizer will leave this step out.
         """
-        if self._told:
+        if not self.looks:
             return
-        self._told = True
+        self.looks = False
         stepped_already = engine.optimizer is not None and bool(engine.optimizer.early)
         module = None if stepped_already else self._first_module(engine)
         found = {rank: name for rank, name in enumerate(gather_plain(module)) if name is not None}
@@ -57,18 +53,18 @@ class NonFiniteTracer:
             where = "The weights have changed since; with gradient_clipping above 0 the module is named."
         else:
             which = in_words(find_overflows(engine.zero))
-            again = "" if self._inputs is None else "Run again, the last microbatch gave finite outputs. "
+            again = "" if self.inputs is None else "Run again, the last microbatch gave finite outputs. "
             where = f"{again}Gradients that are not, the first of the backward first: {which or 'of another stage'}."
         if engine.mesh.rank == 0:
             so = "the step is left out" if skipped else "so the weights will not be"
             what = f"step {engine.global_steps + 1}: the gradient is not finite, and {so}."
             engine.watch.say(f"warning: {what} {where} This is said once.")
-        self.forget()
+        self.inputs = None
 
     def _first_module(self, engine: EngineCore) -> str | None:
-        if self._inputs is None:
+        if self.inputs is None:
             return None
-        args, kwargs = self._inputs
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, self.inputs)
         first: list[str] = []
         with torch.no_grad(), _as_before(engine), _watched(engine.module, first.append):
             engine.module(*args, **kwargs)

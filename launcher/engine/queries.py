@@ -73,6 +73,10 @@ class EngineGetters(ConfigGetters):
     def train_micro_batch_size_per_gpu(self) -> int:
         return _whole(self._config.train_micro_batch_size_per_gpu)
 
+    def managed_gradient_accumulation(self) -> bool:
+        """`managed_gradient_accumulation` of the resolved JSON; asked at every microbatch."""
+        return self._config.managed_gradient_accumulation
+
     def gradient_accumulation_steps(self) -> int:
         return _whole(self._config.gradient_accumulation_steps)
 

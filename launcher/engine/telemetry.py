@@ -69,7 +69,7 @@ class Telemetry:
         """The context of a phase of a step: "forward" or "backward" of a microbatch, or "step"."""
         if name == "forward" and not torch.is_grad_enabled():
             return _OFF  # of an evaluation
-        if name == "forward" and engine.module.training and not engine.quiet:
+        if self.throughput.enabled and name == "forward" and engine.module.training and not engine.quiet:
             self.throughput.start()
         if self.timers.enabled or self.memory is not None or self.profiler is not None:
             return self._phase(name, engine)
@@ -103,7 +103,8 @@ class Telemetry:
 
     def counted(self, engine: EngineCore, samples: int) -> None:
         """The engine has counted an optimizer step on so many sequences over all ranks: DeepSpeed's line, when due."""
-        self.throughput.stop(samples)
+        if self.throughput.enabled:
+            self.throughput.stop(samples)
         if self._checkpointer is not None:
             self._checkpointer.steps += 1
         every = engine.steps_per_print()
@@ -141,7 +142,8 @@ class Telemetry:
     def after_step(self, engine: EngineCore) -> None:
         """An optimizer step is over, and the engine has counted it."""
         self._steps += 1
-        self.timers.end_step()
+        if self.timers.enabled:
+            self.timers.end_step()
         if self._logs:
             read_log()
         if self.monitor.enabled:
@@ -161,7 +163,7 @@ class Telemetry:
         return step % (engine.steps_per_print() or REPORT_EVERY) == 0
 
     def _report(self, engine: EngineCore) -> None:
-        line = self.timers.line(self._steps)
+        line = self.timers.line(self._steps) if self.timers.enabled else ""
         self._steps = 0
         if self._mesh.rank == 0 and line:
             self.say(f"step {engine.global_steps}: {line}")

@@ -21,14 +21,14 @@ from launcher.estimate.rank_part import RankPart
 from launcher.estimate.states import StateBytes
 from launcher.estimate.tiers import CountingTier
 from launcher.offload.offloaded import OffloadedTensor
-from launcher.offload.read_ahead import read_ahead
+from launcher.optim.sharded import read_ahead
 from launcher.pipeline.schedules import schedule
 from launcher.zero.apply import lay_out
 from launcher.zero.fetch import Fetcher
 from launcher.zero.filling import fill
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
-from launcher.zero.hooks import Hooks
+from launcher.zero.hooks import Hooks, TrainingState
 from launcher.zero.layout import LocalModel, ShardLayout
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer, order_of_reduction
@@ -67,21 +67,29 @@ class SimulatedGradient(FlatGradient):
 
 
 class SimulatedPool(BufferPool):
-    """Tells of each buffer that is taken."""
+    """Tells of each buffer that is taken.
 
-    taken: Callable[[], None]
+    Args:
+        taken: called then.
+    """
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        buffer = super().take(numel, dtype)
-        self.taken()
-        return buffer
+    def __init__(self, device: torch.device, taken: Callable[[], None]) -> None:
+        super().__init__(device)
+        take = self.take
+
+        def take_and_tell(numel: int, dtype: torch.dtype) -> Tensor:
+            buffer = take(numel, dtype)
+            taken()
+            return buffer
+
+        self.take = take_and_tell
 
 
 class SimulatedHooks(Hooks):
     """What modules and autograd call, called by a tape."""
 
     def _register(self) -> None:
-        self.packs = False
+        self.packing.enabled = False
         self.arrival = {slot: self._arrival(unit) for unit in self.units for slot in unit.trainable_slots()}
 
     def begin_forward(self) -> None:
@@ -91,16 +99,9 @@ class SimulatedHooks(Hooks):
         self.fetcher.use(self.root, "forward")
 
     def begin_backward(self) -> None:
-        """Its backward begins."""
-        self._begin_backward()
-
-    def end_backward(self) -> None:
-        """It has ended."""
-        self._end_backward()
-
-    def _begin_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
+        """Its backward begins, if it has not."""
+        if self.state is not TrainingState.BACKWARD:
+            self.state = TrainingState.BACKWARD
             self.enter_backward(self.root)
 
 
@@ -126,8 +127,7 @@ class SimulatedRank:
         policy = replace(policy_of(config), special_dtypes=special, compute_norm=False)  # there are no values
         self.disk = CountingTier()
         self.placements = open_placements(config, mesh, META, lambda path: self.disk, _on_meta)
-        self.pool = SimulatedPool(META)
-        self.pool.taken = self._look
+        self.pool = SimulatedPool(META, self._look)
         axes = axes_of(config, mesh)
         blocks = units_of(model, portion.blocks)
         layout = ShardLayout(policy, axes, self.pool, self.placements)

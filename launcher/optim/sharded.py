@@ -13,8 +13,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,15 @@ from torch import Tensor, nn
 from launcher.comm import Pending
 from launcher.errors import ConfigError, MisplacedCallError
 from launcher.offload.offloaded import OffloadedSlice
-from launcher.offload.read_ahead import read_ahead
 from launcher.optim import one_pass
 from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.features.user_gradients import engine_optimizers
+from launcher.zero.flat import SlotView
 from launcher.zero.gradients import FlatGradient
 
+T = TypeVar("T")
 logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -169,12 +171,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         pending: list[Pending] = []
         rule, ahead = one_pass.rule_of(self.inner), self.zero.placements.reads_ahead
-        for gradients in read_ahead(self._batches(), lambda one: self.states[one].fetch(), ahead=ahead):
+        for gradients in read_ahead(self._batches(), self._fetch, ahead=ahead):
             pending += self._step_batch(gradients, scale, rule)
         self.early.clear()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler of torch made for it wants to know
         for travelling in pending:
             travelling.wait()
+
+    def _fetch(self, gradient: FlatGradient) -> None:
+        if (state := self.states[gradient]).is_offloaded:
+            state.fetch()
 
     @torch.no_grad()
     def step_in_backward(self, gradient: FlatGradient, scale: float) -> None:
@@ -199,7 +205,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._finish(gradients)
         pending: list[Pending] = []
         for gradient in gradients:
-            self.states[gradient].hide()
+            if self.states[gradient].is_offloaded:
+                self.states[gradient].hide()
             gradient.rest(changed=False)
             pending += gradient.flat.publish(written=written[gradient])
         return pending
@@ -247,55 +254,54 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step_buffer(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule | None) -> bool:
         """Step what is owned of a buffer; gives whether the parameters beside the master weights were written."""
-        self.states[gradient].fetch()
-        masters = {piece.name: piece.data for piece in self.states[gradient].show()}
+        if (state := self.states[gradient]).is_offloaded:
+            state.fetch()
+            state.show()
         if rule is not None and gradient.flat.master.device.type == "cpu":
             return self._step_in_one_pass(gradient, scale, rule)
         with self._scaling_inside(scale, gradient.flat.master.device) as scale:
-            self._step_by_tiles(gradient, scale, masters)
+            self._step_by_tiles(gradient, scale)
         return False
 
     def _step_in_one_pass(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule) -> bool:
         flat, params = gradient.flat, gradient.flat.params_beside_master
-        into = {} if params is None else {piece.name: piece.data for piece in flat.slices(params)}
+        into = {} if params is None else dict(flat.owned_views(params))
         by_group: dict[int, list[one_pass.FusedSlice]] = {}
-        for piece in flat.slices(gradient.owned.to(flat.master.device)):
-            if self.zero.slots[piece.name].used and piece.name in self._group_of:
-                tensor = self.tensors[piece.name]
-                zeros = partial(self.states[gradient].zeros, piece.name)
-                state, param = self.inner.state[tensor], into.get(piece.name)
-                item = one_pass.FusedSlice(tensor.data, piece.data, state, param, zeros)
-                by_group.setdefault(self._group_of[piece.name], []).append(item)
+        for slot, part in flat.owned_views(gradient.owned.to(flat.master.device)):
+            if slot.used and slot.name in self._group_of:
+                tensor = self.tensors[slot.name]
+                zeros = partial(self.states[gradient].zeros, slot.name)
+                item = one_pass.FusedSlice(tensor.data, part, self.inner.state[tensor], into.get(slot), zeros)
+                by_group.setdefault(self._group_of[slot.name], []).append(item)
         for index, items in by_group.items():
             dtype = self._widened(flat.master_dtype)
             group = self.param_groups[index]
             one_pass.step(rule, group, items, scale=scale, dtype=dtype, compiles=self.compiles)
         return params is not None
 
-    def _step_by_tiles(self, gradient: FlatGradient, scale: float, masters: dict[str, Tensor]) -> None:
-        owned, master = gradient.owned, gradient.flat.master
+    def _step_by_tiles(self, gradient: FlatGradient, scale: float) -> None:
+        flat, owned, master = gradient.flat, gradient.owned, gradient.flat.master
         dtype = self._widened(master.dtype)
         owned = owned.to(master.device, torch.promote_types(owned.dtype, dtype))
         if scale != 1.0:
             owned.mul_(scale)
         owned = owned.to(dtype)
-        used = [piece for piece in gradient.flat.slices(owned) if self.zero.slots[piece.name].used]
+        masters = dict(flat.owned_views(master))
+        used = [(slot, part) for slot, part in flat.owned_views(owned) if slot.used]
         for tile in _tiles(used, self.sub_group_size):
-            for piece in tile:
-                self._widen(piece, masters[piece.name])
+            for slot, part in tile:
+                self._widen(self.tensors[slot.name], part, masters[slot])
             self._inner_step()
-            for piece in tile:
-                self._narrow(piece, masters[piece.name])
+            for slot, _ in tile:
+                self._narrow(self.tensors[slot.name], masters[slot])
 
-    def _widen(self, gradient: ParamSlice, master: Tensor) -> None:
+    def _widen(self, tensor: nn.Parameter, gradient: Tensor, master: Tensor) -> None:
         """Hand a gradient to the inner optimizer, with the weights in the dtype of their step."""
-        tensor = self.tensors[gradient.name]
-        if master.dtype != gradient.data.dtype:
-            tensor.data = master.to(gradient.data.dtype)
-        tensor.grad = gradient.data
+        if master.dtype != gradient.dtype:
+            tensor.data = master.to(gradient.dtype)
+        tensor.grad = gradient
 
-    def _narrow(self, gradient: ParamSlice, master: Tensor) -> None:
-        tensor = self.tensors[gradient.name]
+    def _narrow(self, tensor: nn.Parameter, master: Tensor) -> None:
         tensor.grad = None
         if master.dtype != tensor.dtype:
             master.copy_(tensor.data)
@@ -363,14 +369,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
 
 
-def _tiles(pieces: list[ParamSlice], size: int) -> Iterator[list[ParamSlice]]:
-    tile: list[ParamSlice] = []
+def _tiles(parts: list[SlotView], size: int) -> Iterator[list[SlotView]]:
+    tile: list[SlotView] = []
     elements = 0
-    for piece in pieces:
-        if tile and elements + piece.data.numel() > size:
+    for slot, part in parts:
+        if tile and elements + part.numel() > size:
             yield tile
             tile, elements = [], 0
-        tile.append(piece)
-        elements += piece.data.numel()
+        tile.append((slot, part))
+        elements += part.numel()
     if tile:
         yield tile
+
+
+def read_ahead(
+    batches: Iterable[Sequence[T]], fetch: Callable[[T], None], *, ahead: bool
+) -> Iterator[Sequence[T]]:
+    """Yield batches one after the other, each after the reading of the following one has started.
+
+    Args:
+        batches: What is stepped together.
+        fetch: Starts reading one of a batch.
+        ahead: False reads nothing before its turn.
+    """
+    every = list(batches)
+    nothing: Sequence[T] = ()
+    for batch, following in zip_longest(every, every[1:], fillvalue=nothing):
+        for one in following if ahead else ():
+            fetch(one)
+        yield batch

@@ -38,6 +38,7 @@ from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.slot import ParamReader, ParamSlice, ParamSlot
 
 EXACT = "gather"  # the phase of a gather for people, checkpoints and edits: nothing is quantised
+SlotView = tuple[ParamSlot, Tensor]  # a parameter, and the part of it that a rank owns
 ALIGN = 16  # elements: every slot and every shard starts on a cache line in fp32
 
 
@@ -165,6 +166,7 @@ class FlatBuffer:
         """From now on these are its shard and its master weights."""
         self._shard, self._master = shard, master
         self.master_dtype = master.dtype
+        self._shard_is_offloaded = shard.is_offloaded
         self.is_offloaded = shard.is_offloaded or master.is_offloaded
         """Something of it is not always in memory."""
         self._stays = None if self.is_offloaded else (shard.load(), master.load())
@@ -252,6 +254,12 @@ class FlatBuffer:
             if start < stop:
                 yield slot, start - slot.offset, stop - slot.offset
 
+    def owned_views(self, of: Tensor) -> Iterator[SlotView]:
+        """Yield the part of each parameter in a buffer over the owned range."""
+        first = self.owned.start
+        for slot, start, stop in self.overlaps(self.owned):
+            yield slot, of[slot.offset + start - first : slot.offset + stop - first]
+
     def slices(self, of: Tensor | None = None, span: slice | None = None) -> list[ParamSlice]:
         """What this rank owns of each parameter.
 
@@ -291,8 +299,8 @@ class FlatBuffer:
         for feature in self.gather_features:
             if (pending := feature.gather(buffer, phase, tag)) is not None:
                 return pending
-        buffer[self.shard_span].copy_(self.shard, non_blocking=not self._shard.is_offloaded)
-        if self.is_offloaded:
+        buffer[self.shard_span].copy_(self.shard, non_blocking=not self._shard_is_offloaded)
+        if self._shard_is_offloaded:
             self._shard.discard()
         return all_gather(buffer, self.axis, tag)
 
@@ -341,7 +349,7 @@ class FlatBuffer:
     @property
     def params_beside_master(self) -> Tensor | None:
         """[owned range]: the parameters, where they are other memory than the master weights, and always there."""
-        if not self.own_master or self._shard.is_offloaded:
+        if not self.own_master or self._shard_is_offloaded:
             return None
         return self.shard if self.sharded else self._owned_params
 

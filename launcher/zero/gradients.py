@@ -119,6 +119,8 @@ class FlatGradient:
         if not self.sharded:
             return self._full_buffer()[self.flat.owned]
         self._squares, self._touched = None, True
+        if not self.is_offloaded:
+            return self._resident
         shard = self._shard_buffer()
         return shard.load() if self.kept or shard.held_bytes else shard.allocate().zero_()
 
@@ -146,6 +148,10 @@ class FlatGradient:
     def held_bytes(self) -> int:
         full = 0 if self._full is None else self._full.numel() * self._full.element_size()
         return full + (0 if self._shard is None else self._shard.held_bytes)
+
+    @cached_property
+    def _resident(self) -> Tensor:
+        return self._shard_buffer().load()
 
     def _shard_buffer(self) -> OffloadedTensor:
         if self._shard is None:

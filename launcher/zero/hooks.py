@@ -1,70 +1,71 @@
 """Where modules and autograd call us.
 
-before a unit's forward    its parameters are gathered, the next units' gathers start
-after it                   they are freed, unless they are used again soon
-before its backward        (a gradient reaches its outputs, or autograd unpacks one of its weights) gathered again
+before a unit's forward    its parameters are unsharded, the next units' gathers start
+after it                   they are resharded, unless they are used again soon
+before its backward        (a gradient reaches its outputs, or autograd unpacks one of its weights) unsharded again
 after its backward         (the gradient of its last leaf has come, or the backward has come to the unit before it and
-                           the graph has no more of them) freed; its gradients are reduced
-end of the backward        what is left is reduced and waited for; everything is freed
+                           the graph has no more of them) resharded; its gradients are reduced
+end of the backward        what is left is reduced and waited for; everything is resharded
 
-Autograd must not keep gathered parameters alive between forward and backward. So while the model runs, a saved tensor
-that is a view of a gathered buffer is packed as (flat buffer, geometry) and unpacked from the buffer of that moment.
-The same is done where a backward needs older weights than the newest (`versions.py`).
+[Note: hooks own nothing]
+
+torch keeps hooks on tensors where Python's collector does not look: one that owned its leaf, or these Hooks, would keep
+the whole model alive for good. So the hooks of leaves have weak references. What must live as long as modules call us
+is held by the hooks on modules, which the collector sees (`Hooks.keeps`).
+
+[Note: a gradient may not come]
+
+All ranks start reductions in one order ([Note: the order of reductions] in reduce.py), and gathers in the order of the
+forward and the backward. A rank may leave a layer out, or detach what it gives: then some of its leaves, or all, get
+no gradient, and nothing tells that its backward is over. Another rank that used it waits in its reduction, and gathers
+nothing in the meantime; so this rank must not wait until the end of the backward with its part. When the backward
+comes to the outputs of a unit, the units that ran after it in the forward are finished, and autograd's graph says
+which of their leaves get nothing (`_gets_gradient`). They are reduced at that moment (`Hooks._come_to`), and unsharded
+if this rank has not done so, because the others do. Of a graph that runs nested in the backward (a reentrant
+checkpoint) nobody can ask before it runs: there all ranks must use the same parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from enum import Enum
+from typing import TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import register_multi_grad_hook
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from launcher.errors import LauncherError
-from launcher.models.activation import recomputing
-from launcher.models.gradients import put_gradient
-from launcher.zero.features.user_gradients import LeafElsewhere
 from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
+from launcher.zero.leaf_hooks import LastHook, Removable
 from launcher.zero.reduce import Reducer
+from launcher.zero.saved_tensors import TensorPacking
 from launcher.zero.slot import ParamSlot
 from launcher.zero.unit import Unit
 
-Packed = tuple[FlatBuffer, torch.Size, tuple[int, ...], int | torch.SymInt]
-
-
-class Removable(Protocol):
-    """What stays until a model is plain again."""
-
-    def remove(self) -> None: ...
-
-
-class LastHook:
-    """A hook on the accumulated gradient of a leaf, called after those that were registered when `register` was last.
-    A script's may edit the gradient; once ours was called, it may be on its way."""
-
-    def __init__(self, leaf: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-        self._leaf, self._hook = leaf, hook
-        self._handle: Removable | None = None
-        self.register()
-
-    def register(self) -> None:
-        self.remove()
-        self._handle = torchs_register_hook(self._leaf, self._hook)
-
-    def remove(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-
-
-torchs_register_hook: Any = Tensor.register_post_accumulate_grad_hook
-"""torch's own, before `forgetting.follow_torch`: what it registers stays where it is."""
 R = TypeVar("R", bound=Removable)
+NO_GRAPH = -1
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that this thread runs, or NO_GRAPH."""
+
+
+class TrainingState(Enum):
+    """What a model is doing, as far as its hooks have been called.
+
+    IDLE: neither; gradients may wait for a step.
+    FORWARD: from before the root module's forward to its end. The root unit is unsharded.
+    BACKWARD: from the first sign of a backward (a gradient at an output, an unpacked weight, a leaf's gradient) to
+        autograd's callback at its end, or to the next forward where an exception ended it.
+    """
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
 
 
 def _transformed() -> bool:
@@ -72,6 +73,17 @@ def _transformed() -> bool:
     functorch = torch._C._functorch
     stack = functorch.get_interpreter_stack() or ()
     return any(interpreter.key() == functorch.TransformType.Grad for interpreter in stack)
+
+
+def _gets_gradient(slot: ParamSlot) -> bool:
+    """Return whether the backward that runs now has a gradient for a parameter, one that has come or will come."""
+    shown = (slot.leaf, slot.handle) if slot.flat.sharded else (slot.leaf,)
+    with torch.enable_grad():  # an alias is made without the data, which need not be there
+        aliases = [torch.ops.aten.alias.default(tensor) for tensor in shown]
+    return any(
+        alias.grad_fn is not None and torch._C._will_engine_execute_node(alias.grad_fn.next_functions[0][0])
+        for alias in aliases
+    )
 
 
 class Hooks:
@@ -85,34 +97,31 @@ class Hooks:
         self.units, self.root = units, units[-1]
         self.fetcher, self.reducer = fetcher, reducer
         self._owner: dict[FlatBuffer, Unit] = {flat: unit for unit in units for flat in unit.flats}
-        self._occupants = next(iter(self._owner)).pool.occupants if self._owner else {}
-        self._packing: list[saved_tensors_hooks] = []
-        self._in_backward = False
+        self.state = TrainingState.IDLE
+        occupants = next(iter(self._owner)).pool.occupants if self._owner else {}
+        self.packing = TensorPacking(
+            occupants, self._before_unpack, enabled=any(unit.sharded for unit in units)
+        )
         self._scales = False
         self.kinds: set[bool] = set()  # of the backwards of this step: whether their losses were scaled
         self._forwards = 0  # of units
-        self._graph = -1  # the backward that autograd was asked for; others run nested in it
+        self._graph = NO_GRAPH  # the backward that autograd was asked for; others run nested in it
         self._handles: list[Removable] = []
         self._arrivals: dict[int, LastHook] = {}  # by the leaf's id, which lives as long as these
-        self.gather_for_one_call: Callable[[Hooks, Unit, nn.Module], None] | None = (
-            None  # `features/outside.py`
-        )
+        self.gather_for_one_call: Callable[[Hooks, Unit, nn.Module], None] | None = None
+        """A feature (`features/outside.py`): a module is called while the model's forward does not run."""
         self.keeps: object = None  # what must live as long as these hooks are called
-        self.packs = any(unit.sharded for unit in units)  # what is saved for backward is looked through
         self._register()
 
     def _register(self) -> None:
         for unit in self.units:
-            if self.packs or unit is self.root:
+            if self.packing.enabled or unit is self.root:
                 before, after = self._before(unit), self._after(unit)
                 self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
                 # always_call: an exception in forward must not leave the packing of saved tensors on
                 self._handles.append(unit.module.register_forward_hook(after, always_call=True))
             for slot in unit.trainable_slots():
                 self._arrivals[id(slot.leaf)] = self.add_removable(LastHook(slot.leaf, self._arrival(unit)))
-                if slot.flat.sharded:
-                    move = self._from_handle(unit, slot)
-                    self._handles.append(Tensor.register_post_accumulate_grad_hook(slot.handle, move))
         for unit in self.units:
             for module in dict.fromkeys(unit.owners()):
                 before = self._before_inner(unit)
@@ -140,9 +149,8 @@ class Hooks:
 
     def _before(self, unit: Unit) -> Callable[..., None]:
         def before_forward(module: nn.Module, args: object) -> None:
-            if recomputing():
-                unit.recomputed = True
-                self.enter_backward(unit)
+            if _graph_task() != NO_GRAPH:  # inside a backward: activation checkpointing
+                self._recompute(unit)
                 return
             if unit is self.root:
                 self._begin_forward()
@@ -157,9 +165,8 @@ class Hooks:
         def before_forward(module: nn.Module, args: object) -> None:
             if torch.compiler.is_compiling() or unit.is_unsharded:
                 return
-            if recomputing():
-                unit.recomputed = True
-                self.enter_backward(unit)
+            if _graph_task() != NO_GRAPH:  # inside a backward: activation checkpointing
+                self._recompute(unit)
             elif (
                 module is not unit.module and self.gather_for_one_call is not None
             ):  # that one's own hook gathers
@@ -169,46 +176,35 @@ class Hooks:
 
     def _begin_forward(self) -> None:
         self.abandon()
+        self.state = TrainingState.FORWARD
         self.fetcher.begin(torch.is_grad_enabled())
-        self.start_packing()
-
-    def start_packing(self) -> bool:
-        """Pack what is saved for backward, from now on; gives whether that is new. Who else takes what is saved, as
-        torch.utils.checkpoint does to compute it again, must find it as it is."""
-        taken = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        starts = torch.is_grad_enabled() and self.packs and not taken
-        if starts:
-            packing = saved_tensors_hooks(self._pack, self._unpack)
-            packing.__enter__()
-            self._packing.append(packing)
-        return starts
-
-    def stop_packing(self) -> None:
-        self._packing.pop().__exit__(None, None, None)
+        self.packing.start()
 
     def _after(self, unit: Unit) -> Callable[..., None]:
         def after_forward(module: nn.Module, args: object, output: object) -> None:
-            if recomputing():
+            if _graph_task() != NO_GRAPH:  # inside a backward: activation checkpointing
                 return
             if unit is self.root:
                 self._end_forward(output)
                 return
             self._forwards += 1
-            unit.ran = (unit.ran[0] if unit.ran else self._forwards, self._forwards)
+            unit.ran_as(self._forwards)
             self.fetcher.leave(unit)
             self._watch_outputs(output, lambda _: self._come_to(unit))
 
         return after_forward
 
     def _end_forward(self, output: object) -> None:
-        if self._packing:
-            self.stop_packing()
+        if self.state is TrainingState.FORWARD:
+            self.state = TrainingState.IDLE
+        if self.packing.is_active:
+            self.packing.stop()
         if not (torch.is_grad_enabled() and self.watch_backward(output)):
             self.fetcher.end()  # no backward will come
 
     def watch_backward(self, output: object) -> bool:
         """Have the backward begin when it comes to these outputs; gives whether one can."""
-        return self._watch_outputs(output, lambda _: self._begin_backward())
+        return self._watch_outputs(output, lambda _: self.begin_backward())
 
     def _watch_outputs(self, output: object, hook: Callable[[Tensor], None]) -> bool:
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
@@ -216,29 +212,6 @@ class Hooks:
             return False
         register_multi_grad_hook(outputs, hook, mode="any")
         return True
-
-    # ---- saved tensors ----------------------------------------------------------------------
-
-    def _pack(self, tensor: Tensor) -> Tensor | Packed:
-        flat = self._flat_of(tensor)
-        if flat is None:
-            return tensor
-        return flat, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def _unpack(self, packed: Tensor | Packed) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        flat, size, stride, offset = packed
-        unit = self._owner[flat]
-        if not flat.is_unsharded or not unit.in_backward:
-            self.enter_backward(unit)
-        assert flat.full is not None
-        return flat.full.as_strided(size, stride, offset)
-
-    def _flat_of(self, tensor: Tensor) -> FlatBuffer | None:
-        if type(tensor) not in (Tensor, nn.Parameter, LeafElsewhere) or tensor.layout is not torch.strided:
-            return None
-        return self._occupants.get(tensor.untyped_storage()._cdata)
 
     # ---- backward ---------------------------------------------------------------------------
 
@@ -259,8 +232,9 @@ class Hooks:
     def _end_scaled(self) -> None:
         self._scales = False
 
-    def _begin_backward(self) -> None:
-        if self._in_backward:
+    def begin_backward(self) -> None:
+        """Begin one at the first sign of it; does nothing at the others."""
+        if self.state is TrainingState.BACKWARD:
             return
         if self.reducer.measured:
             raise LauncherError(
@@ -269,12 +243,12 @@ class Hooks:
                 fix="call clip_grad_norm_() after the last backward of a step, then step(); or zero_grad() before "
                 "another backward",
             )
-        self._in_backward = True
+        self.state = TrainingState.BACKWARD
         self.kinds.add(self._scales)
         for gradient in self.reducer.gradients:
             gradient.reopen()
-        self._graph = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        self._graph = _graph_task()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
         self.enter_backward(self.root)
 
     def _begin_unseen(self) -> None:
@@ -287,13 +261,24 @@ class Hooks:
                 where="backward()",
                 fix="call the engine (or engine.module), not a module inside; or add the losses and call backward once",
             )
-        self._begin_backward()
+        self.begin_backward()
+
+    def _before_unpack(self, flat: FlatBuffer) -> None:
+        unit = self._owner[flat]
+        if not flat.is_unsharded or not unit.in_backward:
+            self.enter_backward(unit)
+
+    def _recompute(self, unit: Unit) -> None:
+        """A forward inside a backward: autograd saves the leaves of this unit anew, as they are."""
+        self.enter_backward(unit)
+        unit.to_recomputed()
 
     def enter_backward(self, unit: Unit) -> None:
-        self._begin_backward()
+        """Unshard a unit for its backward, which begins."""
+        self.begin_backward()
         if unit.in_backward and unit.is_unsharded:
             return
-        unit.in_backward = True
+        unit.to_backward()
         if unit.sharded:
             self._free_passed_units(unit)
             with record_function(f"{unit.name}/unshard"):
@@ -303,19 +288,18 @@ class Hooks:
         """Of a unit without trainable parameters no gradients tell that its backward has ended. Nor do those of one
         that was recomputed and is partly frozen: its frozen parameters may be needed after the last of them."""
         for unit in list(self.fetcher.unsharded):
-            if unit.in_backward and unit.arrived == unit.expected and unit not in (entering, self.root):
-                unit.in_backward = False
+            if unit.in_backward and unit.has_all_gradients and unit not in (entering, self.root):
+                unit.to_passed()
                 self.fetcher.reshard(unit)
 
     def _arrival(self, unit: Unit) -> Callable[[Tensor], None]:
-        # torch keeps hooks where Python's collector does not look: one that owned its leaf would keep all of us.
-        mine, of_unit = ref(self), ref(unit)
+        mine, of_unit = ref(self), ref(unit)  # see [Note: hooks own nothing]
 
         def gradient_arrived(leaf: Tensor) -> None:
             hooks, unit = mine(), of_unit()
             if hooks is None or unit is None:
                 return
-            if not hooks._in_backward:
+            if hooks.state is not TrainingState.BACKWARD:
                 hooks._begin_unseen()
             unit.arrived += 1
             if unit.arrived == unit.expected:
@@ -327,17 +311,14 @@ class Hooks:
         """The last of its gradients has come."""
         with record_function(f"{unit.name}/reduce"):
             self.reducer.ready(unit)
-        if unit.sharded and unit is not self.root and not (unit.recomputed and unit.partly_frozen):
+        if unit.sharded and unit is not self.root and not unit.may_need_frozen:
             self.fetcher.reshard(unit)
 
     def _come_to(self, unit: Unit) -> None:
-        """The backward has come to the outputs of a unit, from all that followed it in the forward.
-
-        Some of that this rank may not have used, or not wholly. Other ranks may have, and wait for its reduction, while
-        this one needs them to gather what comes next: so it is finished first.
-        """
-        self._begin_backward()
-        in_nested = torch._C._current_graph_task_id() != self._graph  # which knows of its own graph only
+        """The backward has come to the outputs of a unit, from all that followed it in the forward, which is finished
+        first: see [Note: a gradient may not come]."""
+        self.begin_backward()
+        in_nested = _graph_task() != self._graph  # which knows of its own graph only
         while not in_nested and (late := self.reducer.awaited) and self._is_over(late, unit):
             self._take_part(late)
             late.arrived = late.expected
@@ -348,7 +329,7 @@ class Hooks:
         """Whether all gradients of `late` that the backward has, have come."""
         if not (late.ran and come_to.ran and late.ran[0] > come_to.ran[1]):
             return False
-        missing = sum(not slot.gets_gradient() for slot in late.trainable_slots())
+        missing = sum(not _gets_gradient(slot) for slot in late.trainable_slots())
         return late.arrived + missing == late.expected
 
     def _take_part(self, unit: Unit) -> None:
@@ -357,37 +338,8 @@ class Hooks:
             self.fetcher.use(unit, "backward")
             self.fetcher.reshard(unit)
 
-    def _from_handle(self, unit: Unit, slot: ParamSlot) -> Callable[[Tensor], None]:
-        """Some compute with a handle inside GatheredParameters: its gradient is the leaf's."""
-        mine, of_unit, of_slot = ref(self), ref(unit), ref(slot)  # as above
-
-        def gradient_arrived(handle: Tensor) -> None:
-            hooks, unit, slot = mine(), of_unit(), of_slot()
-            if hooks is None or unit is None or slot is None:
-                return
-            hooks._begin_backward()
-            gradient = handle.grad
-            put_gradient(handle, None)
-            assert gradient is not None
-            if unit.arrived == unit.expected:
-                raise LauncherError(
-                    f"a gradient of {slot.name} came when those of {unit.name} were on their way already",
-                    where=f"parameter {slot.name}, used inside GatheredParameters",
-                    fix="use it through its module's forward",
-                )
-            if slot.leaf.grad is not None:
-                slot.leaf.grad.add_(gradient)
-                return
-            shown, slot.leaf.data = (
-                slot.leaf.data,
-                gradient,
-            )  # it may be freed, and a gradient must be of its shape
-            put_gradient(slot.leaf, gradient)
-            slot.leaf.data = shown
-
-        return gradient_arrived
-
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Autograd has ended it: reduce what is left, in order, and wait for everything."""
         with record_function("root/finish_backward"):
             for unit in self.reducer.left:
                 self._take_part(unit)
@@ -396,12 +348,12 @@ class Hooks:
 
     def abandon(self) -> None:
         """Forget a backward that an exception ended: autograd does not call us then."""
-        if self._in_backward:
+        if self.state is TrainingState.BACKWARD:
             self.reducer.abandon()
             self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._in_backward = False
+        self.state = TrainingState.IDLE
         for unit in self.units:
-            unit.arrived, unit.in_backward, unit.ran, unit.recomputed = 0, False, None, False
+            unit.to_idle()
         self.fetcher.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,21 +21,19 @@ class BufferPool:
 
     Args:
         idle: where they come from; default: memory of the device, kept for good.
+
+    Attributes:
+        occupants: who is unsharded where, by the address of the storage object.
+        take: gives a buffer [numel] with any content.
+        give: hands a buffer back.
     """
 
     def __init__(self, device: torch.device, idle: BufferCache | None = None) -> None:
         self.device = device
-        # who is gathered where, by the address of the storage object
         self.occupants: dict[int, FlatBuffer] = {}
         self._idle = idle or BufferCache(partial(_new, device))
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer [numel] with any content."""
-        return self._idle.take(numel, dtype)
-
-    def give(self, buffer: Tensor) -> None:
-        """Hand a buffer back."""
-        self._idle.give(buffer)
+        self.take: Callable[[int, torch.dtype], Tensor] = self._idle.take
+        self.give: Callable[[Tensor], None] = self._idle.give
 
     def clear(self) -> None:
         """Free every idle buffer."""

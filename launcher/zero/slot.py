@@ -93,17 +93,6 @@ class ParamSlot:
         """Nothing: units are gathered by their model."""
         return nullcontext()
 
-    def gets_gradient(self) -> bool:
-        """Whether the backward that runs now has a gradient for it, one that has come or will come."""
-        shown = (self.leaf, self.handle) if self.flat.sharded else (self.leaf,)
-        with torch.enable_grad():  # an alias is made without the data, which need not be there
-            aliases = [torch.ops.aten.alias.default(tensor) for tensor in shown]
-        return any(
-            alias.grad_fn is not None
-            and torch._C._will_engine_execute_node(alias.grad_fn.next_functions[0][0])
-            for alias in aliases
-        )
-
     def show(self, parameter: Tensor) -> None:
         """Put `parameter` (the leaf or the handle) into every module that owns this slot."""
         for module, attribute in self.owners:

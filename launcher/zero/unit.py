@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 
 from torch import nn
 
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import ParamSlot
+
+
+class UnitPhase(Enum):
+    """How far the present backward has come with a unit.
+
+    IDLE: it has not come to it, or there is none.
+    BACKWARD: from the first use of its parameters in the backward on, until it is over.
+    RECOMPUTED: the same, and its forward has run again inside (activation checkpointing): autograd has saved its
+        leaves as they are, so they are kept while they may be needed.
+    PASSED: the backward has come to other units, and needs this one no more.
+    """
+
+    IDLE = "idle"
+    BACKWARD = "backward"
+    RECOMPUTED = "recomputed"
+    PASSED = "passed"
 
 
 class Unit:
@@ -26,16 +43,13 @@ class Unit:
     ) -> None:
         self.name, self.module, self.flats, self.gradients = name, module, flats, gradients
         self.numel = sum(flat.numel for flat in flats if flat.sharded)  # what a gather costs
-        self.in_backward = (
-            False  # from the first use of its parameters in a backward to the end of its gradients
-        )
-        self.held = False  # GatheredParameters keeps it gathered
-        self.recomputed = False  # in this backward: autograd has saved its leaves as they are
-        self.partly_frozen = any(flat.sharded and not flat.trainable for flat in flats)
+        self.held = False  # GatheredParameters keeps it unsharded
+        self.phase = UnitPhase.IDLE
         self.arrived = 0  # leaves whose gradient has come in this backward
-        # numbers of its first and last forward since the last backward
+        self.expected = sum(len(gradient.flat.slots) for gradient in gradients)
         self.ran: tuple[int, int] | None = None
-        self.expected = sum(len(gradient.flat.slots) for gradient in self.gradients)
+        """Numbers of its first and last forward since the last backward."""
+        self._partly_frozen = any(flat.sharded and not flat.trainable for flat in flats)
 
     @property
     def sharded(self) -> bool:
@@ -50,6 +64,46 @@ class Unit:
     def is_offloaded(self) -> bool:
         """Its shards are not always in memory."""
         return any(flat.sharded and flat.is_offloaded for flat in self.flats)
+
+    # ---- its backward -----------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Its parameters are in use in the present backward."""
+        return self.phase in (UnitPhase.BACKWARD, UnitPhase.RECOMPUTED)
+
+    @property
+    def has_all_gradients(self) -> bool:
+        """All leaves have got theirs in this backward, or it has none."""
+        return self.arrived == self.expected
+
+    @property
+    def may_need_frozen(self) -> bool:
+        """Its frozen parameters may be needed after its last gradient has come: autograd has saved them as they are."""
+        return self.phase is UnitPhase.RECOMPUTED and self._partly_frozen
+
+    def ran_as(self, number: int) -> None:
+        """Note a forward."""
+        self.ran = (self.ran[0] if self.ran else number, number)
+
+    def to_backward(self) -> None:
+        """Its backward begins, if it has not."""
+        if self.phase is not UnitPhase.RECOMPUTED:
+            self.phase = UnitPhase.BACKWARD
+
+    def to_recomputed(self) -> None:
+        """Its forward runs again in the backward."""
+        self.phase = UnitPhase.RECOMPUTED
+
+    def to_passed(self) -> None:
+        """The backward has come to units before it."""
+        self.phase = UnitPhase.PASSED
+
+    def to_idle(self) -> None:
+        """The backward is over."""
+        self.phase, self.arrived, self.ran = UnitPhase.IDLE, 0, None
+
+    # ---- its parameters ---------------------------------------------------------------------
 
     def fetch(self) -> None:
         """Start bringing its shards in."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from launcher.comm import record_collectives
 from launcher.config import ConfigProblems, load
 from launcher.optim.loss_scale import LossScaleExhausted
-from launcher.zero.hooks import torchs_register_hook
+from launcher.zero.leaf_hooks import torchs_register_hook
 from tests.engine.driving import STAGES, advance, config_of, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import stack

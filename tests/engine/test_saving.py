@@ -273,7 +273,7 @@ def fail_in_the_background(ctx: RankContext, directory: Path) -> list[str]:
     with at_call("fsync", 1 if ctx.rank == 1 else 10**6, full):
         engine.save_checkpoint(directory, "second")
         with contextlib.suppress(CheckpointError):
-            engine.saver._pending[0].result()
+            engine.saver.pending[0].result()
     for ask in (lambda: advance(engine, ctx, AFTER), lambda: engine.save_checkpoint(directory, "third")):
         try:
             ask()

@@ -7,13 +7,14 @@ from functools import partial
 from launcher.zero.features.checks import StepChecks
 from launcher.zero.features.copies import CopyCheck
 from launcher.zero.features.edits import ParameterEdits
+from launcher.zero.features.handle_gradients import follow_handles
 from launcher.zero.features.holders import sum_over_stages, sum_partial, use_over_stages
 from launcher.zero.features.mics import GroupSum
 from launcher.zero.features.module_apply import GatheringApply
 from launcher.zero.features.outside import gather_for_one_call
 from launcher.zero.features.quantized import QuantizedGather, QuantizedShard
 from launcher.zero.features.second_shard import SecondShard
-from launcher.zero.features.user_gradients import ClaimedLeaves, follow_torch
+from launcher.zero.features.user_gradients import ClaimedLeaves, LeafElsewhere, follow_torch
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.model import ZeroModel, live_models
@@ -44,6 +45,8 @@ def attach_features(zero: ZeroModel) -> None:
     hidden = [slot.leaf for g in zero.gradients if not g.shows for slot in g.flat.slots]
     watched = [slot.leaf for flat in zero.flats if flat.own_master for slot in flat.slots]
     zero.hooks.add_removable(ClaimedLeaves(hidden, watched))
+    zero.hooks.packing.plain_types.add(LeafElsewhere)
+    follow_handles(zero.hooks)
     follow_torch(live_models)
     zero.hooks.gather_for_one_call = gather_for_one_call
     edits = ParameterEdits(zero.flats)

@@ -3,7 +3,7 @@
 The newest lie in the flat buffers for good: there the optimizer steps them, and there checkpoints find them. Older ones
 are copies, made right before an update and only where they are needed again. The module computes with one version at a
 time: its leaves are views of the buffers or of a copy, and what autograd has saved of the weights is looked up in the
-version of that moment (`hooks.py`). So a backward sees the weights of its forward, whatever came between them.
+version of that moment (`saved_tensors.py`). So a backward sees the weights of its forward, whatever came between them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Versions:
             assert flat.full is not None, "parameters are whole between steps"
             self._own.append(flat.full)
             self.pool.occupants[flat.full.untyped_storage()._cdata] = flat
-        zero.hooks.packs = True
+        zero.hooks.packing.enabled = True
 
     def show(self, number: int) -> None:
         """Let the module compute with a version. One from before the first that is kept is taken to be that one: a run
