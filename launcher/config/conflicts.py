@@ -208,20 +208,6 @@ def _elastic_numbers(section: ElasticityConfig) -> Iterator[Found]:
         yield Found(("micro_batch_sizes", "max_train_batch_size"), what, "leave it out of the list")
 
 
-def _says_another_batch(key: str) -> Callable[..., bool]:
-    """Return whether a batch key that is written is none that the section elasticity gives on any number of ranks."""
-
-    def stands(value: int | None, section: ElasticityConfig) -> bool:
-        batch = (
-            section.batch if section.on and not section.value_of("ignore_non_elastic_batch_info") else None
-        )
-        if batch is None or value is None:
-            return False
-        return value != batch.train if key == TRAIN else value not in section.value_of("micro_batch_sizes")
-
-    return stands
-
-
 WITHIN: tuple[Rule | RuleFunction, ...] = (
     *(
         Rule((f"{ZERO}.{section}.device", f"{ZERO}.{section}.nvme_path"),
@@ -378,10 +364,13 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
          f'{SCHEDULE} "2bw" needs as many microbatches in a step as {STAGES}, or more',
          f"raise gradient_accumulation_steps, or lower {STAGES}"),
     *(
-        Rule((key, "elasticity"), _says_another_batch(key),
+        Rule((key, "elasticity"), other,
              f"elasticity.enabled says the batch, and {key} says another",
              f'delete {key}, or write "ignore_non_elastic_batch_info": true in elasticity')
-        for key in (TRAIN, MICRO)
+        for key, other in (
+            (TRAIN, lambda train, section: section.only_batch and train not in (None, section.only_batch.train)),
+            (MICRO, lambda micro, section: section.only_batch and micro not in (None, *section.micro_batch_sizes)),
+        )
     ),
     Rule(("elasticity.model_parallel_size", STAGES, DEGREE, "elasticity.enabled"),
          lambda size, stages, degree, on: on and (size != stages * (degree or 1) if stages else size % (degree or 1)),

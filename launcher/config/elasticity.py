@@ -112,6 +112,11 @@ class ElasticityConfig(Section):
         )
 
     @property
+    def only_batch(self) -> ElasticBatch | None:
+        """Return the batch that batch keys must agree with; None where they may say what they like."""
+        return self.batch if self.on and not self.value_of("ignore_non_elastic_batch_info") else None
+
+    @property
     def world_sizes(self) -> tuple[int, ...] | None:
         """Return the numbers of ranks that are allowed, ascending; None: all are."""
         batch = self.batch if self.on else None

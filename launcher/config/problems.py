@@ -111,6 +111,11 @@ def show(value: Any) -> str:
     return f"a Python {type(value).__name__}"
 
 
+def in_json(value: Any) -> str:
+    """Write a value like `show`, and a text in its quotes."""
+    return f'"{printable(shortened(value, 40))}"' if isinstance(value, str) else show(value)
+
+
 def distance(one: str, other: str) -> int:
     """Count the edits between two words: insert, delete, replace a letter, or swap two neighbours.
 

@@ -234,13 +234,13 @@ class _Completion:
                 self.write(("scheduler", "params", PEAKS[schedule]), value, flag)
         elif flag == "--weight-decay" and "weight_decay" not in TYPES[kind].keywords:
             self.refuse(
-                ("optimizer", "type"), f"{flag} is said, and {kind} has no weight decay", f"leave {flag} away"
+                ("optimizer", "type"), f"{flag} is said, and {kind} has no weight decay", f"drop {flag}"
             )
         elif flag == "--weight-decay":
             self.write(DECAY, value, flag)
         elif scheduler is not None and WARMUP not in params:
             self.refuse(
-                ("scheduler", "type"), f"{flag} is said, and {schedule} has no {WARMUP}", f"leave {flag} away"
+                ("scheduler", "type"), f"{flag} is said, and {schedule} has no {WARMUP}", f"drop {flag}"
             )
         else:
             self.write(("scheduler", "params", WARMUP), value, flag)
@@ -248,7 +248,7 @@ class _Completion:
     def say_batch(self, flag: str, value: int) -> None:
         if self.config.elasticity.on:
             what = f"{flag} is said, and elasticity chooses the batch size"
-            self.refuse(("elasticity",), what, f"leave {flag} away")
+            self.refuse(("elasticity",), what, f"drop {flag}")
             return
         self.write((TRAIN,), value, flag)
 
@@ -273,7 +273,7 @@ class _Completion:
             return True
         if written != value:
             what = f"is {show(written)}, and {flag} says {show(value)}"
-            self.refuse(path, what, f'leave {flag} away, or write "auto" there')
+            self.refuse(path, what, f'drop {flag}, or write "auto" there')
         return False
 
     def refuse(self, path: Path, what: str, fix: str) -> None:

@@ -96,10 +96,10 @@ def _left_open(config: Config) -> Iterator[Found]:
     """Name defaults that surprise, and a stage that nobody has said yet."""
     params = value_at(config, PARAMS)
     if isinstance(params, WarmupParams) and "warmup_type" not in params.model_fields_set:
-        what = 'is left out: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
+        what = 'is not set: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
         yield Found((f"{PARAMS}.warmup_type",), what)
     if "gradient_clipping" not in config.model_fields_set:
-        what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
+        what = "is not set: the norm is clipped at 1.0, as in DeepSpeed since June 2026"
         yield Found(("gradient_clipping",), what)
     if config.zero_optimization.stage == AUTO:
         what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
@@ -173,7 +173,7 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
          lambda on, kind, name: on and name == "OneCycle" and "betas" in TYPES[kind].keywords,
          "betas become [the cycle's momentum, 0.99], as in DeepSpeed; false keeps the optimizer's"),
     Rule(("torch_autocast.dtype", "torch_autocast.enabled"), lambda dtype, on: on and dtype is None,
-         "is left out: bfloat16. DeepSpeed takes torch's default, on GPUs float16 unscaled"),
+         "is not set: bfloat16. DeepSpeed takes torch's default, on GPUs float16 unscaled"),
     Rule(("zero_optimization.offload_param", "zero_optimization.offload_param.device", STAGE),
          lambda _, device, stage: device != "none" and stage < 3,
          "has no effect at stage {2}: only stage 3 shards parameters", kind="no effect"),

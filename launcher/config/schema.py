@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.config.conversions import converted_paths
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.problems import Note, Path, Problem, dotted, is_comment, nearest, plain, show
+from launcher.config.problems import Note, Path, Problem, dotted, in_json, is_comment, nearest, plain, show
 from launcher.config.section import Section
 from launcher.config.values import as_switch
 
@@ -218,13 +218,8 @@ def not_written(known: Known, value: Any, path: Path) -> Problem:
         "old": f"is an old key of DeepSpeed's that has no meaning here{words}",
         "ignored": f"is ignored by DeepSpeed itself{words}",
     }[known.status]
-    off = f", or write {show_json(known.neutral[0])}" if known.neutral else ""
+    off = f", or write {in_json(known.neutral[0])}" if known.neutral else ""
     return Problem(path, what, known.fix or f"delete it{off}")
-
-
-def show_json(value: Any) -> str:
-    """Write a value like `show`, and texts as they are written."""
-    return f'"{value}"' if isinstance(value, str) else show(value)
 
 
 @cache

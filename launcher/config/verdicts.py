@@ -17,7 +17,7 @@ from launcher.config.schema import differs_at, keys_written, known_at
 from launcher.config.section import AUTO, Section
 
 Verdict: TypeAlias = Literal[
-    "used", "used differently", "obsolete", "no effect", "comment", "foreign", "refused", "left out"
+    "used", "used differently", "obsolete", "no effect", "comment", "foreign", "refused", "default"
 ]
 _WHOLE = ("refused", "obsolete", "no effect")
 _OF_NOTE: dict[str, Verdict] = {
@@ -73,7 +73,7 @@ def verdicts(written: Document, examined: Examined) -> list[KeyVerdict]:
         place = written.place(path) if is_written else (0, 0)
         for verdict, words in reasons[path]:
             rows.append(
-                KeyVerdict(path, *place, verdict if is_written or verdict == "refused" else "left out", words)
+                KeyVerdict(path, *place, verdict if is_written or verdict == "refused" else "default", words)
             )
     return sorted(rows, key=lambda row: (row.line or 10**9, row.column))
 
