@@ -22,7 +22,7 @@ from launcher.config.scheduler import (
     WarmupLRParams,
 )
 from launcher.config.section import Section
-from launcher.config.sections import ActivationCheckpointingConfig, CheckpointConfig
+from launcher.config.small_sections import ActivationCheckpointingConfig, CheckpointConfig
 from launcher.config.tensor_parallel import PartitionConfig
 from launcher.config.torch_schedules import TorchParams
 from launcher.config.zero import ZeroConfig

@@ -66,10 +66,10 @@ def resolved(config: Config, dp_degree: int, auto: Mapping[str, Any]) -> Config:
     if problems:
         raise ConfigProblems(document.name, problems, document.described)
     found_now = examine(type(config), replace(document, tree=tree, problems=[], conversions=[]))
-    copy = found_now.required()
-    copy._document, copy._notes = document, tuple(dict.fromkeys((*config.notes, *found_now.notes)))
-    copy._resolved_autos = tuple(found)
-    return copy
+    made = found_now.required()
+    made._document, made._notes = document, tuple(dict.fromkeys((*config.notes, *found_now.notes)))
+    made._resolved_autos = tuple(found)
+    return made
 
 
 def _autos(section: Section, path: Path) -> list[tuple[Path, Section]]:

@@ -30,7 +30,7 @@ from launcher.config.problems import Note
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig
 from launcher.config.section import Section
-from launcher.config.sections import ActivationCheckpointingConfig, CheckpointConfig, CompileConfig
+from launcher.config.small_sections import ActivationCheckpointingConfig, CheckpointConfig, CompileConfig
 from launcher.config.tensor_parallel import TensorParallelConfig
 from launcher.config.values import Count, Dtype, lower
 from launcher.config.zero import ZeroConfig
