@@ -32,8 +32,8 @@ DROPPED = {
     **{
         f"bf16.{key}": NO_LOSS_SCALE
         for key in (
-            *["loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale"],
-            *["hysteresis", "consecutive_hysteresis"],
+            *["loss_scale", "initial_scale_power", "loss_scale_window"],
+            *["hysteresis", "consecutive_hysteresis", "min_loss_scale"],
         )
     },
     "bf16.auto_cast": "floating-point inputs follow the model",
