@@ -27,29 +27,23 @@ RENAMED = {
 """Old path -> path of today; the value stays."""
 
 NO_LOSS_SCALE = "bfloat16 has the range of float32 and needs no loss scale; only fp16 has one"
+LOSS_SCALE = (
+    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale",
+)  # fmt: skip
 ONE_BIT = "belongs to the 1-bit optimizers, which DeepSpeed removed"
+ONE_BIT_KEYS = (
+    "freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler", "local_step_scaler",
+    "local_step_clipper", "coeff_beta", "factor_max", "factor_min", "factor_threshold",
+)  # fmt: skip
 DROPPED = {
-    **{
-        f"bf16.{key}": NO_LOSS_SCALE
-        for key in (
-            *["loss_scale", "initial_scale_power", "loss_scale_window"],
-            *["hysteresis", "consecutive_hysteresis", "min_loss_scale"],
-        )
-    },
+    **{f"bf16.{key}": NO_LOSS_SCALE for key in LOSS_SCALE},
     "bf16.auto_cast": "floating-point inputs follow the model",
     "bf16.opt_level": "an option of Apex",
     "fp16.opt_level": "an option of Apex; fp16 here is what Apex called O2",
     "fp16.fp16_opt_level": "an option of Apex; fp16 here is what Apex called O2",
     "fp16.fp16_backend": "an option of an old trainer",
     "fp16.backend": "an option of an old trainer",
-    **{
-        f"optimizer.params.{key}": ONE_BIT
-        for key in (
-            *["freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler"],
-            *["local_step_scaler", "local_step_clipper", "coeff_beta"],
-            *["factor_max", "factor_min", "factor_threshold"],
-        )
-    },
+    **{f"optimizer.params.{key}": ONE_BIT for key in ONE_BIT_KEYS},
     "disable_allgather": "had no effect in DeepSpeed either",
     "sparse_gradients": "gradients of embeddings travel dense; the numbers are the same",
     "cuda_visible_devices": "DeepSpeed never read it; the environment's CUDA_VISIBLE_DEVICES chooses the GPUs",
@@ -61,25 +55,16 @@ DROPPED = {
 """Path -> why it can be left out without changing what is trained."""
 
 APEX = {
-    *[
-        "enabled",
-        "opt_level",
-        "loss_scale",
-        "min_loss_scale",
-        "max_loss_scale",
-        "cast_model_type",
-        "verbosity",
-        "num_losses",
-    ],
-    *["patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs"],
-}
+    "enabled", "opt_level", "loss_scale", "min_loss_scale", "max_loss_scale", "cast_model_type", "verbosity",
+    "num_losses", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs",
+}  # fmt: skip
 CURRICULUM = {
-    *["enabled", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config"]
-}
+    "enabled", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config",
+}  # fmt: skip
 COMPRESSION = {
-    *["layer_reduction", "weight_quantization", "activation_quantization", "sparse_pruning"],
-    *["row_pruning", "head_pruning", "channel_pruning"],
-}
+    "layer_reduction", "weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning",
+    "head_pruning", "channel_pruning",
+}  # fmt: skip
 """Members of sections that are converted whole: with any other one, a typo, the section is left to the checks."""
 
 
