@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EXIT_REFUSED = 1
 COLOURS = {"refused": "bold red", "obsolete": "yellow", "used differently": "cyan", "no effect": "yellow"}
-COLOURS |= {"comment": "dim", "foreign": "yellow", "left out": "cyan", "used": "green"}
+COLOURS |= {"comment": "dim", "foreign": "yellow", "default": "cyan", "used": "green"}
 
 DESCRIPTION = """\
 Says what becomes of every key of a DeepSpeed-style JSON: used, used differently (how), obsolete (what replaced it),

@@ -64,7 +64,7 @@ def is_one(source: object) -> bool:
 
 
 def read_yaml(path: str | Path) -> Document:
-    """The configuration of a YAML: the JSON that it names, or what its keys say.
+    """Read the configuration of a YAML: the JSON that it names, or what its keys say.
 
     Raises:
         ConfigError: it is not accelerate's, or asks for what is not here.
@@ -101,12 +101,12 @@ def _built(tree: Mapping[str, Any], section: Mapping[str, Any], path: str) -> di
 
 
 def precision_of(tree: Mapping[str, Any]) -> str:
-    """`mixed_precision`; YAML reads the word no as false."""
+    """Return `mixed_precision`; YAML reads the word no as false."""
     return str(tree.get("mixed_precision") or "no").lower()
 
 
 def _is_none(value: Any) -> bool:
-    """accelerate writes the text none for what is not wanted."""
+    """Return whether nothing is wanted; accelerate writes the text none for that."""
     return value is None or (isinstance(value, str) and value.lower() == "none")
 
 
@@ -118,7 +118,7 @@ def _put(tree: dict[str, Any], steps: list[str], value: Any) -> None:
 
 
 def checked(path: str) -> dict[str, Any]:
-    """The YAML's tree, of which every key is known.
+    """Read the YAML's tree, and check that every key of it is known.
 
     Raises:
         ConfigError: see `read_yaml`.

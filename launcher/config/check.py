@@ -24,8 +24,8 @@ from launcher.config.problems import (
     show,
 )
 from launcher.config.rules import remarks
+from launcher.config.schema import not_written, stranger, unknown_key
 from launcher.config.section import AUTO, Section
-from launcher.config.unknown import not_written, stranger, unknown_key
 from launcher.config.values import as_switch, readings
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Checker:
     def own_keys(
         self, cls: type[Section], known: Known | None, written: dict[str, Any], path: Path
     ) -> dict[str, Any]:
-        """The members that are fields of `cls`, under their own names; the others are reported."""
+        """Return the members that are fields of `cls`, under their own names; report the others."""
         values: dict[str, Any] = {}
         spelled: dict[str, str] = {}
         for key, value in written.items():
@@ -86,7 +86,7 @@ class Checker:
         return values
 
     def stranger(self, key: str, value: Any, beside: Mapping[str, Any]) -> None:
-        """A key at the top level that nobody knows."""
+        """Report a key at the top level that nobody knows, or note it."""
         self.strangers += 1
         if self.strangers > MOST_STRANGERS:
             self.problems.append(Problem((key,), "unknown key"))
@@ -98,7 +98,7 @@ class Checker:
             self.notes.append(told)
 
     def unknown(self, cls: type[Section] | None, known: Known | None, path: Path) -> Problem:
-        """A key that nobody knows. Looking for what was meant takes milliseconds, so it ends after some of them."""
+        """Say that nobody knows a key. Looking for what was meant takes milliseconds, so it ends after some keys."""
         self.strangers += 1
         if self.strangers > MOST:
             return Problem(path, "unknown key")
@@ -107,7 +107,7 @@ class Checker:
     def build_member(
         self, cls: type[Section], key: str, known: Known | None, values: dict[str, Any], path: Path
     ) -> None:
-        """Replaces the object at `key` by its section, a list of objects by theirs."""
+        """Replace the object at `key` by its section, a list of objects by theirs."""
         item = cls.items_of(key)
         if item is not None:
             self.build_items(item, key, known, values, (*path, key))
@@ -140,7 +140,7 @@ class Checker:
     def build_items(
         self, item: type[Section], key: str, known: Known | None, values: dict[str, Any], path: Path
     ) -> None:
-        """Replaces the list at `path` by sections; wrong items are reported, and the key left out."""
+        """Replace the list at `path` by sections; a list that is none is reported and left out."""
         written = values.get(key)
         if written is None:
             values.pop(key, None)
@@ -176,14 +176,14 @@ class Checker:
             return cls.model_construct(**right)
 
     def excused(self, path: Path) -> bool:
-        """A missing key needs no second complaint when it was misspelt, or is wrong inside."""
+        """Return whether a missing key needs no second complaint: it was misspelt, or is wrong inside."""
         name = dotted(path)
         return any(
             problem.suggestion == name or dotted(problem.path).startswith(name) for problem in self.problems
         )
 
     def unimplemented(self, known: Known, value: Any, path: Path) -> list[Problem]:
-        """Problems of a key that only DeepSpeed has: none if it asks for nothing and has no typo inside."""
+        """Return the problems of a key that only DeepSpeed has: none if it asks for nothing and has no typo inside."""
         typos = self.typos(known, value, path)
         return typos if self.off else typos + list(self.demands(known, value, path))
 
@@ -203,7 +203,7 @@ class Checker:
         return found
 
     def demands(self, known: Known, value: Any, path: Path) -> list[Problem]:
-        """What the value asks for that is not implemented."""
+        """Return what the value asks for that is not implemented."""
         if value is None or (value is False and known.children):
             return []
         if not isinstance(value, dict):
@@ -220,7 +220,7 @@ class Checker:
         return [not_written(known, value, path)] if found and known.words else found
 
     def switched(self, known: Known, switch: str, value: Mapping[str, Any], path: Path) -> list[Problem]:
-        """A section with a switch asks for something only when it is on."""
+        """Return what a section with a switch asks for: something only when it is on."""
         child = known.children.get(switch, known)
         default = child.neutral[0] if child.neutral and child is not known else True
         state = value.get(switch, default)
@@ -243,7 +243,7 @@ def _is_neutral(known: Known, value: Any) -> bool:
 
 
 def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
-    """Whether the section has a switch and it is off, be it by default."""
+    """Return whether the section has a switch and it is off, be it by default."""
     switch = cls.model_fields.get("enabled")
     state = written.get("enabled")
     return switch is not None and as_switch(switch.get_default() if state is None else state) is False
@@ -265,14 +265,14 @@ class Examined:
     notes: tuple[Note, ...]
 
     def required(self) -> Config:
-        """The configuration. Raises ConfigProblems with everything that is wrong."""
+        """Return the configuration. Raises ConfigProblems with everything that is wrong."""
         if self.config is None:
             raise ConfigProblems(self.document.name, self.problems, self.document.described)
         return self.config
 
 
 def examine(root: type[Config], document: Document) -> Examined:
-    """Builds the whole configuration, whatever is wrong with it."""
+    """Build the whole configuration, whatever is wrong with it."""
     checker = Checker(root, document)
     config = checker.build(root, known_keys(), document.tree, ())
     found = [*checker.problems, *contradictions(config, checker.problems, document.holds)]

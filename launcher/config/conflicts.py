@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def contradictions(config: Config, problems: list[Problem], known: Callable[[Path], bool]) -> list[Problem]:
-    """What is wrong by more than one key. What has a problem already needs no second complaint.
+    """Return what is wrong by more than one key. What has a problem already needs no second complaint.
 
     Args:
         problems: of single keys.
@@ -55,7 +55,7 @@ PIPEDREAM = f'{SCHEDULE} is "pipedream", whose stages update their weights one b
 
 
 def _keywords(config: Config) -> Iterator[Found]:
-    """Keywords that this type of optimizer does not take."""
+    """Find keywords that this type of optimizer does not take."""
     name, params = value_at(config, "optimizer.type"), value_at(config, "optimizer.params")
     if name == AUTO:
         return
@@ -76,12 +76,12 @@ CYCLES = {
 
 
 def _each(value: Any) -> tuple[Any, ...]:
-    """The numbers of a key that has one, or a list of one for each param group."""
+    """Return the numbers of a key that has one, or a list of one for each param group."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def _param_groups(config: Config) -> Iterator[Found]:
-    """Numbers of a schedule, one for each param group: the lists are of one length, and cycles go up."""
+    """Check numbers for each param group: the lists are of one length, and cycles go up."""
     params = value_at(config, PARAMS)
     if params == AUTO:
         return
@@ -106,7 +106,7 @@ def _param_groups(config: Config) -> Iterator[Found]:
 
 
 def _split_rules(config: Config) -> Iterator[Found]:
-    """Rules of one's own of how layers are split."""
+    """Check rules of one's own of how layers are split."""
     section = config.tensor_parallel.partition_config
     for i, rule in enumerate(section.layer_specs if section is not None else ()):
         for found in _of_split_rule(rule):
@@ -133,7 +133,7 @@ def _of_split_rule(rule: LayerPattern) -> Iterator[Found]:
 
 
 def _curriculum(config: Config) -> Iterator[Found]:
-    """Curriculum learning that is on: what it needs, and what it cannot do."""
+    """Check curriculum learning that is on: what it needs, and what it cannot do."""
     sampling, metric = config.data_efficiency.sampling, config.data_efficiency.curriculum
     needed = "is required where curriculum_learning.enabled is true"
     metrics = f"{LEARNING}.curriculum_metrics"
@@ -173,7 +173,7 @@ def _of_curriculum(metric: SeqlenConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _elastic(config: Config) -> Iterator[Found]:
-    """Elasticity that is on: what it needs, and numbers that do not fit together."""
+    """Check elasticity that is on: what it needs, and numbers that do not fit together."""
     section = config.elasticity
     if not section.on:
         return
@@ -206,20 +206,6 @@ def _elastic_numbers(section: ElasticityConfig) -> Iterator[Found]:
         rest = "" if bound == largest else f", {bound} for each rank of a node"
         what = f"has {max(sizes)}, above max_train_batch_size {largest}{rest}"
         yield Found(("micro_batch_sizes", "max_train_batch_size"), what, "leave it out of the list")
-
-
-def _says_another_batch(key: str) -> Callable[..., bool]:
-    """Whether a batch key that is written is none that the section elasticity gives on any number of ranks."""
-
-    def stands(value: int | None, section: ElasticityConfig) -> bool:
-        batch = (
-            section.batch if section.on and not section.value_of("ignore_non_elastic_batch_info") else None
-        )
-        if batch is None or value is None:
-            return False
-        return value != batch.train if key == TRAIN else value not in section.value_of("micro_batch_sizes")
-
-    return stands
 
 
 WITHIN: tuple[Rule | RuleFunction, ...] = (
@@ -378,10 +364,13 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
          f'{SCHEDULE} "2bw" needs as many microbatches in a step as {STAGES}, or more',
          f"raise gradient_accumulation_steps, or lower {STAGES}"),
     *(
-        Rule((key, "elasticity"), _says_another_batch(key),
+        Rule((key, "elasticity"), other,
              f"elasticity.enabled says the batch, and {key} says another",
              f'delete {key}, or write "ignore_non_elastic_batch_info": true in elasticity')
-        for key in (TRAIN, MICRO)
+        for key, other in (
+            (TRAIN, lambda train, section: section.only_batch and train not in (None, section.only_batch.train)),
+            (MICRO, lambda micro, section: section.only_batch and micro not in (None, *section.micro_batch_sizes)),
+        )
     ),
     Rule(("elasticity.model_parallel_size", STAGES, DEGREE, "elasticity.enabled"),
          lambda size, stages, degree, on: on and (size != stages * (degree or 1) if stages else size % (degree or 1)),

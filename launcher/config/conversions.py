@@ -27,29 +27,23 @@ RENAMED = {
 """Old path -> path of today; the value stays."""
 
 NO_LOSS_SCALE = "bfloat16 has the range of float32 and needs no loss scale; only fp16 has one"
+LOSS_SCALE = (
+    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale",
+)  # fmt: skip
 ONE_BIT = "belongs to the 1-bit optimizers, which DeepSpeed removed"
+ONE_BIT_KEYS = (
+    "freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler", "local_step_scaler",
+    "local_step_clipper", "coeff_beta", "factor_max", "factor_min", "factor_threshold",
+)  # fmt: skip
 DROPPED = {
-    **{
-        f"bf16.{key}": NO_LOSS_SCALE
-        for key in (
-            *["loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale"],
-            *["hysteresis", "consecutive_hysteresis"],
-        )
-    },
+    **{f"bf16.{key}": NO_LOSS_SCALE for key in LOSS_SCALE},
     "bf16.auto_cast": "floating-point inputs follow the model",
     "bf16.opt_level": "an option of Apex",
     "fp16.opt_level": "an option of Apex; fp16 here is what Apex called O2",
     "fp16.fp16_opt_level": "an option of Apex; fp16 here is what Apex called O2",
     "fp16.fp16_backend": "an option of an old trainer",
     "fp16.backend": "an option of an old trainer",
-    **{
-        f"optimizer.params.{key}": ONE_BIT
-        for key in (
-            *["freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler"],
-            *["local_step_scaler", "local_step_clipper", "coeff_beta"],
-            *["factor_max", "factor_min", "factor_threshold"],
-        )
-    },
+    **{f"optimizer.params.{key}": ONE_BIT for key in ONE_BIT_KEYS},
     "disable_allgather": "had no effect in DeepSpeed either",
     "sparse_gradients": "gradients of embeddings travel dense; the numbers are the same",
     "cuda_visible_devices": "DeepSpeed never read it; the environment's CUDA_VISIBLE_DEVICES chooses the GPUs",
@@ -61,30 +55,21 @@ DROPPED = {
 """Path -> why it can be left out without changing what is trained."""
 
 APEX = {
-    *[
-        "enabled",
-        "opt_level",
-        "loss_scale",
-        "min_loss_scale",
-        "max_loss_scale",
-        "cast_model_type",
-        "verbosity",
-        "num_losses",
-    ],
-    *["patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs"],
-}
+    "enabled", "opt_level", "loss_scale", "min_loss_scale", "max_loss_scale", "cast_model_type", "verbosity",
+    "num_losses", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs",
+}  # fmt: skip
 CURRICULUM = {
-    *["enabled", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config"]
-}
+    "enabled", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config",
+}  # fmt: skip
 COMPRESSION = {
-    *["layer_reduction", "weight_quantization", "activation_quantization", "sparse_pruning"],
-    *["row_pruning", "head_pruning", "channel_pruning"],
-}
+    "layer_reduction", "weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning",
+    "head_pruning", "channel_pruning",
+}  # fmt: skip
 """Members of sections that are converted whole: with any other one, a typo, the section is left to the checks."""
 
 
 def convert(document: Document) -> Document:
-    """A copy in today's keys; `conversions` tells each change, `origins` where a moved key was written."""
+    """Return a copy in today's keys; `conversions` tells each change, `origins` where a moved key was written."""
     work = Rewriter(document)
     for rule in RULES:
         rule(work)
@@ -104,7 +89,7 @@ def _dropped(work: Rewriter) -> None:
 
 
 def _boolean_zero(work: Rewriter) -> None:
-    """`"zero_optimization": true` meant stage 1, with `allgather_size` beside it."""
+    """Write `"zero_optimization": true` as stage 1, with `allgather_size` in it."""
     written = work.get("zero_optimization")
     size = work.get("allgather_size")
     if isinstance(written, bool):
@@ -119,7 +104,7 @@ def _boolean_zero(work: Rewriter) -> None:
 
 
 def _cpu_offload(work: Rewriter) -> None:
-    """The switches that were there before the offload sections."""
+    """Write the switches that were there before the offload sections as those."""
     pin = work.take("zero_optimization.cpu_offload_use_pin_memory", "write `pin_memory` in the section")
     for old, section in (
         ("cpu_offload", "offload_optimizer"),
@@ -139,7 +124,7 @@ def _cpu_offload(work: Rewriter) -> None:
 
 
 def _zero_sizes(work: Rewriter) -> None:
-    """Sizes of 0 stood in old files, when DeepSpeed still took them."""
+    """Drop sizes of 0, which stood in old files, when DeepSpeed still took them."""
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         path = f"zero_optimization.{key}"
         if work.get(path) == 0 and not isinstance(work.get(path), bool):
@@ -147,7 +132,7 @@ def _zero_sizes(work: Rewriter) -> None:
 
 
 def _fp16_switch(work: Rewriter) -> None:
-    """Megatron's files say `"fp16": {"fp16": true}`."""
+    """Rename the switch of Megatron's files, `"fp16": {"fp16": true}`."""
     if work.switch("fp16.fp16") is not None:
         if work.has("fp16.enabled"):
             work.drop("fp16.fp16", "left out: `fp16.enabled` says it")
@@ -158,7 +143,7 @@ def _fp16_switch(work: Rewriter) -> None:
 
 
 def _checkpoint_activations(work: Rewriter) -> None:
-    """A key of Megatron's, which DeepSpeed never read: off it asks for nothing, on it is what people meant."""
+    """Read a key of Megatron's, which DeepSpeed never read: off it asks for nothing, on it is what people meant."""
     value, new = work.switch("checkpoint_activations"), "activation_checkpointing"
     if value is False:
         work.drop("checkpoint_activations", f"left out: without `{new}` nothing is recomputed")
@@ -176,7 +161,7 @@ def _fp32_allreduce(work: Rewriter) -> None:
 
 
 def _amp(work: Rewriter) -> None:
-    """Apex: O1 was autocast in float16, O2 and O3 a float16 model."""
+    """Read Apex's levels: O1 was autocast in float16, O2 and O3 a float16 model."""
     amp = work.get("amp")
     if not isinstance(amp, dict) or not amp.keys() <= APEX:
         return
@@ -201,7 +186,7 @@ def _one_bit(work: Rewriter) -> None:
 
 
 def _curriculum(work: Rewriter) -> None:
-    """The section of curriculum learning by sequence length, before data_efficiency."""
+    """Move curriculum learning by sequence length, which had a section before data_efficiency."""
     old, new = "curriculum_learning", "data_efficiency"
     section = work.get(old)
     if not isinstance(section, dict) or not section.keys() <= CURRICULUM:
@@ -222,7 +207,7 @@ def _curriculum(work: Rewriter) -> None:
 
 
 def _monitor_config(work: Rewriter) -> None:
-    """From examples of old documentation; DeepSpeed never read it."""
+    """Move members to the top. The section is from old documentation; DeepSpeed never read it."""
     section = work.get("monitor_config")
     if not isinstance(section, dict):
         return
@@ -234,7 +219,7 @@ def _monitor_config(work: Rewriter) -> None:
 
 
 def _compression(work: Rewriter) -> None:
-    """Templates list every technique and switch it off."""
+    """Drop the section of templates that list every technique and switch it off."""
     section = work.get("compression_training")
     if not isinstance(section, dict) or not section.keys() <= COMPRESSION:
         return
@@ -247,7 +232,7 @@ def _is_off(technique: Any) -> bool:
 
 
 def _switches(technique: Any) -> Iterator[Any]:
-    """What stands under `enabled` in a technique of compression."""
+    """Find what stands under `enabled` in a technique of compression."""
     if isinstance(technique, dict):
         for key, value in technique.items():
             if key == "enabled":
@@ -257,7 +242,7 @@ def _switches(technique: Any) -> Iterator[Any]:
 
 
 def _comm_names(work: Rewriter) -> None:
-    """torch's names of dtypes, where the JSON has short ones."""
+    """Shorten torch's names of dtypes where the JSON has short ones."""
     names = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
     for path in (
         "communication_data_type",
@@ -292,7 +277,7 @@ RULES: tuple[Callable[[Rewriter], None], ...] = (
 
 
 def converted_paths() -> Iterator[tuple[str, str]]:
-    """(old path, what becomes of it), for the documentation."""
+    """List (old path, what becomes of it), for the documentation."""
     yield from ((old, f"`{new}`") for old, new in RENAMED.items())
     yield from ((path, f"left out: {why}") for path, why in DROPPED.items())
     yield from OTHERS.items()

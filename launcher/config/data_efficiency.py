@@ -67,7 +67,7 @@ class SeqlenConfig(Section):
     """Numbers of the pace."""
 
     def missing(self) -> Iterator[str]:
-        """Keys that a curriculum needs and that are not written."""
+        """Find keys that a curriculum needs and that are not written."""
         for key in ("min_difficulty", "max_difficulty", "schedule_type"):
             if getattr(self, key) is None:
                 yield key
@@ -145,11 +145,11 @@ class DataEfficiencyConfig(Section):
 
     @property
     def sampling(self) -> DataSamplingConfig | None:
-        """`data_sampling` when it is on."""
+        """Return `data_sampling` when it is on."""
         return self.data_sampling if self.enabled is True and self.data_sampling.enabled is True else None
 
     @property
     def curriculum(self) -> SeqlenConfig | None:
-        """The curriculum when it is on."""
+        """Return the curriculum when it is on."""
         learning = self.sampling.curriculum_learning if self.sampling else None
         return learning.curriculum_metrics.seqlen if learning and learning.enabled is True else None

@@ -31,17 +31,17 @@ class Document:
     origins: dict[Path, Path] = field(default_factory=dict)
 
     def place(self, path: Path) -> tuple[int, int]:
-        """Line and column of a key, or of the nearest section around it that is written; (0, 0) for none."""
+        """Return line and column of a key, or of the nearest section around it that is written; (0, 0) for none."""
         ends = range(len(path), 0, -1)
         return next((self.places[path[:end]] for end in ends if path[:end] in self.places), (0, 0))
 
     def where(self, path: Path) -> str:
-        """`file:line:column` of a key, the name alone when it has no place."""
+        """Return `file:line:column` of a key, the name alone when it has no place."""
         line, column = self.place(path)
         return f"{self.name}:{line}:{column}" if line else self.name
 
     def holds(self, path: Path) -> bool:
-        """Whether a key is in the tree."""
+        """Return whether a key is in the tree."""
         tree: Any = self.tree
         for part in path:
             if not isinstance(tree, dict) or part not in tree:
@@ -50,14 +50,14 @@ class Document:
         return True
 
     def written(self, path: Path) -> Path:
-        """The path that the user wrote for one of today's."""
+        """Return the path that the user wrote for one of today's."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
                 return self.origins[path[:end]]
         return path
 
     def described(self, path: Path) -> str:
-        """`file:line:column key`, and what the key is read as where it is an obsolete one."""
+        """Return `file:line:column key`, and what the key is read as where it is an obsolete one."""
         written = self.written(path)
         read = f" (now {dotted(path)})" if written != path else ""
         return f"{self.where(path)} {dotted(written)}{read}"
@@ -83,21 +83,21 @@ class Rewriter:
         return node if isinstance(node, dict) else None
 
     def has(self, path: str) -> bool:
-        """Whether the key is written."""
+        """Return whether the key is written."""
         return self.document.holds(_keys(path))
 
     def get(self, path: str) -> Any:
-        """The value written there; None when there is none."""
+        """Return the value written there; None when there is none."""
         keys = _keys(path)
         parent = self._parent(keys)
         return None if parent is None else parent.get(str(keys[-1]))
 
     def switch(self, path: str) -> bool | None:
-        """True or False where the key says one of them, in whatever way; else None."""
+        """Return True or False where the key says one of them, in whatever way; else None."""
         return as_switch(self.get(path))
 
     def put(self, path: str, value: Any, what: str) -> None:
-        """Another value for a key that is written."""
+        """Give a key that is written another value."""
         keys = _keys(path)
         parent = self._parent(keys)
         assert parent is not None
@@ -150,7 +150,7 @@ class Rewriter:
         self._tell(before, what)
 
     def same_place(self, old: Path, new: Path) -> None:
-        """What is wrong inside `new` is reported where `old` was written."""
+        """Report what is wrong inside `new` where `old` was written."""
         self.document.origins[new] = old
         for path, place in list(self.document.places.items()):
             if path[: len(old)] == old:
@@ -158,7 +158,7 @@ class Rewriter:
                 self.document.places[now], self.document.origins[now] = place, path
 
     def problem(self, path: str, what: str, fix: str) -> None:
-        """A mistake that no rewriting can mend."""
+        """Note a mistake that no rewriting can mend."""
         self.document.problems.append(Problem(_keys(path), what, fix))
 
     def _delete(self, path: Path) -> None:

@@ -88,12 +88,12 @@ class ElasticityConfig(Section):
 
     @property
     def on(self) -> bool:
-        """Whether the batch keys follow from this section."""
+        """Return whether the batch keys follow from this section."""
         return self.enabled is True
 
     @property
     def batch(self) -> ElasticBatch | None:
-        """The batch size and the data-parallel degrees; None where nothing fits, or the numbers contradict each
+        """Return the batch size and the data-parallel degrees; None where nothing fits, or numbers contradict each
         other."""
         largest, sizes = self.value_of("max_train_batch_size"), self.value_of("micro_batch_sizes")
         nodes = self.value_of("version") == 0.2
@@ -112,8 +112,13 @@ class ElasticityConfig(Section):
         )
 
     @property
+    def only_batch(self) -> ElasticBatch | None:
+        """Return the batch that batch keys must agree with; None where they may say what they like."""
+        return self.batch if self.on and not self.value_of("ignore_non_elastic_batch_info") else None
+
+    @property
     def world_sizes(self) -> tuple[int, ...] | None:
-        """Numbers of ranks that are allowed, ascending; None: all are."""
+        """Return the numbers of ranks that are allowed, ascending; None: all are."""
         batch = self.batch if self.on else None
         return batch and tuple(degree * self.value_of("model_parallel_size") for degree in batch.dp_degrees)
 
@@ -126,7 +131,7 @@ class ElasticityConfig(Section):
 def solve(
     config: Config, given: Mapping[str, int | None], dp_degree: int, sources: Mapping[str, str]
 ) -> BatchTriple:
-    """The batch keys on `dp_degree` data-parallel ranks.
+    """Return the batch keys on `dp_degree` data-parallel ranks.
 
     Args:
         given: what is written of them, or given by the run.
@@ -154,7 +159,7 @@ def solve(
 
 
 def refusal(section: ElasticityConfig, ranks: int) -> Problem:
-    """Why so many ranks are not allowed."""
+    """Say why so many ranks are not allowed."""
     sizes = section.world_sizes or ()
     near = [*[size for size in sizes if size < ranks][-1:], *[size for size in sizes if size > ranks][:1]]
     what = f"{ranks} ranks are not allowed; these numbers are: {few(sizes)}"
@@ -194,7 +199,7 @@ def elastic_batch(
     gpus_per_node: int = 1,
     gpus_per_model: int = 1,
 ) -> ElasticBatch | None:
-    """The batch size and its degrees; None where no number of GPUs within the bounds fits.
+    """Return the batch size and its degrees; None where no number of GPUs within the bounds fits.
 
     Args:
         largest: sequences per step, at most.
@@ -219,7 +224,7 @@ def elastic_batch(
 
 
 def micro_batch(train: int, micro_sizes: Sequence[int], dp_degree: int) -> int:
-    """The largest micro batch with which `dp_degree` ranks take `train` sequences in whole microbatches; the degree is
+    """Return the largest micro batch with which the ranks take `train` sequences in whole microbatches; `dp_degree` is
     one of those that `elastic_batch` gave."""
     return max(size for size in micro_sizes if train // dp_degree % size == 0)
 
@@ -231,5 +236,5 @@ def _candidates(bound: int, micro_sizes: Sequence[int]) -> set[int]:
 
 
 def _counts(size: int, micro_sizes: Sequence[int]) -> list[int]:
-    """Every n for which `size` is micro batch x accumulation x n."""
+    """List every n for which `size` is micro batch x accumulation x n."""
     return sorted({n for micro in micro_sizes if size % micro == 0 for n in divisors(size // micro)})

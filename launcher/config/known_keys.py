@@ -280,13 +280,13 @@ class Known:
 
     @property
     def switch(self) -> str | None:
-        """The member that turns a section on."""
+        """Return the member that turns a section on."""
         return next((name for name in ("enabled", "device") if name in self.children), None)
 
 
 @cache
 def known_keys() -> Known:
-    """All lines of this file as a tree."""
+    """Return all lines of this file as a tree."""
     root = Known(free=False)
     tables: tuple[tuple[Status, str], ...] = (("later", LATER), ("old", OLD), ("ignored", IGNORED))
     for status, table in tables:

@@ -20,7 +20,7 @@ LONGEST_NAME = 255  # of a file; a longer text is no path
 
 
 def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) -> Config:
-    """Reads and checks a configuration.
+    """Read and check a configuration.
 
     Args:
         source: path of a JSON file or of accelerate's YAML, the JSON text itself (it starts with `{`) or that text in
@@ -35,7 +35,7 @@ def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) ->
 
 
 def inspect(source: str | Path | Mapping[str, Any] | Document, *, where: str | None = None) -> Examined:
-    """What `load` would say of a configuration, for `launch check`. Raises ConfigError when it is not JSON."""
+    """Return what `load` would say of a configuration, for `launch check`. Raises ConfigError when it is not JSON."""
     written = source if isinstance(source, Document) else read(source, where)
     examined = examine(Config, convert(written))
     if examined.config is not None:
@@ -44,7 +44,7 @@ def inspect(source: str | Path | Mapping[str, Any] | Document, *, where: str | N
 
 
 def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Document:
-    """The document as it was written, see `load`."""
+    """Read the document as it was written, see `load`."""
     if accelerate_yaml.is_one(source):
         return accelerate_yaml.read_yaml(str(source))
     if isinstance(source, Mapping):
@@ -63,12 +63,12 @@ def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Do
 
 
 def in_base64(tree: Mapping[str, Any]) -> str:
-    """A configuration as a text that `load` reads, and accelerate: nothing of it has to lie in a file."""
+    """Return a configuration as a text that `load` reads, and accelerate: nothing of it has to lie in a file."""
     return base64.urlsafe_b64encode(json.dumps(tree).encode()).decode()
 
 
 def _decoded(source: str) -> str | None:
-    """The JSON in a base64 text, as DeepSpeed's launcher takes it in place of a path; None when it is no such text."""
+    """Decode JSON in base64, which DeepSpeed's launcher takes in place of a path; None when it is no such text."""
     try:
         text = base64.b64decode(
             source.strip(), altchars=b"-_" if {"-", "_"} & set(source) else None, validate=True
@@ -80,7 +80,7 @@ def _decoded(source: str) -> str | None:
 
 
 def _plain_dict(source: Mapping[Any, Any]) -> dict[str, Any]:
-    """A deep copy with plain dicts and lists, so that later changes of the caller's dict do not reach us."""
+    """Make a deep copy of plain dicts and lists, so that later changes of the caller's dict do not reach us."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -42,7 +42,7 @@ the same of one file, key by key; `launch check --explain` shows what every `"au
 
 
 def field_docs(cls: type[Section]) -> dict[str, str]:
-    """Field -> the docstring under it, for help texts and the documentation."""
+    """Return field -> the docstring under it."""
     docs: dict[str, str] = {}
     for parent in reversed([base for base in cls.__mro__ if issubclass(base, Section)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
@@ -56,13 +56,13 @@ def field_docs(cls: type[Section]) -> dict[str, str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Write the whole page."""
     parts = [INTRODUCTION, *_sections(Config, ""), _combinations(), _obsolete(), _refused()]
     return "\n".join(parts)
 
 
 def _sections(cls: type[Section], path: str) -> Iterator[str]:
-    """A table of the plain keys of a section, then its member sections."""
+    """Write a table of the plain keys of a section, then its member sections."""
     title = f"`{path}`" if path else "Top level"
     yield f"## {title}\n\n{_paragraphs(cls)}\n"
     docs = field_docs(cls)
@@ -100,7 +100,7 @@ def _row(cls: type[Section], key: str, doc: str) -> str:
 
 
 def _type(kind: Any) -> str:
-    """A Python annotation in the words of JSON."""
+    """Say a Python annotation in the words of JSON."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _type(inside[0])
@@ -117,7 +117,7 @@ def _type(kind: Any) -> str:
 
 
 def _plural(kind: Any) -> str:
-    """The same for the items of a list."""
+    """Say the same of the items of a list."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " and ".join(_plural(part) for part in inside)

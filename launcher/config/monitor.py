@@ -199,7 +199,7 @@ class CommsLoggerConfig(Section):
 
     @property
     def operations(self) -> frozenset[str] | None:
-        """Our names of the operations to log; None: all."""
+        """Return our names of the operations to log; None: all."""
         return None if self.prof_all else frozenset(OPERATIONS[name] for name in self.prof_ops)
 
 

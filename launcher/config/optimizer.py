@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from launcher.config.optimizer_types import MUON_ADAM_LR, NOT_ON_SHARDS, REMOVED, TYPES, canonical, meant
-from launcher.config.problems import nearest, show
+from launcher.config.problems import in_json, nearest
 from launcher.config.section import Section
 from launcher.config.values import Pair, complaint
 
@@ -197,4 +197,4 @@ class OptimizerConfig(Section):
             raise complaint(f"{kind} was removed from DeepSpeed itself", "use AdamW")
         near = meant(name) or nearest(name, TYPES)
         fix = f'did you mean "{near}"?' if near else f"use one of {', '.join(TYPES)}"
-        raise complaint(f"there is no optimizer {show(name)}", fix)
+        raise complaint(f"unknown optimizer type {in_json(name)}", fix)

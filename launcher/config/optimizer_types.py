@@ -115,11 +115,11 @@ MEANT: dict[str, str] = {
 
 
 def canonical(name: Any) -> str | None:
-    """The optimizer's name in its own spelling, whatever case it was written in; None if there is none."""
+    """Return the optimizer's name in its own spelling, whatever case it was written in; None if there is none."""
     spellings = {known.lower(): known for known in (*TYPES, *NOT_ON_SHARDS, *REMOVED)}
     return spellings.get(name.lower()) if isinstance(name, str) else None
 
 
 def meant(name: str) -> str | None:
-    """The type that somebody means who writes the name of a class or of another program."""
+    """Return the type that somebody means who writes the name of a class or of another program."""
     return {other.lower(): kind for other, kind in MEANT.items()}.get(name.lower())

@@ -26,7 +26,7 @@ MUCH = 0.2
 
 
 def method_of(text: Any) -> str | None:
-    """A method of dealing out in small letters, a regular expression in its own; None where it is none."""
+    """Return a method of dealing out in small letters, a regular expression in its own; None where it is none."""
     name = text.strip() if isinstance(text, str) else ""
     if name.lower() in METHODS:
         return name.lower()
@@ -48,7 +48,7 @@ def _method(value: Any) -> Any:
 
 
 def idle_share(schedule: str, stages: int, microbatches: int, chunks: int) -> float | None:
-    """Share of a step in which a rank stands still, all stages being alike: (P - 1) / (m + P - 1) for "1f1b", "gpipe".
+    """Return the share of a step in which ranks stand still, stages being alike; for "1f1b" (P - 1) / (m + P - 1).
 
     None where no formula is known, and for "zbv", which hardly waits. "zb-h1": forward, input gradient and weight
     gradient take the same time.
@@ -137,20 +137,20 @@ class PipelineConfig(Section):
 
     @property
     def degree(self) -> int:
-        """Ranks that the layers are dealt out to, at least 1."""
+        """Return how many ranks the layers are dealt out to, at least 1."""
         return 1 if self.stages in (None, AUTO) else int(self.stages or 1)
 
     @property
     def chunks_of_rank(self) -> int:
-        """Virtual stages of a rank, at least 1."""
+        """Return the number of virtual stages of a rank, at least 1."""
         return CHUNKS.get(self.schedule, 1) if self.chunks in (None, AUTO) else int(self.chunks or 1)
 
     @property
     def asynchronous(self) -> bool:
-        """Whether gradients are those of older weights."""
+        """Return whether gradients are those of older weights."""
         return self.schedule in ASYNCHRONOUS
 
     @property
     def updates_inside(self) -> bool:
-        """Whether each stage updates its weights after each microbatch, inside of a step."""
+        """Return whether each stage updates its weights after each microbatch, inside of a step."""
         return self.schedule == "pipedream"

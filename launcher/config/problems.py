@@ -77,7 +77,7 @@ class ConfigProblems(ConfigError):
 
 
 def dotted(path: Path) -> str:
-    """`zero_optimization.stage`, `optimizer.params.betas[1]`; the root is `(the whole config)`."""
+    """Write a path as `zero_optimization.stage`, `optimizer.params.betas[1]`; the root as `(the whole config)`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else "." * bool(text) + (shortened(part) or '""')
@@ -88,13 +88,13 @@ _COMMENT = re.compile(r"(//|#).*|[_/#]*(comments?|notes?|description|readme)_?\d
 
 
 def is_comment(key: str, value: Any) -> bool:
-    """JSON has no comments, so people write a text under `_comment`, `//` and the like."""
+    """Return whether it is a comment: JSON has none, so people write a text under `_comment`, `//` and the like."""
     texts = value if isinstance(value, list) else [value]
     return bool(_COMMENT.fullmatch(key)) and all(isinstance(text, str) for text in texts)
 
 
 def show(value: Any) -> str:
-    """A value the way it stands in JSON, shortened."""
+    """Write a value the way it stands in JSON, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -111,8 +111,13 @@ def show(value: Any) -> str:
     return f"a Python {type(value).__name__}"
 
 
+def in_json(value: Any) -> str:
+    """Write a value like `show`, and a text in its quotes."""
+    return f'"{printable(shortened(value, 40))}"' if isinstance(value, str) else show(value)
+
+
 def distance(one: str, other: str) -> int:
-    """Edits between two words: insert, delete, replace a letter, or swap two neighbours, each counts 1.
+    """Count the edits between two words: insert, delete, replace a letter, or swap two neighbours.
 
     Source: optimal string alignment, the restricted form of Damerau (1964).
     """
@@ -129,12 +134,12 @@ def distance(one: str, other: str) -> int:
 
 
 def plain(key: str) -> str:
-    """A key without what people vary: case, dashes, blanks at the ends."""
+    """Return a key without what people vary: case, dashes, blanks at the ends."""
     return key.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 def nearest(key: str, candidates: Iterable[str], *, furthest: int | None = None) -> str | None:
-    """The candidate with the fewest edits from `key`, or None when none is near.
+    """Return the candidate with the fewest edits from `key`, or None when none is near.
 
     Args:
         key: the word as written.
@@ -182,7 +187,7 @@ _MUST_BE: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def in_words(error: ErrorDetails) -> tuple[str, str | None]:
-    """(what is wrong, what to write instead) of one pydantic error."""
+    """Return what is wrong and what to write instead, of one pydantic error."""
     kind, given, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "complaint":
         return context["what"], context["fix"]
@@ -195,7 +200,7 @@ def in_words(error: ErrorDetails) -> tuple[str, str | None]:
 
 
 def _nearly(given: Any, kind: str, context: dict[str, Any]) -> str | None:
-    """A way out for a word that is nearly one of the allowed ones."""
+    """Suggest the allowed word that a wrong one nearly is."""
     if not isinstance(given, str) or kind != "literal_error" or "'" not in context["expected"]:
         return None
     choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ",").split(",")]

@@ -58,7 +58,7 @@ def with_stages(config: Config, stages: int) -> Config:
 
 
 def places(pp: int, dp: int, tp: int) -> list[str]:
-    """What each rank is: "stage 1, dp 0, tp 1", in axes that have several ranks. Nothing where that is dp alone."""
+    """Say what each rank is: "stage 1, dp 0, tp 1", in axes that have several ranks. Nothing where that is dp alone."""
     if pp == tp == 1:
         return []
     sizes = {"stage": pp, "dp": dp, "tp": tp}
@@ -69,7 +69,7 @@ def places(pp: int, dp: int, tp: int) -> list[str]:
 
 
 def mesh_lines(degrees: Mapping[str, int], host: str) -> list[str]:
-    """Which rank is what, for people: nothing for dp alone, a line for another axis alone, else a table.
+    """Say which rank is what, for people: nothing for dp alone, a line for another axis alone, else a table.
 
     Args:
         degrees: of the axes, outermost first.
@@ -94,7 +94,7 @@ def mesh_lines(degrees: Mapping[str, int], host: str) -> list[str]:
 
 
 def _degrees_that_fit(written: dict[str, int], ranks: int) -> list[str]:
-    """For each degree the sizes that fit while the others stay."""
+    """Find for each degree the sizes that fit while the others stay."""
     ways = []
     for key in written:
         others = math.prod(degree for other, degree in written.items() if other != key)
@@ -129,7 +129,7 @@ class BatchError(Exception):
 def solve(
     given: Mapping[str, int | None], dp_degree: int, sources: Mapping[str, str] | None = None
 ) -> BatchTriple:
-    """Fills in what is missing of the three keys, as DeepSpeed does.
+    """Fill in what is missing of the three keys, as DeepSpeed does.
 
     Args:
         given: the three keys of BATCH_KEYS; None or absent is unknown.
@@ -171,7 +171,7 @@ def _too_little(accumulation: int | None) -> Problem:
 
 
 def _no_solution(given: Mapping[str, int | None], dp_degree: int, sources: Mapping[str, str]) -> Problem:
-    """Names the equation with its numbers, and the nearest numbers that solve it."""
+    """Name the equation with its numbers, and the nearest numbers that solve it."""
     terms = []
     for key in BATCH_KEYS:
         value = given.get(key)
@@ -186,7 +186,7 @@ def _no_solution(given: Mapping[str, int | None], dp_degree: int, sources: Mappi
 
 
 def _batches_that_fit(train: int, micro: int | None, accumulation: int | None, dp_degree: int) -> list[str]:
-    """Changes of one key that make the equation hold, the nearest values first."""
+    """Find changes of one key that make the equation hold, the nearest values first."""
     parts = (micro or 1) * (accumulation or 1) * dp_degree
     if micro and accumulation:
         ways = [f"{TRAIN} {parts}"]
@@ -209,6 +209,6 @@ def _batches_that_fit(train: int, micro: int | None, accumulation: int | None, d
 
 
 def divisors(number: int) -> list[int]:
-    """Of a whole number from 1, in no order; a root counts twice. Of a huge one some are left out."""
+    """List the divisors of a whole number from 1, in no order; a root counts twice. Of a huge one some are left out."""
     small = [d for d in range(1, min(math.isqrt(number), MOST_TRIED) + 1) if number % d == 0]
     return small + [number // d for d in small]

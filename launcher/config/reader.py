@@ -62,7 +62,7 @@ class Tokens:
         self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
 
     def peek(self) -> str:
-        """Skips blanks and comments and returns the next character, "" at the end."""
+        """Skip blanks and comments and return the next character, "" at the end."""
         blank = _BLANK.match(self.text, self.at)
         self.at = blank.end() if blank else self.at
         if self.text.startswith("/*", self.at):
@@ -70,7 +70,7 @@ class Tokens:
         return self.text[self.at : self.at + 1]
 
     def place(self, at: int) -> tuple[int, int]:
-        """Line and column, from 1, of an offset."""
+        """Return line and column, from 1, of an offset."""
         low, high = 0, len(self.line_starts)
         while high - low > 1:
             middle = (low + high) // 2
@@ -82,7 +82,7 @@ class Tokens:
         return ConfigError(f"this is not valid JSON: {what}", where=f"{self.name}:{line}:{column}", fix=fix)
 
     def key(self) -> str:
-        """A key, in quotes or not."""
+        """Read a key, in quotes or not."""
         if self.text[self.at : self.at + 1] in _STRING_END:
             return self.string()
         word = _KEY.match(self.text, self.at)
@@ -92,7 +92,7 @@ class Tokens:
         return word.group()
 
     def at_key(self) -> bool:
-        """Whether a key and its colon come next."""
+        """Return whether a key and its colon come next."""
         before = self.at
         try:
             self.key()
@@ -103,7 +103,7 @@ class Tokens:
             self.at = before
 
     def string(self) -> str:
-        """A text in quotes of any kind."""
+        """Read a text in quotes of any kind."""
         if self.text.startswith(_THREE, self.at):
             return self.lines()
         start, self.at = self.at, self.at + 1
@@ -120,7 +120,7 @@ class Tokens:
             parts.append(self.escape())
 
     def lines(self) -> str:
-        """A text of several lines in three quotes. Its indentation counts from the column where it is opened."""
+        """Read lines in three quotes. Their indentation counts from the column where the text is opened."""
         start, indent = self.at, self.place(self.at)[1] - 1
         end = self.text.find(_THREE, start + 3)
         if end < 0:
@@ -132,7 +132,7 @@ class Tokens:
         return "\n".join(lines if rest == [] or rest[-1].strip() else lines[:-1])
 
     def escape(self) -> str:
-        """The character after a backslash; pairs of \\u surrogates make one character."""
+        """Read the character after a backslash; pairs of \\u surrogates make one character."""
         code, self.at = self.text[self.at : self.at + 1], self.at + 1
         if code in _ESCAPES and code:
             return _ESCAPES[code]
@@ -151,7 +151,7 @@ class Tokens:
         raise self.error(f"`\\{code}` means nothing in JSON", "write `\\\\` for a backslash", at=self.at - 2)
 
     def plain(self) -> Any:
-        """A number, a word that means something, or a text without quotes. Raises NotAValueError after what is none."""
+        """Read a number, a word that means something, or a text without quotes. Raises NotAValueError after others."""
         number = _NUMBER.match(self.text, self.at)
         if number:
             self.at = number.end()
@@ -172,7 +172,7 @@ class Tokens:
         return self.unquoted(found)
 
     def unquoted(self, found: re.Match[str]) -> str:
-        """The text without quotes that begins here, `found` being what comes before a comma or bracket."""
+        """Read the text without quotes that begins here, `found` being what comes before a comma or bracket."""
         line = _LINE.match(self.text, self.at)
         assert line is not None
         text, word = line.group().strip(), found.group().strip()
@@ -187,7 +187,7 @@ class Tokens:
 
 
 def read_file(path: Path, name: str | None = None) -> Document:
-    """Reads a JSON file. Raises ConfigError when it is missing, unreadable or not JSON."""
+    """Read a JSON file. Raises ConfigError when it is missing, unreadable or not JSON."""
     name = name or str(path)
     text = read_small(
         path,
@@ -199,7 +199,7 @@ def read_file(path: Path, name: str | None = None) -> Document:
 
 
 def read_text(text: str, name: str) -> Document:
-    """Reads JSON text; `name` stands for it in messages. Raises ConfigError on the first syntax error."""
+    """Read JSON text; `name` stands for it in messages. Raises ConfigError on the first syntax error."""
     return _Parser(text, name).document()
 
 
@@ -245,7 +245,7 @@ class _Parser(Tokens):
         return members
 
     def members(self, path: KeyPath, close: str, opened: int) -> dict[str, Any]:
-        """The keys and values up to `close`, "" being the end of the text."""
+        """Read the keys and values up to `close`, "" being the end of the text."""
         members: dict[str, Any] = {}
         while self.peek() != close:
             self.more(close, opened)
@@ -289,7 +289,7 @@ class _Parser(Tokens):
         self.found.places[path] = self.place(at)
 
     def more(self, close: str, opened: int) -> None:
-        """Complains when the text ends inside a bracket."""
+        """Complain when the text ends inside a bracket."""
         if self.at >= len(self.text):
             bracket = self.text[opened]
             line, column = self.place(opened)
@@ -298,7 +298,7 @@ class _Parser(Tokens):
             )
 
     def comma(self, close: str) -> None:
-        """Takes one comma; none is needed before the closing bracket, after another one or where a line ends."""
+        """Take one comma; none is needed before the closing bracket, after another one or where a line ends."""
         after = self.at
         following = self.peek()
         if following == ",":
@@ -309,5 +309,5 @@ class _Parser(Tokens):
             raise self.error("a comma is missing here", "write `,` after the value", at=after)
 
     def ends(self, after: int) -> bool:
-        """Whether the value before `after` ends without a comma: by a quote, a bracket or its line."""
+        """Return whether the value before `after` ends without a comma: by a quote, a bracket or its line."""
         return self.text[after - 1] in "\"'}]" or "\n" in self.text[after : self.at]

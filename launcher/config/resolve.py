@@ -33,7 +33,7 @@ class ResolvedAuto(NamedTuple):
 
 
 def autos_of_hidden_size(hidden_size: int) -> dict[str, int]:
-    """Values for `resolve(auto=...)` that follow from the model's width, as in Hugging Face's Trainer."""
+    """Return values for `resolve(auto=...)` that follow from the model's width, as in Hugging Face's Trainer."""
     return {
         "zero_optimization.reduce_bucket_size": hidden_size * hidden_size,
         "zero_optimization.stage3_prefetch_bucket_size": hidden_size * hidden_size * 9 // 10,
@@ -66,14 +66,14 @@ def resolved(config: Config, dp_degree: int, auto: Mapping[str, Any]) -> Config:
     if problems:
         raise ConfigProblems(document.name, problems, document.described)
     found_now = examine(type(config), replace(document, tree=tree, problems=[], conversions=[]))
-    copy = found_now.required()
-    copy._document, copy._notes = document, tuple(dict.fromkeys((*config.notes, *found_now.notes)))
-    copy._resolved_autos = tuple(found)
-    return copy
+    made = found_now.required()
+    made._document, made._notes = document, tuple(dict.fromkeys((*config.notes, *found_now.notes)))
+    made._resolved_autos = tuple(found)
+    return made
 
 
 def _autos(section: Section, path: Path) -> list[tuple[Path, Section]]:
-    """Every key that says "auto", with its section."""
+    """List every key that says "auto", with its section."""
     found = []
     for key in type(section).model_fields:
         value = getattr(section, key)
@@ -87,7 +87,7 @@ def _autos(section: Section, path: Path) -> list[tuple[Path, Section]]:
 def _answer(
     config: Config, path: Path, section: Section, auto: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> ResolvedAuto | Problem:
-    """The value of one "auto": what the caller gives, else the default of its key.
+    """Return the value of one "auto": what the caller gives, else the default of its key.
 
     `tree` is resolved up to this key; optimizer comes before scheduler.
     """
@@ -103,7 +103,7 @@ def _answer(
 
 
 def defaults_at(config: Config, path: Path) -> Mapping[str, Any]:
-    """Defaults that depend on the section around (an optimizer's type)."""
+    """Return the defaults that depend on the section around (an optimizer's type)."""
     if len(path) < 2:
         return {}
     outer: Section = config
@@ -121,7 +121,7 @@ def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
 def _batch(
     config: Config, tree: dict[str, Any], dp_degree: int, auto: Mapping[str, Any]
 ) -> list[ResolvedAuto]:
-    """Writes the solved triple into the tree and tells what was not written by the user."""
+    """Write the solved triple into the tree and tell what was not written by the user."""
     written = {key: getattr(config, key) for key in BATCH_KEYS}
     by_flag = {auto.path: auto.why for auto in config.resolved_autos}
     given: dict[str, int | None] = {}
@@ -157,12 +157,12 @@ FLAGS = ("--learning-rate", "--weight-decay", "--warmup-steps", "--batch-size")
 
 
 def flags_for_json(args: object) -> dict[str, Any]:
-    """What a recipe's parsed flags say of keys of the JSON, for `complete`."""
+    """Return what a recipe's parsed flags say of keys of the JSON, for `complete`."""
     return {flag: getattr(args, flag.lstrip("-").replace("-", "_"), None) for flag in FLAGS}
 
 
 def complete(config: Config, flags: Mapping[str, Any]) -> Config:
-    """A copy with what the flags say in the place of "auto" and of keys that are left out.
+    """Return a copy with what the flags say in the place of "auto" and of keys that are left out.
 
     A JSON without `optimizer` gets AdamW. One without `scheduler` gets a cosine with warm-up where the optimizer is the
     recipe's, too, or `--warmup-steps` is said; the optimizer of a JSON alone keeps its learning rate, as in DeepSpeed.
@@ -203,7 +203,7 @@ class _Completion:
         return made
 
     def bring(self, *, scheduled: bool) -> None:
-        """Optimizer and schedule of the recipe."""
+        """Bring the optimizer and the schedule of the recipe."""
         lacks = [key for key in ("optimizer", "scheduler") if not self.tree.get(key)]
         if "optimizer" in lacks:
             self.tree["optimizer"] = {"type": OPTIMIZER, "params": {"lr": AUTO, "weight_decay": AUTO}}
@@ -234,13 +234,13 @@ class _Completion:
                 self.write(("scheduler", "params", PEAKS[schedule]), value, flag)
         elif flag == "--weight-decay" and "weight_decay" not in TYPES[kind].keywords:
             self.refuse(
-                ("optimizer", "type"), f"{flag} is said, and {kind} has no weight decay", f"leave {flag} away"
+                ("optimizer", "type"), f"{flag} is said, and {kind} has no weight decay", f"drop {flag}"
             )
         elif flag == "--weight-decay":
             self.write(DECAY, value, flag)
         elif scheduler is not None and WARMUP not in params:
             self.refuse(
-                ("scheduler", "type"), f"{flag} is said, and {schedule} has no {WARMUP}", f"leave {flag} away"
+                ("scheduler", "type"), f"{flag} is said, and {schedule} has no {WARMUP}", f"drop {flag}"
             )
         else:
             self.write(("scheduler", "params", WARMUP), value, flag)
@@ -248,12 +248,12 @@ class _Completion:
     def say_batch(self, flag: str, value: int) -> None:
         if self.config.elasticity.on:
             what = f"{flag} is said, and elasticity chooses the batch size"
-            self.refuse(("elasticity",), what, f"leave {flag} away")
+            self.refuse(("elasticity",), what, f"drop {flag}")
             return
         self.write((TRAIN,), value, flag)
 
     def write(self, path: Path, value: Any, flag: str) -> None:
-        """`value` for a key that is "auto" or left out."""
+        """Write `value` for a key that is "auto" or left out."""
         if not self.agrees(path, value, flag):
             return
         node = self.tree
@@ -265,7 +265,7 @@ class _Completion:
         self.chosen.append(ResolvedAuto(dotted(path), value, flag))
 
     def agrees(self, path: Path, value: Any, flag: str) -> bool:
-        """Whether the key is open, or says the same; a contradiction is a problem."""
+        """Return whether the key is open, or says the same; a contradiction is a problem."""
         written: Any = self.document.tree
         for key in path:
             written = written.get(key) if isinstance(written, dict) else None
@@ -273,7 +273,7 @@ class _Completion:
             return True
         if written != value:
             what = f"is {show(written)}, and {flag} says {show(value)}"
-            self.refuse(path, what, f'leave {flag} away, or write "auto" there')
+            self.refuse(path, what, f'drop {flag}, or write "auto" there')
         return False
 
     def refuse(self, path: Path, what: str, fix: str) -> None:
@@ -281,7 +281,7 @@ class _Completion:
 
 
 def micro_batch_of(config: Config, dp_degree: int, most: int) -> int | None:
-    """Sequences that a rank takes at a time, where the JSON leaves it to the recipe; None where it does not.
+    """Return how many sequences a rank takes at a time, where the JSON leaves it to the recipe; None where it does not.
 
     Args:
         most: as many as the recipe would take by itself.

@@ -30,7 +30,7 @@ from launcher.config.problems import Note
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig
 from launcher.config.section import Section
-from launcher.config.sections import ActivationCheckpointingConfig, CheckpointConfig, CompileConfig
+from launcher.config.small_sections import ActivationCheckpointingConfig, CheckpointConfig, CompileConfig
 from launcher.config.tensor_parallel import TensorParallelConfig
 from launcher.config.values import Count, Dtype, lower
 from launcher.config.zero import ZeroConfig
@@ -198,30 +198,30 @@ class Config(Section):
     _resolved_autos: tuple[ResolvedAuto, ...] = PrivateAttr(default=())
 
     def __eq__(self, other: object) -> bool:
-        """Same values; where they were written does not matter."""
+        """Compare the values; where they were written does not matter."""
         return isinstance(other, Config) and self.to_dict() == other.to_dict()
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """Remarks on the values: old names, keys without effect here, surprising defaults."""
+        """Return the remarks on the values: old names, keys without effect here, surprising defaults."""
         return self._notes
 
     def where(self, path: str) -> str:
-        """`file:line:column` of a dotted key."""
+        """Return `file:line:column` of a dotted key."""
         return self._document.where(tuple(path.split(".")))
 
     @property
     def resolved_autos(self) -> tuple[ResolvedAuto, ...]:
-        """(path, value, why) of every "auto" and of batch keys that were left out; empty before `resolve`."""
+        """Return (path, value, why) of every "auto" and of batch keys that were left out; empty before `resolve`."""
         return self._resolved_autos
 
     @property
     def dtype(self) -> Literal["fp32", "fp16", "bf16"]:
-        """Dtype of the model's parameters and gradients."""
+        """Return the dtype of the model's parameters and gradients."""
         return "fp16" if self.fp16.enabled is True else "bf16" if self.bf16.enabled is True else "fp32"
 
     def dp_degree(self, ranks: int) -> int:
-        """Data-parallel ranks among `ranks` ranks: pipeline stages x data-parallel x tensor-parallel ranks are all.
+        """Return how many of `ranks` ranks are data-parallel: stages x data-parallel x tensor-parallel ranks are all.
 
         Raises:
             ConfigError: the degrees do not divide the number of ranks.
@@ -229,7 +229,7 @@ class Config(Section):
         return ranks_of.dp_degree(self, ranks)
 
     def with_stages(self, stages: int) -> Config:
-        """A copy with so many pipeline stages, for a model that says them itself.
+        """Return a copy with so many pipeline stages, for a model that says them itself.
 
         Raises:
             ConfigError: the JSON says another number.
@@ -237,7 +237,7 @@ class Config(Section):
         return ranks_of.with_stages(self, stages)
 
     def resolve(self, *, dp_degree: int, auto: Mapping[str, Any] = MappingProxyType({})) -> Config:
-        """A copy in which the batch equation is solved and no value is "auto".
+        """Return a copy in which the batch equation is solved and no value is "auto".
 
         Args:
             dp_degree: data-parallel ranks, at least 1.

@@ -55,7 +55,7 @@ RuleFunction: TypeAlias = Callable[["Config"], Iterator[Found]]
 
 
 def standing(config: Config, table: tuple[Rule | RuleFunction, ...]) -> Iterator[Found]:
-    """The rules of a table that stand, with the values in their words."""
+    """Find the rules of a table that stand, with the values in their words."""
     for entry in table:
         if not isinstance(entry, Rule):
             yield from entry(config)
@@ -67,7 +67,7 @@ def standing(config: Config, table: tuple[Rule | RuleFunction, ...]) -> Iterator
 
 
 def value_at(config: Config, key: str) -> Any:
-    """The value of a dotted key; "auto" where a section around it is not there, or has no such key."""
+    """Return the value of a dotted key; "auto" where a section around it is not there, or has no such key."""
     found: Any = config
     for part in key.split("."):
         found = getattr(found, part, AUTO)
@@ -75,12 +75,12 @@ def value_at(config: Config, key: str) -> Any:
 
 
 def path_of(key: str) -> Path:
-    """The way to a dotted key; a number is a place in a list."""
+    """Return the way to a dotted key; a number is a place in a list."""
     return tuple(int(part) if part.isdigit() else part for part in key.split("."))
 
 
 def remarks(config: Config) -> list[Note]:
-    """What a person should know of a configuration though nothing is wrong."""
+    """Return what a person should know of a configuration though nothing is wrong."""
     return [Note(path_of(found.keys[0]), found.kind, found.what) for found in standing(config, REMARKS)]
 
 
@@ -93,13 +93,13 @@ DIFFICULTY_STEP = f"{LEARNING}.curriculum_metrics.seqlen.schedule_config.difficu
 
 
 def _left_open(config: Config) -> Iterator[Found]:
-    """Defaults that surprise, and a stage that nobody has said yet."""
+    """Name defaults that surprise, and a stage that nobody has said yet."""
     params = value_at(config, PARAMS)
     if isinstance(params, WarmupParams) and "warmup_type" not in params.model_fields_set:
-        what = 'is left out: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
+        what = 'is not set: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
         yield Found((f"{PARAMS}.warmup_type",), what)
     if "gradient_clipping" not in config.model_fields_set:
-        what = "is left out: the norm is clipped to 1.0, as in DeepSpeed since June 2026"
+        what = "is not set: the norm is clipped at 1.0, as in DeepSpeed since June 2026"
         yield Found(("gradient_clipping",), what)
     if config.zero_optimization.stage == AUTO:
         what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
@@ -107,7 +107,7 @@ def _left_open(config: Config) -> Iterator[Found]:
 
 
 def _growing_momentum(config: Config) -> Iterator[Found]:
-    """The optimizer step at which the momentum of OneCycle's decay reaches 1."""
+    """Find the optimizer step at which the momentum of OneCycle's decay reaches 1."""
     keys = ("cycle_momentum", "cycle_max_mom", "decay_mom_rate", "decay_step_size", "cycle_first_step_size")
     values = [value_at(config, f"{PARAMS}.{key}") for key in (*keys, "cycle_second_step_size")]
     if AUTO in values:
@@ -121,7 +121,7 @@ def _growing_momentum(config: Config) -> Iterator[Found]:
 
 
 def _elastic(config: Config) -> Iterator[Found]:
-    """The batch that elasticity chooses."""
+    """Name the batch that elasticity chooses."""
     batch = config.elasticity.batch if config.elasticity.on else None
     if batch is not None:
         ranks = few(config.elasticity.world_sizes or ())
@@ -131,7 +131,7 @@ def _elastic(config: Config) -> Iterator[Found]:
 
 
 def _idle_ranks(config: Config) -> Iterator[Found]:
-    """How long ranks of a pipeline stand still, and with how many microbatches they would not."""
+    """Tell how long ranks of a pipeline stand still, and with how many microbatches they would not."""
     section, microbatches = config.pipeline, config.gradient_accumulation_steps
     if section.degree == 1 or not isinstance(microbatches, int):
         return
@@ -173,7 +173,7 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
          lambda on, kind, name: on and name == "OneCycle" and "betas" in TYPES[kind].keywords,
          "betas become [the cycle's momentum, 0.99], as in DeepSpeed; false keeps the optimizer's"),
     Rule(("torch_autocast.dtype", "torch_autocast.enabled"), lambda dtype, on: on and dtype is None,
-         "is left out: bfloat16. DeepSpeed takes torch's default, on GPUs float16 unscaled"),
+         "is not set: bfloat16. DeepSpeed takes torch's default, on GPUs float16 unscaled"),
     Rule(("zero_optimization.offload_param", "zero_optimization.offload_param.device", STAGE),
          lambda _, device, stage: device != "none" and stage < 3,
          "has no effect at stage {2}: only stage 3 shards parameters", kind="no effect"),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from launcher.config.problems import nearest, show
+from launcher.config.problems import in_json, nearest
 from launcher.config.section import Section
 from launcher.config.torch_schedules import NEED_PYTHON, TORCH, SchedulerParams
 from launcher.config.values import Count, Rate, Rates, WholeNumber, complaint, whole
@@ -166,7 +166,7 @@ class SchedulerConfig(Section):
             )
         near = nearest(name, PARAMS)
         meant = f'did you mean "{near}"?' if near else f"use one of {', '.join(PARAMS)}"
-        raise complaint(f"unknown scheduler type {show(name)}", meant)
+        raise complaint(f"unknown scheduler type {in_json(name)}", meant)
 
     @classmethod
     def section_of(cls, key: str, tree: Mapping[str, Any]) -> ParamsClass | None:

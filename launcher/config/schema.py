@@ -1,20 +1,21 @@
-"""What keys there are: every path of the schema, and of what is known and not implemented."""
+"""What keys there are, and what to say of one that is unknown, misplaced, not implemented, or a script's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from launcher.config.conversions import converted_paths
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.problems import Path
+from launcher.config.problems import Note, Path, Problem, dotted, in_json, is_comment, nearest, plain, show
 from launcher.config.section import Section
 from launcher.config.values import as_switch
 
 
 @cache
 def implemented_paths(root: type[Section]) -> tuple[str, ...]:
-    """Dotted path of every key that can be written, sections included."""
+    """Return the dotted path of every key that can be written, sections included."""
     return tuple(dict.fromkeys(_paths(root, "")))
 
 
@@ -27,7 +28,7 @@ def _paths(cls: type[Section], prefix: str) -> Iterator[str]:
 
 @cache
 def known_paths() -> tuple[str, ...]:
-    """Dotted path of every DeepSpeed key that is not implemented."""
+    """Return the dotted path of every DeepSpeed key that is not implemented."""
     return tuple(_known(known_keys(), ""))
 
 
@@ -39,7 +40,7 @@ def _known(node: Known, prefix: str) -> Iterator[str]:
 
 
 def differs_at(root: type[Section], tree: Any, path: Path) -> str | None:
-    """How the key at `path` of `tree` differs from DeepSpeed; None if it does not, or is no implemented key."""
+    """Say how the key at `path` of `tree` differs from DeepSpeed; None if it does not, or is no implemented key."""
     cls: type[Section] | None = root
     whole = tree
     for part in path[:-1]:
@@ -54,7 +55,7 @@ def differs_at(root: type[Section], tree: Any, path: Path) -> str | None:
 
 
 def keys_written(cls: type[Section], tree: Any, path: Path = ()) -> set[Path]:
-    """Paths of the keys of `tree` in the schema's own spelling, sections included."""
+    """Return the paths of the keys of `tree` in the schema's own spelling, sections included."""
     found: set[Path] = set()
     for key, value in tree.items():
         name = cls.spelling(key)
@@ -66,8 +67,190 @@ def keys_written(cls: type[Section], tree: Any, path: Path = ()) -> set[Path]:
 
 
 def known_at(path: Path) -> Known | None:
-    """The key of DeepSpeed's at `path` that is not implemented."""
+    """Return the key of DeepSpeed's at `path` that is not implemented."""
     known: Known | None = known_keys()
     for part in path:
         known = known.child(str(part)) if known else None
     return known
+
+
+_LISTED = 12
+"""A section with no more keys than this is listed in full when nothing is near."""
+
+SYNONYMS = {
+    **{"learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "wd": "weight_decay"},
+    **{"cpu_offload_optimizer": "offload_optimizer", "cpu_offload_param": "offload_param"},
+    **{"num_warmup_steps": "warmup_num_steps", "warmup_steps": "warmup_num_steps"},
+    **{"num_training_steps": "total_num_steps", "total_steps": "total_num_steps"},
+}
+"""Name of a key in other libraries -> its name in sections of DeepSpeed's that have such a key."""
+
+_ITS_OWN = (
+    "zero_optimization",
+    "optimizer",
+    "fp16",
+    "bf16",
+    "activation_checkpointing",
+    "tensor_parallel",
+    "pipeline",
+)
+"""Sections whose keys have names that are found nowhere else. One of them at the top level is misplaced."""
+
+FOREIGN = "is no key of DeepSpeed's: nothing here reads it"
+
+_STAGES = 'write "pipeline": {"stages": N}'
+_SPLITS = 'write "tensor_parallel": {"autotp_size": N}'
+_RATES = "write `scheduler`, with the type and its params"
+OTHER_NAMES = {
+    "learning_rate": "write `optimizer.params.lr`",
+    "pipe_parallel_size": _STAGES,
+    "pipeline_model_parallel_size": _STAGES,
+    "model_parallel_size": _SPLITS,
+    "tensor_model_parallel_size": _SPLITS,
+    "micro_batch_size": "write `train_micro_batch_size_per_gpu`",
+    "global_batch_size": "write `train_batch_size`",
+    "checkpoint_activations": 'write "activation_checkpointing": {}',
+    "clip_grad": "write `gradient_clipping`",
+    "log_interval": "write `steps_per_print`",
+    "lr_decay_style": _RATES,
+    "lr_decay_iters": _RATES,
+    "lr_warmup_iters": _RATES,
+    "lr_warmup_fraction": _RATES,
+    "min_lr": _RATES,
+    "warmup": _RATES,
+    "train_iters": "delete it; the recipes of `launch` have --max-steps, and a script counts its own steps",
+    "seq_length": "delete it; the recipes of `launch` have --seq-length, and a script cuts its own sequences",
+    "zero_stage": 'write "zero_optimization": {"stage": N}',
+}
+"""Name of Megatron's, GPT-NeoX's or Hugging Face's, which may have dashes -> what to write instead."""
+
+
+def stranger(root: type[Section], key: str, value: Any, beside: Mapping[str, Any]) -> Problem | Note:
+    """Say what a key at the top level is that is neither ours nor DeepSpeed's.
+
+    Args:
+        key, value: as written.
+        beside: the whole configuration.
+
+    Returns:
+        A problem where something is meant that would not be done, else a note.
+    """
+    path: Path = (key,)
+    instead = OTHER_NAMES.get(plain(key))
+    if instead is not None:
+        if value in (0, 1, None, False) and plain(key).endswith("parallel_size"):
+            return Note(path, "foreign", f"is a name of Megatron's, and {show(value)} asks for nothing")
+        return Problem(path, "is a name of another library's, which DeepSpeed does not read", instead)
+    if isinstance(value, dict):
+        inner = next((name for name in value if name in root.model_fields and name not in beside), None)
+        if inner is not None:
+            what = f"is no section of DeepSpeed's, and `{inner}` in it is not read"
+            return Problem(path, what, f"write `{inner}` at the top level")
+    problem = unknown_key(root, root, known_keys(), path, value)
+    if problem.suggestion is not None or is_comment(key, ""):
+        return problem
+    old = nearest(key, (name for name, _ in converted_paths() if "." not in name), furthest=1)
+    if old is not None:
+        return Problem(path, "unknown key", f"did you mean `{old}`?", old)
+    return Note(path, "foreign", FOREIGN)
+
+
+def unknown_key(
+    root: type[Section], cls: type[Section] | None, known: Known | None, path: Path, value: Any = None
+) -> Problem:
+    """Say that a key is no field of `cls` and no child of `known`; at least one of the two is given.
+
+    Args:
+        value: what is written there. An object at the top level is never meant for a plain key.
+    """
+    key = str(path[-1])
+    siblings = list(known.children) if known else []
+    siblings = [name for name in siblings if name != "*"]
+    if cls is not None:
+        siblings = [*cls.model_fields, *cls.aliases, *siblings]
+    everywhere = _places(root)
+    if len(path) == 1:
+        everywhere = _misplaced(root, isinstance(value, dict))
+        if isinstance(value, dict):
+            siblings = [name for name in siblings if root.sections_of(name) or known_at((name,))]
+    if cls is not None and dotted(path) in implemented_paths(root):
+        kind = cls.__name__.removesuffix("Params")
+        return Problem(path, f"{kind} has no such key, another type has", _choices(siblings))
+    if plain(key).lstrip("_/#").startswith("comment"):
+        return Problem(path, "unknown key", "write comments as `// text`")
+    if (synonym := SYNONYMS.get(plain(key), "")) in siblings:
+        meant = dotted((*path[:-1], synonym))
+        return Problem(path, "unknown key", f"did you mean `{meant}`?", meant)
+    close = nearest(key, siblings, furthest=1)
+    elsewhere = [place for place in everywhere.get(key, []) if not _is_around(place, path)]
+    near = close or (None if elsewhere else nearest(key, siblings))
+    if near:
+        meant = dotted((*path[:-1], near))
+        also = f" (`{key}` itself belongs at `{elsewhere[0]}`)" if elsewhere else ""
+        return Problem(path, "unknown key", f"did you mean `{meant}`?{also}", meant)
+    if elsewhere:
+        here = f"in {dotted(path[:-1])}" if len(path) > 1 else "at the top level"
+        places = " or ".join(f"`{place}`" for place in elsewhere[:3])
+        return Problem(path, f"unknown key {here}", f"it belongs at {places}", elsewhere[0])
+    far = nearest(key, everywhere, furthest=max(1, len(key) // 6))
+    if far:
+        meant = everywhere[far][0]
+        return Problem(path, "unknown key", f"did you mean `{meant}`?", meant)
+    return Problem(path, "unknown key", _choices(siblings))
+
+
+def _is_around(place: str, path: Path) -> bool:
+    """Return whether it is around: `fp16` is around `fp16.fp16`, so that is not where the inner one belongs."""
+    return f"{dotted(path)}.".startswith(f"{place}.")
+
+
+def _choices(siblings: list[str]) -> str:
+    if len(siblings) > _LISTED:
+        return "delete it"
+    return f"delete it; valid keys here: {', '.join(sorted(siblings))}"
+
+
+def not_written(known: Known, value: Any, path: Path) -> Problem:
+    """Say that a key of DeepSpeed's asks for something this launcher does not do."""
+    words = f" ({known.words})" if known.words else ""
+    what = {
+        "later": f"{show(value)} is not implemented here yet{words}",
+        "old": f"is an old key of DeepSpeed's that has no meaning here{words}",
+        "ignored": f"is ignored by DeepSpeed itself{words}",
+    }[known.status]
+    off = f", or write {in_json(known.neutral[0])}" if known.neutral else ""
+    return Problem(path, what, known.fix or f"delete it{off}")
+
+
+@cache
+def _places(root: type[Section]) -> dict[str, list[str]]:
+    """Return the last part of a path -> the paths that end in it, implemented ones first."""
+    return _by_name((*implemented_paths(root), *known_paths()))
+
+
+@cache
+def _misplaced(root: type[Section], section: bool) -> dict[str, list[str]]:
+    """Return `_places` of names that only DeepSpeed has: a script has an `epochs` or a `device` of its own.
+
+    Args:
+        section: those of sections, else all.
+    """
+    paths = implemented_paths(root)
+    around = {path.rpartition(".")[0] for path in paths}
+    single = {name for name, where in _places(root).items() if len(where) == 1}
+    return _by_name(
+        path
+        for path in paths
+        if path.partition(".")[0] in _ITS_OWN
+        and path.rpartition(".")[2] in single
+        and (not section or path in around)
+    )
+
+
+def _by_name(paths: Iterable[str]) -> dict[str, list[str]]:
+    places: dict[str, list[str]] = {}
+    for path in paths:
+        where = places.setdefault(path.rpartition(".")[2], [])
+        if path not in where:
+            where.append(path)
+    return places

@@ -60,7 +60,7 @@ class Section(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Inside another section this one is an instance, checked by itself (`check.py`): its schema is not needed."""
+        """Make no schema inside another section: there this one is an instance, checked by itself (`check.py`)."""
         if _Building.now:
             return core_schema.is_instance_schema(cls)
         _Building.now = True
@@ -72,7 +72,7 @@ class Section(BaseModel):
     @field_validator("*", mode="wrap")
     @classmethod
     def _as_meant(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        """The value if it fits the field, "auto", or what else it may mean that fits (`readings`)."""
+        """Return the value if it fits the field, "auto", or what else it may mean that fits (`readings`)."""
         if isinstance(value, str) and value == AUTO:
             return value
         try:
@@ -88,42 +88,42 @@ class Section(BaseModel):
 
     @classmethod
     def spelling(cls, key: str) -> str:
-        """The field that a JSON key names, through the aliases."""
+        """Return the field that a JSON key names, through the aliases."""
         return cls.aliases.get(key, key)
 
     @classmethod
     def section_of(cls, key: str, tree: Mapping[str, Any]) -> type[Section] | None:
-        """The class of the member section `key`, None for a plain value; `tree` is this section."""
+        """Return the class of the member section `key`, None for a plain value; `tree` is this section."""
         return cls.member_sections().get(key)
 
     @classmethod
     def member_sections(cls) -> Mapping[str, type[Section]]:
-        """The fields that are sections themselves, with the class they are annotated with."""
+        """Return the fields that are sections themselves, with the class they are annotated with."""
         return _inner_sections(cls)[0]
 
     @classmethod
     def sections_of(cls, key: str) -> tuple[type[Section], ...]:
-        """Every class that the member section `key`, or an item of the list `key`, may have; () for a plain value."""
+        """Return every class that the section `key`, or an item of the list `key`, may have; () for a plain value."""
         found = cls.member_sections().get(key) or cls.items_of(key)
         return (found,) if found else ()
 
     @classmethod
     def items_of(cls, key: str) -> type[Section] | None:
-        """The class of the items of `key`, None where it is no list of sections."""
+        """Return the class of the items of `key`, None where it is no list of sections."""
         return _inner_sections(cls)[1].get(key)
 
     @classmethod
     def step_of(cls, key: str) -> str:
-        """`key` as it stands in the paths of its members: `layer_specs[]` for a list of sections."""
+        """Return `key` as it stands in the paths of its members: `layer_specs[]` for a list of sections."""
         return f"{key}[]" if cls.items_of(key) else key
 
     @classmethod
     def defaults_of(cls, key: str, tree: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Defaults of the member section `key` that depend on this section (an optimizer's type)."""
+        """Return the defaults of the member section `key` that depend on this section (an optimizer's type)."""
         return {}
 
     def idle_keys(self) -> Iterator[str]:
-        """Keys of `without_effect` that were written with another value than their default."""
+        """Find keys of `without_effect` that were written with another value than their default."""
         for key in self.without_effect:
             default = type(self).model_fields[key].get_default()
             if key in self.model_fields_set and getattr(self, key) not in (default, AUTO):
@@ -142,7 +142,7 @@ class Section(BaseModel):
 
 
 def _nearer(refusal: ValidationError, other: ValidationError) -> ValidationError:
-    """Of two refusals the one that says more: a number of the wrong size, rather than a text that is no number."""
+    """Return the refusal that says more: a number of the wrong size, rather than a text that is no number."""
     kinds = [error.errors(include_url=False)[0]["type"] for error in (refusal, other)]
     return other if kinds[0] in NO_NUMBER and kinds[1] not in (*NO_NUMBER, "bool_type") else refusal
 
@@ -167,7 +167,7 @@ def _inner_sections(cls: type[Section]) -> tuple[dict[str, type[Section]], dict[
 
 
 def stage_in(tree: Mapping[str, Any]) -> Any:
-    """`zero_optimization.stage` of a whole file as it is written; 0 where it is not."""
+    """Return `zero_optimization.stage` of a whole file as it is written; 0 where it is not."""
     zero = tree.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     return next((other for other in readings(stage)), stage) if isinstance(stage, str) else stage

@@ -33,7 +33,7 @@ def _patterns(value: Any) -> Any:
 
 
 def _shape(value: Any) -> Any:
-    """Lists as tuples; every size is a whole number from 1, or -1 outside of an inner list."""
+    """Return lists as tuples; every size is a whole number from 1, or -1 outside of an inner list."""
 
     def size(item: Any, least: int) -> bool:
         return isinstance(item, int) and not isinstance(item, bool) and item >= least and item != 0
@@ -85,7 +85,7 @@ class LayerPattern(Section):
 
     @property
     def dim(self) -> int:
-        """The dim that is split."""
+        """Return the dim that is split."""
         return self.partition_dim if self.partition_dim is not None else int(self.partition_type == "row")
 
 
@@ -213,5 +213,5 @@ class TensorParallelConfig(Section):
 
     @property
     def degree(self) -> int:
-        """Ranks that share a layer, at least 1."""
+        """Return how many ranks share a layer, at least 1."""
         return 1 if self.autotp_size == AUTO else max(1, self.autotp_size)

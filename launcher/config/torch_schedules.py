@@ -35,7 +35,7 @@ class TorchParams(SchedulerParams):
     """Only -1, the start: checkpoints keep the place by themselves."""
 
     def keywords(self) -> dict[str, Any]:
-        """What torch's class is called with."""
+        """Return what torch's class is called with."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != "last_epoch"}
 
 

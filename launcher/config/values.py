@@ -22,7 +22,7 @@ FALSE_WORDS = frozenset({"false", "f", "no", "n", "off", "0"})
 
 
 def readings(value: Any) -> Iterator[Any]:
-    """Other values that mean the same as `value`, numbers before switches. A field takes the first that fits it."""
+    """List other values that mean the same as `value`, numbers first. A field takes the first that fits it."""
     if isinstance(value, list | tuple):
         numbers = [_number(item) for item in value]
         if any(number is not None for number in numbers):
@@ -37,7 +37,7 @@ def readings(value: Any) -> Iterator[Any]:
 
 
 def as_switch(value: Any) -> bool | None:
-    """True or False where the value says one of them, be it as 1 or as a text; else None."""
+    """Return True or False where the value says one of them, be it as 1 or as a text; else None."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float):
@@ -47,7 +47,7 @@ def as_switch(value: Any) -> bool | None:
 
 
 def _number(value: Any) -> int | float | None:
-    """The finite number that a text says, None for anything else."""
+    """Return the finite number that a text says, None for anything else."""
     if not isinstance(value, str) or len(value) > MOST_DIGITS:
         return None
     for kind in (int, float):
@@ -60,17 +60,17 @@ def _number(value: Any) -> int | float | None:
 
 
 def complaint(what: str, fix: str) -> PydanticCustomError:
-    """What a validator raises: `what` without the key's name, and what to write instead."""
+    """Return what a validator raises: `what` without the key's name, and what to write instead."""
     return PydanticCustomError("complaint", "{what}", {"what": what, "fix": fix})
 
 
 def whole(value: Any) -> Any:
-    """5e8 -> 500000000; everything else is left for the type to refuse."""
+    """Read 5e8 as 500000000; everything else is left for the type to refuse."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def lower(value: Any) -> Any:
-    """A word in small letters; everything else is left for the type to refuse."""
+    """Write a word in small letters; everything else is left for the type to refuse."""
     return value.lower() if isinstance(value, str) else value
 
 
@@ -109,7 +109,7 @@ WholeNumbers = Annotated[tuple[int, ...], BeforeValidator(wholes(1, "whole numbe
 
 
 def null_is_true(value: Any) -> Any:
-    """A switch whose null means true."""
+    """Read null as true."""
     return True if value is None else value
 
 

@@ -17,7 +17,7 @@ from launcher.config.schema import differs_at, keys_written, known_at
 from launcher.config.section import AUTO, Section
 
 Verdict: TypeAlias = Literal[
-    "used", "used differently", "obsolete", "no effect", "comment", "foreign", "refused", "left out"
+    "used", "used differently", "obsolete", "no effect", "comment", "foreign", "refused", "default"
 ]
 _WHOLE = ("refused", "obsolete", "no effect")
 _OF_NOTE: dict[str, Verdict] = {
@@ -47,7 +47,7 @@ class KeyVerdict(NamedTuple):
 
 
 def verdicts(written: Document, examined: Examined) -> list[KeyVerdict]:
-    """A verdict for each key of `written`, in its order; then those on keys that are left out."""
+    """Return a verdict for each key of `written`, in its order; then those on keys that are left out."""
     reasons = _reasons(examined)
     rows: list[KeyVerdict] = []
     told: set[Path] = set()
@@ -73,19 +73,19 @@ def verdicts(written: Document, examined: Examined) -> list[KeyVerdict]:
         place = written.place(path) if is_written else (0, 0)
         for verdict, words in reasons[path]:
             rows.append(
-                KeyVerdict(path, *place, verdict if is_written or verdict == "refused" else "left out", words)
+                KeyVerdict(path, *place, verdict if is_written or verdict == "refused" else "default", words)
             )
     return sorted(rows, key=lambda row: (row.line or 10**9, row.column))
 
 
 def count(rows: list[KeyVerdict]) -> dict[str, int]:
-    """How many keys have each verdict, the plain ones first."""
+    """Count the keys that have each verdict, the plain ones first."""
     found = Counter(row.verdict for row in rows)
     return {kind: found[kind] for kind in ("used", *_OF_NOTE.values(), "refused") if found[kind]}
 
 
 def _reasons(examined: Examined) -> dict[Path, list[tuple[Verdict, str]]]:
-    """Path as written -> what the checks said of it; a refusal goes before everything else."""
+    """Return path as written -> what the checks said of it; a refusal goes before everything else."""
     document = examined.document
     reasons: dict[Path, list[tuple[Verdict, str]]] = {}
     for problem in examined.problems:
@@ -111,7 +111,7 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[Path]:
 
 
 def _plain(path: Path, examined: Examined) -> tuple[Verdict, str]:
-    """A key that nothing was said of."""
+    """Judge a key that nothing was said of."""
     now = next((new for new, old in examined.document.origins.items() if old == path), path)
     how = differs_at(Config, examined.document.tree, now)
     if how is not None:
@@ -143,7 +143,7 @@ class Explained(NamedTuple):
 
 
 def explain(config: Config, tree: Mapping[str, Any], dp_degree: int | None) -> list[Explained]:
-    """Every key that says "auto" or is left out, in the order of the schema.
+    """List every key that says "auto" or is left out, in the order of the schema.
 
     Args:
         config: not resolved.
@@ -155,7 +155,7 @@ def explain(config: Config, tree: Mapping[str, Any], dp_degree: int | None) -> l
 
 
 def solved_batch(config: Config, dp_degree: int) -> tuple[ResolvedAuto, ...]:
-    """What the batch equation gives on so many ranks, whatever the run may say of rates and schedules.
+    """Return what the batch equation gives on so many ranks, whatever the run may say of rates and schedules.
 
     Raises:
         ConfigProblems: it does not hold.
@@ -185,7 +185,7 @@ def _batch(config: Config, dp_degree: int | None) -> Iterator[Explained]:
 def _section(
     root: Config, section: Section, path: Path, written: set[Path], shown: Mapping[str, Any]
 ) -> Iterator[Explained]:
-    """`shown` has the keys of the section that mean something here (an optimizer has only its own)."""
+    """Explain a section; `shown` has the keys of it that mean something here (an optimizer has only its own)."""
     for key in type(section).model_fields:
         here = (*path, key)
         value = getattr(section, key)
@@ -218,5 +218,5 @@ def _auto(root: Config, section: Section, path: Path) -> Explained:
 
 
 def _json(value: Any) -> str:
-    """As it stands in the file, texts without their quotes."""
+    """Write a value as it stands in the file, texts without their quotes."""
     return value if isinstance(value, str) else json.dumps(value)

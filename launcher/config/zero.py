@@ -261,6 +261,6 @@ class ZeroConfig(Section):
 
     @property
     def parameters_elsewhere(self) -> OffloadParamConfig | None:
-        """Where parameters rest, when that is not the device: `offload_param` at stage 3."""
+        """Return where parameters rest, when that is not the device: `offload_param` at stage 3."""
         section = self.offload_param if self.stage == 3 else None
         return None if section is None or section.device == "none" else section

@@ -161,7 +161,7 @@ def test_the_near_key_goes_before_the_same_name_elsewhere() -> None:
 def test_defaults_are_deepspeeds() -> None:
     config = load({})
     assert config.gradient_clipping == 1.0
-    assert any("gradient_clipping: is left out" in str(note) for note in config.notes)
+    assert any("gradient_clipping: is not set" in str(note) for note in config.notes)
     assert (config.fp16.initial_scale_power, config.fp16.loss_scale_window, config.fp16.hysteresis) == (
         16,
         1000,

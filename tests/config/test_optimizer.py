@@ -112,7 +112,7 @@ def test_keywords_of_torch_are_kept() -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "words"),
     [
-        ("AdamV", {}, 'there is no optimizer the text "AdamV"'),
+        ("AdamV", {}, 'unknown optimizer type "AdamV"'),
         ("Adem", {}, 'did you mean "Adam"?'),
         ("Adafactor", {}, "Adafactor cannot step on sharded state: it keeps row and column means"),
         ("lbfgs", {}, "LBFGS cannot step on sharded state: it needs the loss again and again"),

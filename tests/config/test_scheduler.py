@@ -95,7 +95,7 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
         ("SequentialLR", {}, "needs schedules that Python has built"),
         ("ChainedScheduler", {}, "needs schedules that Python has built"),
         ("ReduceLROnPlateau", {}, "needs a metric at each step"),
-        ("Nothing", {}, "unknown scheduler type"),
+        ("Nothing", {}, 'unknown scheduler type "Nothing"'),
     ],
 )
 @pytest.mark.key("scheduler.type")

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.config import Config, ConfigProblems, load
 from launcher.config.load import inspect, read
-from launcher.config.unknown import FOREIGN, OTHER_NAMES
+from launcher.config.schema import FOREIGN, OTHER_NAMES
 from launcher.config.verdicts import verdicts
 
 OWN: list[tuple[str, Any]] = [

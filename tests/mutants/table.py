@@ -408,6 +408,12 @@ MUTANTS = {
         "if micro and accumulation and train % (micro * accumulation) == 0:",
         "three batch sizes that contradict the number of ranks are accepted",
     ),
+    "rules-on-open-keys": Mutant(
+        "config/rules.py",
+        "if not any(isinstance(value, str) and value == AUTO for value in values) and entry.stands(*values):",
+        "if entry.stands(*values):",
+        'an "auto" beside a number is compared with it, and a file that is right ends in a TypeError',
+    ),
     # cluster: hosts, signals, failures
     "range-without-its-last-slot": Mutant(
         "cluster/hostfile.py",

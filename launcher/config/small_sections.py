@@ -80,7 +80,7 @@ class CompileConfig(Section):
 
     @property
     def on(self) -> bool:
-        """Whether the blocks are to be compiled."""
+        """Return whether the blocks are to be compiled."""
         if self.enabled is not None:
             return self.enabled
         return self.disable is False or (self.disable is None and self.backend is not None)
