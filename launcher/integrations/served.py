@@ -165,6 +165,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "main": "launcher.cli.main:main",
         **_from(f"{_PACKAGE}.hostfiles", "EXPORT_ENVS", "fetch_hostfile", "parse_inclusion_exclusion"),
     },
+    "module_inject.layers": _from(f"{_PACKAGE}.split_parameters", "GatherReplacedLayerParams"),
+    "module_inject.policy": _from(_UTILITIES, "transpose"),
     "moe.layer": _from(f"{_PACKAGE}.experts", "MoE"),
     "moe.utils": _from(f"{_PACKAGE}.experts", "is_moe_param"),
     "monitor": {},
@@ -227,6 +229,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.pipe.p2p": {},
     "runtime.pipe.schedule": {},
     "runtime.pipe.topology": {},
+    "runtime.precision_config": _from(
+        _SECTIONS, "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"
+    ),
     "runtime.sequence_parallel.ulysses_sp": _from(
         f"{_PACKAGE}.tiled_compute",
         "AutogradComputeMLP",

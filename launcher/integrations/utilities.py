@@ -184,6 +184,11 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     return tree_map_only(torch.Tensor, lambda t: t.to(device) if wanted(t) else t, item)
 
 
+def transpose(data: torch.Tensor) -> torch.Tensor:
+    """The last two dimensions exchanged, in memory of its own."""
+    return data.transpose(-1, -2).contiguous()
+
+
 def instrument_w_nvtx(func: F) -> F:
     """The function as it is: profiles have our own ranges."""
     return func

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import nn
 
 import launcher
@@ -206,8 +207,17 @@ def test_sections_as_classes() -> None:
     assert sections.DeepSpeedZeroConfig(stage=2).model_dump()["reduce_bucket_size"] == 500_000_000
     with pytest.raises(NotHere, match=r"DeepSpeedZeroConfig\.nothing"):
         zero.nothing  # noqa: B018
-    with pytest.raises(ConfigError, match="stage"):
+    with pytest.raises(ValidationError, match=r"zero_optimization\.stage\n.*not 7"):
         sections.DeepSpeedZeroConfig(stage=7)
+
+
+def test_precision_as_classes() -> None:
+    fp16 = sections.get_float16_config({"fp16": {"enabled": True, "loss_scale": "3"}})
+    assert fp16.enabled and fp16.loss_scale == 3 and fp16.loss_scale_window == 1000
+    assert sections.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+    assert not sections.get_bfloat16_config({}).enabled
+    with pytest.raises(ValidationError, match="must be a number"):
+        sections.DeepSpeedFP16Config(loss_scale=[])
 
 
 def test_an_elastic_batch_is_that_of_the_section() -> None:
