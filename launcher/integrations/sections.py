@@ -109,7 +109,11 @@ def _checked(name: str, tree: Mapping[str, Any]) -> Config:
 
 def _as_pydantic(problem: Problem) -> InitErrorDetails:
     words = f"{problem.what}; {problem.fix}" if problem.fix else problem.what
-    return {"type": PydanticCustomError("config", "{words}", {"words": words}), "loc": problem.path}
+    return {
+        "type": PydanticCustomError("config", "{words}", {"words": words}),
+        "loc": problem.path,
+        "input": None,
+    }
 
 
 class DeepSpeedZeroConfig(_Shown):

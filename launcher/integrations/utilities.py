@@ -49,11 +49,6 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
     )
 
 
-def is_current_accelerator_supported() -> bool:
-    """Whether this engine knows the device: CUDA and CPU."""
-    return pick_device().type in ("cuda", "cpu")
-
-
 # ---- logging -------------------------------------------------------------------------------------
 
 
