@@ -48,6 +48,7 @@ def _flags_of(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "num_gpus": None if ranks is None else ranks // nodes,
         "device": "cpu" if tree.get("use_cpu") or tree["distributed_type"] == "MULTI_CPU" else None,
+        "bind_cores_to_rank": _switch(tree, "enable_cpu_affinity", path) or None,
     }
     slots = tree.get("gpu_ids")
     if slots not in (None, "all") and nodes == 1:
@@ -77,6 +78,13 @@ def _of_several(tree: Mapping[str, Any], nodes: int, path: str) -> dict[str, Any
         "include": section.get("deepspeed_inclusion_filter"),
         "exclude": section.get("deepspeed_exclusion_filter"),
     }
+
+
+def _switch(tree: Mapping[str, Any], key: str, path: str) -> bool:
+    value = tree.get(key) or False
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} is {show(value)}", where=path, fix="write true or false")
+    return value
 
 
 def _whole(tree: Mapping[str, Any], key: str, path: str) -> int | None:

@@ -42,9 +42,10 @@ FILE, OF_SCRIPT = "deepspeed_config_file", {"zero3_init_flag", "deepspeed_moe_la
 TOP = {
     "compute_environment", "distributed_type", "deepspeed_config", "mixed_precision", ACCUMULATION,
     "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "use_cpu",
+    "enable_cpu_affinity",
 }  # fmt: skip
 IDLE = {
-    "main_training_function", "rdzv_backend", "same_network", "downcast_bf16", "debug", "enable_cpu_affinity",
+    "main_training_function", "rdzv_backend", "same_network", "downcast_bf16", "debug",
     "tpu_name", "tpu_zone", "tpu_env", "tpu_vm", "tpu_use_cluster", "tpu_use_sudo", "commands", "command_file",
 }  # fmt: skip
 """Keys that choose nothing here: they say how accelerate itself starts processes."""

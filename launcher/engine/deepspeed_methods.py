@@ -67,6 +67,9 @@ class DeepSpeedMethods:
         policy = self._engine().zero.policy
         return policy.param_dtype, policy.grad_dtype
 
+    def clip_fp32_gradients(self) -> None:
+        """Nothing is left to do: step() clips the gradients to `gradient_clipping`."""
+
     def get_sequence_parallel_group(self) -> None:
         """None: a sequence lies whole on a rank."""
         return None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -86,8 +87,84 @@ class HostEvent:
         return (end._at - self._at) * 1e3
 
 
+def _nothing(*given: Any, **more: Any) -> None:
+    """Of a CPU there is nothing to do."""
+
+
+def _ranks_here() -> int:
+    """Ranks of this machine: scripts assert that there are not more of them than devices."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+
+
+def _used(device_index: int | None = None) -> int:
+    return current_memory_bytes()
+
+
+def _most_used(device_index: int | None = None) -> int:
+    return peak_memory_bytes(torch.device("cpu"))
+
+
+ANSWERS: Mapping[str, Any] = {
+    "get_compile_backend": "inductor",
+    "is_available": True,
+    "is_fp16_supported": True,
+    "is_fp64_supported": True,
+    "is_triton_supported": False,
+    "pin_memory_alignment": PAGE,
+    "prefer_triton_grouped_mm": False,
+    "supports_nvtx_domain": False,
+    "visible_devices_envs": ["CUDA_VISIBLE_DEVICES"],
+}
+"""Question -> the answer, of every device."""
+
+ON_CPU: Mapping[str, Any] = {
+    "Event": HostEvent,
+    "Stream": HostStream,
+    "capture_to_graph": lambda graph, pool=None, stream=None: nullcontext(),
+    "create_graph": _nothing,
+    "current_device": lambda: 0,
+    "current_stream": lambda device_index=None: HostStream(),
+    "default_stream": lambda device_index=None: HostStream(),
+    "device": lambda device_index=None: nullcontext(),
+    "device_count": _ranks_here,
+    "empty_cache": _nothing,
+    "initial_seed": torch.initial_seed,
+    "is_bf16_supported": lambda: True,
+    "is_current_stream_capturing": lambda: False,
+    "lazy_call": lambda callback: callback(),
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "max_memory_allocated": _most_used,
+    "max_memory_cached": _most_used,
+    "max_memory_reserved": _most_used,
+    "memory_allocated": _used,
+    "memory_cached": _used,
+    "memory_reserved": _used,
+    "reset_max_memory_allocated": _nothing,
+    "reset_max_memory_cached": _nothing,
+    "reset_peak_memory_stats": _nothing,  # the system counts the peak of the process, and it stays
+    "set_device": _nothing,
+    "stream": lambda stream: nullcontext(),
+    "synchronize": _nothing,
+}
+"""Function -> what it is for a CPU; on a GPU it is that of torch.cuda, with the name that `IN_TORCH` says."""
+
+KINDS = ("Event", "Stream")
+"""Those that are classes."""
+
+IN_TORCH: Mapping[str, str] = {
+    "capture_to_graph": "graph",
+    "create_graph": "CUDAGraph",
+    "lazy_call": "_lazy_call",
+    "max_memory_cached": "max_memory_reserved",
+    "memory_cached": "memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+
+
 class Accelerator:
-    """The device of this rank."""
+    """The device of this rank. What is not a method is in the tables above."""
 
     @property
     def _name(self) -> str:
@@ -106,24 +183,6 @@ class Accelerator:
     def current_device_name(self) -> str:
         return f"{CUDA}:{torch.cuda.current_device()}" if _kind() == CUDA else "cpu"
 
-    def current_device(self) -> int:
-        return torch.cuda.current_device() if _kind() == CUDA else 0
-
-    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        return torch.cuda.device(device_index) if _kind() == CUDA else nullcontext()
-
-    def set_device(self, device_index: int) -> None:
-        if _kind() == CUDA:
-            torch.cuda.set_device(device_index)
-
-    def device_count(self) -> int:
-        """On a CPU the ranks of this machine: scripts assert that there are not more of them than devices."""
-        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-        return torch.cuda.device_count() if _kind() == CUDA else int(ranks)
-
-    def is_available(self) -> bool:
-        return True
-
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device.type == _kind()
 
@@ -139,38 +198,17 @@ class Accelerator:
 
     # ---- what it can do -------------------------------------------------------------------------
 
-    def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported() if _kind() == CUDA else True
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def is_fp64_supported(self) -> bool:
-        return True
-
     def supported_dtypes(self) -> list[torch.dtype]:
         dtypes = [torch.float32, torch.float16, torch.bfloat16]
         return dtypes if self.is_bf16_supported() else dtypes[:2]
-
-    def is_triton_supported(self) -> bool:
-        return False
 
     def is_synchronized_device(self) -> bool:
         return _kind() == "cpu"
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
-    def supports_nvtx_domain(self) -> bool:
-        return False
-
-    def prefer_triton_grouped_mm(self) -> bool:
-        return False
-
     def communication_backend_name(self) -> str:
         return "nccl" if _kind() == CUDA else "gloo"
-
-    def visible_devices_envs(self) -> list[str]:
-        return ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
         for name in self.visible_devices_envs():
@@ -178,9 +216,6 @@ class Accelerator:
 
     def export_envs(self) -> list[str]:
         return ["NCCL", "LD_LIBRARY", "PATH"] if _kind() == CUDA else []
-
-    def get_compile_backend(self) -> str:
-        return "inductor"
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
         """The class of that name; None where what it builds is not here."""
@@ -198,15 +233,6 @@ class Accelerator:
         """The module of torch that has the generators of this device."""
         return torch.cuda.random if _kind() == CUDA else torch.random
 
-    def manual_seed(self, seed: int) -> None:
-        torch.cuda.manual_seed(seed) if _kind() == CUDA else torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.cuda.manual_seed_all(seed) if _kind() == CUDA else torch.manual_seed(seed)
-
-    def initial_seed(self, seed: int | None = None) -> int:
-        return torch.cuda.initial_seed() if _kind() == CUDA else torch.initial_seed()
-
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         if _kind() != CUDA:
             return torch.get_rng_state()
@@ -223,43 +249,7 @@ class Accelerator:
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         return torch.cuda.default_generators[device_index] if _kind() == CUDA else torch.default_generator
 
-    # ---- streams and events ---------------------------------------------------------------------
-
-    @property
-    def Stream(self) -> Any:
-        return torch.cuda.Stream if _kind() == CUDA else HostStream
-
-    @property
-    def Event(self) -> Any:
-        return torch.cuda.Event if _kind() == CUDA else HostEvent
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream) if _kind() == CUDA else nullcontext()
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        return torch.cuda.current_stream(device_index) if _kind() == CUDA else HostStream()
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return torch.cuda.default_stream(device_index) if _kind() == CUDA else HostStream()
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if _kind() == CUDA:
-            torch.cuda.synchronize(device_index)
-
-    def lazy_call(self, callback: Callable[[], Any]) -> None:
-        """On a GPU when CUDA has been started, else at once."""
-        if _kind() == CUDA:
-            torch.cuda._lazy_call(callback)
-        else:
-            callback()
-
-    def create_graph(self) -> Any:
-        return torch.cuda.CUDAGraph() if _kind() == CUDA else None
-
-    def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: Any = None
-    ) -> AbstractContextManager[Any]:
-        return torch.cuda.graph(graph, pool, stream) if _kind() == CUDA else nullcontext()
+    # ---- graphs ---------------------------------------------------------------------------------
 
     def replay_graph(self, graph: Any) -> None:
         """Runs a captured graph again.
@@ -275,45 +265,13 @@ class Accelerator:
             )
         graph.replay()
 
-    def is_current_stream_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing() if _kind() == CUDA else False
-
     # ---- memory ---------------------------------------------------------------------------------
-
-    def empty_cache(self) -> None:
-        if _kind() == CUDA:
-            torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return int(torch.cuda.memory_allocated(device_index)) if _kind() == CUDA else current_memory_bytes()
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        if _kind() == CUDA:
-            return int(torch.cuda.max_memory_allocated(device_index))
-        return peak_memory_bytes(torch.device("cpu"))
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return int(torch.cuda.memory_reserved(device_index)) if _kind() == CUDA else current_memory_bytes()
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        if _kind() == CUDA:
-            return int(torch.cuda.max_memory_reserved(device_index))
-        return peak_memory_bytes(torch.device("cpu"))
-
-    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
         if _kind() == CUDA:
             return dict(torch.cuda.memory_stats(device_index))
         now, most = self.memory_allocated(), self.max_memory_allocated()
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": most}
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """On a CPU the system counts the peak of the process, and it stays."""
-        if _kind() == CUDA:
-            torch.cuda.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1, **others: Any) -> Tensor:
         """The tensor in page-locked memory; as it is where there is no GPU to copy to."""
@@ -332,9 +290,6 @@ class Accelerator:
     def unpin_memory(self, tensor: Tensor) -> None:
         """Page-locked memory of torch's goes with its tensor."""
 
-    def pin_memory_alignment(self) -> int:
-        return PAGE
-
     # ---- profiles -------------------------------------------------------------------------------
 
     def range_push(self, msg: str, **others: Any) -> None:
@@ -347,6 +302,10 @@ class Accelerator:
             torch.cuda.nvtx.range_pop()
 
     def __getattr__(self, name: str) -> Any:
+        if name in ANSWERS:
+            return partial(copy, ANSWERS[name])
+        if name in ON_CPU:
+            return _on_cuda(name) if _kind() == CUDA else ON_CPU[name]
         if name in TENSORS:
             return partial(torch.tensor, dtype=TENSORS[name], device=_kind())
         what, how = missing(f"{NAME}.{name}", f"get_accelerator().{name}")
@@ -375,6 +334,16 @@ def set_accelerator(accel_obj: Any) -> None:
 
 def is_current_accelerator_supported() -> bool:
     return True
+
+
+def _on_cuda(name: str) -> Any:
+    found = getattr(torch.cuda, IN_TORCH.get(name, name))
+    return found if name in KINDS else partial(_call, found)
+
+
+def _call(function: Callable[..., Any], *given: Any, device_index: int | None = None, **more: Any) -> Any:
+    """torch.cuda calls the index `device`."""
+    return function(*given, **more) if device_index is None else function(device_index, **more)
 
 
 def _kind() -> str:

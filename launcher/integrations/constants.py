@@ -47,6 +47,7 @@ NAMED: Mapping[str, str] = {
     "checkpoint.constants": _FILES,
     "comm.constants": "COMMS_LOGGER",
     "profiling.constants": "FLOPS_PROFILER",
+    "runtime.precision_config": "FP16",
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.data_pipeline.constants": _DATA,
     "runtime.zero.config": "ZERO_OPTIMIZATION",
@@ -99,6 +100,7 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
         "TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES": "lower_precision_safe_modules",
         "USE_NODE_LOCAL_STORAGE_CHECKPOINT": "use_node_local_storage",
     },
+    "runtime.precision_config": {"BFLOAT16": "bf16", "BFLOAT16_OLD": "bfloat16"},
     "runtime.config": {
         **{
             f"{name.upper()}_OPTIMIZER": name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -111,37 +112,26 @@ _get_sequence_data_parallel_rank = get_data_parallel_rank
 # ---- with a model-parallel unit of Megatron's -------------------------------------------------------
 
 
-def _asked(mpu: Any, *names: str, otherwise: Any) -> Any:
-    """The first of the methods that there is."""
-    found = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
-    return otherwise if found is None else found()
+def _of_unit(otherwise: Any, *names: str) -> Callable[..., Any]:
+    """A question of Megatron's unit, by the first of its methods that there is: they differ between versions."""
+
+    def ask(mpu: Any = None) -> Any:
+        found = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
+        return otherwise if found is None else found()
+
+    return ask
 
 
-def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
-    """Of Megatron's unit, whichever version it is; 0 without one."""
-    names = "get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank"
-    return int(_asked(mpu, *names, otherwise=0))
+def _tensor(what: str) -> tuple[str, ...]:
+    return tuple(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model"))
 
 
-def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
-    names = (
-        "get_tensor_model_parallel_world_size",
-        "get_slice_parallel_world_size",
-        "get_model_parallel_world_size",
-    )
-    return int(_asked(mpu, *names, otherwise=1))
+def _pipeline(what: str) -> tuple[str, ...]:
+    return tuple(f"get_{kind}_parallel_{what}" for kind in ("pipeline_model", "pipe"))
 
 
-def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
-    names = "get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group"
-    return _asked(mpu, *names, otherwise=None)
-
-
-def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
-    names = "get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"
-    return int(_asked(mpu, *names, otherwise=1))
-
-
-def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
-    names = "get_pipeline_model_parallel_group", "get_pipe_parallel_group"
-    return _asked(mpu, *names, otherwise=None)
+bwc_tensor_model_parallel_rank = _of_unit(0, *_tensor("rank"))
+bwc_tensor_model_parallel_world_size = _of_unit(1, *_tensor("world_size"))
+bwc_tensor_model_parallel_group = _of_unit(None, *_tensor("group"))
+bwc_pipeline_parallel_world_size = _of_unit(1, *_pipeline("world_size"))
+bwc_pipeline_parallel_group = _of_unit(None, *_pipeline("group"))

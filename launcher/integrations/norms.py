@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from launcher.engine.fragments import ENGINES
+from launcher.integrations.groups import bwc_tensor_model_parallel_rank
 from launcher.integrations.utilities import move_to_device
 from launcher.monitor.memory import current_memory_bytes, peak_memory_bytes
 
@@ -104,8 +105,7 @@ def is_counted(parameter: Tensor, mpu: Any) -> bool:
     """Whether this rank counts a parameter: one that all model-parallel ranks have is counted by the first."""
     if mpu is None or is_model_parallel_parameter(parameter):
         return True
-    rank = getattr(mpu, "get_tensor_model_parallel_rank", None) or mpu.get_model_parallel_rank
-    return int(rank()) == 0
+    return int(bwc_tensor_model_parallel_rank(mpu)) == 0
 
 
 def is_model_parallel_parameter(p: Any) -> bool:

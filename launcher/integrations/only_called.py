@@ -22,7 +22,7 @@ _CALLS: Mapping[str, str] = {
     "io": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter",
     "linear": "LoRAConfig OptimizedLinear QuantizationConfig",
     "module_inject": "LinearAllreduce LinearLayer replace_transformer_layer set_autotp_mode",
-    "module_inject.layers": "GatherReplacedLayerParams LinearAllreduce LinearLayer",
+    "module_inject.layers": "LinearAllreduce LinearLayer",
     "moe": "",
     "moe.ep_count": "count_tokens_per_expert",
     "moe.ep_experts": """

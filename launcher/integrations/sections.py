@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from launcher.config import load
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from launcher.config import Config, load
 from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig
+from launcher.config.problems import ConfigProblems, Problem
 from launcher.config.section import Section
 from launcher.config.zero import MOE_BLOCKS, STAGE3_PREFIX, LeafModuleConfig, ZeroConfig
 from launcher.integrations.enumerations import ZeroStageEnum
@@ -17,12 +21,18 @@ __all__ = [
     "DEFAULT_LEAF_MODULE_CLASSES",
     "DEFAULT_LEAF_MODULE_NAMES",
     "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
+    "DeepSpeedBF16Config",
+    "DeepSpeedFP16Config",
     "DeepSpeedMonitorConfig",
     "DeepSpeedZeroConfig",
     "DeepSpeedZeroLeafModuleConfig",
     "DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOffloadParamConfig",
+    "get_bfloat16_config",
+    "get_float16_config",
 ]
+
+ZERO = "zero_optimization"
 
 DEFAULT_LEAF_MODULE_CLASSES = list(MOE_BLOCKS)
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
@@ -36,13 +46,13 @@ class _Shown:
         section: of a JSON that was read; else its keys are given by name.
 
     Raises:
-        ConfigError: a key is not known, or a value is none that it can have.
+        ValidationError: a key is not known, or a value is none that it can have; pydantic's, as in DeepSpeed.
     """
 
     module: ClassVar[str]
     """Of DeepSpeed's class."""
-    key: ClassVar[str] = ""
-    """Inside of zero_optimization."""
+    path: ClassVar[tuple[str, ...]]
+    """Where the section is in the JSON."""
     prefix: ClassVar[str] = ""
     """That the keys of the JSON may have."""
 
@@ -51,16 +61,10 @@ class _Shown:
 
     @classmethod
     def _read(cls, keys: Mapping[str, Any]) -> Any:
-        """Without a stage beside it nothing contradicts it: at stage 3 every key has a meaning."""
-        tree = {"stage": 3, **({cls.key: dict(keys)} if cls.key else keys)}
-        config = load({"train_batch_size": 1, "zero_optimization": tree}, where=cls.__name__)
-        for note in config.notes:
-            if note.kind == "no effect":
-                logger.warning(str(note))
-        zero = config.zero_optimization
-        if cls.key:
-            return getattr(zero, cls.key)
-        return zero if "stage" in keys else zero.model_copy(update={"stage": 0})
+        section: Any = _checked(cls.__name__, _nested(cls.path, keys))
+        for name in cls.path:
+            section = getattr(section, name)
+        return section
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -77,10 +81,50 @@ class _Shown:
         return dict(self._section.to_dict())
 
 
+def _nested(path: tuple[str, ...], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON with a section in its place."""
+    tree = dict(keys)
+    for name in reversed(path):
+        tree = {name: tree}
+    if (
+        path[0] == ZERO
+    ):  # without a stage beside it nothing contradicts a key: at stage 3 every one has a meaning
+        tree[ZERO].setdefault("stage", 3)
+    return tree
+
+
+def _checked(name: str, tree: Mapping[str, Any]) -> Config:
+    """The configuration of a JSON; keys without an effect are told."""
+    try:
+        config = load({"train_batch_size": 1, **tree}, where=name)
+    except ConfigProblems as error:
+        raise ValidationError.from_exception_data(
+            name, [_as_pydantic(one) for one in error.problems]
+        ) from None
+    for note in config.notes:
+        if note.kind == "no effect":
+            logger.warning(str(note))
+    return config
+
+
+def _as_pydantic(problem: Problem) -> InitErrorDetails:
+    words = f"{problem.what}; {problem.fix}" if problem.fix else problem.what
+    return {
+        "type": PydanticCustomError("config", "{words}", {"words": words}),
+        "loc": problem.path,
+        "input": None,
+    }
+
+
 class DeepSpeedZeroConfig(_Shown):
     """The section zero_optimization; keys of stage 3 without `stage3_`, too."""
 
-    module, prefix = "runtime.zero.config", STAGE3_PREFIX
+    module, path, prefix = "runtime.zero.config", (ZERO,), STAGE3_PREFIX
+
+    @classmethod
+    def _read(cls, keys: Mapping[str, Any]) -> Any:
+        zero = super()._read(keys)
+        return zero if "stage" in keys else zero.model_copy(update={"stage": 0})
 
     @property
     def stage(self) -> ZeroStageEnum:
@@ -90,13 +134,13 @@ class DeepSpeedZeroConfig(_Shown):
 class DeepSpeedZeroOffloadParamConfig(_Shown):
     """zero_optimization.offload_param."""
 
-    module, key = "runtime.zero.offload_config", "offload_param"
+    module, path = "runtime.zero.offload_config", (ZERO, "offload_param")
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(_Shown):
     """zero_optimization.offload_optimizer."""
 
-    module, key = "runtime.zero.offload_config", "offload_optimizer"
+    module, path = "runtime.zero.offload_config", (ZERO, "offload_optimizer")
 
     @property
     def pipeline(self) -> bool:
@@ -107,7 +151,29 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Shown):
 class DeepSpeedZeroLeafModuleConfig(_Shown):
     """zero_optimization.leaf_module."""
 
-    module, key = "runtime.zero.leaf_module_config", "leaf_module"
+    module, path = "runtime.zero.leaf_module_config", (ZERO, "leaf_module")
+
+
+class DeepSpeedFP16Config(_Shown):
+    """The section fp16."""
+
+    module, path = "runtime.precision_config", ("fp16",)
+
+
+class DeepSpeedBF16Config(_Shown):
+    """The section bf16."""
+
+    module, path = "runtime.precision_config", ("bf16",)
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    """Of a whole JSON."""
+    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    """Of a whole JSON; the section's old name is bfloat16."""
+    return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))
 
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
@@ -121,7 +187,7 @@ class DeepSpeedMonitorConfig:
     """
 
     def __init__(self, **sections: Mapping[str, Any]) -> None:
-        config = load({"train_batch_size": 1, **sections}, where=type(self).__name__)
+        config = _checked(type(self).__name__, sections)
         self.tensorboard, self.csv_monitor = config.tensorboard, config.csv_monitor
         self.wandb, self.comet = config.wandb, config.comet
 

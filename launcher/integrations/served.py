@@ -165,8 +165,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "main": "launcher.cli.main:main",
         **_from(f"{_PACKAGE}.hostfiles", "EXPORT_ENVS", "fetch_hostfile", "parse_inclusion_exclusion"),
     },
+    "module_inject.layers": _from(f"{_PACKAGE}.split_parameters", "GatherReplacedLayerParams"),
+    "module_inject.policy": _from(_UTILITIES, "transpose"),
     "moe.layer": _from(f"{_PACKAGE}.experts", "MoE"),
-    "moe.utils": _from(f"{_PACKAGE}.experts", "is_moe_param"),
+    "moe.utils": {},
     "monitor": {},
     "monitor.comet": _from(f"{_PACKAGE}.monitors", "CometMonitor"),
     "monitor.config": _from(_SECTIONS, "DeepSpeedMonitorConfig"),
@@ -227,6 +229,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.pipe.p2p": {},
     "runtime.pipe.schedule": {},
     "runtime.pipe.topology": {},
+    "runtime.precision_config": _from(
+        _SECTIONS, "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"
+    ),
     "runtime.sequence_parallel.ulysses_sp": _from(
         f"{_PACKAGE}.tiled_compute",
         "AutogradComputeMLP",
@@ -348,7 +353,7 @@ REST: Mapping[str, tuple[str, ...]] = {
     "elasticity.config": (f"{_PACKAGE}.elastic",),
     "env_report": (f"{_PACKAGE}.version_report",),
     "git_version_info": (f"{_PACKAGE}.version_report",),
-    "moe.utils": (f"{_PACKAGE}.moe_groups",),
+    "moe.utils": (f"{_PACKAGE}.experts",),
     "ops.op_builder": (_OPS,),
     "pipe": ("launcher.pipe",),
     "profiling.flops_profiler": (f"{_PACKAGE}.profiles",),

@@ -49,11 +49,6 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
     )
 
 
-def is_current_accelerator_supported() -> bool:
-    """Whether this engine knows the device: CUDA and CPU."""
-    return pick_device().type in ("cuda", "cpu")
-
-
 # ---- logging -------------------------------------------------------------------------------------
 
 
@@ -182,6 +177,11 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     """The item with its tensors on `device`, or those that the function is true of."""
     wanted = criterion_func or (lambda _: True)
     return tree_map_only(torch.Tensor, lambda t: t.to(device) if wanted(t) else t, item)
+
+
+def transpose(data: torch.Tensor) -> torch.Tensor:
+    """The last two dimensions exchanged, in memory of its own."""
+    return data.transpose(-1, -2).contiguous()
 
 
 def instrument_w_nvtx(func: F) -> F:

@@ -84,6 +84,17 @@ def test_machines_become_flags_and_flags_win(tmp_path: Path) -> None:
     assert (chosen.include, chosen.device) == ("localhost:1,3", "auto")
 
 
+@pytest.mark.parametrize(
+    "more", [{}, TWO | {"deepspeed_config": {**SECTION, "deepspeed_multinode_launcher": "standard"}}]
+)
+def test_affinity_binds_ranks_to_cores(tmp_path: Path, more: dict[str, Any]) -> None:
+    assert flags_of(written(tmp_path, enable_cpu_affinity=True, **more)).bind_cores_to_rank is True
+    assert flags_of(written(tmp_path, enable_cpu_affinity=False, **more)).bind_cores_to_rank is False
+    assert flags_of(written(tmp_path, **more)).bind_cores_to_rank is False
+    with pytest.raises(ConfigError, match="enable_cpu_affinity is the text"):
+        flags_of(written(tmp_path, enable_cpu_affinity="numa", **more))
+
+
 def test_several_machines_start_the_same_command_or_have_a_hostfile(tmp_path: Path) -> None:
     standard = written(
         tmp_path, **TWO, deepspeed_config={**SECTION, "deepspeed_multinode_launcher": "standard"}

@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import nn
 
 import launcher
 from launcher.engine.fragments import safe_get_full_fp32_param
 from launcher.errors import ConfigError, LauncherError
 from launcher.integrations import (
+    accelerator,
     collectives,
     curriculum,
     elastic,
+    experts,
     memory_needs,
-    moe_groups,
     norms,
     pipe_schedule,
     sections,
@@ -81,6 +83,16 @@ def test_a_cpu_answers_what_is_asked_of_an_accelerator() -> None:
     with pytest.raises(NotHere, match=r"get_accelerator\(\).build_extension is not here: DeepSpeed's C\+\+"):
         device.build_extension  # noqa: B018
     assert not hasattr(device, "op_builder_dir")
+
+
+def test_what_a_gpu_answers_is_in_torch() -> None:
+    lacking = [
+        name for name in accelerator.ON_CPU if not hasattr(torch.cuda, accelerator.IN_TORCH.get(name, name))
+    ]
+    assert lacking == []
+    assert accelerator._on_cuda("Stream") is torch.cuda.Stream
+    assert accelerator._call(lambda *given, **more: (given, more), device_index=3, b=1) == ((3,), {"b": 1})
+    assert accelerator._call(lambda *given, **more: (given, more), 4) == ((4,), {})
 
 
 # ---- collectives -----------------------------------------------------------------------------------
@@ -206,8 +218,17 @@ def test_sections_as_classes() -> None:
     assert sections.DeepSpeedZeroConfig(stage=2).model_dump()["reduce_bucket_size"] == 500_000_000
     with pytest.raises(NotHere, match=r"DeepSpeedZeroConfig\.nothing"):
         zero.nothing  # noqa: B018
-    with pytest.raises(ConfigError, match="stage"):
+    with pytest.raises(ValidationError, match=r"zero_optimization\.stage\n.*not 7"):
         sections.DeepSpeedZeroConfig(stage=7)
+
+
+def test_precision_as_classes() -> None:
+    fp16 = sections.get_float16_config({"fp16": {"enabled": True, "loss_scale": "3"}})
+    assert fp16.enabled and fp16.loss_scale == 3 and fp16.loss_scale_window == 1000
+    assert sections.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+    assert not sections.get_bfloat16_config({}).enabled
+    with pytest.raises(ValidationError, match="must be a number"):
+        sections.DeepSpeedFP16Config(loss_scale=[])
 
 
 def test_an_elastic_batch_is_that_of_the_section() -> None:
@@ -360,13 +381,13 @@ def test_a_curriculum_rises_and_stays() -> None:
 
 def test_a_dense_model_has_no_experts() -> None:
     params = [nn.Parameter(torch.ones(2))]
-    assert moe_groups.has_moe_layers(nn.Linear(1, 1)) == (False, 0)
-    assert moe_groups.split_params_into_different_moe_groups_for_optimizer({"params": params}) == [
+    assert experts.has_moe_layers(nn.Linear(1, 1)) == (False, 0)
+    assert experts.split_params_into_different_moe_groups_for_optimizer({"params": params}) == [
         {"params": params}
     ]
     params[0].allreduce = False  # type: ignore[attr-defined]
     with pytest.raises(NotHere, match="experts are not here yet"):
-        moe_groups.split_params_into_shared_and_expert_params(params)
+        experts.split_params_into_shared_and_expert_params(params)
 
 
 def test_a_loader_deals_out_by_rank() -> None:

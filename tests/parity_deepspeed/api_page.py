@@ -135,7 +135,7 @@ def _counterparts() -> Mapping[str, tuple[tuple[type, ...], frozenset[str]]]:
         "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.": optimizer,
         "accelerator.abstract_accelerator.DeepSpeedAccelerator.": (
             (accelerator.Accelerator,),
-            frozenset(accelerator.TENSORS),
+            frozenset({*accelerator.TENSORS, *accelerator.ANSWERS, *accelerator.ON_CPU}),
         ),
         "parameter.": ((), frozenset({*marks.SHARDED, *marks.ALL, "ds_summary", "ds_external_parameters"})),
     }

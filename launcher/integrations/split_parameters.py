@@ -1,0 +1,68 @@
+"""Parameters that tensor-parallel ranks share, whole while a script reads them: `GatherReplacedLayerParams` of
+`deepspeed.module_inject.layers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.engine.fragments import ENGINES
+from launcher.errors import LauncherError
+from launcher.tensor.assemble import whole
+from launcher.zero import ShardedParameter
+from launcher.zero.slot import ParamSlot
+
+WHERE = "GatherReplacedLayerParams"
+
+
+class GatherReplacedLayerParams:
+    """`with GatherReplacedLayerParams(parameters, model): ...`: inside, split parameters are whole. To read them: every
+    rank of the tensor-parallel group must enter, and a change is an error.
+
+    Args:
+        params: one, or several; those that are not split stay as they are.
+        module: the model that they belong to; not needed.
+        enabled: false makes this do nothing.
+
+    Raises:
+        LauncherError: a parameter is sharded (stage 3); or it was changed inside.
+    """
+
+    def __init__(self, params: Tensor | Iterable[Tensor], module: nn.Module, enabled: bool = True) -> None:
+        given = [params] if isinstance(params, Tensor) else list(params)
+        self._params = given if enabled else []
+        self._kept: list[tuple[Tensor, ParamSlot, Tensor]] = []
+
+    def __enter__(self) -> None:
+        for param in self._params:
+            for engine in ENGINES:
+                slot = engine.zero.find_slot(param)
+                if slot is not None and not slot.split.is_whole:
+                    self._assemble(param, slot, engine.mesh.axes["tp"])
+
+    def _assemble(self, param: Tensor, slot: ParamSlot, axis: Any) -> None:
+        if isinstance(param, ShardedParameter):
+            raise LauncherError(
+                "a parameter is sharded over the data-parallel ranks, and split over the others",
+                where=WHERE,
+                fix="use stage 0, 1 or 2, or engine.save_16bit_model(), which writes whole parameters at every stage",
+            )
+        local = param.data
+        param.data = whole(local, slot.split, axis)
+        self._kept.append((param, slot, local))
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        changed = False
+        for param, slot, local in self._kept:
+            changed |= not torch.equal(slot.split.take(param.data), local)
+            param.data = local
+        self._kept = []
+        if changed and kind is None:
+            raise LauncherError(
+                "a parameter was changed while it was whole, and the change is not kept",
+                where=WHERE,
+                fix="change the part that this rank has outside, or load the values with engine.load_checkpoint()",
+            )
