@@ -12,10 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.clients.client import OURS, THEIRS, Client, Outcome
+from tests.clients.judging import judge
 from tests.clients.page import Verdict, read, version_of, write
-from tests.clients.running import HERE, Outcome, run
-from tests.clients.suites import compared
-from tests.clients.table import CLIENTS, OURS, THEIRS, Client
+from tests.clients.running import HERE, run
+from tests.clients.table import CLIENTS
 
 
 def main() -> int:
@@ -36,7 +37,7 @@ def main() -> int:
             continue
         ours = run(client, OURS, work, examples)
         theirs = Outcome("not asked") if args.ours else run(client, THEIRS, work, examples)
-        verdict = judge(client, ours, theirs, examples)
+        verdict = verdict_of(client, ours, theirs, examples)
         print(f"{client.key}: {verdict.text}", flush=True)
         worst |= not verdict.good
         if not args.ours:
@@ -52,28 +53,11 @@ def make_models(directory: Path) -> None:
         )
 
 
-def judge(client: Client, ours: Outcome, theirs: Outcome, examples: Path | None) -> Verdict:
+def verdict_of(client: Client, ours: Outcome, theirs: Outcome, examples: Path | None) -> Verdict:
     stages = "" if client.stage is None else str(client.stage)
-    about = (client.name, version_of(client, examples), stages, client.setting)
-    if ours.error:
-        both = f" (DeepSpeed: {client.alone or theirs.error})" if theirs.error else ""
-        return Verdict(*about, f"fails: {ours.error}{both}", good=False)
-    if client.tests:
-        return Verdict(*about, *compared(client, ours.tests, theirs.tests))
-    losses = [loss for record in ours.losses for loss in record]
-    if not all(loss == loss and abs(loss) < 1e9 for loss in losses):
-        return Verdict(*about, "fails: losses are not finite", good=False)
-    count = f"{len(ours.losses[0])} losses"
-    if theirs.error:
-        return Verdict(*about, f"trains, {count}; DeepSpeed does not here: {client.alone or theirs.error}")
-    if [len(record) for record in ours.losses] != [len(record) for record in theirs.losses]:
-        number = len(theirs.losses[0])
-        return Verdict(*about, f"differs: {count}, and {number} with DeepSpeed", good=False)
-    pairs = zip(losses, (loss for record in theirs.losses for loss in record), strict=True)
-    off = max(abs(a - b) / max(abs(b), 1e-3) for a, b in pairs)
-    if off > client.limit:
-        return Verdict(*about, f"differs: {count}, by {off:.0e}", good=False)
-    return Verdict(*about, f"{count} as DeepSpeed's" + (f", to {off:.0e}" if off else ", every bit"))
+    return Verdict(
+        client.name, version_of(client, examples), stages, client.setting, *judge(client, ours, theirs)
+    )
 
 
 if __name__ == "__main__":

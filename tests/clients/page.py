@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tests.clients.table import CLIENTS, NOT_RUN, Client
+from tests.clients.client import Client
+from tests.clients.table import CLIENTS, NOT_RUN
 
 RECORD = Path(__file__).with_name("verdicts.json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
@@ -37,7 +38,7 @@ def version_of(client: Client, examples: Path | None) -> str:
     """Of a package its version, of a checkout its date and commit."""
     if client.own or not (examples and (examples / client.version_of / ".git").exists()):
         return metadata.version(client.version_of)
-    command = ["git", "-C", str((examples or Path()) / client.version_of), "log", "-1", "--format=%cs, %h"]
+    command = ["git", "-C", str(examples / client.version_of), "log", "-1", "--abbrev=8", "--format=%cs, %h"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

@@ -1,4 +1,4 @@
-"""One client on one engine: two ranks on a CPU, and the losses of both."""
+"""One client on one engine: its ranks on a CPU, and the losses of all of them."""
 
 from __future__ import annotations
 
@@ -9,33 +9,18 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.clients import suites
-from tests.clients.table import OURS, Client, json_of
+from tests.clients.client import OURS, Client, Outcome, json_of
 from tests.parity_deepspeed import operators
 from tests.parity_deepspeed.conftest import _free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-RANKS, LIMIT_S = 2, 200.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one run.
-
-    Attributes:
-        error: the last words of a run that failed; empty where it ended well.
-        losses: by rank, of every backward.
-    """
-
-    error: str = ""
-    losses: list[list[float]] = field(default_factory=list)
-    tests: dict[str, str] = field(default_factory=dict)
-    """Of a test suite: name -> "passed", "skipped", or why it failed."""
+LIMIT_S = 200.0
 
 
 def run(client: Client, engine: str, work: Path, examples: Path | None) -> Outcome:
@@ -68,9 +53,10 @@ def run(client: Client, engine: str, work: Path, examples: Path | None) -> Outco
         return Outcome(f"has not ended in {client.limit_s:g} s")
     if client.tests:
         return Outcome(tests=suites.outcomes(cwd)) if suites.reported(cwd) else Outcome("no test was run")
+    found = _found(directory, engine)
     if code:
-        return Outcome(_last_words((directory / "log").read_text(errors="replace")))
-    return _found(directory, engine)
+        return replace(found, error=_last_words((directory / "log").read_text(errors="replace")))
+    return found
 
 
 def _code(
@@ -94,18 +80,19 @@ def _copied(source: Path, directory: Path) -> Path:
 
 
 def _starter(client: Client, engine: str) -> list[str]:
-    """Two ranks: by `launch`; by DeepSpeed's own launcher where it has to say `--local_rank`, else by torchrun's."""
+    """Its ranks: by `launch`; by DeepSpeed's own launcher where it has to say `--local_rank`, else by torchrun's."""
     if engine == OURS:
-        start = ["-m", "launcher.cli.main", "--num_gpus", str(RANKS), "--device", "cpu"]
+        start = ["-m", "launcher.cli.main", "--num_gpus", str(client.ranks), "--device", "cpu"]
         if not client.local_rank:
             start.append("--no_local_rank")
         return [sys.executable, *start, *(["--module"] if client.module else [])]
     port = str(_free_port())
     if client.local_rank:
-        slots = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(RANKS))}).encode()).decode()
-        start = ["-m", "deepspeed.launcher.launch", "--world_info", slots, "--master_port", port]
+        slots = json.dumps({"localhost": list(range(client.ranks))}).encode()
+        info = base64.urlsafe_b64encode(slots).decode()
+        start = ["-m", "deepspeed.launcher.launch", "--world_info", info, "--master_port", port]
         return [sys.executable, *start, *(["--module"] if client.module else [])]
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", port]
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(client.ranks), "--master-port", port]
     return [sys.executable, *start, *(["-m"] if client.module else [])]
 
 

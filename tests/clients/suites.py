@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.clients.table import OURS, Client
+from tests.clients.client import OURS, Client
 
 REPORT = "outcomes.xml"
 PASSED, SKIPPED = "passed", "skipped"

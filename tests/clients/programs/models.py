@@ -1,13 +1,15 @@
 """Tiny models and a tokenizer on disk, as the hub would give them.
 
-models.py DIRECTORY     (writes DIRECTORY/llama-tied, llama-untied, qwen2-tied, ..., and DIRECTORY/hub)
+models.py DIRECTORY     (writes DIRECTORY/llama-tied, llama-untied, qwen2-tied, ..., and pictures and hub there)
 """
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import transformers
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -54,7 +56,17 @@ def main(directory: Path) -> None:
     transformers.set_seed(1)
     transformers.BertModel(bert()).save_pretrained(directory / "bert")
     tokenizer().save_pretrained(directory / "bert")
+    pictures(directory / "pictures")
     hub(directory / "hub")
+
+
+def pictures(directory: Path) -> None:
+    """Four of each of five kinds, named as those of the Oxford pets are."""
+    source = numpy.random.default_rng(0)
+    directory.mkdir()
+    for number in range(20):
+        pixels = source.integers(0, 256, (64, 64, 3), dtype=numpy.uint8)
+        Image.fromarray(pixels).save(directory / f"kind{number % 5}_{number}.jpg")
 
 
 def bert() -> transformers.BertConfig:

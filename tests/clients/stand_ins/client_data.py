@@ -55,7 +55,7 @@ def from_hub(datasets: Any) -> None:
         columns = COLUMNS.get(name, _texts)
         made = {
             part: datasets.Dataset.from_dict(columns(random.Random(part), rows))
-            for part, rows in ROWS.items()
+            for part, rows in (ROWS | MORE.get(name, {})).items()
         }
         return made[split] if split else datasets.DatasetDict(made)
 
@@ -67,6 +67,17 @@ def older_names(modeling: Any) -> None:
     from transformers import initialization
 
     modeling.no_init_weights = initialization.no_init_weights
+
+
+def untrained(timm: Any) -> None:
+    """A model of timm has random weights where a program asks for those of the hub."""
+    create = timm.create_model
+    timm.create_model = lambda name, pretrained=False, **keywords: create(name, **keywords)
+
+
+def no_dropout(functional: Any) -> None:
+    """Nothing is dropped: each rank of a pipeline draws numbers of its own, so what is dropped depends on the cut."""
+    functional.dropout = lambda input, p=0.5, training=True, inplace=False: input
 
 
 def metrics(evaluate: ModuleType) -> None:

@@ -66,10 +66,7 @@ def _record(deepspeed: ModuleType) -> None:
 
     def initialize(*arguments: Any, **keywords: Any) -> Any:
         made = original(*arguments, **keywords)
-        if "seed" in os.environ.get("CLIENT_STAND_INS", ""):
-            import torch
-
-            torch.manual_seed(0)  # for a program that makes its data up and sets none
+        _seed()  # for its data
         kind = type(made[0])
         if "recorded" not in vars(kind):
             kind.recorded = True
@@ -78,8 +75,17 @@ def _record(deepspeed: ModuleType) -> None:
         return made
 
     deepspeed.initialize = initialize  # type: ignore[attr-defined]
+    _seed()  # for its weights: DeepSpeed has drawn numbers while it was imported
     if not hasattr(deepspeed, "__launcher__"):
         _arrive_early(deepspeed)
+
+
+def _seed() -> None:
+    """For a program that makes weights and data up and sets no seed."""
+    if "seed" in os.environ.get("CLIENT_STAND_INS", "").split():
+        import torch
+
+        torch.manual_seed(0)
 
 
 def _arrive_early(deepspeed: ModuleType) -> None:
@@ -134,6 +140,8 @@ _STAND_INS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "cifar": ("torchvision.datasets", client_data.cifar),
     "data": ("datasets", client_data.from_hub),
     "metrics": ("evaluate", client_data.metrics),
+    "timm": ("timm", client_data.untrained),
+    "no_dropout": ("torch.nn.functional", client_data.no_dropout),
     "cuda": ("torch", client_devices.no_devices),
     "accelerators": ("accelerate.test_utils.testing", client_devices.two_accelerators),
     "torch_accelerators": ("transformers.testing_utils", client_devices.two_accelerators),
