@@ -22,8 +22,6 @@ offloaded     shard, master or gradient that is in memory only while somebody wo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import Enum
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,60 +33,12 @@ from launcher.offload.placement import Placement
 from launcher.offload.tier import memory
 from launcher.zero.layout import BufferPlacement, PlannedBuffer, ShardLayout
 from launcher.zero.sharded_parameter import ShardedParameter
+from launcher.zero.sharded_state import GatherFeature, PackedShard, ShardedState, UnshardInFlight
 from launcher.zero.slot import ParamReader, ParamSlice, ParamSlot
 
 EXACT = "gather"  # the phase of a gather for people, checkpoints and edits: nothing is quantised
 SlotView = tuple[ParamSlot, Tensor]  # a parameter, and the part of it that a rank owns
 ALIGN = 16  # elements: every slot and every shard starts on a cache line in fp32
-
-
-class ShardedState(Enum):
-    """What there is of a flat buffer's parameters in this rank's memory.
-
-    REPLICATED: all of them, for good: they are not sharded.
-    SHARDED: the shard; modules show handles.
-    UNSHARDING: the shard, and a buffer of the pool that an all-gather fills: nobody may read it yet.
-    UNSHARDED: the shard, and all of them in that buffer; modules show leaves.
-    """
-
-    REPLICATED = "replicated"
-    SHARDED = "sharded"
-    UNSHARDING = "unsharding"
-    UNSHARDED = "unsharded"
-
-
-class UnshardInFlight(NamedTuple):
-    """An all-gather under way. Whoever drops it before the wait gives memory away that peers still fill."""
-
-    buffer: Tensor
-    pending: Pending
-
-
-class GatherFeature(Protocol):
-    """A feature that may unshard a flat buffer in its own way (`zero/features/`); a plain run has none."""
-
-    def gather(self, buffer: Tensor, phase: str, tag: str) -> Pending | None:
-        """Start to fill `buffer`; None: another way has to be taken."""
-
-    def on_unsharded(self, full: Tensor) -> None:
-        """All parameters are there."""
-
-    def on_change(self) -> None:
-        """The shards have other values from now on."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of parameters that it keeps between steps."""
-
-
-class PackedShard(Protocol):
-    """A shard that is kept in fewer bits than it is computed with."""
-
-    def pack(self) -> None:
-        """Take the values of the buffer's master weights or shard, and let those go."""
-
-    def unpack(self) -> OffloadedTensor:
-        """The values, until `pack`."""
 
 
 class FlatBuffer:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from launcher.errors import ElsewhereError
 from launcher.tensor.assemble import whole
+from launcher.zero.features.discard import forget
 from launcher.zero.features.edits import broadcast_edit
 from launcher.zero.features.user_gradients import warn_of_discard_once
 from launcher.zero.fetch import Fetcher
@@ -173,7 +174,7 @@ class ZeroModel:
             self.hooks.abandon()
         for gradient in self.gradients:
             if of_buffer := slots.intersection(gradient.flat.slots):
-                gradient.forget(of_buffer, reduced=not self.reducer.holds_local(gradient))
+                forget(gradient, of_buffer, reduced=not self.reducer.holds_local(gradient))
         if not any(gradient.kept for gradient in self.gradients):
             self.hooks.kinds.clear()
             self.reducer.measured = False
