@@ -17,6 +17,16 @@ master        the weights that the optimizer steps: the shard itself in fp32, an
 owned         the range of the flat buffer whose optimizer state this rank holds: its slice, or all of it (stage 0)
 offloaded     shard, master or gradient that is in memory only while somebody works with it (`offload/offloaded.py`):
               who asks for it brings it in, and `rest` lets it go
+
+[Note: buffers and streams]
+
+On a GPU the module computes on the current stream, and collectives run on streams of their own. A collective starts
+after what the current stream has queued when it is called, and `Pending.wait` makes the current stream wait for it; the
+CPU does not wait. So everything that uses a buffer of the pool is ordered by the current stream: who reshards gives
+the buffer back while kernels that read it are still queued, and the gather that takes it next starts behind them. No
+events are needed, and nothing may use a buffer before `wait_for_unshard` or after `reshard`. One thing is not ordered
+so: host memory that a tier hands out again. Where the shard is offloaded its copy to the device is waited for before
+the memory goes back (`_gather`).
 """
 
 from __future__ import annotations
@@ -249,6 +259,7 @@ class FlatBuffer:
         for feature in self.gather_features:
             if (pending := feature.gather(buffer, phase, tag)) is not None:
                 return pending
+        # see [Note: buffers and streams]
         buffer[self.shard_span].copy_(self.shard, non_blocking=not self._shard_is_offloaded)
         if self._shard_is_offloaded:
             self._shard.discard()
