@@ -70,12 +70,8 @@ class FlatBuffer:
         self, name: str, plan: PlannedBuffer, layout: ShardLayout, placement: BufferPlacement | None = None
     ) -> None:
         self.name, self.slots, self.dtype = name, plan.slots, plan.dtype
-        self.policy, self.axes, self.pool, self.placements = (
-            layout.policy,
-            layout.axes,
-            layout.pool,
-            layout.placements,
-        )
+        self.policy, self.axes = layout.policy, layout.axes
+        self.pool, self.placements = layout.pool, layout.placements
         on_device = Placement(layout.device)
         placement = placement or BufferPlacement(on_device, on_device)
         self.params_placement, self.optim_placement = placement.params, placement.optim

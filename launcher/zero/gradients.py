@@ -293,8 +293,7 @@ class FlatGradient:
         if self._landing is not None:
             self.flat.pool.give(self._landing)
             self._landing = None
-        if self.sharded:
-            self.state = GradientState.SCATTERED
+        self.state = GradientState.SCATTERED if self.sharded else GradientState.REDUCED
         self.flat.pool.give(wire)
 
     def zero(self) -> None:

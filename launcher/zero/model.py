@@ -69,12 +69,8 @@ class ZeroModel:
 
     def __init__(self, module: nn.Module, units: list[Unit], layout: ShardLayout, parts: LocalModel) -> None:
         self.module, self.units = module, units
-        self.policy, self.axes, self.pool, self.placements = (
-            layout.policy,
-            layout.axes,
-            layout.pool,
-            layout.placements,
-        )
+        self.policy, self.axes = layout.policy, layout.axes
+        self.pool, self.placements = layout.pool, layout.placements
         self.axis, self.tp, self.pp, self.elsewhere = self.axes.dp, parts.tp, parts.pp, parts.elsewhere
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
