@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,13 @@ from launcher.engine.dtypes import (
     autocast_dtype,
     cast_buffers,
     scales_loss,
-    special_dtypes,
     state_dtype,
 )
 from launcher.engine.engine import Engine
 from launcher.engine.given import check_mpu, loaded_config
 from launcher.engine.loaders import loader_of, share_of
 from launcher.engine.offloading import open_placements
+from launcher.engine.policy import axes_of, policy_of
 from launcher.engine.staging import (
     agree,
     holders_of,
@@ -52,9 +51,7 @@ from launcher.zero import (
     ModelValues,
     ParamSource,
     PartitionedValues,
-    ShardAxes,
     ShardLayout,
-    ZeroPolicy,
     is_dealt,
     release,
     set_z3_leaf_modules,
@@ -158,10 +155,7 @@ def initialize(
     holders = holders_of(staged, mesh)
     agree(model, holders, device)
     layout = ShardLayout.of(
-        replace(policy_of(resolved), special_dtypes=special_dtypes(resolved, model)),
-        axes_of(resolved, mesh),
-        device,
-        placements(resolved, mesh, device),
+        policy_of(resolved, model), axes_of(resolved, mesh), device, placements(resolved, mesh, device)
     )
     parts = LocalModel(
         splits=split_model.splits,
@@ -199,42 +193,6 @@ def initialize(
     return engine, stepper, loader, scheduler
 
 
-def policy_of(config: Config) -> ZeroPolicy:
-    """The JSON's `zero_optimization`, precision and communication keys as a policy."""
-    zero, dtype = config.zero_optimization, DTYPES[config.dtype]
-    grad_dtype = DTYPES[config.data_types.grad_accum_dtype] if config.data_types.grad_accum_dtype else dtype
-    comm_dtype = DTYPES[config.communication_data_type] if config.communication_data_type else None
-    low_master = {
-        "fp16": config.fp16.fp16_master_weights_and_grads,
-        "bf16": config.bf16.bf16_master_weights_and_grads,
-    }
-    return ZeroPolicy.of_stage(
-        int(zero.stage),
-        param_dtype=dtype,
-        grad_dtype=grad_dtype,
-        comm_dtype=comm_dtype,
-        fp32_master=not low_master.get(config.dtype),
-        predivide=None if config.prescale_gradients else config.gradient_predivide_factor,
-        reduce_bucket_size=zero.reduce_bucket_size,
-        reduce_scatter=zero.reduce_scatter,
-        allgather_bucket_size=zero.allgather_bucket_size,
-        allgather_partitions=zero.allgather_partitions,
-        overlap_comm=zero.overlap_comm,
-        prefetch_bucket_size=zero.stage3_prefetch_bucket_size,
-        max_live_parameters=zero.stage3_max_live_parameters,
-        max_reuse_distance=zero.stage3_max_reuse_distance,
-        persistence_threshold=zero.stage3_param_persistence_threshold,
-        model_persistence_threshold=zero.stage3_model_persistence_threshold,
-        quantized_weights=zero.zero_quantized_weights,
-        quantized_gradients=zero.zero_quantized_gradients,
-        quantized_frozen=zero.zero_quantized_nontrainable_weights,
-        compute_norm=zero.compute_grad_norm and not config.pipeline.updates_inside,
-        apply_gathers=zero.override_module_apply,
-        warn_of_order=zero.log_trace_cache_warnings,
-        checks=zero.enable_sanity_checks,
-    )
-
-
 def mark_leaves(model: nn.Module, config: Config) -> None:
     """Mark the modules that the JSON makes one unit with all inside them."""
     zero = config.zero_optimization
@@ -247,17 +205,6 @@ def mark_leaves(model: nn.Module, config: Config) -> None:
     set_z3_leaf_modules_by_suffix(model, leaf.name_suffixes)
     if zero.stage3_module_granularity_threshold > 0:
         mark_fine_modules(model, zero.stage3_module_granularity_threshold)
-
-
-def axes_of(config: Config, mesh: Mesh) -> ShardAxes:
-    """The axes inside dp that the JSON's group sizes ask for. Every rank must call it."""
-    zero = config.zero_optimization
-    return ShardAxes.of(
-        mesh,
-        mics_shard_size=zero.mics_shard_size,
-        mics_hierarchical=zero.mics_hierarchical_params_gather,
-        hpz_size=zero.zero_hpz_partition_size,
-    )
 
 
 def resolve(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:

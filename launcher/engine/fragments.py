@@ -18,6 +18,7 @@ from torch import Tensor
 from launcher.comm import all_reduce
 from launcher.errors import LauncherError
 from launcher.offload.offloaded import OffloadedSlice
+from launcher.zero.features.discard import local_gradient
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import ParamSlot
 
@@ -196,7 +197,7 @@ def _gradient(place: _ParamFragment) -> Iterator[Tensor | None]:
 
 
 def _own(place: _ParamFragment) -> Tensor | None:
-    found = place.gradient.local(place.slot)
+    found = local_gradient(place.gradient, place.slot)
     return None if found is None else found.view(place.slot.shape) / place.divisor
 
 
@@ -238,7 +239,7 @@ def _set(param: Tensor, held: FragmentGetter, value: Tensor, *, local: bool = Fa
     place = _place_of(param)
     _check(place, value, torch.Size([place.size]) if local else place.slot.shape)
     if held is _gradient and place.local:
-        found = place.gradient.local(place.slot)
+        found = local_gradient(place.gradient, place.slot)
         whole = None if found is None else found.view(-1)
         mine = whole if whole is None or not local else whole[place.start : place.stop]
         _copy(mine, value.reshape(-1) * place.divisor, place, kept=found is not None)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from launcher.comm import Mesh
 from launcher.config import Config
-from launcher.engine.assemble import axes_of, mark_leaves, policy_of, units_of
-from launcher.engine.dtypes import special_dtypes
+from launcher.engine.assemble import mark_leaves, units_of
 from launcher.engine.offloading import open_placements
+from launcher.engine.policy import axes_of, policy_of
 from launcher.estimate.offloaded_bytes import OffloadedBytes, gradients_of, masters_of, on, parameters_of
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.states import StateBytes
@@ -123,8 +123,7 @@ class SimulatedRank:
     def __init__(self, portion: RankPart, config: Config, mesh: Mesh, states: StateBytes) -> None:
         model = portion.model
         mark_leaves(model, config)
-        special = special_dtypes(config, model)
-        policy = replace(policy_of(config), special_dtypes=special, compute_norm=False)  # there are no values
+        policy = replace(policy_of(config, model), compute_norm=False)  # there are no values
         self.disk = CountingTier()
         self.placements = open_placements(config, mesh, META, lambda path: self.disk, _on_meta)
         self.pool = SimulatedPool(META, self._look)

@@ -1,7 +1,7 @@
 """Flat tensors that are in memory only while somebody works with them.
 
-    away --fetch--> coming --here--> here --put--> leaving --(written)--> away
-                                     here --drop--> away          leaving --here--> here
+    away --fetch--> coming --load--> here --write_back--> leaving --(written)--> away
+                                     here --discard--> away        leaving --load--> here
 
 A tensor that has no tier is always here, and nothing moves it.
 """

@@ -1,8 +1,25 @@
-"""When to gather and when to free: follows the order of use recorded in an earlier iteration.
+"""When to unshard and when to reshard: follows the order of use recorded in an earlier iteration.
 
 The order of use is recorded once, from the start of a forward to the end of its backward (or of the forward alone,
-without gradients), and followed from then on: the next units are gathered ahead of use. A unit that is used out of
-order is gathered when it is met, and the order is recorded again. Nothing depends on the recording but speed.
+without gradients), and followed from then on: the next units are unsharded ahead of use. A unit that is used out of
+order is unsharded when it is met, and the order is recorded again. Nothing depends on the recording but speed.
+
+[Note: who reshards a unit when]
+
+    after its forward           `leave`, unless it is used again soon (`Fetcher._reused_soon`)
+    after its backward          the hooks, when its last gradient has come (`Hooks._finish`)
+    a unit without gradients    the hooks, when the backward enters the next unit (`Hooks._free_passed_units`)
+    the root unit, what is left `end`, at the end of the backward or of a forward without gradients
+    held by GatheredParameters  its `with`, at the end (`Unit.held`); nobody else
+    inside `keeping`            nobody before its end: many forwards come, as in generation
+
+[Note: all ranks gather alike]
+
+Gathers match by order, too, and nothing fixes theirs but that all ranks do the same: each gathers what its forward and
+backward meet, and ahead of that what the recorded order says. So what is gathered ahead depends on nothing that may
+differ between ranks: on the policy's sizes and the order, never on time, on free memory, or on whether a shard has been
+read from its tier. A shard that has not been asked for stops the gathering ahead (`_prefetch`): waiting for it here
+would stop this rank while the others go on.
 """
 
 from __future__ import annotations
@@ -85,6 +102,7 @@ class Fetcher:
             self.reshard(unit)
 
     def reshard(self, unit: Unit) -> None:
+        """Give a unit up, unless somebody keeps it: see [Note: who reshards a unit when]."""
         if self.keeps or unit.held:
             return
         unit.reshard()
@@ -143,11 +161,11 @@ class Fetcher:
             if ahead >= self.policy.prefetch_bucket_size or (ahead and self.spares and unit.is_offloaded):
                 break
             ahead += unit.numel
-            if unit not in self.unsharded:
+            if unit not in self.unsharded:  # see [Note: all ranks gather alike]
                 if self.live + unit.numel > self.policy.max_live_parameters:
                     break
                 if unit.is_offloaded and unit not in self._fetched:
-                    break  # its shards have not been asked for, and waiting for them would stop this rank
+                    break
                 self._start(unit, phase)
         self._fetch()
 

@@ -17,13 +17,21 @@ master        the weights that the optimizer steps: the shard itself in fp32, an
 owned         the range of the flat buffer whose optimizer state this rank holds: its slice, or all of it (stage 0)
 offloaded     shard, master or gradient that is in memory only while somebody works with it (`offload/offloaded.py`):
               who asks for it brings it in, and `rest` lets it go
+
+[Note: buffers and streams]
+
+On a GPU the module computes on the current stream, and collectives run on streams of their own. A collective starts
+after what the current stream has queued when it is called, and `Pending.wait` makes the current stream wait for it; the
+CPU does not wait. So everything that uses a buffer of the pool is ordered by the current stream: who reshards gives
+the buffer back while kernels that read it are still queued, and the gather that takes it next starts behind them. No
+events are needed, and nothing may use a buffer before `wait_for_unshard` or after `reshard`. One thing is not ordered
+so: host memory that a tier hands out again. Where the shard is offloaded its copy to the device is waited for before
+the memory goes back (`_gather`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import Enum
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,60 +43,12 @@ from launcher.offload.placement import Placement
 from launcher.offload.tier import memory
 from launcher.zero.layout import BufferPlacement, PlannedBuffer, ShardLayout
 from launcher.zero.sharded_parameter import ShardedParameter
+from launcher.zero.sharded_state import GatherFeature, PackedShard, ShardedState, UnshardInFlight
 from launcher.zero.slot import ParamReader, ParamSlice, ParamSlot
 
 EXACT = "gather"  # the phase of a gather for people, checkpoints and edits: nothing is quantised
 SlotView = tuple[ParamSlot, Tensor]  # a parameter, and the part of it that a rank owns
 ALIGN = 16  # elements: every slot and every shard starts on a cache line in fp32
-
-
-class ShardedState(Enum):
-    """What there is of a flat buffer's parameters in this rank's memory.
-
-    REPLICATED: all of them, for good: they are not sharded.
-    SHARDED: the shard; modules show handles.
-    UNSHARDING: the shard, and a buffer of the pool that an all-gather fills: nobody may read it yet.
-    UNSHARDED: the shard, and all of them in that buffer; modules show leaves.
-    """
-
-    REPLICATED = "replicated"
-    SHARDED = "sharded"
-    UNSHARDING = "unsharding"
-    UNSHARDED = "unsharded"
-
-
-class UnshardInFlight(NamedTuple):
-    """An all-gather under way. Whoever drops it before the wait gives memory away that peers still fill."""
-
-    buffer: Tensor
-    pending: Pending
-
-
-class GatherFeature(Protocol):
-    """A feature that may unshard a flat buffer in its own way (`zero/features/`); a plain run has none."""
-
-    def gather(self, buffer: Tensor, phase: str, tag: str) -> Pending | None:
-        """Start to fill `buffer`; None: another way has to be taken."""
-
-    def on_unsharded(self, full: Tensor) -> None:
-        """All parameters are there."""
-
-    def on_change(self) -> None:
-        """The shards have other values from now on."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of parameters that it keeps between steps."""
-
-
-class PackedShard(Protocol):
-    """A shard that is kept in fewer bits than it is computed with."""
-
-    def pack(self) -> None:
-        """Take the values of the buffer's master weights or shard, and let those go."""
-
-    def unpack(self) -> OffloadedTensor:
-        """The values, until `pack`."""
 
 
 class FlatBuffer:
@@ -110,12 +70,8 @@ class FlatBuffer:
         self, name: str, plan: PlannedBuffer, layout: ShardLayout, placement: BufferPlacement | None = None
     ) -> None:
         self.name, self.slots, self.dtype = name, plan.slots, plan.dtype
-        self.policy, self.axes, self.pool, self.placements = (
-            layout.policy,
-            layout.axes,
-            layout.pool,
-            layout.placements,
-        )
+        self.policy, self.axes = layout.policy, layout.axes
+        self.pool, self.placements = layout.pool, layout.placements
         on_device = Placement(layout.device)
         placement = placement or BufferPlacement(on_device, on_device)
         self.params_placement, self.optim_placement = placement.params, placement.optim
@@ -299,6 +255,7 @@ class FlatBuffer:
         for feature in self.gather_features:
             if (pending := feature.gather(buffer, phase, tag)) is not None:
                 return pending
+        # see [Note: buffers and streams]
         buffer[self.shard_span].copy_(self.shard, non_blocking=not self._shard_is_offloaded)
         if self._shard_is_offloaded:
             self._shard.discard()

@@ -2,73 +2,26 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
-from launcher.errors import LauncherError
 from launcher.models.gradients import put_gradient, seen_gradient
 from launcher.offload.offloaded import OffloadedTensor
 from launcher.offload.placement import Placement
 from launcher.offload.tier import memory
 from launcher.zero.flat import ALIGN, FlatBuffer
+from launcher.zero.gradient_state import (
+    HOLDS_VALUES,
+    SUM_OVER_RANKS,
+    GradientInspector,
+    GradientState,
+    SecondHop,
+)
 from launcher.zero.norm import SquaredRange, repeated_ranges, sum_of_squares
 from launcher.zero.slot import ParamSlot
-
-
-class GradientState(Enum):
-    """What is kept of the gradient of the present step; it begins with EMPTY at every step.
-
-    A gradient that is sharded knows two of them:
-
-    EMPTY: nothing has come.
-    SCATTERED: this rank's slice of the sum over ranks of the microbatches so far.
-
-    One that is kept whole until the last microbatch knows the others:
-
-    LOCAL: what this rank alone has added up.
-    REDUCED: on the owned range the sum over ranks; the rest is of no use.
-    REOPENED: another backward has come, or will: this rank's share of an earlier sum, and what is added to that.
-    SPENT: nothing of what was REDUCED: it was thrown away, or has been stepped. The other ranks will not reduce it
-        again, so neither does this one.
-    """
-
-    EMPTY = "empty"
-    SCATTERED = "scattered"
-    LOCAL = "local"
-    REDUCED = "reduced"
-    REOPENED = "reopened"
-    SPENT = "spent"
-
-
-_HOLDS_VALUES = frozenset(
-    {GradientState.SCATTERED, GradientState.LOCAL, GradientState.REDUCED, GradientState.REOPENED}
-)
-_SUM_OVER_RANKS = frozenset({GradientState.REDUCED, GradientState.SPENT})
-
-
-class GradientInspector(Protocol):
-    """A feature that looks at this rank's gradients before they are reduced."""
-
-    def look(self, full: Tensor) -> None:
-        """A collected gradient [numel] is about to be reduced."""
-
-    def clear(self) -> None:
-        """The step is over."""
-
-
-class SecondHop(Protocol):
-    """A feature that reduces a gradient further, once a step."""
-
-    def start(self) -> Pending:
-        """Start it, after the reduction of the last microbatch."""
-
-    def clear(self) -> None:
-        """The step is over."""
 
 
 class FlatGradient:
@@ -87,6 +40,7 @@ class FlatGradient:
         shows: what is kept is the `.grad` of the leaves, between backwards too.
         is_offloaded: it is not always in memory.
         discarded: some of what was reduced was thrown away, on this rank.
+        shown: parameters whose leaf's `.grad` is a view of what is kept.
         inspector, second_hop: features of this gradient; None: off.
     """
 
@@ -111,13 +65,13 @@ class FlatGradient:
         self._landing: Tensor | None = None  # of a reduction on the device, where the shard is in host memory
         self._squares: Tensor | None = None  # of the shard that is offloaded now
         self._touched = False  # the shard was asked for since it was offloaded
-        self._shown: set[ParamSlot] = set()  # whose leaf's `.grad` is a view of it
+        self.shown: set[ParamSlot] = set()
 
     @property
     def owned(self) -> Tensor:
         """[owned range of the flat buffer]: the gradient that this rank's optimizer uses; zeros before any backward."""
         if not self.sharded:
-            return self._full_buffer()[self.flat.owned]
+            return self.full_buffer()[self.flat.owned]
         self._squares, self._touched = None, True
         if not self.is_offloaded:
             return self._resident
@@ -127,17 +81,17 @@ class FlatGradient:
     @property
     def share(self) -> Tensor:
         """[numel / degree]: this rank's slice of the reduced gradient; all ranks' slices are the whole of it."""
-        return self.owned if self.flat.shards_optim else self._full_buffer()[self.flat.shard_span]
+        return self.owned if self.flat.shards_optim else self.full_buffer()[self.flat.shard_span]
 
     @property
     def kept(self) -> bool:
         """There is something of an earlier microbatch of this step."""
-        return self.state in _HOLDS_VALUES
+        return self.state in HOLDS_VALUES
 
     @property
     def reduced(self) -> bool:
         """What is kept whole is the sum over ranks (on each, of what it owns)."""
-        return self.state in _SUM_OVER_RANKS
+        return self.state in SUM_OVER_RANKS
 
     @property
     def adds_in_place(self) -> bool:
@@ -199,7 +153,8 @@ class FlatGradient:
         self.state = GradientState.SPENT if self.reduced else GradientState.EMPTY
         self._touched, self._squares = False, squares
 
-    def _full_buffer(self) -> Tensor:
+    def full_buffer(self) -> Tensor:
+        """[numel]: what is kept whole."""
         if self._full is None:
             self._full = memory(self.flat.numel, self._dtype, self.flat.pool.device).zero_()
         return self._full
@@ -213,7 +168,7 @@ class FlatGradient:
             return None
         if (grad := seen_gradient(slot.leaf)) is not None:
             return grad
-        return self._full_buffer()[slot.span].view(slot.shape) if self.shows else None
+        return self.full_buffer()[slot.span].view(slot.shape) if self.shows else None
 
     def collect(self) -> Tensor:
         """Move the leaves' gradients into a full buffer [numel]: a fresh one when sharded, else the persistent one."""
@@ -223,13 +178,13 @@ class FlatGradient:
             for slot in self.flat.slots:
                 put_gradient(slot.leaf, None)
             return full
-        full = self._full_buffer()
+        full = self.full_buffer()
         self._move(full, accumulate=self.kept)
         self._to_collected()
         # A view as .grad lets autograd add the next microbatch in place; another dtype cannot be a view.
-        self._shown = {slot for slot in self.flat.slots if self.shows and slot.used}
+        self.shown = {slot for slot in self.flat.slots if self.shows and slot.used}
         for slot in self.flat.slots:
-            put_gradient(slot.leaf, full[slot.span].view(slot.shape) if slot in self._shown else None)
+            put_gradient(slot.leaf, full[slot.span].view(slot.shape) if slot in self.shown else None)
         return full
 
     def _to_collected(self) -> None:
@@ -258,26 +213,11 @@ class FlatGradient:
         if self.state is GradientState.SPENT:
             self.state = GradientState.EMPTY
             return
-        full, share = self._full_buffer(), self.flat.shard_span
+        full, share = self.full_buffer(), self.flat.shard_span
         full[: share.start].zero_()
         full[share.stop :].zero_()
         full[share].mul_(self._predivide)
         self.state = GradientState.REOPENED if self.closed else GradientState.LOCAL
-
-    def local(self, slot: ParamSlot) -> Tensor | None:
-        """What this rank alone has added up for a parameter [its shape] since the last reduction, to read and to write;
-        None where no gradient has come."""
-        if self.state is GradientState.REOPENED:
-            raise LauncherError(
-                f"the gradient of {slot.name} was reduced, and then another backward came: what this rank alone has "
-                "added to it cannot be told from the rest",
-                fix="ask before the reduction, or after the next one",
-            )
-        if self.sharded:
-            return seen_gradient(slot.leaf)
-        if self.kept or any(seen_gradient(one.leaf) is not None for one in self.flat.slots):
-            self.collect()
-        return self._full_buffer()[slot.span].view(slot.shape) if slot.used else None
 
     def _move(self, full: Tensor, *, accumulate: bool) -> None:
         into: list[Tensor] = []
@@ -285,7 +225,7 @@ class FlatGradient:
         for slot in self.flat.slots:
             grad = seen_gradient(slot.leaf)
             region = full[slot.span]
-            if slot in self._shown and (grad is None or grad.data_ptr() != region.data_ptr()):
+            if slot in self.shown and (grad is None or grad.data_ptr() != region.data_ptr()):
                 region.zero_()  # the user threw the view away, or put something in its place
                 slot.used = False
                 self.discarded |= self.reduced and grad is None
@@ -353,8 +293,7 @@ class FlatGradient:
         if self._landing is not None:
             self.flat.pool.give(self._landing)
             self._landing = None
-        if self.sharded:
-            self.state = GradientState.SCATTERED
+        self.state = GradientState.SCATTERED if self.sharded else GradientState.REDUCED
         self.flat.pool.give(wire)
 
     def zero(self) -> None:
@@ -366,42 +305,10 @@ class FlatGradient:
         for feature in (self.inspector, self.second_hop):
             if feature is not None:
                 feature.clear()
-        self._shown.clear()
+        self.shown.clear()
         for slot in self.flat.slots:
             slot.used = False
             put_gradient(slot.leaf, None)
-
-    def forget(self, slots: set[ParamSlot], *, reduced: bool) -> None:
-        """Forget what is kept of the gradients of some parameters, and `.grad`. What is left of a reduced gradient is a
-        reduced one, also where nothing is left: the other ranks will not reduce it again.
-
-        Args:
-            reduced: what is kept is the sum over ranks.
-        """
-        discarded = self.discarded or (reduced and self.kept)
-        if len(slots) == len(self.flat.slots):
-            left = GradientState.SPENT if self.reduced else GradientState.EMPTY
-            if self.kept and not self.sharded:
-                self._full_buffer().zero_()
-            self.zero()
-            self.state = left
-        else:
-            self._forget_some(slots)
-        self.discarded = discarded
-
-    def _forget_some(self, slots: set[ParamSlot]) -> None:
-        if self.kept:
-            kept = self.owned if self.sharded else self._full_buffer()
-            span = self.flat.owned if self.sharded else slice(0, self.flat.numel)
-            for slot, start, stop in self.flat.overlaps(span):
-                if slot in slots:
-                    at = slot.offset - span.start
-                    kept[at + start : at + stop].zero_()
-            self.rest()
-        for slot in slots:
-            slot.used = False
-            put_gradient(slot.leaf, None)
-        self._shown -= slots
 
 
 def _zero_padding(full: Tensor, slots: list[ParamSlot]) -> None:

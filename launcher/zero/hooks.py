@@ -167,9 +167,9 @@ class Hooks:
                 return
             if _graph_task() != NO_GRAPH:  # inside a backward: activation checkpointing
                 self._recompute(unit)
-            elif (
-                module is not unit.module and self.gather_for_one_call is not None
-            ):  # that one's own hook gathers
+            elif module is unit.module or self.gather_for_one_call is None:
+                return  # that one's own hook unshards
+            else:
                 self.gather_for_one_call(self, unit, module)
 
         return before_forward

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from launcher.errors import ElsewhereError
 from launcher.tensor.assemble import whole
+from launcher.zero.features.discard import forget
 from launcher.zero.features.edits import broadcast_edit
 from launcher.zero.features.user_gradients import warn_of_discard_once
 from launcher.zero.fetch import Fetcher
@@ -68,12 +69,8 @@ class ZeroModel:
 
     def __init__(self, module: nn.Module, units: list[Unit], layout: ShardLayout, parts: LocalModel) -> None:
         self.module, self.units = module, units
-        self.policy, self.axes, self.pool, self.placements = (
-            layout.policy,
-            layout.axes,
-            layout.pool,
-            layout.placements,
-        )
+        self.policy, self.axes = layout.policy, layout.axes
+        self.pool, self.placements = layout.pool, layout.placements
         self.axis, self.tp, self.pp, self.elsewhere = self.axes.dp, parts.tp, parts.pp, parts.elsewhere
         self.flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
@@ -173,7 +170,7 @@ class ZeroModel:
             self.hooks.abandon()
         for gradient in self.gradients:
             if of_buffer := slots.intersection(gradient.flat.slots):
-                gradient.forget(of_buffer, reduced=not self.reducer.holds_local(gradient))
+                forget(gradient, of_buffer, reduced=not self.reducer.holds_local(gradient))
         if not any(gradient.kept for gradient in self.gradients):
             self.hooks.kinds.clear()
             self.reducer.measured = False

@@ -1,17 +1,27 @@
 """When to reduce gradients: unit by unit, while earlier units still compute their backward.
 
-All ranks must start the same collectives in the same order, whatever order their gradients come in. The order is
-fixed: units in reverse of registration, the root unit last. A unit that is ready before its turn waits for it. Units
-without some or all of their gradients contribute zeros: when the backward has passed them (`hooks.py`), or at its end.
+[Note: the order of reductions]
+
+Collectives match by order: all ranks must start the same ones in the same order. Gradients may arrive in another order
+on another rank, or not at all. So the order is fixed before anything runs: units in reverse of registration, the root
+unit last. A unit that is ready before its turn waits for it. Units without some or all of their gradients contribute
+zeros: when the backward has passed them ([Note: a gradient may not come] in hooks.py), or at its end.
+
+[Note: who frees a gradient when]
+
+`collect` moves the leaves' gradients into one buffer and takes them from the leaves at once: from then on only the
+buffer is held. Where gradients are sharded it comes from the pool, and goes back in `FlatGradient.done`, after all of
+its chunks were waited for: peers may read it until then. Reductions run on while the next unit computes, and would
+pile up where the network is slower. So those of more than UNITS_IN_FLIGHT units ago are waited for when a unit is
+ready, and of all that are under way no more than `reduce_bucket_size` elements before another chunk starts. The
+second hop of a gradient, and the listener's step, begin where the sum is complete: in the wait for its last chunk.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -20,9 +30,8 @@ from launcher.zero.gradients import FlatGradient
 from launcher.zero.policy import ZeroPolicy
 from launcher.zero.unit import Unit
 
-# Where gradients are sharded, reductions of this many units run on while the next unit computes its backward; older
-# ones are waited for, so that no more full gradients are held.
 UNITS_IN_FLIGHT = 1
+"""Units whose sharded gradients are reduced while the next unit computes: see [Note: who frees a gradient when]."""
 
 
 def order_of_reduction(units: list[Unit]) -> list[Unit]:
@@ -56,12 +65,33 @@ class BackwardPlan:
     listener: ReduceListener | None = None
 
 
+class ReduceInFlight(NamedTuple):
+    """A chunk of a gradient on its way. It is dropped after its wait: see [Note: who frees a gradient when].
+
+    Args:
+        turn: of its unit in the order.
+        elements: of the chunk.
+        full: the buffer that this is the last chunk of; None: others follow.
+        last: it was started in the last microbatch of a step.
+    """
+
+    turn: int
+    elements: int
+    gradient: FlatGradient
+    pending: Pending
+    full: Tensor | None
+    last: bool
+
+
 class Reducer:
     """Collects and reduces the gradients of units.
 
     Args:
         order: every unit with trainable parameters, in the order of reduction.
         policy: bucket size and overlap.
+
+    Attributes:
+        in_flight: chunks being reduced, the oldest first.
     """
 
     def __init__(self, order: list[Unit], policy: ZeroPolicy) -> None:
@@ -72,18 +102,18 @@ class Reducer:
         self.measured = False  # the norm of this step was taken: nothing more may come before it is over
         self._turn = 0
         self._ready: set[Unit] = set()
-        self._in_flight: deque[tuple[int, int, Callable[[], None]]] = deque()  # turn, elements, completion
-        self._elements = 0
+        self.in_flight: deque[ReduceInFlight] = deque()
+        self._elements = 0  # of those
         self._second_hops: list[Pending] = []  # of gradients that have one
 
     def ready(self, unit: Unit) -> None:
         """All gradients of `unit` have come in this backward."""
         self._ready.add(unit)
-        while (following := self.awaited) and following in self._ready:
+        while (following := self.awaited) and following in self._ready:  # see [Note: the order of reductions]
             self._launch(following)
             self._turn += 1
         oldest = self._turn - UNITS_IN_FLIGHT if self.policy.shard_grads else 0
-        while self._in_flight and self._in_flight[0][0] < oldest:
+        while self.in_flight and self.in_flight[0].turn < oldest:
             self._wait_oldest()
 
     def finish(self) -> None:
@@ -107,7 +137,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Wait for what is under way, launch no more, and be ready for the next backward."""
-        while self._in_flight:
+        while self.in_flight:
             self._wait_oldest()
         while self._second_hops:
             self._second_hops.pop(0).wait()
@@ -123,11 +153,6 @@ class Reducer:
     def left(self) -> list[Unit]:
         """Those whose reduction has not started in this backward, in order."""
         return self.order[self._turn :]
-
-    @property
-    def in_flight(self) -> int:
-        """Gradient elements being reduced now."""
-        return self._elements
 
     def _launch(self, unit: Unit) -> None:
         if not self.plan.reduces:
@@ -145,30 +170,28 @@ class Reducer:
         chunks = gradient.chunks()
         for chunk in chunks:
             elements = (chunk.stop - chunk.start) * (full.numel() // chunks[-1].stop)
-            while self._in_flight and self._elements + elements > self.policy.reduce_bucket_size:
+            while self.in_flight and self._elements + elements > self.policy.reduce_bucket_size:
                 self._wait_oldest()
             pending = gradient.reduce(full, chunk)
-            last = chunk is chunks[-1]
+            whole = full if chunk is chunks[-1] else None
             self._elements += elements
-            done = partial(self._complete, pending, gradient, full if last else None, self.plan.last)
-            self._in_flight.append((self._turn, elements, done))
+            self.in_flight.append(
+                ReduceInFlight(self._turn, elements, gradient, pending, whole, self.plan.last)
+            )
             if not self.policy.overlap_comm:
                 self._wait_oldest()
 
     def _wait_oldest(self) -> None:
-        _, elements, complete = self._in_flight.popleft()
-        complete()
-        self._elements -= elements
+        oldest = self.in_flight.popleft()
+        oldest.pending.wait()
+        if oldest.full is not None:
+            self._complete(oldest.gradient, oldest.full, oldest.last)
+        self._elements -= oldest.elements
 
-    def _complete(
-        self, pending: Pending, gradient: FlatGradient, full: Tensor | None, boundary: bool
-    ) -> None:
-        """Wait for one chunk; with the last one comes the buffer that it was the end of."""
-        pending.wait()
-        if full is None:
-            return
+    def _complete(self, gradient: FlatGradient, full: Tensor, last: bool) -> None:
+        """All chunks of a collected gradient have been waited for."""
         gradient.done(full)
-        if boundary and gradient.second_hop is not None:
+        if last and gradient.second_hop is not None:
             self._second_hops.append(gradient.second_hop.start())
-        elif not (boundary and self.plan.listener is not None and self.plan.listener.on_reduced(gradient)):
-            gradient.rest(final=boundary)
+        elif not (last and self.plan.listener is not None and self.plan.listener.on_reduced(gradient)):
+            gradient.rest(final=last)

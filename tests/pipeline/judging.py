@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine import assemble
-from launcher.engine.assemble import policy_of
 from launcher.engine.dtypes import DTYPES
+from launcher.engine.policy import policy_of
 from launcher.errors import ConfigError
 from launcher.pipeline.hf.parts import parts_of
 from launcher.zero import ZeroPolicy
@@ -73,8 +73,8 @@ def _computing_in(dtype: torch.dtype) -> Iterator[None]:
         yield
         return
 
-    def own_weights(config: Any) -> ZeroPolicy:
-        return replace(policy_of(config), fp32_master=False)
+    def own_weights(config: Any, model: Any) -> ZeroPolicy:
+        return replace(policy_of(config, model), fp32_master=False)
 
     with InFloat64(), patch.dict(DTYPES, fp32=dtype), patch.object(assemble, "policy_of", own_weights):
         yield

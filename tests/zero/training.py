@@ -102,7 +102,7 @@ def watch_in_flight(engine: Any) -> list[int]:
 
     def watched(unit: Unit) -> None:
         launch(unit)
-        seen.append(engine.zero.reducer.in_flight)
+        seen.append(sum(chunk.elements for chunk in engine.zero.reducer.in_flight))
 
     engine.zero.reducer._launch = watched
     return seen
