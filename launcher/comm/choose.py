@@ -8,9 +8,6 @@ import torch
 import torch.distributed as dist
 
 from launcher.comm.gloo import GlooTransport
-from launcher.comm.nccl import NcclTransport
-from launcher.comm.shared_memory.connect import PeerMemoryUnavailable, connect
-from launcher.comm.shared_memory.transport import SharedMemoryTransport
 from launcher.comm.transport import Transports
 
 TRANSPORT = "LAUNCHER_CPU_TRANSPORT"  # "sockets": never read the memory of other ranks
@@ -29,6 +26,9 @@ def choose(
         return plain_transports(group, reductions)
     if os.environ.get(TRANSPORT) == "sockets":
         return Transports.alike(GlooTransport(group, f"{TRANSPORT} says so"))
+    from launcher.comm.shared_memory.connect import PeerMemoryUnavailable, connect
+    from launcher.comm.shared_memory.transport import SharedMemoryTransport
+
     try:
         return Transports.alike(SharedMemoryTransport(group, connect(group)))
     except PeerMemoryUnavailable as why:
@@ -37,4 +37,6 @@ def choose(
 
 def plain_transports(group: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> Transports:
     """What any process group can do, and nothing is tried: NCCL between devices, sockets between CPUs."""
+    from launcher.comm.nccl import NcclTransport
+
     return Transports(NcclTransport(group, reductions or group), GlooTransport(group))

@@ -16,3 +16,29 @@ def test_an_engine_imports_nothing_that_it_does_not_need() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+MODULES = 185
+PLAIN = """
+import sys, torch, launcher
+config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
+launcher.initialize(model=torch.nn.Linear(2, 2), config=config, device=torch.device("cpu"))
+print(*[name for name in sys.modules if name.partition(".")[0] == "launcher"])
+"""
+
+
+@pytest.mark.full
+def test_what_a_run_does_not_use_is_not_imported() -> None:
+    """Features are imported where the JSON asks for them: import them inside the branch that does."""
+    done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert len(loaded) <= MODULES
+    features = (
+        "pipeline.hf",
+        "pipeline.sequential",
+        "tensor.apply",
+        "offload.nvme",
+        "checkpoint.store",
+        "optim.muon",
+    )
+    assert [name for name in loaded if name.startswith(tuple(f"launcher.{part}" for part in features))] == []

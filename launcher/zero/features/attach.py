@@ -1,19 +1,12 @@
-"""The one place where features are hooked into the core: into its lists, and only those that are on."""
+"""The one place where features are hooked into the core: into its lists, and only those that are on are imported."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from launcher.zero.features.checks import StepChecks
-from launcher.zero.features.copies import CopyCheck
 from launcher.zero.features.edits import ParameterEdits
 from launcher.zero.features.handle_gradients import follow_handles
-from launcher.zero.features.holders import sum_over_stages, sum_partial, use_over_stages
-from launcher.zero.features.mics import GroupSum
-from launcher.zero.features.module_apply import GatheringApply
 from launcher.zero.features.outside import gather_for_one_call
-from launcher.zero.features.quantized import QuantizedGather, QuantizedShard
-from launcher.zero.features.second_shard import SecondShard
 from launcher.zero.features.user_gradients import ClaimedLeaves, LeafElsewhere, follow_torch
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
@@ -25,18 +18,26 @@ def attach_to_buffer(flat: FlatBuffer) -> None:
     if not flat.sharded:
         return
     if flat.axes.secondary is not None:
+        from launcher.zero.features.second_shard import SecondShard
+
         flat.gather_features.append(SecondShard(flat, flat.axes.secondary))
     if flat.policy.quantized_frozen and not flat.trainable:
+        from launcher.zero.features.quantized import QuantizedShard
+
         packed = QuantizedShard(flat)
         flat.packed = packed
         flat.gather_features.append(packed)
     elif flat.policy.quantized_weights:
+        from launcher.zero.features.quantized import QuantizedGather
+
         flat.gather_features.append(QuantizedGather(flat))
 
 
 def attach_to_gradient(gradient: FlatGradient) -> None:
     """Let a gradient be summed over shard groups, where there are several."""
     if gradient.flat.axes.replicate.degree > 1:
+        from launcher.zero.features.mics import GroupSum
+
         gradient.second_hop = GroupSum(gradient)
 
 
@@ -54,9 +55,13 @@ def attach_features(zero: ZeroModel) -> None:
         zero.callbacks.before_step.append(edits.take_over)
     _attach_to_norm(zero)
     if zero.policy.checks:
+        from launcher.zero.features.checks import StepChecks
+
         zero.checks = zero.hooks.add_removable(StepChecks(zero))
         zero.callbacks.before_norm.append(zero.checks.compare)
     if zero.policy.apply_gathers and any(unit.sharded for unit in zero.units):
+        from launcher.zero.features.module_apply import GatheringApply
+
         zero.hooks.add_removable(GatheringApply(zero))
 
 
@@ -64,10 +69,16 @@ def _attach_to_norm(zero: ZeroModel) -> None:
     """What happens to reduced gradients before their norm is taken; the order is that of the callbacks."""
     before, shown = zero.callbacks.before_norm, [g for g in zero.gradients if g.shows]
     if zero.tp.degree > 1:
+        from launcher.zero.features.copies import CopyCheck
+
         before.append(CopyCheck(zero.gradients, zero.axis, zero.tp).once)
     before += [gradient.sync_with_leaves for gradient in shown]
     if zero.tp.degree > 1:
+        from launcher.zero.features.holders import sum_partial
+
         before.append(partial(sum_partial, zero.gradients, zero.tp, zero.pool.device))
     if any(gradient.flat.slots[0].holders.degree > 1 for gradient in zero.gradients):
+        from launcher.zero.features.holders import sum_over_stages, use_over_stages
+
         before.append(partial(sum_over_stages, zero.gradients))
         zero.callbacks.merge_use.append(use_over_stages)
