@@ -122,7 +122,7 @@ class Training:
             else None
         )
         steps = self.loader.steps()
-        self.engine.watch.say = progress.message
+        self.engine.telemetry.say = progress.message
         with progress, self._trace() as trace:
             while self.engine.global_steps < self.total_steps and not self._diverged():
                 self.run.check_ownership()
@@ -232,7 +232,7 @@ class Training:
         loss = engine.eval_microbatches(batches, [count / total for count in counts])
         engine.train()
         mean = self._sum(loss)
-        engine.watch.evaluated(engine, mean)
+        engine.telemetry.evaluated(engine, mean)
         return mean
 
     # ---- saving -----------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Training:
         not finite, so that the checkpoint before stays the latest one. Every rank must call it."""
         self._collect_garbage()
         if not self._is_sound():
-            self.engine.watch.say(f"step {self.engine.global_steps} is not saved: it is not finite")
+            self.engine.telemetry.say(f"step {self.engine.global_steps} is not saved: it is not finite")
             return False
         client = {
             "data": self.loader.state_dict(),
@@ -310,7 +310,7 @@ class Training:
             self._write_summary(ranks, parameters, {**more, **({"stopped": failure.what} if failure else {})})
         if self.engine.resolved.comms_logger.enabled:
             log_summary()
-        self.engine.watch.close()
+        self.engine.telemetry.close()
         dist.barrier()
         self.run.give_back()
         if failure is not None:

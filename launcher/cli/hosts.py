@@ -60,7 +60,7 @@ def ssh(argv: Sequence[str]) -> int:
     if not words:
         raise ConfigError("launch ssh needs a command", fix="launch ssh -H hosts 'nvidia-smi -L'")
     job = _job(own)
-    with ThreadPoolExecutor(job.limits.fan_out) as pool:
+    with ThreadPoolExecutor(job.timeouts.fan_out) as pool:
         return max(pool.map(lambda host: _run(job, host, " ".join(words)), job.hosts))
 
 

@@ -103,11 +103,11 @@ class Job:
         self.needs = {path: facts.digest(Path(path)) for path in needs}
 
     @property
-    def limits(self) -> NodeTimeouts:
-        limits = NodeTimeouts(silence_s=self.flags.node_timeout)
+    def timeouts(self) -> NodeTimeouts:
+        timeouts = NodeTimeouts(silence_s=self.flags.node_timeout)
         if self.flags.no_ssh:
-            return replace(limits, connect_s=JOIN_S, return_s=RETURN_BEATS * limits.beat_s)
-        return limits
+            return replace(timeouts, connect_s=JOIN_S, return_s=RETURN_BEATS * timeouts.beat_s)
+        return timeouts
 
     def front_end(self) -> FrontEnd:
         nodes = [self._node(host, i) for i, host in enumerate(self.hosts)]
@@ -129,7 +129,7 @@ class Job:
             if len(nodes) > 1:  # nobody comes to a node that is alone
                 admit = join.JoinServer(addr, port, joining_token(flags)).admit
         return FrontEnd(
-            NodeGroup(nodes, self.limits, admit),
+            NodeGroup(nodes, self.timeouts, admit),
             self.hello,
             self.judge,
             self.plan,
@@ -166,7 +166,7 @@ class Job:
             extra=shlex.split(flags.launcher_args or ""),
             ssh_port=flags.ssh_port,
             venv_script=flags.venv_script,
-            connect_s=self.limits.connect_s,
+            connect_s=self.timeouts.connect_s,
         )
 
     def hello(self, node: Node) -> Message:
@@ -185,8 +185,8 @@ class Job:
             "needs": list(self.needs),
             "count_gpus": self.device != "cpu",
             # A front end on the same machine may be stopped by Ctrl-Z; that it has died the pipe tells.
-            "silence_s": 1e9 if node.here else self.limits.silence_s,
-            "beat_s": self.limits.beat_s,
+            "silence_s": 1e9 if node.here else self.timeouts.silence_s,
+            "beat_s": self.timeouts.beat_s,
         }
 
     def _travels_open(self, node: Node) -> bool:

@@ -255,13 +255,13 @@ class Attempt:
         """
         self.signals.held = self.crew.ending = True
         self._waiting = []
-        grace = self.crew.limits.grace_s
+        grace = self.crew.timeouts.grace_s
         running = [node for node in self.crew.nodes if node.running]
         self.crew.tell(running, "stop", grace_s=grace, patient=patient)
         began = time.monotonic()
         deadline = began + grace + AFTER_GRACE_S
         # Nodes that have missed heartbeats already are probably gone, too: where this machine is cut off, all are.
-        doubtful = [node for node in running if began - node.heard > 2.5 * self.crew.limits.beat_s]
+        doubtful = [node for node in running if began - node.heard > 2.5 * self.crew.timeouts.beat_s]
         while self._waits_for(running, patient=patient and not self._hurried, deadline=deadline):
             self.console.flush()
             for node, message in self.crew.events():
@@ -283,7 +283,7 @@ class Attempt:
     def _waits_for(self, running: Sequence[Node], *, patient: bool, deadline: float) -> bool:
         """Whether some node may still say how its ranks ended: until the deadline, and as long as it has output."""
         still = [node for node in running if node.running]
-        silence_s = self.crew.limits.silence_s
+        silence_s = self.crew.timeouts.silence_s
         for node in still:
             if node in self._over and not node.here and time.monotonic() - node.heard > silence_s:
                 node.give_up(f"nothing was heard of it for {silence_s:g} s while it sent its last output")
@@ -306,7 +306,7 @@ class Attempt:
         names = ", ".join(f"{node.name} ({_processes(node.pids)})" for node in unclean)
         return (
             f"\n  could not be cleaned from here: {names}; ranks there end by themselves within "
-            f"{self.crew.limits.silence_s + self.crew.limits.grace_s:g} s"
+            f"{self.crew.timeouts.silence_s + self.crew.timeouts.grace_s:g} s"
         )
 
 

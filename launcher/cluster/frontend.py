@@ -142,7 +142,7 @@ class FrontEnd:
         crew = self.crew
         if any(node.lost is not None for node in crew.nodes):
             # What is left there ends by itself; it must not meet what is started now.
-            self._pause(crew.limits.grace_s)
+            self._pause(crew.timeouts.grace_s)
         absent = [node for node in crew.everyone if not _is_there(node)]
         for node in absent:
             if node.lost is not None or node.command:
@@ -151,7 +151,7 @@ class FrontEnd:
         for _ in crew.connect(absent, self.hello):
             self._signals.look_up()
             enough = sum(map(_is_there, crew.everyone)) >= self.min_nodes
-            if enough and time.monotonic() - began > crew.limits.return_s:
+            if enough and time.monotonic() - began > crew.timeouts.return_s:
                 break
         if sum(map(_is_there, crew.everyone)) < self.min_nodes:
             self.judge(crew.everyone)

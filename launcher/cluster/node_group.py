@@ -42,7 +42,7 @@ class NodeGroup:
 
     Args:
         nodes: in the order of their ranks.
-        limits: see `NodeTimeouts`.
+        timeouts: see `NodeTimeouts`.
         admit: called in every turn with all nodes; it may let some in (`join.py`).
 
     Attributes:
@@ -54,11 +54,11 @@ class NodeGroup:
     def __init__(
         self,
         nodes: Sequence[Node],
-        limits: NodeTimeouts,
+        timeouts: NodeTimeouts,
         admit: Callable[[Sequence[Node]], None] | None = None,
     ) -> None:
         self.everyone, self.nodes = tuple(nodes), list(nodes)
-        self.limits, self.admit = limits, admit
+        self.timeouts, self.admit = timeouts, admit
         self.ending = False
         self._arriving: set[Node] = set()
         self._told_lost: set[Node] = set()
@@ -70,7 +70,7 @@ class NodeGroup:
         waiting, arriving = list(nodes), self._arriving
         try:
             while waiting or arriving:
-                while waiting and len(arriving) < self.limits.fan_out:
+                while waiting and len(arriving) < self.timeouts.fan_out:
                     node = waiting.pop(0)
                     node.connect(hello(node))
                     arriving.add(node)
@@ -78,10 +78,14 @@ class NodeGroup:
                     pass
                 now = time.monotonic()
                 for node in list(arriving):
-                    if node.facts is None and node.lost is None and now - node.heard > self.limits.connect_s:
+                    if (
+                        node.facts is None
+                        and node.lost is None
+                        and now - node.heard > self.timeouts.connect_s
+                    ):
                         said = node.complaint()
                         node.give_up(
-                            f"no answer within {self.limits.connect_s:g} s" + (f": {said}" if said else "")
+                            f"no answer within {self.timeouts.connect_s:g} s" + (f": {said}" if said else "")
                         )
                     if node.facts is not None or node.lost is not None:
                         arriving.discard(node)
@@ -111,7 +115,7 @@ class NodeGroup:
                         yield by_fd[fd], message
             else:
                 next(node for node in by_fd.values() if node.writer.fd == fd).writer.flush()
-        if now - self._beaten >= self.limits.beat_s:
+        if now - self._beaten >= self.timeouts.beat_s:
             self._beaten = now
             for node in self.everyone:
                 node.send("beat")
@@ -139,9 +143,9 @@ class NodeGroup:
     def _losses(self, now: float) -> Iterator[tuple[Node, Message]]:
         for node in self.everyone:
             heeded = node.connected and node.facts is not None and not (node.here or self.ending)
-            if heeded and now - node.heard > self.limits.silence_s:
+            if heeded and now - node.heard > self.timeouts.silence_s:
                 node.give_up(
-                    f"nothing was heard of it for {self.limits.silence_s:g} s: it is cut off, frozen or down"
+                    f"nothing was heard of it for {self.timeouts.silence_s:g} s: it is cut off, frozen or down"
                 )
             if node.lost is None:
                 continue

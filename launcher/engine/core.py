@@ -25,10 +25,10 @@ from launcher.engine.batches import cast
 from launcher.engine.clipping import Clipping
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
+from launcher.engine.engine_getters import EngineGetters
 from launcher.engine.finite import check_scales, skips_overflow, tell_overflow
 from launcher.engine.gradient_plan import GradientPlan
 from launcher.engine.nonfinite_tracer import NonFiniteTracer
-from launcher.engine.queries import EngineGetters
 from launcher.engine.same_inputs import SameInputs
 from launcher.engine.state_offload import StateOffloadMixin
 from launcher.engine.telemetry import Telemetry
@@ -70,19 +70,19 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         runtime: Runtime,
         optimizer: ShardedOptimizer | None,
         lr_scheduler: Any,
-        watch: Telemetry,
+        telemetry: Telemetry,
         versions: Versions | None,
     ) -> None:
         super().__init__()
         self.module = zero.module
         self.zero, self.mesh, self._config, self.runtime = zero, mesh, config, runtime
-        self.optimizer, self.lr_scheduler, self.watch, self.versions = (
+        self.optimizer, self.lr_scheduler, self.telemetry, self.versions = (
             optimizer,
             lr_scheduler,
-            watch,
+            telemetry,
             versions,
         )
-        self.monitor, self.timers = watch.monitor, watch.timers
+        self.monitor, self.timers = telemetry.monitor, telemetry.timers
         self.gradient_plan = GradientPlan.of(config.pipeline, is_whole=runtime.staged.is_whole)
         self._autocast = autocast_dtype(config)
         self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
@@ -92,7 +92,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         self._saver: Saver | None = None
         self.curriculum = Curriculum.of(config.data_efficiency)
         self.clipping = Clipping(float(config.gradient_clipping))
-        self.blame = NonFiniteTracer()
+        self.nonfinite_tracer = NonFiniteTracer()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._backwards = 0  # of this step
         self._norm: float | None = None
@@ -104,7 +104,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_stages("engine(...)")
         self._check_usable("engine(...)")
-        self._announce()
+        self._set_backward_plan()
         if self.module.training and self.curriculum.metric is not None:
             args, kwargs = self.curriculum.cut((args, kwargs), self.global_steps)
         return self.run_module(self.module, *args, **kwargs)
@@ -113,9 +113,9 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         """Call the model, or this rank's part of it, in the precision of the JSON and under its timers."""
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
-        if self.blame.looks and self.runtime.staged.is_whole and torch.is_grad_enabled():
-            self.blame.inputs = args, kwargs
-        with self.watch.phase("forward", self), self.autocasting():
+        if self.nonfinite_tracer.looks and self.runtime.staged.is_whole and torch.is_grad_enabled():
+            self.nonfinite_tracer.inputs = args, kwargs
+        with self.telemetry.phase("forward", self), self.autocasting():
             return module(*args, **kwargs)
 
     def autocasting(self) -> AbstractContextManager[Any]:
@@ -134,11 +134,11 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
             The loss, detached, divided as it was for the backward; without the loss scale.
         """
         self._refuse_stages("engine.backward()")
-        self._announce()
+        self._set_backward_plan()
         self._backwards += 1
         divided = self._divided(loss, scale_wrt_gas)
-        self.watch.loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
-        with self.watch.phase("backward", self), self.zero.hooks.scaling():
+        self.telemetry.loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
+        with self.telemetry.phase("backward", self), self.zero.hooks.scaling():
             self._scaled(divided).backward(retain_graph=retain_graph)
         return divided.detach()
 
@@ -168,7 +168,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
 
-    def _announce(self) -> None:
+    def _set_backward_plan(self) -> None:
         """Tell the reducer what the next backward is. A script may run it by `loss.backward()`, so a forward tells."""
         self.zero.reducer.plan = BackwardPlan(self._syncs, self.is_gradient_accumulation_boundary())
         self._watch_for_the_last_overflow()
@@ -204,7 +204,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         with self.zero.hooks.scaling():
             losses, weights = executor.train(self, cut, weights)
         loss = executor.weighted(losses, weights)
-        self.watch.loss(loss, 1.0)
+        self.telemetry.loss(loss, 1.0)
         self._backwards += len(losses)
         self._microbatches += len(losses) - 1  # step() counts the last one
         self.micro_steps += len(losses) - 1
@@ -234,12 +234,12 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
             )
         self._applied = False
         if boundary:
-            with self.watch.phase("step", self):
+            with self.telemetry.phase("step", self):
                 for call in self.zero.callbacks.before_step:
                     call()
                 self.zero.reducer.flush()
                 self._optimizer_step(lr_kwargs or {})
-            self.watch.after_step(self)
+            self.telemetry.after_step(self)
         self._microbatches = 0 if boundary else self._microbatches + 1
         self.micro_steps += 1
 
@@ -259,7 +259,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         if not overflow and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.zero.zero_grad()
-        self.blame.inputs = None
+        self.nonfinite_tracer.inputs = None
         if self.loss_scaler.dynamic:
             self.loss_scaler.update(overflow)
         self._count(overflow)
@@ -278,7 +278,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
                 where="optimizer",
                 fix="add it to the JSON, or pass initialize(optimizer=...)",
             )
-        norm = self.clipping.measure(self)
+        norm = self.clipping.grad_norm(self)
         overflow = not math.isfinite(norm) and skips_overflow(self._config)
         self._norm = (math.inf if overflow else norm) if self.zero.policy.compute_norm else None
         if overflow:
@@ -286,21 +286,21 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         if not math.isfinite(norm) and not (
             overflow and (self.loss_scaler.dynamic or self.bfloat16_enabled())
         ):
-            self.blame.tell(self, skipped=overflow)
+            self.nonfinite_tracer.tell(self, skipped=overflow)
         self.optimizer.overflow = overflow
         if self.versions is not None:
             self.versions.advance(needed)
         if not overflow:
-            self.optimizer.step_scaled(self.clipping.take_factor(norm) / self.gradient_divisor())
+            self.optimizer.step_scaled(self.clipping.take_coefficient(norm) / self.gradient_divisor())
         return overflow
 
     def gradient_divisor(self) -> float:
-        """Of the gradients that are there at the end of a step, clipping apart."""
+        """Return what gradients are divided by at the end of a step, clipping apart."""
         mean = self._config.gradient_allreduce_op == "mean"
         return self.divisor_of_local() * (self.zero.mean_divisor if mean else self.zero.sum_divisor)
 
     def divisor_of_local(self) -> float:
-        """Of gradients that no other rank has had a part in."""
+        """Return what gradients are divided by that have not been reduced over the ranks."""
         kinds = self.zero.hooks.kinds
         if len(kinds) == 2:
             check_scales(kinds, self.loss_scaler.scale, self.gradient_accumulation_steps())
@@ -313,7 +313,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         samples = self._samples()
         self.global_samples += samples
         self._backwards = 0
-        self.watch.counted(self, samples)
+        self.telemetry.counted(self, samples)
 
     def _samples(self) -> int:
         """Sequences of the present step over all ranks."""
@@ -326,8 +326,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         if self.optimizer is not None:
             self.optimizer.forget_in_backward()
         self.zero.zero_grad()
-        self.watch.forget()
-        self.blame.inputs = None
+        self.telemetry.forget()
+        self.nonfinite_tracer.inputs = None
         self._microbatches = self._backwards = 0
 
     def mean_over_dp(self, value: Tensor) -> Tensor:

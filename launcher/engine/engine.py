@@ -10,13 +10,13 @@ from typing import Any
 
 from launcher.comm import Mesh
 from launcher.config import Config
-from launcher.engine.clipping import follow_clipping
 from launcher.engine.deepspeed_methods import DeepSpeedMethods
 from launcher.engine.describe import state_lines
 from launcher.engine.fragments import ENGINES
 from launcher.engine.python_gc import hold
 from launcher.engine.saving import CheckpointMixin
 from launcher.engine.telemetry import Telemetry
+from launcher.engine.torch_clipping import follow_clipping
 from launcher.engine.whole_batches import WholeBatches
 from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer
@@ -53,12 +53,12 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         monitor: Monitor | None = None,
         versions: Versions | None = None,
     ) -> None:
-        watch = Telemetry(config, mesh, monitor or Monitor(), checkpointer)
-        super().__init__(zero, config, mesh, runtime, optimizer, lr_scheduler, watch, versions)
+        telemetry = Telemetry(config, mesh, monitor or Monitor(), checkpointer)
+        super().__init__(zero, config, mesh, runtime, optimizer, lr_scheduler, telemetry, versions)
         self.training_dataloader, self.checkpointer = training_dataloader, checkpointer
         if optimizer is not None:
             optimizer.engine = weakref.ref(self)
-        weakref.finalize(self, watch.flush_on_exit)
+        weakref.finalize(self, telemetry.flush_on_exit)
         self.is_compiled = False
         follow_clipping()
         self._gc = hold(self) if config.disable_python_gc else None
@@ -114,7 +114,7 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         self._destroyed = True
         if self._gc is not None:
             self._gc()
-        self.watch.close()
+        self.telemetry.close()
         self.zero.hooks.remove()
         self.zero.reshard_all()
         self.zero.placements.close()

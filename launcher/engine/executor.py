@@ -84,12 +84,12 @@ class EngineExecutor:
                 reduces=False, last=last
             )  # `flush_gradients` does it
             return
-        with self.engine.watch.phase("backward", self.engine), adding_in(place):
+        with self.engine.telemetry.phase("backward", self.engine), adding_in(place):
             torch.autograd.backward(outputs, gradients)
 
     def finish(self, put_off: DeferredWeightGrads, *, last: bool) -> None:
         place = self._begin_backward(last)
-        with self.engine.watch.phase("backward", self.engine):
+        with self.engine.telemetry.phase("backward", self.engine):
             leaves, gradients = put_off.computed(place)
             if leaves:
                 torch.autograd.backward(leaves, gradients)
@@ -107,7 +107,7 @@ class EngineExecutor:
     def update(self, needed: Collection[int]) -> None:
         engine = self.engine
         flush_gradients(engine)
-        with engine.watch.phase("step", engine):
+        with engine.telemetry.phase("step", engine):
             engine.step_weights({self.first + version for version in needed})
             engine.zero.zero_grad()
 

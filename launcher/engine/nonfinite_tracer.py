@@ -58,7 +58,7 @@ class NonFiniteTracer:
         if engine.mesh.rank == 0:
             so = "the step is left out" if skipped else "so the weights will not be"
             what = f"step {engine.global_steps + 1}: the gradient is not finite, and {so}."
-            engine.watch.say(f"warning: {what} {where} This is said once.")
+            engine.telemetry.say(f"warning: {what} {where} This is said once.")
         self.inputs = None
 
     def _first_module(self, engine: EngineCore) -> str | None:

@@ -30,7 +30,7 @@ class WholeBatches(EngineCore):
         """
         self.train()
         number = self.gradient_accumulation_steps()
-        with self.watch.batch(self) as told:
+        with self.telemetry.batch(self) as told:
             loss = self.train_microbatches(self._pulled(data_iter, number), [1 / number] * number)
             self.step()
             told.append(self.mean_over_dp(loss.float()))
@@ -68,8 +68,8 @@ class WholeBatches(EngineCore):
         found, _ = executor.evaluate(self, batches, outputs=outputs, with_loss=compute_loss)
         losses = list(found.float())
         self.train(training)
-        if compute_loss and self.watch.monitor.enabled:  # the same on all ranks
-            self.watch.evaluated(self, float(self._reduced(losses, "avg")))
+        if compute_loss and self.telemetry.monitor.enabled:  # the same on all ranks
+            self.telemetry.evaluated(self, float(self._reduced(losses, "avg")))
         told = self.is_last_stage() or (compute_loss and bcast_loss)
         value = self._reduced(losses if compute_loss else outputs or [], reduce_output) if told else None
         return (value, outputs[-1] if outputs else None) if return_logits else value

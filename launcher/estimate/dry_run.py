@@ -174,13 +174,13 @@ class _Watcher:
 
     def listen(self, engine: Engine) -> None:
         """From now on the engine says which phase it is in."""
-        self._engine, said = engine, engine.watch.phase
+        self._engine, said = engine, engine.telemetry.phase
 
         def phase(name: str, of: Engine) -> AbstractContextManager[None]:
             self._enter(name)
             return said(name, of)
 
-        engine.watch.phase = phase  # type: ignore[method-assign,assignment]
+        engine.telemetry.phase = phase  # type: ignore[method-assign,assignment]
 
     def begin(self) -> None:
         """A step begins whose peaks count."""

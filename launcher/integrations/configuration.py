@@ -14,8 +14,8 @@ from launcher.cluster.secret import without_secrets
 from launcher.config import Config, load
 from launcher.config.load import read
 from launcher.config.problems import ConfigProblems, dotted
+from launcher.engine.config_getters import value_at
 from launcher.engine.dtypes import DTYPES
-from launcher.engine.getters import value_at
 from launcher.errors import ConfigError
 from launcher.integrations.enumerations import DeepSpeedConfigError
 from launcher.integrations.refused import NotHere, missing

@@ -1,7 +1,7 @@
 """Our own plans, by model type: for models that have none in transformers, and where theirs can be bettered. Data.
 
 Rows for a type that has a plan in transformers stand for rows there of the same name, or are added to them. Adding a
-model is adding a row to PLANS. Names are those inside the base model: `layers.*.self_attn`, not
+model is adding a row to _PLANS. Names are those inside the base model: `layers.*.self_attn`, not
 `model.layers.*.self_attn`. Embedding and head need no row.
 """
 
@@ -87,7 +87,7 @@ _FALCON = "h.*.self_attention"
 _FALCON_ATTENTION = _at(_FALCON, colwise="query_key_value", rowwise="dense")
 _ALIBI = {"alibi": 1, "attention_mask": 1}
 
-_TYPES: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
+_PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
     "gpt2 gpt-sw3": _GPT2,
     "openai-gpt": _counts("h.*.attn", "n_head split_size")
     | {"h.*.attn.c_attn": SplitRule("colwise", packed=(1, 1, 1)), "h.*.attn.c_proj": "rowwise"}
@@ -288,7 +288,7 @@ _TYPES: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
 # by model type: all cases that agree with the config, joined
 PLANS: dict[str, tuple[ConfigCase, ...]] = {
     name: plan if isinstance(plan, tuple) else (ConfigCase(plan),)
-    for names, plan in _TYPES.items()
+    for names, plan in _PLANS.items()
     for name in names.split()
 }
 

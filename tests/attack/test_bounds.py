@@ -228,7 +228,7 @@ def test_names_of_hosts_do_not_act_on_a_terminal(
     host = Host("a\x1b[31m", (0,))
     crew = SimpleNamespace(nodes=[Node(host, 0, [])], connect=lambda *_: (), close=lambda: None)
     job = SimpleNamespace(hosts=[host], front_end=lambda: SimpleNamespace(crew=crew), hello=None)
-    job.shell_command, job.limits = (lambda *_: ["echo", "x"]), SimpleNamespace(fan_out=1)
+    job.shell_command, job.timeouts = (lambda *_: ["echo", "x"]), SimpleNamespace(fan_out=1)
     monkeypatch.setattr(hosts, "_job", lambda _: job)
     hosts.report([])
     hosts.ssh(["true"])

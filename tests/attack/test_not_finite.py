@@ -160,7 +160,7 @@ class Root(nn.Module):
 def warned(ctx: RankContext, stage: int, accumulation: int) -> tuple[list[str], list[list[float]]]:
     engine = engine_of(config_of(stage, accumulation, gradient_clipping=1.0), Fragile())
     said: list[str] = []
-    engine.watch.say = said.append
+    engine.telemetry.say = said.append
     losses = [advance(engine, ctx, [0, 1])]
     hooks = sum(len(module._forward_hooks) for module in engine.module.modules())
     for step in (2, 3, 4):
@@ -183,7 +183,7 @@ def beyond_backward(ctx: RankContext) -> list[str]:
     """The loss is finite, and its gradient is not."""
     engine = engine_of(config_of(2, gradient_clipping=1.0))
     said: list[str] = []
-    engine.watch.say = said.append
+    engine.telemetry.say = said.append
     ((x, y),) = microbatches(ctx, 0)
     loss = engine(x, y)
     engine.backward(loss + (loss.detach() * 0 + (loss - loss)).sqrt())

@@ -28,7 +28,7 @@ def measure(count: int) -> dict[str, float]:
         flags = launch_parser().parse_args(["--hostfile", str(hostfile), "--device", "cpu", "--no_python"])
         job = Job(RunRequest(flags, ["true"]), flags, None, None)
     command = runners.HERE.command(job.hosts[0], runners.RunnerOptions())
-    crew = NodeGroup([Node(host, i, command) for i, host in enumerate(job.hosts)], job.limits)
+    crew = NodeGroup([Node(host, i, command) for i, host in enumerate(job.hosts)], job.timeouts)
     began = time.monotonic()
     try:
         for _ in crew.connect(crew.nodes, job.hello):

@@ -6,7 +6,7 @@ from typing import Any
 
 from launcher.config import Config, load
 from launcher.config.section import Section
-from launcher.engine.getters import KEYS, value_at
+from launcher.engine.config_getters import KEYS, value_at
 from tests.engine.driving import config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 

@@ -40,7 +40,7 @@ def watch(ctx: RankContext, case: Case) -> Watched:
         engine, *_ = launcher.initialize(
             model=model_of(case), config=config_of(case, ctx.world), device=torch.device("cpu")
         )
-        engine.watch.say = seen.said.append
+        engine.telemetry.say = seen.said.append
         for step in range(case.steps):
             with record_collectives() as records:
                 for ids in share(batch(step, SEQUENCES), ctx.rank, ctx.world, case.accumulation):

@@ -233,8 +233,8 @@ MUTANTS = {
     ),
     "clips-the-undivided-norm": Mutant(
         "engine/core.py",
-        "self.clipping.take_factor(norm) / self.gradient_divisor()",
-        "self.clipping.take_factor(norm * self.gradient_divisor()) / self.gradient_divisor()",
+        "self.clipping.take_coefficient(norm) / self.gradient_divisor()",
+        "self.clipping.take_coefficient(norm * self.gradient_divisor()) / self.gradient_divisor()",
         "clipping takes the norm of the sum over ranks, times the loss scale, for that of the gradient",
     ),
     "random-state-of-dp-rank-0": Mutant(

@@ -16,5 +16,5 @@ def test_every_fault_has_its_place() -> None:
         assert all((ROOT / part).exists() for part in mutant.nearby), name
 
 
-def test_there_are_sixty() -> None:
-    assert len(MUTANTS) == 60
+def test_there_are_sixty_or_more() -> None:
+    assert len(MUTANTS) >= 60

@@ -9,8 +9,8 @@ import torch
 
 from launcher.comm import Mesh
 from launcher.config import Config
+from launcher.engine.config_getters import ConfigGetters
 from launcher.engine.curriculum import Curriculum
-from launcher.engine.getters import ConfigGetters
 from launcher.engine.telemetry import Telemetry
 from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import Timers
@@ -31,7 +31,7 @@ class EngineGetters(ConfigGetters):
     curriculum: Curriculum
     global_steps: int
     timers: Timers
-    watch: Telemetry
+    telemetry: Telemetry
     _config: Config
     _norm: float | None
     _applied: bool
@@ -99,7 +99,7 @@ class EngineGetters(ConfigGetters):
     @property
     def tput_timer(self) -> Throughput:
         """Sequences per second; it measures where `timers.throughput` and `steps_per_print` ask for it."""
-        return self.watch.throughput
+        return self.telemetry.throughput
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

@@ -1,0 +1,138 @@
+"""`torch.nn.utils.clip_grad_norm_()` on the parameters of an engine clips the step that follows.
+
+What it would find in `.grad` is one rank's share, or nothing. So it asks the engine, which computes the norm and clips
+when it steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from launcher.engine.fragments import ENGINES
+from launcher.errors import LauncherError
+from launcher.zero.slot import ParamSlot
+
+if TYPE_CHECKING:
+    from launcher.engine.core import EngineCore
+
+logger = logging.getLogger("launcher")
+
+
+@cache
+def follow_clipping() -> None:
+    """Have torch's functions reach the engines of this process, under every name that a module has imported them by."""
+    torchs = torch.nn.utils.clip_grad_norm_
+
+    @wraps(torchs)
+    def clip_grad_norm_(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        given = _as_list(parameters)
+        for engine, slots in _owners(given):
+            norm = clip_step(engine, slots, float(max_norm), float(norm_type))
+            if error_if_nonfinite and not math.isfinite(norm):
+                raise RuntimeError(f"the norm of the gradients is {norm}, so they cannot be clipped")
+            return torch.tensor(norm, device=engine.device)
+        return torchs(given, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    _replace(torchs, clip_grad_norm_)
+    for name in ("clip_grad_value_", "clip_grads_with_norm_"):
+        if (other := getattr(torch.nn.utils, name, None)) is not None:
+            _replace(other, _refusing(other))
+
+
+def _refusing(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function `torchs` for parameters that no engine has; those of an engine are an error."""
+
+    @wraps(torchs)
+    def refuse(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = _as_list(parameters)
+        for _ in _owners(given):
+            raise LauncherError(
+                f"{torchs.__name__}() is not supported: the engine keeps the gradients of these parameters",
+                where=f"{torchs.__name__}()",
+                fix="clip by the norm, with gradient_clipping in the JSON or clip_grad_norm_(), or change single "
+                "gradients with deepspeed.utils.safe_get_full_grad() and safe_set_full_grad()",
+            )
+        return torchs(given, *args, **kwargs)
+
+    return refuse
+
+
+def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _owners(parameters: list[Tensor]) -> Iterator[tuple[EngineCore, set[ParamSlot]]]:
+    """Yield each engine that has some of these parameters, and their slots."""
+    for engine in list(ENGINES):
+        slots = {slot for slot in map(engine.zero.find_slot, parameters) if slot is not None}
+        if slots:
+            yield engine, slots
+
+
+def _replace(function: Callable[..., Any], by: Callable[..., Any]) -> None:
+    for module in list(sys.modules.values()):
+        names: dict[str, Any] = getattr(module, "__dict__", {})
+        for name in [name for name, value in names.items() if value is function]:
+            names[name] = by
+
+
+def clip_step(engine: EngineCore, slots: set[ParamSlot], limit: float, norm_type: float) -> float:
+    """Clip the step that follows; returns the norm of its gradients.
+
+    Args:
+        slots: whose parameters were given.
+
+    Raises:
+        LauncherError: it is another norm, or that of a part of the model.
+    """
+    if norm_type != 2.0:
+        raise _refusal(f"of the norm {norm_type:g}", "leave norm_type out: the engine clips by the 2-norm")
+    if not engine.zero.policy.compute_norm:
+        raise _refusal(
+            "where zero_optimization.compute_grad_norm is false", "set it to true, or leave the call out"
+        )
+    left = [slot for g in engine.zero.gradients for slot in g.flat.slots if slot not in slots]
+    if left:
+        raise _refusal(
+            f"of a part of the model ('{left[0].name}' is not in it)",
+            "pass engine.module.parameters(), or change single gradients with "
+            "deepspeed.utils.safe_get_full_grad() and safe_set_full_grad()",
+        )
+    if engine.managed_gradient_accumulation() and not engine.is_gradient_accumulation_boundary():
+        _tell_of_microbatches(engine.mesh.rank)
+        return engine.get_global_grad_norm() or 0.0
+    engine.zero.reducer.flush()
+    norm = engine.clipping.grad_norm(engine)
+    engine.clipping.set_max_norm(limit)
+    return norm
+
+
+def _refusal(what: str, fix: str) -> LauncherError:
+    return LauncherError(
+        f"clip_grad_norm_() {what} is not supported: an engine keeps these gradients",
+        where="clip_grad_norm_()",
+        fix=fix,
+    )
+
+
+@cache
+def _tell_of_microbatches(rank: int) -> None:
+    if rank == 0:
+        logger.warning(
+            "clip_grad_norm_() between the microbatches of a step does nothing: gradients are clipped when the step "
+            "takes their sum (this is said once)"
+        )
