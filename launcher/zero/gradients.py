@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
+from launcher.comm import Pending, all_reduce, reduce_scatter
 from launcher.models.gradients import put_gradient, seen_gradient
 from launcher.offload.offloaded import OffloadedTensor
 from launcher.offload.placement import Placement
@@ -41,6 +42,7 @@ class FlatGradient:
         is_offloaded: it is not always in memory.
         discarded: some of what was reduced was thrown away, on this rank.
         shown: parameters whose leaf's `.grad` is a view of what is kept.
+        scatter: how it is reduced, where that is not an all-reduce.
         inspector, second_hop: features of this gradient; None: off.
     """
 
@@ -58,6 +60,7 @@ class FlatGradient:
         self.shows = not self.sharded and not flat.sharded and self._dtype == flat.dtype
         self.state = GradientState.EMPTY
         self.discarded = False
+        self.scatter: Callable[..., Pending] = reduce_scatter
         self.inspector: GradientInspector | None = None
         self.second_hop: SecondHop | None = None
         self._full: Tensor | None = None
@@ -269,13 +272,12 @@ class FlatGradient:
         flat, tag = self.flat, f"{self.flat.name}/backward"
         if not self._scatters:
             return all_reduce(wire[chunk], flat.axis, tag)
-        scatter = quantized_reduce_scatter if self.policy.quantized_gradients else reduce_scatter
         if self._lands:
             if self._landing is None:
                 self._landing = flat.pool.take(flat.numel // flat.axis.degree, self._dtype)
-            return scatter(wire, self._landing, flat.axis, tag, within=chunk, accumulate=False)
+            return self.scatter(wire, self._landing, flat.axis, tag, within=chunk, accumulate=False)
         accumulate = self.sharded and self.kept
-        return scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
+        return self.scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
 
     @property
     def _lands(self) -> bool:

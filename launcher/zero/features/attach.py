@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from launcher.comm import quantized_reduce_scatter
 from launcher.zero.features.checks import StepChecks
 from launcher.zero.features.copies import CopyCheck
 from launcher.zero.features.edits import ParameterEdits
@@ -35,7 +36,9 @@ def attach_to_buffer(flat: FlatBuffer) -> None:
 
 
 def attach_to_gradient(gradient: FlatGradient) -> None:
-    """Let a gradient be summed over shard groups, where there are several."""
+    """Let a gradient be quantised on its way, or summed over shard groups, where the policy or the axes ask for it."""
+    if gradient.policy.quantized_gradients:
+        gradient.scatter = quantized_reduce_scatter
     if gradient.flat.axes.replicate.degree > 1:
         gradient.second_hop = GroupSum(gradient)
 
