@@ -64,7 +64,7 @@ def attach_features(zero: ZeroModel) -> None:
 
 
 def _attach_to_norm(zero: ZeroModel) -> None:
-    """What happens to reduced gradients before their norm is taken; the order is that of the callbacks."""
+    """Add what happens to reduced gradients before their norm is taken, in the order in which it does."""
     before, shown = zero.callbacks.before_norm, [g for g in zero.gradients if g.shows]
     if zero.tp.degree > 1:
         before.append(CopyCheck(zero.gradients, zero.axis, zero.tp).once)
