@@ -160,7 +160,7 @@ class Hooks:
         return before_forward
 
     def _before_inner(self, unit: Unit) -> Callable[..., None]:
-        """Return a hook for a module that shows a sharded parameter, and may be called while its unit's does not run."""
+        """Return a hook for a module that shows a sharded parameter, and may be called by itself."""
 
         def before_forward(module: nn.Module, args: object) -> None:
             if torch.compiler.is_compiling() or unit.is_unsharded:
