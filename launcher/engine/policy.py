@@ -12,6 +12,7 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.dtypes import DTYPES, special_dtypes
 from launcher.zero import ShardAxes, ZeroPolicy
+from launcher.zero.features.groups import shard_axes
 
 
 def _dtype_or_none(name: str | None) -> torch.dtype | None:
@@ -63,7 +64,7 @@ def policy_of(config: Config, model: nn.Module) -> ZeroPolicy:
 def axes_of(config: Config, mesh: Mesh) -> ShardAxes:
     """Return the axes inside dp that the JSON's group sizes ask for. Every rank must call it."""
     zero = config.zero_optimization
-    return ShardAxes.of(
+    return shard_axes(
         mesh,
         mics_shard_size=zero.mics_shard_size,
         mics_hierarchical=zero.mics_hierarchical_params_gather,

@@ -36,10 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 class Following(Enum):
-    """What the fetcher does with the order of use."""
+    """What the fetcher does with the order of use.
 
-    RECORDING = "recording"  # writing the order down; nothing is prefetched
-    FOLLOWING = "following"  # prefetching by the recorded order
+    RECORDING: it writes the order down; nothing is unsharded ahead.
+    FOLLOWING: it unshards ahead by the recorded order.
+    """
+
+    RECORDING = "recording"
+    FOLLOWING = "following"
 
 
 class Fetcher:
@@ -88,7 +92,7 @@ class Fetcher:
         self._fetched.clear()
 
     def use(self, unit: Unit, phase: str) -> None:
-        """Have `unit` gathered when this returns, and the gather of the next ones under way."""
+        """Have `unit` unsharded when this returns, and the gathers of the next ones under way."""
         if not unit.sharded:
             return
         self._advance(unit)
@@ -122,7 +126,7 @@ class Fetcher:
 
     @property
     def live(self) -> int:
-        """Elements gathered now."""
+        """Return the elements that are unsharded now."""
         return sum(unit.numel for unit in self.unsharded)
 
     def _start(self, unit: Unit, phase: str) -> None:
@@ -183,7 +187,7 @@ class Fetcher:
                 self._fetched.add(unit)
 
     def _fits(self, near: set[Unit], unit: Unit) -> bool:
-        """Whether a unit may be in memory beside those."""
+        """Return whether a unit may be in memory beside those."""
         return len(near) < self.units_ahead and sum(one.numel for one in near) + unit.numel <= self.ahead
 
     def _reused_soon(self, unit: Unit) -> bool:

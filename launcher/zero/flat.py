@@ -131,12 +131,12 @@ class FlatBuffer:
 
     @property
     def shard(self) -> Tensor:
-        """[numel / degree] of this rank."""
+        """Return this rank's shard [numel / degree], in memory."""
         return self._shard.load() if self._stays is None else self._stays[0]
 
     @property
     def master(self) -> Tensor:
-        """Over the owned range."""
+        """Return the master weights over the owned range, in memory."""
         return self._master.load() if self._stays is None else self._stays[1]
 
     def fetch(self, *, master: bool = False) -> None:
@@ -156,36 +156,36 @@ class FlatBuffer:
 
     @property
     def _owned_params(self) -> Tensor:
-        """Of parameters that are not sharded."""
+        """Return the owned range of parameters that are not sharded."""
         assert self.full is not None
         return self.full[self.owned]
 
     def values(self) -> OffloadedTensor:
-        """The master weights, to be read; what is packed is unpacked until it is published."""
+        """Return the master weights, to be read; what is packed is unpacked until it is published."""
         return self._master if self.packed is None else self.packed.unpack()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of parameters that this rank holds between steps, master weights apart."""
+        """Return the bytes of parameters that this rank holds between steps, master weights apart."""
         if not self.sharded:
             return 0 if self.full is None else self.full.nbytes
         return self._shard.held_bytes + sum(feature.held_bytes for feature in self.gather_features)
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of master weights that are no parameters."""
+        """Return the bytes of master weights that are no parameters."""
         return self._master.held_bytes if self.own_master else 0
 
     # ---- parameters -------------------------------------------------------------------------
 
     def new_params(self) -> tuple[slice, Tensor]:
-        """What this rank keeps of the parameters: its range of the flat buffer, and zeros to be filled."""
+        """Return the range of the flat buffer that this rank keeps, and zeros to be filled with parameters."""
         if self.full is not None:
             return slice(0, self.numel), self.full
         return self.shard_span, self._shard.allocate().zero_()
 
     def new_master(self) -> Tensor:
-        """Zeros over the owned range, to be filled with master weights."""
+        """Return zeros over the owned range, to be filled with master weights."""
         return self._master.allocate().zero_()
 
     def copy_in(self, read: ParamReader, span: slice, out: Tensor) -> None:
@@ -204,7 +204,7 @@ class FlatBuffer:
             slot.handle = ShardedParameter(slot)
 
     def overlaps(self, span: slice) -> Iterator[tuple[ParamSlot, int, int]]:
-        """Slots that meet `span` of the flat buffer, with the element range of the parameter that lies in it."""
+        """Yield the slots that meet `span` of the flat buffer, with the elements of each that lie in it."""
         for slot in self.slots:
             start, stop = max(slot.offset, span.start), min(slot.offset + slot.numel, span.stop)
             if start < stop:
@@ -217,7 +217,7 @@ class FlatBuffer:
             yield slot, of[slot.offset + start - first : slot.offset + stop - first]
 
     def slices(self, of: Tensor | None = None, span: slice | None = None) -> list[ParamSlice]:
-        """What this rank owns of each parameter.
+        """Return what this rank owns of each parameter.
 
         Args:
             of: a buffer over the owned range; default: the master weights, which are not brought in for this.
@@ -240,7 +240,7 @@ class FlatBuffer:
 
     @property
     def is_unsharded(self) -> bool:
-        """All parameters can be used."""
+        """Return whether all parameters can be used."""
         return self.full is not None
 
     def unshard(self, phase: str) -> None:
@@ -305,7 +305,7 @@ class FlatBuffer:
 
     @property
     def params_beside_master(self) -> Tensor | None:
-        """[owned range]: the parameters, where they are other memory than the master weights, and always there."""
+        """Return the parameters [owned range], where they are always there, in other memory than the master weights."""
         if not self.own_master or self._shard_is_offloaded:
             return None
         return self.shard if self.sharded else self._owned_params

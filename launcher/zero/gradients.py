@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from launcher.comm import Pending, all_reduce, quantized_reduce_scatter, reduce_scatter
+from launcher.comm import Pending, all_reduce, reduce_scatter
 from launcher.models.gradients import put_gradient, seen_gradient
 from launcher.offload.offloaded import OffloadedTensor
 from launcher.offload.placement import Placement
@@ -41,6 +42,7 @@ class FlatGradient:
         is_offloaded: it is not always in memory.
         discarded: some of what was reduced was thrown away, on this rank.
         shown: parameters whose leaf's `.grad` is a view of what is kept.
+        scatter: how it is reduced, where that is not an all-reduce.
         inspector, second_hop: features of this gradient; None: off.
     """
 
@@ -58,6 +60,7 @@ class FlatGradient:
         self.shows = not self.sharded and not flat.sharded and self._dtype == flat.dtype
         self.state = GradientState.EMPTY
         self.discarded = False
+        self.scatter: Callable[..., Pending] = reduce_scatter
         self.inspector: GradientInspector | None = None
         self.second_hop: SecondHop | None = None
         self._full: Tensor | None = None
@@ -69,7 +72,7 @@ class FlatGradient:
 
     @property
     def owned(self) -> Tensor:
-        """[owned range of the flat buffer]: the gradient that this rank's optimizer uses; zeros before any backward."""
+        """Return the gradient that this rank's optimizer uses [owned range]; zeros before any backward."""
         if not self.sharded:
             return self.full_buffer()[self.flat.owned]
         self._squares, self._touched = None, True
@@ -80,22 +83,22 @@ class FlatGradient:
 
     @property
     def share(self) -> Tensor:
-        """[numel / degree]: this rank's slice of the reduced gradient; all ranks' slices are the whole of it."""
+        """Return this rank's slice of the reduced gradient [numel / degree]; all ranks' slices are the whole of it."""
         return self.owned if self.flat.shards_optim else self.full_buffer()[self.flat.shard_span]
 
     @property
     def kept(self) -> bool:
-        """There is something of an earlier microbatch of this step."""
+        """Return whether there is something of an earlier microbatch of this step."""
         return self.state in HOLDS_VALUES
 
     @property
     def reduced(self) -> bool:
-        """What is kept whole is the sum over ranks (on each, of what it owns)."""
+        """Return whether what is kept whole is the sum over ranks (on each, of what it owns)."""
         return self.state in SUM_OVER_RANKS
 
     @property
     def adds_in_place(self) -> bool:
-        """Leaves add what comes to what is kept."""
+        """Return whether leaves add what comes to what is kept."""
         return self.shows and self.kept
 
     @property
@@ -120,7 +123,7 @@ class FlatGradient:
             self._shard_buffer().fetch()
 
     def squares(self) -> Tensor:
-        """Sum of squares of this rank's share, fp64 scalar on the CPU; known without reading it where it is offloaded.
+        """Return the sum of squares of this rank's share, fp64 scalar on the CPU; known without reading what is away.
         What h tp ranks hold counts 1/h, and of the pipeline stages that hold a parameter the first one counts it."""
         return self._sum_squares() if self._squares is None else self._squares
 
@@ -148,13 +151,13 @@ class FlatGradient:
         self._squares, self._touched = squares, False
 
     def spend(self, squares: Tensor | None) -> None:
-        """The optimizer has used it: forget its values, keep the sum of their squares."""
+        """Forget the values, which the optimizer has used, and keep the sum of their squares."""
         self._shard_buffer().discard()
         self.state = GradientState.SPENT if self.reduced else GradientState.EMPTY
         self._touched, self._squares = False, squares
 
     def full_buffer(self) -> Tensor:
-        """[numel]: what is kept whole."""
+        """Return what is kept whole [numel]."""
         if self._full is None:
             self._full = memory(self.flat.numel, self._dtype, self.flat.pool.device).zero_()
         return self._full
@@ -162,8 +165,8 @@ class FlatGradient:
     # ---- one microbatch ---------------------------------------------------------------------
 
     def place(self, slot: ParamSlot) -> Tensor | None:
-        """Where gradients of microbatches that are not reduced can be added up without autograd: the leaf's, or where
-        that will lie. None: autograd must see them, for hooks on the leaf, or for whom frees its unit then."""
+        """Return where gradients of microbatches that are not reduced can be added up without autograd: the leaf's, or
+        where that will lie. None: autograd must see them, for hooks on the leaf, or for whom frees its unit then."""
         if self.flat.sharded or slot.leaf._backward_hooks:
             return None
         if (grad := seen_gradient(slot.leaf)) is not None:
@@ -200,13 +203,13 @@ class FlatGradient:
 
     @property
     def closed(self) -> bool:
-        """What a leaf adds now, without `reopen` before it, would not be counted once."""
+        """Return whether what a leaf adds now, without `reopen` before it, would not be counted once."""
         counts_once = self.flat.axis.degree == 1 and self._predivide == 1
         return self.state is GradientState.REDUCED and not counts_once
 
     def reopen(self) -> None:
-        """A backward comes after the reduction. Of the sum each rank keeps its share alone, so that the reduction that
-        follows counts it once."""
+        """Keep only this rank's share of the sum, where a backward comes after the reduction: then the next reduction
+        counts it once."""
         if not self.reduced:
             return
         self.sync_with_leaves()
@@ -246,7 +249,7 @@ class FlatGradient:
             torch._foreach_copy_(into, grads)
 
     def to_wire(self, full: Tensor) -> Tensor:
-        """The collected gradient predivided, in the dtype in which it travels: itself, or a copy for `done`."""
+        """Return the collected gradient predivided, in the dtype in which it travels: itself, or a copy for `done`."""
         if self.inspector is not None:
             self.inspector.look(full)
         dtype = self._wire_dtype or full.dtype
@@ -256,7 +259,7 @@ class FlatGradient:
         return wire.copy_(full) if self._predivide == 1 else torch.div(full, self._predivide, out=wire)
 
     def chunks(self) -> list[slice]:
-        """Element ranges of the shard (all-reduced: of the whole buffer), one collective each."""
+        """Return element ranges of the shard (all-reduced: of the whole buffer), one for each collective."""
         flat = self.flat
         ways = flat.axis.degree if self._scatters else 1
         size = max(ALIGN, self.policy.reduce_bucket_size // ways)
@@ -269,21 +272,20 @@ class FlatGradient:
         flat, tag = self.flat, f"{self.flat.name}/backward"
         if not self._scatters:
             return all_reduce(wire[chunk], flat.axis, tag)
-        scatter = quantized_reduce_scatter if self.policy.quantized_gradients else reduce_scatter
         if self._lands:
             if self._landing is None:
                 self._landing = flat.pool.take(flat.numel // flat.axis.degree, self._dtype)
-            return scatter(wire, self._landing, flat.axis, tag, within=chunk, accumulate=False)
+            return self.scatter(wire, self._landing, flat.axis, tag, within=chunk, accumulate=False)
         accumulate = self.sharded and self.kept
-        return scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
+        return self.scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
 
     @property
     def _lands(self) -> bool:
-        """Reductions end in memory of the device, and the shard is in the host's."""
+        """Return whether reductions end in memory of the device, and the shard is in the host's."""
         return self.sharded and self.flat.optim_placement.device != self.flat.pool.device
 
     def done(self, wire: Tensor) -> None:
-        """All chunks of `wire` were reduced: take the result out of it, unless it is there, and free the buffer."""
+        """Take the result out of `wire`, all of whose chunks were reduced, and give the buffer back."""
         if wire is self._full:
             return
         mine = self._landing if self._scatters else wire[self.flat.owned]

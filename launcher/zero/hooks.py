@@ -69,7 +69,7 @@ class TrainingState(Enum):
 
 
 def _transformed() -> bool:
-    """Whether this is the forward of torch.func's grad, vjp, jacrev, ..."""
+    """Return whether this is the forward of torch.func's grad, vjp, jacrev, ..."""
     functorch = torch._C._functorch
     stack = functorch.get_interpreter_stack() or ()
     return any(interpreter.key() == functorch.TransformType.Grad for interpreter in stack)
@@ -160,7 +160,7 @@ class Hooks:
         return before_forward
 
     def _before_inner(self, unit: Unit) -> Callable[..., None]:
-        """For every module that shows a sharded parameter: it may be called while its unit's module is not running."""
+        """Return a hook for a module that shows a sharded parameter, and may be called by itself."""
 
         def before_forward(module: nn.Module, args: object) -> None:
             if torch.compiler.is_compiling() or unit.is_unsharded:
@@ -252,7 +252,7 @@ class Hooks:
         self.enter_backward(self.root)
 
     def _begin_unseen(self) -> None:
-        """The first that is heard of a backward is this leaf's gradient: its forward did not go through the model."""
+        """Begin a backward of which a leaf's gradient is the first sign: its forward did not go through the model."""
         if any(gradient.closed for gradient in self.reducer.gradients):
             self.abandon()
             raise LauncherError(
@@ -269,7 +269,7 @@ class Hooks:
             self.enter_backward(unit)
 
     def _recompute(self, unit: Unit) -> None:
-        """A forward inside a backward: autograd saves the leaves of this unit anew, as they are."""
+        """Enter the backward of a unit whose forward runs again: autograd saves its leaves anew, as they are."""
         self.enter_backward(unit)
         unit.to_recomputed()
 
@@ -285,8 +285,8 @@ class Hooks:
                 self.fetcher.use(unit, "backward")
 
     def _free_passed_units(self, entering: Unit) -> None:
-        """Of a unit without trainable parameters no gradients tell that its backward has ended. Nor do those of one
-        that was recomputed and is partly frozen: its frozen parameters may be needed after the last of them."""
+        """Reshard the units whose backward has ended without a gradient that told it: those without trainable
+        parameters, and those that were recomputed and are partly frozen (`Unit.may_need_frozen`)."""
         for unit in list(self.fetcher.unsharded):
             if unit.in_backward and unit.has_all_gradients and unit not in (entering, self.root):
                 unit.to_passed()
@@ -308,7 +308,7 @@ class Hooks:
         return gradient_arrived
 
     def _finish(self, unit: Unit) -> None:
-        """The last of its gradients has come."""
+        """Reduce a unit whose last gradient has come, and reshard it."""
         with record_function(f"{unit.name}/reduce"):
             self.reducer.ready(unit)
         if unit.sharded and unit is not self.root and not unit.may_need_frozen:
@@ -326,20 +326,20 @@ class Hooks:
         self.enter_backward(unit)
 
     def _is_over(self, late: Unit, come_to: Unit) -> bool:
-        """Whether all gradients of `late` that the backward has, have come."""
+        """Return whether all gradients of `late` that the backward has, have come."""
         if not (late.ran and come_to.ran and late.ran[0] > come_to.ran[1]):
             return False
         missing = sum(not _gets_gradient(slot) for slot in late.trainable_slots())
         return late.arrived + missing == late.expected
 
     def _take_part(self, unit: Unit) -> None:
-        """Gather a unit whose backward this rank leaves out: other ranks may need its part."""
+        """Unshard a unit whose backward this rank leaves out: other ranks may need its part."""
         if unit.sharded and unit.ran and not unit.in_backward:
             self.fetcher.use(unit, "backward")
             self.fetcher.reshard(unit)
 
     def end_backward(self) -> None:
-        """Autograd has ended it: reduce what is left, in order, and wait for everything."""
+        """Reduce what is left, in order, and wait for everything: autograd has ended the backward."""
         with record_function("root/finish_backward"):
             for unit in self.reducer.left:
                 self._take_part(unit)

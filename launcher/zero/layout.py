@@ -96,15 +96,15 @@ class PlannedBuffer:
 
     @property
     def padded_numel(self) -> int:
-        """Elements, but for what alignment adds."""
+        """Return its elements, but for what alignment adds."""
         return sum(slot.padded_numel for slot in self.slots)
 
     def bytes_of_parameters(self, degree: int) -> int:
-        """Of a shard that can rest somewhere."""
+        """Return the bytes of a shard, which can rest somewhere."""
         return self.padded_numel // degree * self.dtype.itemsize if self.sharded else 0
 
     def bytes_of_step(self, degree: int, policy: ZeroPolicy, states: int) -> int:
-        """Of what the optimizer works with: gradient, master weights that are no parameters, fp32 states."""
+        """Return those of what the optimizer works with: gradient, master weights that are no parameters, states."""
         if not self.slots[0].leaf.requires_grad:
             return 0
         gradient = policy.grad_dtype.itemsize if policy.shard_grads else 0

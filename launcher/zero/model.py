@@ -134,13 +134,13 @@ class ZeroModel:
 
     @property
     def mean_divisor(self) -> float:
-        """Reduced gradients divided by this are the mean over ranks."""
+        """Return what reduced gradients are divided by to be the mean over ranks."""
         divided = self.policy.predivide
         return 1.0 if divided is None else self.axis.degree / divided
 
     @property
     def sum_divisor(self) -> float:
-        """Reduced gradients divided by this are the sum over ranks."""
+        """Return what reduced gradients are divided by to be the sum over ranks."""
         return self.mean_divisor / self.axis.degree
 
     def zero_grad(self) -> None:

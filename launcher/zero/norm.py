@@ -62,7 +62,7 @@ def norm_and_use(zero: ZeroModel, more: Tensor | None = None) -> tuple[Tensor, l
 
 
 def _uneven_discard(count: int, ranks: int) -> LauncherError:
-    """All ranks have the same answer before any of them steps: the copies of the model would not stay the same."""
+    """Make the error, which all ranks raise before any of them steps: copies of the model would not stay the same."""
     return LauncherError(
         f"{count} of {ranks} ranks threw gradients away after they had been reduced over all ranks, so the ranks "
         "would step to different weights",
@@ -92,7 +92,7 @@ def repeated_ranges(flat: FlatBuffer) -> list[SquaredRange]:
 
 
 def sum_of_squares(share: Tensor, repeated: list[SquaredRange]) -> Tensor:
-    """Return that of a share of a reduced gradient, fp64 scalar on the CPU; what h tp ranks hold counts 1/h."""
+    """Return the sum of squares of a share of a gradient, fp64 scalar on the CPU; what h tp ranks hold counts 1/h."""
     total = _squares(share)
     held: dict[int, list[Tensor]] = defaultdict(list)
     for span, holders in repeated:

@@ -41,7 +41,7 @@ class BufferPool:
 
     @property
     def held_bytes(self) -> int:
-        """Of idle buffers and of those in use."""
+        """Return the bytes of idle buffers and of those in use."""
         return self._idle.held
 
     @property

@@ -35,7 +35,7 @@ UNITS_IN_FLIGHT = 1
 
 
 def order_of_reduction(units: list[Unit]) -> list[Unit]:
-    """Every unit with trainable parameters: the reverse of registration, the root unit, which is last, last."""
+    """Return every unit with trainable parameters: the reverse of registration, the root unit, which is last, last."""
     *blocks, root = units
     return [unit for unit in (*reversed(blocks), root) if unit.gradients]
 
@@ -107,7 +107,7 @@ class Reducer:
         self._second_hops: list[Pending] = []  # of gradients that have one
 
     def ready(self, unit: Unit) -> None:
-        """All gradients of `unit` have come in this backward."""
+        """Reduce `unit`, all of whose gradients have come in this backward, when it is its turn."""
         self._ready.add(unit)
         while (following := self.awaited) and following in self._ready:  # see [Note: the order of reductions]
             self._launch(following)
@@ -117,7 +117,7 @@ class Reducer:
             self._wait_oldest()
 
     def finish(self) -> None:
-        """The backward is over: launch what is left, in order, and wait for everything."""
+        """Launch what is left of the backward, in order, and wait for everything."""
         for unit in self.left:
             self._launch(unit)
         self.abandon()
@@ -132,7 +132,7 @@ class Reducer:
         self.unsent = False
 
     def holds_local(self, gradient: FlatGradient) -> bool:
-        """Whether what has come since the last reduction is this rank's alone; the same on all ranks."""
+        """Return whether what has come since the last reduction is this rank's alone; the same on all ranks."""
         return self.unsent if gradient.sharded else not gradient.reduced
 
     def abandon(self) -> None:
@@ -146,12 +146,12 @@ class Reducer:
 
     @property
     def awaited(self) -> Unit | None:
-        """Whose gradients come next in the order; none: the last ones are on their way."""
+        """Return the unit whose turn is next; None: the last one is on its way."""
         return self.order[self._turn] if self._turn < len(self.order) else None
 
     @property
     def left(self) -> list[Unit]:
-        """Those whose reduction has not started in this backward, in order."""
+        """Return the units whose reduction has not started in this backward, in order."""
         return self.order[self._turn :]
 
     def _launch(self, unit: Unit) -> None:
@@ -189,7 +189,7 @@ class Reducer:
         self._elements -= oldest.elements
 
     def _complete(self, gradient: FlatGradient, full: Tensor, last: bool) -> None:
-        """All chunks of a collected gradient have been waited for."""
+        """Take over a collected gradient, all of whose chunks have been waited for."""
         gradient.done(full)
         if last and gradient.second_hop is not None:
             self._second_hops.append(gradient.second_hop.start())

@@ -64,12 +64,12 @@ class ParamSlot:
 
     @property
     def logical_numel(self) -> int:
-        """Elements of the logical parameter."""
+        """Return the elements of the logical parameter."""
         return self.split.shape.numel()
 
     @property
     def padded_numel(self) -> int:
-        """Elements that the flat buffer keeps for it: the same number on all tp ranks."""
+        """Return the elements that the flat buffer keeps for it: the same number on all tp ranks."""
         return self.split.padded_numel
 
     @property
@@ -86,11 +86,11 @@ class ParamSlot:
 
     @property
     def whole(self) -> Tensor | None:
-        """The local parameter while it is there."""
+        """Return the local parameter while it is there."""
         return self.leaf.data if self.flat.is_unsharded else None
 
     def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
-        """Nothing: units are gathered by their model."""
+        """Do nothing: units are unsharded by their model."""
         return nullcontext()
 
     def show(self, parameter: Tensor) -> None:
@@ -118,10 +118,10 @@ class ParamSlice:
 
     @property
     def data(self) -> Tensor:
-        """[stop - start], a writable view; brings in what rests elsewhere."""
+        """Return a writable view [stop - start]; bring in what is offloaded."""
         return self.part.load()
 
     @property
     def shape(self) -> torch.Size:
-        """Of the local parameter."""
+        """Return the shape of the local parameter."""
         return self.split.local_shape

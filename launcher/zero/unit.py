@@ -57,29 +57,29 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """All its parameters can be used."""
+        """Return whether all its parameters can be used."""
         return all(flat.is_unsharded for flat in self.flats)
 
     @property
     def is_offloaded(self) -> bool:
-        """Its shards are not always in memory."""
+        """Return whether its shards are not always in memory."""
         return any(flat.sharded and flat.is_offloaded for flat in self.flats)
 
     # ---- its backward -----------------------------------------------------------------------
 
     @property
     def in_backward(self) -> bool:
-        """Its parameters are in use in the present backward."""
+        """Return whether its parameters are in use in the present backward."""
         return self.phase in (UnitPhase.BACKWARD, UnitPhase.RECOMPUTED)
 
     @property
     def has_all_gradients(self) -> bool:
-        """All leaves have got theirs in this backward, or it has none."""
+        """Return whether all leaves have got theirs in this backward, or there are none."""
         return self.arrived == self.expected
 
     @property
     def may_need_frozen(self) -> bool:
-        """Its frozen parameters may be needed after its last gradient has come: autograd has saved them as they are."""
+        """Return whether its frozen parameters may be needed after its last gradient: autograd has saved them."""
         return self.phase is UnitPhase.RECOMPUTED and self._partly_frozen
 
     def ran_as(self, number: int) -> None:
@@ -87,20 +87,20 @@ class Unit:
         self.ran = (self.ran[0] if self.ran else number, number)
 
     def to_backward(self) -> None:
-        """Its backward begins, if it has not."""
+        """Begin its backward, if that has not begun."""
         if self.phase is not UnitPhase.RECOMPUTED:
             self.phase = UnitPhase.BACKWARD
 
     def to_recomputed(self) -> None:
-        """Its forward runs again in the backward."""
+        """Note that its forward runs again in the backward."""
         self.phase = UnitPhase.RECOMPUTED
 
     def to_passed(self) -> None:
-        """The backward has come to units before it."""
+        """Note that the backward has come to units before it."""
         self.phase = UnitPhase.PASSED
 
     def to_idle(self) -> None:
-        """The backward is over."""
+        """Forget a backward that is over."""
         self.phase, self.arrived, self.ran = UnitPhase.IDLE, 0, None
 
     # ---- its parameters ---------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Unit:
             flat.reshard()
 
     def owners(self) -> Iterator[nn.Module]:
-        """The modules that show its sharded parameters."""
+        """Yield the modules that show its sharded parameters."""
         return (
             owner for flat in self.flats if flat.sharded for slot in flat.slots for owner, _ in slot.owners
         )

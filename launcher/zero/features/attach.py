@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from launcher.comm import quantized_reduce_scatter
 from launcher.zero.features.edits import ParameterEdits
 from launcher.zero.features.handle_gradients import follow_handles
 from launcher.zero.features.outside import gather_for_one_call
@@ -34,7 +35,9 @@ def attach_to_buffer(flat: FlatBuffer) -> None:
 
 
 def attach_to_gradient(gradient: FlatGradient) -> None:
-    """Let a gradient be summed over shard groups, where there are several."""
+    """Let a gradient be quantised on its way, or summed over shard groups, where the policy or the axes ask for it."""
+    if gradient.policy.quantized_gradients:
+        gradient.scatter = quantized_reduce_scatter
     if gradient.flat.axes.replicate.degree > 1:
         from launcher.zero.features.mics import GroupSum
 
@@ -66,7 +69,7 @@ def attach_features(zero: ZeroModel) -> None:
 
 
 def _attach_to_norm(zero: ZeroModel) -> None:
-    """What happens to reduced gradients before their norm is taken; the order is that of the callbacks."""
+    """Add what happens to reduced gradients before their norm is taken, in the order in which it does."""
     before, shown = zero.callbacks.before_norm, [g for g in zero.gradients if g.shows]
     if zero.tp.degree > 1:
         from launcher.zero.features.copies import CopyCheck

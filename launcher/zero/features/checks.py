@@ -72,7 +72,7 @@ class StepChecks:
             )
 
     def _gather(self, mine: Any) -> list[Any]:
-        """What every rank has, by dp rank, then tp rank."""
+        """Return what every rank has, by dp rank, then tp rank."""
         columns = _gather_along(self.zero.tp, _gather_along(self.zero.axes.dp, mine))
         return [column[dp] for dp in range(self.zero.axes.dp.degree) for column in columns]
 

@@ -39,7 +39,7 @@ class ParameterEdits:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything can be edited, or thawed, between steps."""
+        """Return whether anything can be edited, or thawed, between steps."""
         return bool(self._flats)
 
     def take_over(self) -> None:

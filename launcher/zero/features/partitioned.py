@@ -87,7 +87,7 @@ class PartitionedParam:
 
 
 def is_dealt(parameter: Tensor) -> bool:
-    """Whether it stands for values that are dealt out, and belongs to no engine yet."""
+    """Return whether it stands for values that are dealt out, and belongs to no engine yet."""
     return isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, PartitionedParam)
 
 
@@ -123,7 +123,7 @@ class Partitioner:
         return self._dtype if self._dtype is not None and values.is_floating_point() else values.dtype
 
     def handle(self, parameter: Tensor, name: str) -> ShardedParameter:
-        """What stands for it from now on."""
+        """Return what stands for it from now on."""
         if parameter not in self._handles:
             handle = ShardedParameter(PartitionedParam(parameter, name, self.device, self))
             handle.__dict__.update(parameter.__dict__)

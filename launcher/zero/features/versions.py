@@ -69,7 +69,7 @@ class Versions:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the older versions."""
+        """Return the bytes of the older versions."""
         return sum(t.numel() * t.element_size() for version in self._older.values() for t in version)
 
     def _drop(self, numbers: Collection[int]) -> None:
