@@ -20,6 +20,8 @@ _CODES = {"mendable": 2, "diverged": 1, "exception": 1}
 """Exit codes by the kind of record; `rank.py` uses the same."""
 SAID = ("mendable", "diverged")
 """Kinds whose message is for people, and says all."""
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""What backends say of another rank that is not there any more."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Failure:
     """What says that the kernel killed it for memory."""
     disk_full: bool = False
     """Its log cannot be written any more, for want of room."""
+    left_before: Sequence[int] = ()
+    """Ranks of its node that had ended well before."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,7 +64,8 @@ class Failure:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Failure:
         record = tree["record"] and ErrorRecord(**tree["record"])
-        return cls(**{**tree, "record": record, "tail": tuple(tree["tail"])})
+        sequences = {name: tuple(tree[name]) for name in ("tail", "left_before")}
+        return cls(**{**tree, "record": record, **sequences})
 
 
 def read_record(path: str) -> ErrorRecord | None:
@@ -186,6 +191,14 @@ def _advice(failure: Failure) -> list[str]:
     if failure.disk_full:
         full = f"  the disk of {Path(failure.log).parent} is full: what ranks print cannot be kept"
         return [full, "  fix: make room there, or name another --output-dir"]
+    message = failure.record.message if failure.record is not None else ""
+    if failure.left_before and any(words in message for words in LOST):
+        ranks = ", ".join(map(str, failure.left_before))
+        who = f"rank {ranks}" if len(failure.left_before) == 1 else f"ranks {ranks}"
+        return [
+            f"  {who} had ended before, without an error, and this rank waited for it",
+            "  fix: call on every rank what needs all of them: save_checkpoint(), save_16bit_model(), collectives",
+        ]
     if failure.exit_code != -signal.SIGKILL:
         return []
     if failure.memory_killer:

@@ -54,6 +54,7 @@ class LocalRanks:
         self._alive_at = time.time()
         self._kills = memory_killer.kills()
         self._failed: dict[int, int] | None = None
+        self._left: list[int] = []
         self._watched: Path | None = None
         self._scratch: Scratch | None = None
         try:
@@ -100,6 +101,7 @@ class LocalRanks:
         if self._failed is None:
             codes = {r: process.poll() for r, process in enumerate(self._processes)}
             self._failed = {r: code for r, code in codes.items() if code}
+            self._left = [r for r, code in codes.items() if code == 0]
         processes.end_descendants(grace_s, hurry=hurry)
         for process in self._processes:
             process.poll()
@@ -168,6 +170,7 @@ class LocalRanks:
             local_rank=local_rank,
             memory_killer=killer,
             disk_full=is_full(Path(share.log_dir)),
+            left_before=tuple(share.first_rank + r for r in self._left),
         )
         return with_tail(first, share.log(local_rank))
 

@@ -26,6 +26,8 @@ class Client:
     """Of the JSON that it is given."""
     sections: dict[str, Any] = field(default_factory=dict)
     """Of that JSON, besides."""
+    without: str = ""
+    """A key of `zero_optimization` that has no effect here; DeepSpeed gets the JSON without it."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that it gets; values may hold the same words as arguments."""
     stand_ins: str = ""
@@ -76,7 +78,7 @@ class Outcome:
     tests: dict[str, str] = field(default_factory=dict)
 
 
-def json_of(client: Client) -> dict[str, Any]:
+def json_of(client: Client, engine: str) -> dict[str, Any]:
     """The JSON that a client is given."""
     keys = (
         "train_batch_size",
@@ -89,4 +91,6 @@ def json_of(client: Client) -> dict[str, Any]:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     sections = dict(client.sections)
     zero |= sections.pop("zero_optimization", {})
+    if engine == THEIRS:
+        zero.pop(client.without, None)
     return {**dict.fromkeys(keys, AUTO), "zero_optimization": zero, **sections}

@@ -75,9 +75,9 @@ def _larger_examples(one: Callable[..., Client]) -> list[Client]:
     model += ("--batch_size", "2", "--num_train_epochs", "1", "--output_dir", "{out}")
     every_fourth = {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": False}
     zenflow = [
-        one("ZenFlow finetuning", f"llama, bf16{', one rank' if ranks == 1 else ''}",
+        one("ZenFlow finetuning", f"llama, bf16{', one rank' if ranks == 1 else ''}; DeepSpeed without `zenflow`",
             f"{training}/DeepSpeed-ZenFlow/finetuning/finetune_llama.py", *model,
-            stage=2, needs="data", local_rank=True, limit=1e-2, ranks=ranks,
+            stage=2, needs="data", local_rank=True, limit=1e-2, ranks=ranks, without="zenflow",
             ends="" if ranks == 1 else "rank 0 alone saves a checkpoint, which needs every rank",
             sections={**bf16, "train_batch_size": 2 * ranks, "optimizer": adam, "zero_allow_untested_optimizer": True,
                       "zero_optimization": {"offload_optimizer": host, "zenflow": every_fourth}})

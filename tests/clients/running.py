@@ -30,7 +30,7 @@ def run(client: Client, engine: str, work: Path, examples: Path | None) -> Outco
     shutil.rmtree(directory, ignore_errors=True)
     out.mkdir(parents=True)
     config = directory / "ds_config.json"
-    config.write_text(json.dumps(json_of(client), indent=2))
+    config.write_text(json.dumps(json_of(client, engine), indent=2))
     places = {
         "out": out, "json": config, "models": work / "models", "programs": HERE / "programs",
         "examples": examples or "", "cwd": directory / "cwd", "older": Path(sys.prefix, "older"),

@@ -80,7 +80,17 @@ def test_errors_end_the_logs(tmp_path: Path) -> None:
 
 
 def test_a_failure_travels_as_json() -> None:
-    failure = Failure(3, 101, 1, record(1, "mendable", "é\udc80"), 12.5, 1, "/runs/rank3.log", ("a", "b"))
+    failure = Failure(
+        3,
+        101,
+        1,
+        record(1, "mendable", "é\udc80"),
+        12.5,
+        1,
+        "/runs/rank3.log",
+        ("a", "b"),
+        left_before=(0, 2),
+    )
     assert Failure.from_json(json.loads(json.dumps(failure.to_json()))) == failure
 
 
@@ -91,3 +101,14 @@ def test_on_several_hosts_the_message_says_where(tmp_path: Path) -> None:
     text = describe(failure, log_was_shown=False, place="stage 1", host="node2")
     assert "rank 3 (stage 1, node2, local rank 1, pid 101) was killed by the kernel for memory" in text
     assert "its log: node2:/runs/x/rank3.log" in text and "dmesg" not in text
+
+
+def test_a_rank_that_waited_for_one_that_had_ended_says_so() -> None:
+    lost = record(1, message="RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:5033")
+    text = describe(Failure(0, 100, 1, lost, left_before=(1,)), log_was_shown=True)
+    assert "rank 1 had ended before, without an error" in text and "fix: call on every rank" in text
+    assert "ranks 1, 2 had ended" in describe(
+        Failure(0, 100, 1, lost, left_before=(1, 2)), log_was_shown=True
+    )
+    assert "had ended" not in describe(Failure(0, 100, 1, lost), log_was_shown=True)
+    assert "had ended" not in describe(Failure(0, 100, 1, record(1), left_before=(1,)), log_was_shown=True)

@@ -141,6 +141,19 @@ def test_the_first_error_is_reported_not_the_first_exit(tmp_path: Path) -> None:
     assert "the cause" in done.stderr and "the consequence" not in done.stdout + done.stderr
 
 
+def test_an_error_says_which_rank_had_ended_before(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.symlink(f'/proc/{os.getpid()}', 'other')\n    raise SystemExit\n"
+        "while not os.path.lexists('other') or os.path.exists('other'):\n    time.sleep(0.01)\n"
+        "raise RuntimeError('Connection closed by peer [127.0.0.1]:5033')\n",
+    )
+    done = launch("--num_gpus", "2", script, cwd=tmp_path)
+    assert "rank 1 had ended before, without an error" in done.stderr
+
+
 def test_rank_that_hangs_after_its_error_ends_the_run(tmp_path: Path) -> None:
     script = write(
         tmp_path,
