@@ -22,7 +22,7 @@ DIFFERS: Mapping[str, str] = {
     "init_distributed": _START,
     "comm.init_distributed": _START,
     "comm.comm.init_distributed": _START,
-    "tp_model_init": "gives the model as it is: initialize() splits its layers, as the JSON says",
+    "tp_model_init": "gives the model as it is: initialize() splits its layers, over tp_size ranks",
     "set_optimizer_flags": "does nothing: Muon finds its matrices by itself",
     "add_config_arguments": "the same flags",
     "DeepSpeedConfig": "read-only; keys that are wrong are all told at once",
