@@ -11,16 +11,18 @@ _OURS = "launcher's error, with what to write instead"
 _BY_RULE = "by launcher's own rule; `launch memory-estimate` traces the model and knows activations"
 _START = "the backend follows from the device; without a launcher, mpirun or srun there is one process"
 _KEPT = "as launcher.checkpointing; inputs are kept as the JSON's section says"
+_RUN = "the model itself in a dtype: no kernels are put in, and it is not split or quantised"
 _BUILT = "nothing is compiled; what has no counterpart here is not compatible, as where it cannot be compiled"
 _NVTX = "a profile has launcher's own ranges"
 
 DIFFERS: Mapping[str, str] = {
+    **dict.fromkeys(("InferenceEngine", "init_inference", "inference.engine.InferenceEngine"), _RUN),
     "initialize": "config sections that cannot be done are errors; an mpu is taken where its sizes are the JSON's, "
     "and mesh_param is refused",
     "init_distributed": _START,
     "comm.init_distributed": _START,
     "comm.comm.init_distributed": _START,
-    "tp_model_init": "gives the model as it is: initialize() splits its layers, as the JSON says",
+    "tp_model_init": "gives the model as it is: initialize() splits its layers, over tp_size ranks",
     "set_optimizer_flags": "does nothing: Muon finds its matrices by itself",
     "add_config_arguments": "the same flags",
     "DeepSpeedConfig": "read-only; keys that are wrong are all told at once",

@@ -11,14 +11,13 @@ from launcher.integrations.refused import PACKAGE, NotHere, missing
 _CALLS: Mapping[str, str] = {
     "": """
         DeepSpeedHybridEngine DeepSpeedTransformerConfig DeepSpeedTransformerLayer DualPipeVModule
-        InferenceEngine default_inference_config init_inference replace_transformer_layer""",
+        default_inference_config replace_transformer_layer""",
     "checkpoint": "DeepSpeedCheckpoint ZeROCheckpoint enable_universal_checkpoint",
     "checkpoint.deepspeed_checkpoint": "DeepSpeedCheckpoint",
     "checkpoint.ds_to_universal": "main",
     "checkpoint.universal_checkpoint": "enable_universal_checkpoint load_hp_checkpoint_state",
     "inference": "DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine",
     "inference.config": "DeepSpeedInferenceConfig DeepSpeedTPConfig",
-    "inference.engine": "InferenceEngine",
     "io": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter",
     "linear": "LoRAConfig OptimizedLinear QuantizationConfig",
     "module_inject": "LinearAllreduce LinearLayer replace_transformer_layer set_autotp_mode",

@@ -294,7 +294,6 @@ REFUSED: Mapping[str, Refusal] = {
     "DeepSpeedTransformerLayer": KERNELS,
     "DualPipeVEngine": PIPES,
     "DualPipeVModule": PIPES,
-    "InferenceEngine": INFERENCE,
     **dict.fromkeys(
         ("KV", "MLA_KV", "MLA_Q", "NOT_HEAD_BLOCKED", "QUERY", "resolve_per_head_muon_after_sharding"),
         Refusal("roles of a projection's heads are not named here", "tensor_parallel finds them by itself"),
@@ -304,7 +303,6 @@ REFUSED: Mapping[str, Refusal] = {
         Refusal("tensor parallelism is said in the JSON alone", "write tensor_parallel.autotp_size"),
     ),
     "default_inference_config": INFERENCE,
-    "init_inference": INFERENCE,
 }
 """Name below `deepspeed`, or the beginning of one, whole between its dots -> why it is not here. The longest counts."""
 

@@ -57,6 +57,8 @@ def initialize(
     init_distributed(dist_init_required=keywords.get("dist_init_required"))
     check_accelerate()
     given = config if config is not None else config_params
+    if (asked := getattr(model, TP_SIZE, 1)) > 1:
+        given = _with_tp_size(given if isinstance(given, Mapping) else read(given).tree, asked)
     if isinstance(given, Mapping):
         given = _as_meant(given, dist.get_world_size())
     made = launcher.initialize(args, model, config=given, **keywords)
@@ -109,9 +111,38 @@ def _count_tensor_parallel(config: dict[str, Any], world: int) -> None:
         del config["train_batch_size"]
 
 
-def tp_model_init(model: nn.Module, **keywords: Any) -> nn.Module:
-    """The model as it is: initialize() splits its layers, as the JSON says."""
+TP_SIZE = "_launcher_tp_size"
+"""Attribute of a model that `tp_model_init` was called with."""
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int = 1, dtype: torch.dtype | None = None, config: Any = None, **others: Any
+) -> nn.Module:
+    """The model as it is: initialize() splits its layers.
+
+    Args:
+        tp_size: over so many ranks, where the JSON does not say it.
+        dtype, config: not needed: the JSON of initialize() has both.
+    """
+    setattr(model, TP_SIZE, tp_size)
     return model
+
+
+def _with_tp_size(config: Mapping[str, Any], asked: int) -> dict[str, Any]:
+    """The JSON with the degree that tp_model_init() was told.
+
+    Raises:
+        ConfigError: it has another one.
+    """
+    section = dict(config.get("tensor_parallel") or {})
+    said = section.setdefault("autotp_size", asked)
+    if said != asked:
+        raise ConfigError(
+            f"tp_model_init() was told tp_size={asked}, and the JSON says {said}",
+            where="tensor_parallel.autotp_size",
+            fix="write the same number in both, or leave one of them out",
+        )
+    return {**config, "tensor_parallel": section}
 
 
 class _Offload:

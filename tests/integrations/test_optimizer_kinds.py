@@ -13,7 +13,7 @@ from launcher.errors import (
     UntestedOptimizerError,
     UnusedParametersError,
 )
-from launcher.integrations import experts, moe_groups, optimizer_kinds, stand_ins
+from launcher.integrations import experts, optimizer_kinds, stand_ins
 from launcher.integrations.optimizer_kinds import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -87,7 +87,7 @@ def test_what_is_no_engine_s_is_of_none_and_none_is_made_by_hand() -> None:
 
 def test_models_without_experts_pass_and_experts_are_refused() -> None:
     group = {"params": [torch.nn.Parameter(torch.ones(1))]}
-    split = moe_groups.split_params_into_different_moe_groups_for_optimizer
+    split = experts.split_params_into_different_moe_groups_for_optimizer
     assert split(group) == [group] and split((group, group)) == [group, group]
     assert not experts.is_moe_param(group["params"][0])
     with pytest.raises(LauncherError, match="no expert parallelism"):

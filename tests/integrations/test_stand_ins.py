@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from launcher.errors import ConfigError
-from launcher.integrations.stand_ins import Init, _as_meant, initialize
+from launcher.integrations.stand_ins import Init, _as_meant, initialize, tp_model_init
 from tests.engine.driving import config_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import tiny_llama
 from tests.zero.models import stack
 
 
@@ -35,6 +36,25 @@ def test_ranks_that_share_a_sequence_are_counted_once(world: int, kept: bool) ->
 def test_pipeline_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"pipeline\.stages is 2"):
         _as_meant({"pipeline": {"stages": 2}}, 2)
+
+
+def split_by_call(ctx: RankContext, given: dict[str, Any] | None) -> int:
+    model = tp_model_init(tiny_llama(), tp_size=2, dtype=torch.float32)
+    more = {} if given is None else {"tensor_parallel": given}
+    engine = initialize(model=model, config=config_of(1, **more))[0]
+    degree = engine.mesh.axes["tp"].degree
+    engine.destroy()
+    return degree
+
+
+def refused_by_call(ctx: RankContext) -> None:
+    with pytest.raises(ConfigError, match="told tp_size=2, and the JSON says 1"):
+        split_by_call(ctx, {"autotp_size": 1})
+
+
+def test_a_model_is_split_as_the_call_says(pool: WorkerPool) -> None:
+    assert pool.run(split_by_call, 2, None) == pool.run(split_by_call, 2, {"autotp_size": 2}) == [2, 2]
+    pool.run(refused_by_call, 2)
 
 
 @pytest.mark.parametrize(("degree", "kept"), [(2, False), (4, True)])
