@@ -66,6 +66,7 @@ class DeepSpeedConfigModel(BaseModel):
         delattr(self, old)
 
     @field_serializer("dtype", check_fields=False)
+    @staticmethod
     def serialize_torch_dtype(dtype: torch.dtype) -> str:
         """A dtype in JSON, by its name."""
         return str(dtype)
