@@ -66,6 +66,7 @@ class DeepSpeedConfigModel(BaseModel):
         delattr(self, old)
 
     @field_serializer("dtype", check_fields=False)
-    def serialize_torch_dtype(self, dtype: torch.dtype) -> str:
+    @staticmethod
+    def serialize_torch_dtype(dtype: torch.dtype) -> str:
         """A dtype in JSON, by its name."""
         return str(dtype)
