@@ -301,10 +301,10 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
 
     def divisor_of_local(self) -> float:
         """Return what gradients are divided by that have not been reduced over the ranks."""
-        kinds = self.zero.hooks.kinds
-        if len(kinds) == 2:
-            check_scales(kinds, self.loss_scaler.scale, self.gradient_accumulation_steps())
-        return self.gradient_accumulation_steps() if kinds == {False} else self.loss_scaler.scale
+        scaled = self.zero.hooks.losses_were_scaled
+        if len(scaled) == 2:
+            check_scales(scaled, self.loss_scaler.scale, self.gradient_accumulation_steps())
+        return self.gradient_accumulation_steps() if scaled == {False} else self.loss_scaler.scale
 
     def _count(self, overflow: bool) -> None:
         self._applied = not overflow

@@ -19,8 +19,8 @@ class BufferCache:
 
     Args:
         make: where new ones come from.
-        sparing: all buffers together, idle ones too, take no more memory than was in use at once so far: for a new one
-            the oldest idle ones are freed. Else what was taken once stays.
+        sparing: the total, idle buffers included, never exceeds the peak in use so far: for a new buffer the oldest
+            idle ones are freed. Else a buffer that was taken once stays.
 
     Attributes:
         most: bytes that were in use at once.

@@ -41,7 +41,7 @@ class OptimizerInBackward:
             self._expected.add(gradient)
 
     def on_reduced(self, gradient: FlatGradient) -> bool:
-        """It is reduced; gives whether it was stepped, and is not needed any more."""
+        """Step it, now that it is reduced; return True if it is not needed any more."""
         if gradient not in self._expected:
             return False
         self._expected.remove(gradient)

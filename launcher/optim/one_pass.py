@@ -197,7 +197,7 @@ def _needs_no_cast(item: FusedSlice, dtype: torch.dtype) -> bool:
 def _by_loop(
     loop: Callable[..., None], rule: FusedRule, group: dict[str, Any], item: FusedSlice, scale: float
 ) -> bool:
-    """Step a slice by the compiled loop, if it is one for that; gives whether it was."""
+    """Step a slice by the compiled loop, if it is one for that; return whether it was."""
     mean, square = item.state["exp_avg"], item.state["exp_avg_sq"]
     wide = item.weights.dtype == mean.dtype == square.dtype == torch.float32
     if item.param is None or not wide or item.weights.numel() < compiled.SMALLEST:

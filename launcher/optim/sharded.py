@@ -108,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state.hide()
 
     def _take_calls(self) -> None:
-        """Perhaps the user has the inner optimizer in hand."""
+        """Redirect step() and zero_grad() of the inner optimizer, which the user may hold."""
 
         def step(inner: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self.step(closure)
@@ -253,7 +253,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             del inner.grad_scale
 
     def _step_buffer(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule | None) -> bool:
-        """Step what is owned of a buffer; gives whether the parameters beside the master weights were written."""
+        """Step what is owned of a buffer; return whether the parameters beside the master weights were written."""
         if (state := self.states[gradient]).is_offloaded:
             state.fetch()
             state.show()

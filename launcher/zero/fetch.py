@@ -53,8 +53,8 @@ class Fetcher:
         policy: prefetch size, live limit, reuse distance.
         ahead, units_ahead: elements and units further on that are in memory, shards or gathered, of those that rest
             elsewhere; one unit at least.
-        spares: what is gathered lies in the memory that such units are to spare: nothing is kept for longer than that,
-            and one unit is gathered ahead.
+        spares: gathered buffers share the host memory that offloaded units are to save: none is kept for reuse, and
+            one unit is gathered ahead.
     """
 
     def __init__(

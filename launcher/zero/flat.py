@@ -161,7 +161,7 @@ class FlatBuffer:
         return self.full[self.owned]
 
     def values(self) -> OffloadedTensor:
-        """Return the master weights, to be read; what is packed is unpacked until it is published."""
+        """Return the master weights, to be read; quantised shards are dequantised until `publish`."""
         return self._master if self.packed is None else self.packed.unpack()
 
     @property

@@ -166,7 +166,8 @@ class FlatGradient:
 
     def place(self, slot: ParamSlot) -> Tensor | None:
         """Return where gradients of microbatches that are not reduced can be added up without autograd: the leaf's, or
-        where that will lie. None: autograd must see them, for hooks on the leaf, or for whom frees its unit then."""
+        where that will lie. None: autograd must see them, for hooks on the leaf, or for the hook that frees its
+        unit."""
         if self.flat.sharded or slot.leaf._backward_hooks:
             return None
         if (grad := seen_gradient(slot.leaf)) is not None:
@@ -197,7 +198,7 @@ class FlatGradient:
             self.state = GradientState.REDUCED
 
     def sync_with_leaves(self) -> None:
-        """Take over what became of the leaves' `.grad` since the last backward, where that is what is kept."""
+        """Pick up the user's edits of the leaves' `.grad` since the last backward, where that is what is kept."""
         if self.adds_in_place:
             self.collect()
 

@@ -103,7 +103,7 @@ class Hooks:
             occupants, self._before_unpack, enabled=any(unit.sharded for unit in units)
         )
         self._scales = False
-        self.kinds: set[bool] = set()  # of the backwards of this step: whether their losses were scaled
+        self.losses_were_scaled: set[bool] = set()  # one answer for each backward of this step
         self._forwards = 0  # of units
         self._graph = NO_GRAPH  # the backward that autograd was asked for; others run nested in it
         self._handles: list[Removable] = []
@@ -203,7 +203,7 @@ class Hooks:
             self.fetcher.end()  # no backward will come
 
     def watch_backward(self, output: object) -> bool:
-        """Have the backward begin when it comes to these outputs; gives whether one can."""
+        """Have the backward begin when it comes to these outputs; return whether one can."""
         return self._watch_outputs(output, lambda _: self.begin_backward())
 
     def _watch_outputs(self, output: object, hook: Callable[[Tensor], None]) -> bool:
@@ -244,7 +244,7 @@ class Hooks:
                 "another backward",
             )
         self.state = TrainingState.BACKWARD
-        self.kinds.add(self._scales)
+        self.losses_were_scaled.add(self._scales)
         for gradient in self.reducer.gradients:
             gradient.reopen()
         self._graph = _graph_task()
@@ -349,7 +349,7 @@ class Hooks:
     def abandon(self) -> None:
         """Forget a backward that an exception ended: autograd does not call us then."""
         if self.state is TrainingState.BACKWARD:
-            self.reducer.abandon()
+            self.reducer.drain()
             self._forget_backward()
 
     def _forget_backward(self) -> None:

@@ -117,7 +117,7 @@ class ZeroModel:
             pending.wait()
 
     def rest(self) -> None:
-        """Let go of what was looked at and has not changed, where it is offloaded."""
+        """Release what was looked at and has not changed, where it is offloaded."""
         for flat in self.flats:
             flat.rest()
 
@@ -146,7 +146,7 @@ class ZeroModel:
     def zero_grad(self) -> None:
         """Forget the gradients of a step that is over on every rank."""
         self.hooks.abandon()
-        self.hooks.kinds.clear()
+        self.hooks.losses_were_scaled.clear()
         self.reducer.measured = False
         for gradient in self.gradients:
             gradient.zero()
@@ -172,7 +172,7 @@ class ZeroModel:
             if of_buffer := slots.intersection(gradient.flat.slots):
                 forget(gradient, of_buffer, reduced=not self.reducer.holds_local(gradient))
         if not any(gradient.kept for gradient in self.gradients):
-            self.hooks.kinds.clear()
+            self.hooks.losses_were_scaled.clear()
             self.reducer.measured = False
 
     # ---- whole parameters -------------------------------------------------------------------

@@ -47,7 +47,7 @@ class ReduceListener(Protocol):
         """Its reduction has started."""
 
     def on_reduced(self, gradient: FlatGradient) -> bool:
-        """It is reduced; gives whether nobody needs it any more."""
+        """It is reduced; return True if nobody needs it any more."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Reducer:
         """Launch what is left of the backward, in order, and wait for everything."""
         for unit in self.left:
             self._launch(unit)
-        self.abandon()
+        self.drain()
         self.unsent = not self.plan.reduces
 
     def flush(self) -> None:
@@ -128,14 +128,14 @@ class Reducer:
         for gradient in self.gradients:
             if self.holds_local(gradient):
                 self._reduce(gradient, gradient.collect())
-        self.abandon()
+        self.drain()
         self.unsent = False
 
     def holds_local(self, gradient: FlatGradient) -> bool:
         """Return whether what has come since the last reduction is this rank's alone; the same on all ranks."""
         return self.unsent if gradient.sharded else not gradient.reduced
 
-    def abandon(self) -> None:
+    def drain(self) -> None:
         """Wait for what is under way, launch no more, and be ready for the next backward."""
         while self.in_flight:
             self._wait_oldest()

@@ -48,7 +48,7 @@ class TensorPacking:
         return bool(self._active)
 
     def start(self) -> bool:
-        """Pack what is saved for backward, from now on; gives whether that is new. Who else takes what is saved, as
+        """Pack what is saved for backward, from now on; return whether that is new. Who else takes what is saved, as
         torch.utils.checkpoint does to compute it again, must find it as it is."""
         taken = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         starts = torch.is_grad_enabled() and self.enabled and not taken
