@@ -43,7 +43,6 @@ _CALLS: Mapping[str, str] = {
         top1gating top2gating topkgating uniform_map""",
     "ops.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
     "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer",
-    "runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset",
     "runtime.domino.transformer": "DominoTransformer",
     "runtime.hybrid_engine": "DeepSpeedHybridEngine",
     "runtime.sequence_parallel.parallel_state_sp": """

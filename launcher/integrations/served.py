@@ -213,6 +213,14 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "runtime.data_pipeline.constants": {},
     "runtime.data_pipeline.curriculum_scheduler": _from(f"{_PACKAGE}.curriculum", "CurriculumScheduler"),
+    "runtime.data_pipeline.data_sampling.indexed_dataset": _from(
+        f"{_PACKAGE}.indexed_dataset",
+        "MMapIndexedDataset",
+        "MMapIndexedDatasetBuilder",
+        "code",
+        "data_file_path",
+        "index_file_path",
+    ),
     "runtime.dataloader": {
         "RepeatingLoader": f"{_UTILITIES}:RepeatingLoader",
         "DeepSpeedDataLoader": f"{_PACKAGE}.loading:DeepSpeedDataLoader",

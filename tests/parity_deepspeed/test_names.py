@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import importlib
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from launcher.integrations import accelerator, curriculum, norms, pipe_schedule, timing, utilities
+from launcher.integrations import (
+    accelerator,
+    curriculum,
+    indexed_dataset,
+    norms,
+    pipe_schedule,
+    timing,
+    utilities,
+)
 from launcher.integrations.constants import NAMED, VALUES, constants_of
 from tests.parity_deepspeed import api_names, api_page
 
@@ -78,6 +88,22 @@ def test_a_curriculum_is_the_same() -> None:
         one, mine = theirs(dict(config)), curriculum.CurriculumScheduler(config)
         for step in range(1, 14):
             assert mine.update_difficulty(step) == one.update_difficulty(step)
+
+
+def test_rows_of_tokens_have_the_same_files(tmp_path: Path) -> None:
+    """The bytes are those that DeepSpeed writes, and each reads the other's."""
+    theirs = importlib.import_module("deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset")
+    rows = [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])]
+    for name, home in (("mine", indexed_dataset), ("other", theirs)):
+        builder = home.MMapIndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), np.int32)
+        for row in rows:
+            builder.add_item_numpy(row)
+            builder.end_document()
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"mine.{ending}").read_bytes() == (tmp_path / f"other.{ending}").read_bytes()
+    read = indexed_dataset.MMapIndexedDataset(str(tmp_path / "other"))
+    assert [row.tolist() for row in read[:]] == [row.tolist() for row in rows]
 
 
 def test_the_accelerator_of_a_cpu_answers_the_same() -> None:
