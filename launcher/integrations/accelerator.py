@@ -128,7 +128,7 @@ ON_CPU: Mapping[str, Any] = {
     "device": lambda device_index=None: nullcontext(),
     "device_count": _ranks_here,
     "empty_cache": _nothing,
-    "initial_seed": torch.initial_seed,
+    "initial_seed": lambda seed=None: torch.initial_seed(),
     "is_bf16_supported": lambda: True,
     "is_current_stream_capturing": lambda: False,
     "lazy_call": lambda callback: callback(),

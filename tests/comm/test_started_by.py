@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +97,32 @@ def test_arguments_come_before_the_environment(alone: pytest.MonkeyPatch) -> Non
 def test_a_world_of_one_needs_no_more(alone: pytest.MonkeyPatch) -> None:
     take_arguments(None, -1, 1)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+
+
+MEET = """
+import sys
+import torch, torch.distributed as dist
+from launcher.integrations.processes import init_distributed
+init_distributed(init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+print(dist.get_rank(), dist.get_world_size(), total.item())
+"""
+
+
+def test_two_programs_meet_as_they_say(alone: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEET, f"file://{tmp_path}/meet", str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [one.communicate(timeout=120)[0].split() for one in programs] == [
+        ["0", "2", "3.0"],
+        ["1", "2", "3.0"],
+    ]
 
 
 @pytest.mark.parametrize(
