@@ -18,7 +18,7 @@ from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.crossing import StagedPart
 from launcher.pipeline.hf.costs import balance, deal
 from launcher.pipeline.hf.staged import StagedModel
-from launcher.pipeline.schedules import DRAINED, schedule
+from launcher.pipeline.schedules import drained, schedule
 from launcher.pipeline.sequential.layers import PipelineModule
 from launcher.pipeline.sequential.staged import SequentialPipeline
 from launcher.tensor.split_model import SplitModel
@@ -154,5 +154,4 @@ def _recompute_row(
 
 def _rank_of(mesh: Mesh, config: Config) -> Any:
     section = config.pipeline
-    name = DRAINED.get(section.schedule, section.schedule)
-    return schedule(name, mesh.axes["pp"].degree, 1, section.chunks_of_rank).rank_of
+    return schedule(drained(section.schedule), mesh.axes["pp"].degree, 1, section.chunks_of_rank).rank_of

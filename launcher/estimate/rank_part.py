@@ -17,7 +17,7 @@ from launcher.estimate.short_model import shallow
 from launcher.models.units import unit_modules
 from launcher.pipeline.hf.costs import deal, model_costs
 from launcher.pipeline.hf.staged import StagedModel
-from launcher.pipeline.schedules import DRAINED, schedule
+from launcher.pipeline.schedules import drained, schedule
 from launcher.tensor.split import Split
 
 
@@ -86,8 +86,7 @@ def _cut(
     method = "best" if section.partition == "profile" else section.partition
     costs = model_costs(model, method, sequence=sequence, tp=mesh.axes["tp"].degree)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)
-    name = DRAINED.get(section.schedule, section.schedule)
-    rank_of = schedule(name, pp.degree, 1, section.chunks_of_rank).rank_of
+    rank_of = schedule(drained(section.schedule), pp.degree, 1, section.chunks_of_rank).rank_of
     model = shallow(model)
     staged = StagedModel(model, boundaries, rank_of, pp.rank)
     return RankPart(

@@ -30,7 +30,7 @@ from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, sig
 from launcher.pipeline.executor.lazy import LazySequence
 from launcher.pipeline.executor.stage_p2p import StageP2P
 from launcher.pipeline.executor.stopwatch import Stopwatch
-from launcher.pipeline.schedules import DRAINED
+from launcher.pipeline.schedules import drained
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.schedules.asynchronous import weights_used
@@ -108,8 +108,7 @@ class Runtime:
 
     def drained(self, microbatches: int) -> PipelineSchedule:
         """The same where no weights change."""
-        name = DRAINED.get(self.name, self.name)
-        return schedule_of(name, self.axis.degree, microbatches, self.chunks)
+        return schedule_of(drained(self.name), self.axis.degree, microbatches, self.chunks)
 
     def run(self, batches: Sequence[Any], work: StageExecutor, *, training: bool) -> list[Tensor]:
         """Take microbatches through all stages, and back where `training`.
