@@ -73,7 +73,7 @@ def without_labels(batch: Any) -> Any:
     """The inputs of a batch."""
     if isinstance(batch, dict):
         return {key: value for key, value in batch.items() if key != "labels"}
-    return type(batch)(batch[:1]) if isinstance(batch, list | tuple) else batch
+    return batch[:1] if isinstance(batch, list | tuple) else batch
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

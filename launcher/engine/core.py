@@ -201,8 +201,12 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         steps = self.global_steps
         cut = LazySequence(len(batches), lambda m: self.curriculum.cut(batches[m], steps))
         self._watch_for_the_last_overflow()
-        with self.zero.hooks.scaling():
-            losses, weights = executor.train(self, cut, weights)
+        try:
+            with self.zero.hooks.scaling():
+                losses, weights = executor.train(self, cut, weights)
+        except StopIteration:  # the data ended within the step: what was read of it does not go into the next one
+            self.abandon_step()
+            raise
         loss = executor.weighted(losses, weights)
         self.telemetry.loss(loss, 1.0)
         self._backwards += len(losses)

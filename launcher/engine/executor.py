@@ -47,6 +47,8 @@ class EngineExecutor:
         self.first = 0 if engine.versions is None else engine.versions.newest
 
     def forward(self, module: nn.Module, batch: Any) -> Any:
+        if self.engine.runtime.staged.is_whole:
+            module = self.engine.module  # scripts may have put another one around the model
         logits = loss_only() if self.outputs is None else nullcontext()
         with logits:
             return call(partial(self.engine.run_module, module), to_device(batch, self.engine.device))
@@ -63,7 +65,14 @@ class EngineExecutor:
                 fix="give labels with every batch, and a PipelineModule its loss_fn, or let its last layer return the "
                 "loss, one number",
             )
-        loss = loss_in(output).reshape(())
+        loss = loss_in(output)
+        if loss.numel() != 1:
+            raise ConfigError(
+                f"the model returns no loss, which is one number, but {loss.numel()} numbers: shape {tuple(loss.shape)}",
+                where="engine.train_batch()",
+                fix="let the model return its loss, or a dict with one, and give a PipelineModule its loss_fn",
+            )
+        loss = loss.reshape(())
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise MisplacedCallError(
                 "the loss depends on no parameter that is trained",

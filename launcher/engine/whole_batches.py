@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,7 +120,9 @@ class WholeBatches(EngineCore):
     def _read(self, data: Iterator[Any] | None) -> Any:
         """The next microbatch of `data`, or of what the engine has."""
         batch = next(data if data is not None else self._own_data())
-        return batch if self._batch_fn is None else self._batch_fn(batch)
+        batch = batch if self._batch_fn is None else self._batch_fn(batch)
+        # collators of Hugging Face give mappings that are no dicts
+        return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
     def _pulled(self, data: Iterator[Any] | None, number: int) -> Sequence[Any]:
         """The next microbatches, each read when it is needed; nothing on ranks that read no data."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -212,6 +213,95 @@ def test_whole_batches_are_the_loop(pool: WorkerPool, stage: int) -> None:
     for trained, by_hand, evaluated in ranks:
         assert trained == pytest.approx(by_hand, rel=1e-6)
         assert evaluated == pytest.approx(want, rel=1e-5)
+
+
+def ended_data(ctx: RankContext, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[int, int]]:
+    """Weights after a whole step, with and without a step before it whose data ended in its middle."""
+    weights = []
+    for ends in (False, True):
+        engine = engine_of(config_of(stage, 2))
+        if ends:
+            with pytest.raises(StopIteration):
+                engine.train_batch(iter(microbatches(ctx, 7, 2)[:1]))
+        engine.train_batch(iter(microbatches(ctx, 0, 2)))
+        weights.append(whole_weights(engine))
+    return *weights, (engine.global_steps, engine.micro_steps)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_data_that_ends_within_a_step(pool: WorkerPool, stage: int) -> None:
+    """What was read of that step is left out of the next one."""
+    for want, found, counts in pool.run(ended_data, 2, stage):
+        assert all(torch.equal(want[name], found[name]) for name in want)
+        assert counts == (1, 2)
+
+
+class Hooked(torch.nn.Module):
+    """A model around the model, as scripts put it into `engine.module`."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.inner(*args)
+
+
+def called_through(ctx: RankContext) -> list[int]:
+    engine = engine_of(config_of(2, 2))
+    engine.module = Hooked(engine.module)
+    calls = []
+    for step in (
+        lambda: engine(*microbatches(ctx, 0, 2)[0]),
+        lambda: engine.train_batch(iter(microbatches(ctx, 0, 2))),
+        lambda: engine.eval_batch(iter(microbatches(ctx, 0, 2))),
+    ):
+        step()
+        calls.append(engine.module.calls)
+    return calls
+
+
+def test_whole_batches_call_the_module_that_the_engine_has(pool: WorkerPool) -> None:
+    assert pool.run(called_through, 1)[0] == [1, 3, 5]
+
+
+class Outputs(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        scores = self.layer(x)[:, 0]
+        return scores if y is None else {"loss": (scores - y).square().mean(), "logits": scores}
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def batches_of_other_kinds(ctx: RankContext) -> list[Any]:
+    x, y = microbatches(ctx, 0, 2)[0]
+    engine = engine_of(config_of(0, 2), Outputs())
+    losses = [
+        float(engine.eval_batch(iter([batch] * 2)))
+        for batch in ({"x": x, "y": y}, UserDict(x=x, y=y), (x, y), [x, y], Pair(x, y))
+    ]
+    scores = [
+        engine.eval_batch(iter([batch] * 2), compute_loss=False, reduce_output=None)[0].tolist()
+        for batch in ((x, y), Pair(x, y))
+    ]
+    with pytest.raises(ConfigError, match="4 numbers"):
+        engine.train_batch(iter([(x,)] * 2))
+    return [losses, scores]
+
+
+def test_batches_of_other_kinds(pool: WorkerPool) -> None:
+    """A mapping that is no dict, as Hugging Face's collators give it; a named tuple; outputs that are no loss."""
+    losses, scores = pool.run(batches_of_other_kinds, 1)[0]
+    assert len(set(losses)) == 1
+    assert scores[0] == scores[1]
 
 
 def dealt(ctx: RankContext, rows: int, batches: int) -> list[list[float]]:

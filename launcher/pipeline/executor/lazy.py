@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,3 +30,10 @@ class LazySequence(Sequence[T]):
         while len(self._made) <= index:
             self._made.append(self._make(len(self._made)))
         return self._made[index]
+
+    def __iter__(self) -> Iterator[T]:
+        """All items, made before the first is given: the loop of `Sequence` takes an IndexError of `make` for the end,
+        and turns its StopIteration into a RuntimeError."""
+        if self._length:
+            self[self._length - 1]
+        return iter(self._made)
