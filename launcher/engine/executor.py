@@ -68,7 +68,7 @@ class EngineExecutor:
         loss = loss_in(output)
         if loss.numel() != 1:
             raise ConfigError(
-                f"the model returns no loss, which is one number, but {loss.numel()} numbers: shape {tuple(loss.shape)}",
+                f"the model returns no loss, which is one number, but a tensor of shape {tuple(loss.shape)}",
                 where="engine.train_batch()",
                 fix="let the model return its loss, or a dict with one, and give a PipelineModule its loss_fn",
             )
