@@ -266,6 +266,20 @@ def test_whole_batches_call_the_module_that_the_engine_has(pool: WorkerPool) -> 
     assert pool.run(called_through, 1)[0] == [1, 3, 5]
 
 
+def evaluated_after_destroy(ctx: RankContext) -> None:
+    engine = engine_of(config_of(3, 2))
+    engine.destroy()
+    parts = microbatches(ctx, 0, 2)
+    with pytest.raises(LauncherError, match="has been destroyed"):
+        engine.eval_batch(iter(parts))
+    with pytest.raises(LauncherError, match="has been destroyed"):
+        engine.eval_microbatches(parts, [0.5, 0.5])
+
+
+def test_a_destroyed_engine_evaluates_nothing(pool: WorkerPool) -> None:
+    pool.run(evaluated_after_destroy, 1)
+
+
 class Outputs(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
