@@ -204,7 +204,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         try:
             with self.zero.hooks.scaling():
                 losses, weights = executor.train(self, cut, weights)
-        except StopIteration:  # the data ended within the step: what was read of it does not go into the next one
+        except StopIteration:  # the data ended within the step: the next one must not add to it
             self.abandon_step()
             raise
         loss = executor.weighted(losses, weights)

@@ -11,7 +11,7 @@ from launcher.pipeline.executor.lazy import LazySequence
 
 READERS: dict[str, Callable[[LazySequence[int]], Any]] = {
     "list": list,
-    "loop": lambda items: [item for item in items],  # noqa: C416
+    "loop": lambda items: [item for item in items],
     "index": lambda items: [items[index] for index in range(len(items))],
 }
 
