@@ -198,15 +198,19 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
             raise MisplacedCallError(
                 "a whole step inside no_sync()", where="engine.train_batch()", fix="leave no_sync() before it"
             )
+        if self.mesh.axes["pp"].rank == 0 and len(batches) != len(weights):
+            raise ConfigError(
+                f"there are other numbers of microbatches and of weights: {len(batches)} and {len(weights)}",
+                where="engine.run_microbatches()",
+                fix="give a weight for each microbatch: 1 / their number, for the mean of their losses",
+            )
         steps = self.global_steps
         cut = LazySequence(len(batches), lambda m: self.curriculum.cut(batches[m], steps))
         self._watch_for_the_last_overflow()
         try:
             with self.zero.hooks.scaling():
                 losses, weights = executor.train(self, cut, weights)
-        except (
-            StopIteration
-        ):  # the data ended within the step: what was read of it does not go into the next one
+        except StopIteration:  # the data ended within the step: the next one must not add to it
             self.abandon_step()
             raise
         loss = executor.weighted(losses, weights)

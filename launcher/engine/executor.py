@@ -67,8 +67,9 @@ class EngineExecutor:
             )
         loss = loss_in(output)
         if loss.numel() != 1:
+            what = f"{loss.numel()} numbers: shape {tuple(loss.shape)}"
             raise ConfigError(
-                f"the model returns no loss, which is one number, but a tensor of shape {tuple(loss.shape)}",
+                f"the model returns no loss, which is one number, but {what}",
                 where="engine.train_batch()",
                 fix="let the model return its loss, or a dict with one, and give a PipelineModule its loss_fn",
             )
@@ -163,6 +164,7 @@ def evaluate(
     Returns:
         fp64 [microbatches] losses, and their weights, on all ranks.
     """
+    engine._check_usable("engine.eval_batch()")
     batches, weights = _shared(engine, batches, weights, training=False)
     with _gathering(engine):
         work = EngineExecutor(engine, weights, outputs, with_loss=with_loss)

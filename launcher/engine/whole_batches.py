@@ -65,9 +65,11 @@ class WholeBatches(EngineCore):
         batches = self._pulled(data_iter, number)
         if not compute_loss:
             batches = [without_labels(batch) for batch in batches]
-        found, _ = executor.evaluate(self, batches, outputs=outputs, with_loss=compute_loss)
+        try:
+            found, _ = executor.evaluate(self, batches, outputs=outputs, with_loss=compute_loss)
+        finally:
+            self.train(training)
         losses = list(found.float())
-        self.train(training)
         if compute_loss and self.telemetry.monitor.enabled:  # the same on all ranks
             self.telemetry.evaluated(self, float(self._reduced(losses, "avg")))
         told = self.is_last_stage() or (compute_loss and bcast_loss)

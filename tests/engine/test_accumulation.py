@@ -266,6 +266,20 @@ def test_whole_batches_call_the_module_that_the_engine_has(pool: WorkerPool) -> 
     assert pool.run(called_through, 1)[0] == [1, 3, 5]
 
 
+def evaluated_after_destroy(ctx: RankContext) -> None:
+    engine = engine_of(config_of(3, 2))
+    engine.destroy()
+    parts = microbatches(ctx, 0, 2)
+    with pytest.raises(LauncherError, match="has been destroyed"):
+        engine.eval_batch(iter(parts))
+    with pytest.raises(LauncherError, match="has been destroyed"):
+        engine.eval_microbatches(parts, [0.5, 0.5])
+
+
+def test_a_destroyed_engine_evaluates_nothing(pool: WorkerPool) -> None:
+    pool.run(evaluated_after_destroy, 1)
+
+
 class Outputs(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -420,3 +434,14 @@ def test_backward_by_hand_gives_the_mean_too(pool: WorkerPool, stage: int) -> No
     assert by_hand_losses == pytest.approx(losses, rel=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(by_hand_weights[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def without_a_weight(ctx: RankContext) -> str:
+    engine = engine_of(config_of(1, 2))
+    with pytest.raises(ConfigError) as error:
+        engine.run_microbatches(microbatches(ctx, 0, 2), [1.0])
+    return str(error.value)
+
+
+def test_each_microbatch_has_a_weight(pool: WorkerPool) -> None:
+    assert "microbatches and of weights: 2 and 1" in pool.run(without_a_weight, 1)[0]
