@@ -14,14 +14,16 @@ from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from launcher.integrations.builders import BUILDERS, OpBuilder
 from launcher.integrations.refused import NotHere, missing
 from launcher.monitor.memory import current_memory_bytes, peak_memory_bytes
+
+if TYPE_CHECKING:
+    from launcher.integrations.builders import OpBuilder
 
 logger = logging.getLogger("launcher")
 CUDA = "cuda"
@@ -219,6 +221,8 @@ class Accelerator:
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
         """The class of that name; None where what it builds is not here."""
+        from launcher.integrations.builders import BUILDERS
+
         kind = BUILDERS.get(class_name)
         return kind if kind is not None and kind().is_compatible() else None
 

@@ -75,6 +75,7 @@ def test_a_script_that_imports_is_not_kept_waiting() -> None:
         "launcher.integrations",
         "launcher.integrations.accelerator",
         "launcher.integrations.constants",
+        "launcher.integrations.only_called",
         "launcher.integrations.processes",
         "launcher.integrations.refused",
         "launcher.integrations.served",
