@@ -46,7 +46,26 @@ if TYPE_CHECKING:
     from launcher.checkpoint.saver import Saver
 
 
-class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module):
+class ModuleHolder(nn.Module):
+    """A module around another one, `module`, that answers for the names of that, too."""
+
+    explain: ClassVar[Callable[[str], AttributeError] | None] = None
+    """Makes the error of a name that neither of the two has; whoever gives it other names sets it."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            module = super().__getattr__("module")
+            explain = type(self).explain
+            if explain is None or hasattr(module, name):
+                return getattr(module, name)
+            raise explain(name) from None
+
+
+class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHolder):
     """What trains: a model in flat buffers, its optimizer, and what counts and watches its steps.
 
     Attributes:
@@ -56,9 +75,6 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         lr_scheduler: stepped after each optimizer step. None when there is none.
         global_steps, global_samples, micro_steps, skipped_steps: counters.
     """
-
-    explain: ClassVar[Callable[[str], AttributeError] | None] = None
-    """Makes the error of a name that neither the engine nor its model has; whoever gives it other names sets it."""
 
     quiet = False  # a training loop with a progress line of its own sets it
 
@@ -76,12 +92,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
         super().__init__()
         self.module = zero.module
         self.zero, self.mesh, self._config, self.runtime = zero, mesh, config, runtime
-        self.optimizer, self.lr_scheduler, self.telemetry, self.versions = (
-            optimizer,
-            lr_scheduler,
-            telemetry,
-            versions,
-        )
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.telemetry, self.versions = telemetry, versions
         self.monitor, self.timers = telemetry.monitor, telemetry.timers
         self.gradient_plan = GradientPlan.of(config.pipeline, is_whole=runtime.staged.is_whole)
         self._autocast = autocast_dtype(config)
@@ -374,15 +386,3 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, nn.Module)
             )
         if self._away:
             self.check_states_are_here(where)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            module = super().__getattr__("module")
-            explain = type(self).explain
-            if explain is None or hasattr(module, name):
-                return getattr(module, name)
-            raise explain(name) from None

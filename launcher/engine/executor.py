@@ -89,10 +89,8 @@ class EngineExecutor:
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
         place = self._begin_backward(last)
-        if not outputs:
-            self.engine.zero.reducer.plan = BackwardPlan(
-                reduces=False, last=last
-            )  # `flush_gradients` does it
+        if not outputs:  # nothing before them is trained: `flush_gradients` reduces what there is
+            self.engine.zero.reducer.plan = BackwardPlan(reduces=False, last=last)
             return
         with self.engine.telemetry.phase("backward", self.engine), adding_in(place):
             torch.autograd.backward(outputs, gradients)

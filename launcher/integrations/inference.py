@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from launcher.comm import pick_device
+from launcher.engine.core import ModuleHolder
 from launcher.errors import ConfigError
 from launcher.integrations.enumerations import DtypeEnum
 from launcher.integrations.processes import logger
@@ -45,7 +46,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Keys of what is not done here -> values that ask for nothing."""
 
 
-class InferenceEngine(nn.Module):
+class InferenceEngine(ModuleHolder):
     """A model that is run, not trained. What is asked of it, and it does not have, is asked of the model.
 
     Args:
@@ -63,14 +64,6 @@ class InferenceEngine(nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self.module(*inputs, **keywords)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(super().__getattr__("module"), name)
 
 
 def init_inference(
