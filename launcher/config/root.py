@@ -48,6 +48,7 @@ class Config(Section):
     """
 
     without_effect: ClassVar[dict[str, str]] = {
+        "zero_force_ds_cpu_optimizer": "every elementwise optimizer here can step offloaded state",
         "vocabulary_size": "the model says how many tokens it knows; DeepSpeed only warns about odd numbers",
         "seq_parallel_communication_data_type": "it is for gradients over ranks that share a sequence, and a "
         "sequence_parallel_size above 1 is refused",
