@@ -143,3 +143,14 @@ def test_what_rests_on_nvme(estimator: Estimator, recording: Recording, pipeline
     estimated, done = orders(estimator, recording, load(config), DP, 0)
     assert estimated == done
     assert any(event.startswith("hide") for event in done)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_parameters_are_freed_before_what_was_put_off_is_reduced(
+    estimator: Estimator, recording: Recording, schedule: str
+) -> None:
+    """Else both are held at once: the gathered parameters of a rank, and the buffers that its gradients travel in."""
+    config = config_of(3, EVERY_UNIT_FREED, pipeline={"stages": 2, "schedule": schedule})
+    for events in orders(estimator, recording, load(config), 2 * DP, 0):
+        freed = [at for at, event in enumerate(events) if event.startswith("reshard")]
+        assert freed and max(freed) < events.index("flush")
