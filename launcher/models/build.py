@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import socket
+import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -13,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from launcher.errors import ConfigError
 
 DEFAULT_MODEL = "default"
+HUB = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 _DEFAULT_CONFIG = Path(__file__).with_name("default_config.json")
 _SWITCHED = "_cache_of_source"  # on a model: what its configs said of use_cache
 
@@ -128,16 +133,30 @@ def _config_from_hub(model: str) -> PretrainedConfig:
             where=f"--model {model}",
             fix="check the path",
         )
+    reachable = _has_address(HUB)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(model)
+        config: PretrainedConfig = AutoConfig.from_pretrained(model, local_files_only=not reachable)
     except Exception as error:  # network, authorisation and parsing errors of several libraries
+        answer = (
+            f"the Hugging Face Hub gave: {_first_line(error)}" if reachable else f"{HUB} cannot be reached"
+        )
         raise ConfigError(
-            f"No model {model!r}: not a local path, and the Hugging Face hub gave: {_first_line(error)}",
+            f"No model {model!r}: not a local path, and {answer}",
             where=f"--model {model}",
             fix="check the name and the network, or give a local directory or config.json; `finetune --model smollm2` "
             "needs no hub",
         ) from error
     return config
+
+
+def _has_address(url: str) -> bool:
+    """Return False where a host's name has no address: the Hub's library would try again for half a minute."""
+    if urllib.request.getproxies():
+        return True  # the proxy looks it up
+    try:
+        return bool(socket.getaddrinfo(urlsplit(url).hostname, 443))
+    except OSError:
+        return False
 
 
 def _first_line(error: BaseException) -> str:

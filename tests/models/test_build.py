@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from launcher.errors import ConfigError
+from launcher.models import build
 from launcher.models.build import build_on_meta, load_config
 from tests.models.tiny import config_of
 
@@ -71,8 +72,24 @@ def test_hub_name_that_cannot_be_had_is_a_config_error(monkeypatch: pytest.Monke
         raise OSError("no network")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
-    with pytest.raises(ConfigError, match=r"some/model.*no network"):
-        load_config("some/model")
+    for reachable, words in (
+        (True, "the Hugging Face Hub gave: no network"),
+        (False, f"{build.HUB} cannot be reached"),
+    ):
+        monkeypatch.setattr(build, "_has_address", lambda _, known=reachable: known)
+        with pytest.raises(ConfigError, match=rf"some/model.*{words}"):
+            load_config("some/model")
+
+
+def test_a_name_without_an_address_is_not_asked_for_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    assert not build._has_address(build.HUB)
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy"})
+    assert build._has_address(build.HUB)
 
 
 def test_not_a_causal_model_or_numbers_that_do_not_fit(tmp_path: Path) -> None:
