@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from launcher.config.optimizer_types import TYPES
+from launcher.config.optimizer import TYPES
 from launcher.config.pipeline import ASYNCHRONOUS, CHUNKS
 from launcher.config.problems import Path, Problem
 from launcher.config.ranks import MICRO, TRAIN

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from launcher.config.conflicts import ACROSS, WITHIN
 from launcher.config.conversions import converted_paths
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.optimizer_types import TYPES
+from launcher.config.optimizer import TYPES
 from launcher.config.root import Config
 from launcher.config.rules import Rule
 from launcher.config.section import Section

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from launcher.config import Config, OptimizerConfig
-from launcher.config.optimizer_types import TYPES
+from launcher.config.optimizer import TYPES
 from launcher.errors import ConfigError, UntestedOptimizerError
 from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
 from launcher.optim.sharded import OptimizerFactory
