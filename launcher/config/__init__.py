@@ -17,6 +17,7 @@ from launcher.config.scheduler import (
     LRRangeTestParams,
     OneCycleParams,
     SchedulerConfig,
+    TorchParams,
     WarmupCosineLRParams,
     WarmupDecayLRParams,
     WarmupLRParams,
@@ -24,7 +25,6 @@ from launcher.config.scheduler import (
 from launcher.config.section import Section
 from launcher.config.small_sections import ActivationCheckpointingConfig, CheckpointConfig
 from launcher.config.tensor_parallel import PartitionConfig
-from launcher.config.torch_schedules import TorchParams
 from launcher.config.zero import ZeroConfig
 
 __all__ = [

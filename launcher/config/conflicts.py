@@ -14,8 +14,8 @@ from launcher.config.pipeline import ASYNCHRONOUS, CHUNKS
 from launcher.config.problems import Path, Problem
 from launcher.config.ranks import MICRO, TRAIN
 from launcher.config.rules import Found, Rule, RuleFunction, path_of, standing, value_at
+from launcher.config.scheduler import TORCH
 from launcher.config.section import AUTO
-from launcher.config.torch_schedules import TORCH
 
 if TYPE_CHECKING:
     from launcher.config.data_efficiency import SeqlenConfig

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from launcher.config.section import Section
-from launcher.config.values import Count, WholeNumber, WholeNumbers
+from launcher.config.section import Count, Section, WholeNumber, WholeNumbers
 
 NEEDED = {
     "fixed_linear": ("total_curriculum_step", "difficulty_step"),

@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import AfterValidator, Field, field_validator
 
 from launcher.config.problems import in_json, nearest
-from launcher.config.section import Section
-from launcher.config.values import Pair, complaint
+from launcher.config.section import Pair, Section, complaint
 
 _COMMON = ("lr", "weight_decay", "foreach", "maximize", "differentiable")
 _ADAM = (*_COMMON, "betas", "eps", "amsgrad", "capturable", "fused")

@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Section
-from launcher.config.values import Count, WholeNumber, complaint, lower
+from launcher.config.section import AUTO, Count, Section, WholeNumber, complaint, lower
 
 METHODS = ("best", "uniform", "parameters", "profile")
 TYPE = "type:"

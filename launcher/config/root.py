@@ -29,10 +29,9 @@ from launcher.config.precision import Bf16Config, DataTypesConfig, Fp16Config, T
 from launcher.config.problems import Note
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig
-from launcher.config.section import Section
+from launcher.config.section import Count, Dtype, Section, lower
 from launcher.config.small_sections import ActivationCheckpointingConfig, CheckpointConfig, CompileConfig
 from launcher.config.tensor_parallel import TensorParallelConfig
-from launcher.config.values import Count, Dtype, lower
 from launcher.config.zero import ZeroConfig
 
 

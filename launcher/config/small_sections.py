@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from launcher.config.section import Section
-from launcher.config.values import Count, complaint
+from launcher.config.section import Count, Section, complaint
 
 
 class ActivationCheckpointingConfig(Section):

@@ -8,8 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from launcher.config.problems import show
-from launcher.config.section import AUTO, Section
-from launcher.config.values import Count, Dtype, Names, WholeNumber, complaint, lower, null_is_true, whole
+from launcher.config.section import (
+    AUTO,
+    Count,
+    Dtype,
+    Names,
+    Section,
+    WholeNumber,
+    complaint,
+    lower,
+    null_is_true,
+    whole,
+)
 
 PartitionKind: TypeAlias = Literal["column", "row", "skip"]
 SubParamShape: TypeAlias = tuple[int | tuple[int, ...], ...]

@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
 from launcher.config.problems import show
-from launcher.config.section import Section, stage_in
-from launcher.config.values import Count, WholeNumber, complaint, whole
+from launcher.config.section import Count, Section, WholeNumber, complaint, stage_in, whole
 
 STAGE3_PREFIX = "stage3_"
 
