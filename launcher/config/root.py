@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from launcher.config import ranks as ranks_of
-from launcher.config.data_efficiency import DataEfficiencyConfig
 from launcher.config.document import Document
 from launcher.config.elasticity import ElasticityConfig
 from launcher.config.monitor import (
@@ -24,14 +23,18 @@ from launcher.config.monitor import (
 )
 from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
-from launcher.config.pipeline import PipelineConfig
+from launcher.config.parallelism import PipelineConfig, TensorParallelConfig
 from launcher.config.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig
 from launcher.config.section import Count, Dtype, Section, lower
-from launcher.config.small_sections import ActivationCheckpointingConfig, CheckpointConfig, CompileConfig
-from launcher.config.tensor_parallel import TensorParallelConfig
+from launcher.config.small_sections import (
+    ActivationCheckpointingConfig,
+    CheckpointConfig,
+    CompileConfig,
+    DataEfficiencyConfig,
+)
 from launcher.config.zero import ZeroConfig
 
 

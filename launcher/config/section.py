@@ -1,7 +1,7 @@
 """What a section of the JSON is made of: its base class, and the kinds of values that its fields take.
 
-A section is frozen and strict, and has a docstring per field; `"auto"` stays until it is resolved. DeepSpeed's own checks
-take `"true"`, 1, "2" and "1e-3" for what they say, and so do these fields.
+A section is frozen and strict, and has a docstring per field; `"auto"` stays until it is resolved. DeepSpeed's own
+checks take `"true"`, 1, "2" and "1e-3" for what they say, and so do these fields.
 
 To add a key, add one typed field with its docstring to its section, and delete its line in known_keys.py.
 """

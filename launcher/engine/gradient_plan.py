@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.pipeline import PipelineConfig
+from launcher.config.parallelism import PipelineConfig
 from launcher.zero.reduce import BackwardPlan, ReduceListener
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from launcher.comm import Axis, Mesh, broadcast
 from launcher.config import Config
-from launcher.config.pipeline import ASYNCHRONOUS
+from launcher.config.parallelism import ASYNCHRONOUS
 from launcher.errors import ConfigError
 from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.crossing import StagedPart
