@@ -7,7 +7,7 @@ import os
 from launcher.cli import accelerate_flags
 from launcher.cli.shim import with_shim
 from launcher.config import accelerate_yaml
-from launcher.config.load import in_base64, read
+from launcher.config.root import in_base64, read
 from launcher.errors import ConfigError
 from launcher.integrations.surface import SWITCH, TOLD
 

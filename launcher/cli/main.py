@@ -160,7 +160,7 @@ def _checked_config(path: str | None, *, needed: bool) -> Config | None:
                 fix="launch --config DS.json ...; examples are in " + str(shared_directory("ds_configs")),
             )
         return None
-    from launcher.config.load import load
+    from launcher.config.root import load
 
     config = load(path)
     if needed and config.zero_optimization.stage == "auto":
@@ -191,7 +191,7 @@ def _is_yaml(path: str | None) -> bool:
 
 def _source(path: str) -> str:
     """What the ranks read: the absolute path of the configuration, or its text in base64."""
-    from launcher.config.load import LONGEST_NAME, in_base64, read
+    from launcher.config.root import LONGEST_NAME, in_base64, read
 
     if _is_yaml(path):
         return in_base64(read(path).tree)  # so nothing of it has to lie on other nodes

@@ -188,7 +188,7 @@ def _config_text(source: str | None) -> str | None:
     if source is None:
         return None
     from launcher.config.accelerate_yaml import is_one
-    from launcher.config.load import inspect, read
+    from launcher.config.root import inspect, read
 
     document = read(source)
     config = inspect(document).required()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from launcher.config.load import load
 from launcher.config.monitor import FlopsProfilerConfig
 from launcher.config.optimizer import OptimizerConfig
 from launcher.config.parallelism import PartitionConfig, PipelineConfig
@@ -10,7 +9,7 @@ from launcher.config.precision import Fp16Config
 from launcher.config.problems import ConfigProblems
 from launcher.config.ranks import BatchTriple
 from launcher.config.resolve import autos_of_hidden_size
-from launcher.config.root import Config
+from launcher.config.root import Config, load
 from launcher.config.scheduler import (
     DeepSpeedParams,
     LRRangeTestParams,
