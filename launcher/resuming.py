@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.checkpoint import store
 from launcher.checkpoint.tags import latest_tag
-from launcher.comm.values import decode
+from launcher.comm.plain import decode
 from launcher.config import Config
 from launcher.config.ranks import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
 from launcher.errors import CheckpointError, ConfigError
