@@ -184,9 +184,9 @@ def _is_yaml(path: str | None) -> bool:
     """Whether it is accelerate's configuration, and not a JSON."""
     if path is None:
         return False
-    from launcher.config.accelerate_yaml import is_one
+    from launcher.config.root import is_yaml
 
-    return is_one(path)
+    return is_yaml(path)
 
 
 def _source(path: str) -> str:

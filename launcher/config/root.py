@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from launcher.config import accelerate_yaml
 from launcher.config import ranks as ranks_of
 from launcher.config.check import Examined, examine
 from launcher.config.conversions import convert
@@ -289,8 +288,10 @@ def inspect(source: str | Path | Mapping[str, Any] | Document, *, where: str | N
 
 def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Document:
     """Read the document as it was written, see `load`."""
-    if accelerate_yaml.is_one(source):
-        return accelerate_yaml.read_yaml(str(source))
+    if is_yaml(source):
+        from launcher.config.accelerate_yaml import read_yaml
+
+        return read_yaml(str(source))
     if isinstance(source, Mapping):
         return Document(where or "config", _plain_dict(source))
     if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith(("{", "//", "/*", "#")):
@@ -304,6 +305,11 @@ def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Do
     raise ConfigError(
         f"a config is a path or a dict, not a {type(source).__name__}", fix="give the path of the JSON file"
     )
+
+
+def is_yaml(source: object) -> bool:
+    """Return whether it is the path of accelerate's configuration, and not a JSON."""
+    return isinstance(source, str | Path) and str(source).endswith((".yaml", ".yml"))
 
 
 def in_base64(tree: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from launcher.engine.finite import can_step_in_backward
 from launcher.errors import ConfigError, MisplacedCallError
 from launcher.optim.in_backward import OptimizerInBackward
 from launcher.pipeline.executor.batches import share
-from launcher.tensor.head import loss_only
+from launcher.tensor.split_model import loss_only
 from launcher.tensor.weight_gradients import DeferredWeightGrads, GradientBuffer, adding_in
 from launcher.zero.reduce import BackwardPlan
 

@@ -15,7 +15,6 @@ from launcher.comm.log import read_log, start_log, stop_log
 from launcher.comm.plain import broadcast_from_first
 from launcher.config import Config, FlopsProfilerConfig
 from launcher.errors import ConfigError
-from launcher.models.activation import Checkpointer
 from launcher.monitor.log import say
 from launcher.monitor.memory import MemoryBreakdown
 from launcher.monitor.throughput import Throughput
@@ -25,6 +24,7 @@ from launcher.monitor.writers import OPENERS, Monitor, MonitorEvent, open_writer
 if TYPE_CHECKING:
     from launcher.engine.core import EngineCore
     from launcher.engine.flops import StepProfiler
+    from launcher.models.activation import Checkpointer
 
 REPORT_EVERY = 10  # steps between two lines where steps_per_print is null: what was asked for is shown
 _OFF = nullcontext()

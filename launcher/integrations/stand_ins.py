@@ -21,7 +21,8 @@ from launcher.integrations.marks import mark_small  # the module puts DeepSpeed'
 from launcher.integrations.processes import check_accelerate, init_distributed, logger
 from launcher.integrations.refused import NotHere, missing
 from launcher.integrations.served import VERSION
-from launcher.zero import GatheredParameters, PartitionedInit, ShardedParameter
+from launcher.zero import PartitionedInit, ShardedParameter
+from launcher.zero.features.context import GatheredParameters
 
 
 def _explain(name: str) -> NotHere:
