@@ -72,7 +72,7 @@ def model_config(name: str) -> Any:
 
 
 def ds_config() -> Any:
-    from launcher.config.load import load
+    from launcher.config.root import load
 
     return load({
         "train_micro_batch_size_per_gpu": 1,

@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher.checkpoint import store
 from launcher.checkpoint.tags import LATEST_FILE, latest_tag, list_tags
-from launcher.comm.values import decode
+from launcher.comm.plain import decode
 from launcher.config import Config
 from launcher.config.ranks import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
 from launcher.errors import CheckpointError, ConfigError

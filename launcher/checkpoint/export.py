@@ -23,7 +23,7 @@ import torch
 
 from launcher.errors import CheckpointError
 from launcher.models.load import DTYPES
-from launcher.models.weight_files import INDEX_FILE, SINGLE_FILE
+from launcher.models.names import INDEX_FILE, SINGLE_FILE
 
 _ALIGNMENT = 8
 _PIECE = 1 << 26

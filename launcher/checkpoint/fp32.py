@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from launcher.checkpoint import store, tags
 from launcher.checkpoint.export import temporary_file, write_safetensors
 from launcher.checkpoint.reader import read_metadata
-from launcher.comm.values import decode
+from launcher.comm.plain import decode
 from launcher.errors import LauncherError
 from launcher.sizes import bytes_of
 

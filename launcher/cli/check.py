@@ -56,7 +56,7 @@ def check(argv: Sequence[str]) -> int:
     """Run `launch check`; returns 0, or 1 when something is refused."""
     flags = check_parser().parse_args(argv)
 
-    from launcher.config.load import inspect, read
+    from launcher.config.root import inspect, read
     from launcher.config.verdicts import verdicts
 
     console = new_console()
@@ -168,9 +168,9 @@ def _migrate(console: Console, out: Path, examined: Examined) -> None:
 
 def _lost(examined: Examined, text: str) -> list[str]:
     """Keys that were not read, and those that are refused as they are and would not be in the new text."""
-    from launcher.config.load import inspect
     from launcher.config.problems import dotted
     from launcher.config.reader import read_text
+    from launcher.config.root import inspect
 
     document = examined.document
     again = inspect(read_text(text, "the new text"))

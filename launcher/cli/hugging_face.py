@@ -6,8 +6,7 @@ import os
 
 from launcher.cli import accelerate_flags
 from launcher.cli.shim import with_shim
-from launcher.config import accelerate_yaml
-from launcher.config.load import in_base64, read
+from launcher.config.root import in_base64, is_yaml, read
 from launcher.errors import ConfigError
 from launcher.integrations.surface import SWITCH, TOLD
 
@@ -33,7 +32,7 @@ def variables(config: str | None) -> dict[str, str]:
     if config is not None:
         found["ACCELERATE_USE_DEEPSPEED"] = "true"
         found["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = _plain(config)
-        if accelerate_yaml.is_one(config):
+        if is_yaml(config):
             found |= accelerate_flags.variables(config)
     return found
 

@@ -148,7 +148,7 @@ def _checked_config(path: str | None, *, needed: bool) -> Config | None:
                 fix="launch --config DS.json ...; examples are in " + str(shared_directory("ds_configs")),
             )
         return None
-    from launcher.config.load import load
+    from launcher.config.root import load
 
     config = load(path)
     if needed and config.zero_optimization.stage == "auto":
@@ -172,14 +172,14 @@ def _is_yaml(path: str | None) -> bool:
     """Whether it is accelerate's configuration, and not a JSON."""
     if path is None:
         return False
-    from launcher.config.accelerate_yaml import is_one
+    from launcher.config.root import is_yaml
 
-    return is_one(path)
+    return is_yaml(path)
 
 
 def _source(path: str) -> str:
     """What the ranks read: the absolute path of the configuration, or its text in base64."""
-    from launcher.config.load import LONGEST_NAME, in_base64, read
+    from launcher.config.root import LONGEST_NAME, in_base64, read
 
     if _is_yaml(path):
         return in_base64(read(path).tree)  # so nothing of it has to lie on other nodes

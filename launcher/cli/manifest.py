@@ -187,8 +187,7 @@ def _config_text(source: str | None) -> str | None:
     """
     if source is None:
         return None
-    from launcher.config.accelerate_yaml import is_one
-    from launcher.config.load import inspect, read
+    from launcher.config.root import inspect, is_yaml, read
 
     document = read(source)
     config = inspect(document).required()
@@ -197,7 +196,7 @@ def _config_text(source: str | None) -> str | None:
         fix = "delete it, and add --secret COMET_API_KEY=NAME_OF_A_KUBERNETES_SECRET"
         raise _refused("comet.api_key", config.where("comet.api_key"), fix)
     text = json.dumps(document.tree, indent=2)
-    if os.path.isfile(source) and not is_one(source):
+    if os.path.isfile(source) and not is_yaml(source):
         text = Path(source).read_text(encoding="utf-8-sig")
     if without_secrets(document.tree) != document.tree or has_secret(text):
         where = f"--config {shortened(source)}"

@@ -58,7 +58,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
     flags = estimate_parser().parse_args(argv)
     device = None if flags.gpu is None else memory_of(flags.gpu)
     world = flags.num_gpus or (sum(slots_of(flags.hostfile)) if flags.hostfile else 1)
-    from launcher.config.load import load
+    from launcher.config.root import load
 
     config = load(config_of(flags.config))
     config.dp_degree(world)  # raises where the degrees do not make the number of ranks

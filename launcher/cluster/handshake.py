@@ -96,7 +96,7 @@ def call(connection: socket.socket, token: str, claim: str, limit_s: float) -> S
     return SignedSession(token, nonces, claim, True)
 
 
-def read_line(connection: socket.socket, until: float, longest: int = LONGEST) -> str:
+def read_line(connection: socket.socket, until: float) -> str:
     """A line without its end; not a byte more is taken.
 
     Raises:
@@ -107,7 +107,7 @@ def read_line(connection: socket.socket, until: float, longest: int = LONGEST) -
     while not line.endswith(b"\n"):
         connection.settimeout(max(0.001, until - time.monotonic()))
         byte = connection.recv(1)
-        if not byte or len(line) > longest:
+        if not byte or len(line) > LONGEST:
             raise ValueError("no line")
         line += byte
     return line[:-1].decode("ascii")

@@ -5,7 +5,6 @@ from launcher.comm.log import log_summary
 from launcher.comm.mesh import Axis, Mesh
 from launcher.comm.observe import Timing, observe_collectives
 from launcher.comm.pending import Pending
-from launcher.comm.quantized import dequantize, quantize, quantized_all_gather, quantized_reduce_scatter
 from launcher.comm.record import CollectiveRecord, record_collectives
 from launcher.comm.setup import init_distributed, pick_device
 
@@ -19,14 +18,10 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "dequantize",
     "init_distributed",
     "log_summary",
     "observe_collectives",
     "pick_device",
-    "quantize",
-    "quantized_all_gather",
-    "quantized_reduce_scatter",
     "record_collectives",
     "reduce_scatter",
 ]

@@ -7,7 +7,6 @@ import os
 import torch
 import torch.distributed as dist
 
-from launcher.comm.gloo import GlooTransport
 from launcher.comm.transport import Transports
 
 TRANSPORT = "LAUNCHER_CPU_TRANSPORT"  # "sockets": never read the memory of other ranks
@@ -24,6 +23,8 @@ def choose(
     """
     if device.type == "cuda":
         return plain_transports(group, reductions)
+    from launcher.comm.gloo import GlooTransport
+
     if os.environ.get(TRANSPORT) == "sockets":
         return Transports.alike(GlooTransport(group, f"{TRANSPORT} says so"))
     from launcher.comm.shared_memory.connect import PeerMemoryUnavailable, connect
@@ -37,6 +38,7 @@ def choose(
 
 def plain_transports(group: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> Transports:
     """What any process group can do, and nothing is tried: NCCL between devices, sockets between CPUs."""
+    from launcher.comm.gloo import GlooTransport
     from launcher.comm.nccl import NcclTransport
 
     return Transports(NcclTransport(group, reductions or group), GlooTransport(group))

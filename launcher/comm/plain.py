@@ -1,6 +1,8 @@
 """Plain values between ranks: they travel as JSON, so what a peer sends cannot run code here.
 
-torch.distributed's collectives of objects unpickle what the other side sends.
+torch.distributed's collectives of objects unpickle what the other side sends. Tuples stay tuples, and keys that are no
+strings stay what they are: schedules of torch count milestones by whole numbers, and callers' states hold tuples. Plain
+JSON would give back strings and lists, and a schedule would never meet its milestone again.
 """
 
 from __future__ import annotations
@@ -13,7 +15,33 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
-from launcher.comm.values import decode, encode
+PAIRS, TUPLE = "__pairs__", "__tuple__"
+
+
+def encode(value: Any) -> Any:
+    """`value` made of what JSON can hold; what it cannot hold otherwise is left for json to refuse."""
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and not {PAIRS, TUPLE} & value.keys():
+            return {key: encode(inner) for key, inner in value.items()}
+        return {PAIRS: [[encode(key), encode(inner)] for key, inner in value.items()]}
+    if isinstance(value, tuple):
+        return {TUPLE: [encode(inner) for inner in value]}
+    if isinstance(value, list):
+        return [encode(inner) for inner in value]
+    return value
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given; a subclass of dict or tuple comes back as a plain one."""
+    if isinstance(value, dict):
+        if value.keys() == {PAIRS}:
+            return {decode(key): decode(inner) for key, inner in value[PAIRS]}
+        if value.keys() == {TUPLE}:
+            return tuple(decode(inner) for inner in value[TUPLE])
+        return {key: decode(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [decode(inner) for inner in value]
+    return value
 
 
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

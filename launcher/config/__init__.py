@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from launcher.config.data_efficiency import DataEfficiencyConfig, SeqlenConfig
-from launcher.config.load import load
 from launcher.config.monitor import FlopsProfilerConfig
 from launcher.config.optimizer import OptimizerConfig
-from launcher.config.pipeline import PipelineConfig
+from launcher.config.parallelism import PartitionConfig, PipelineConfig
 from launcher.config.precision import Fp16Config
 from launcher.config.problems import ConfigProblems
 from launcher.config.ranks import BatchTriple
 from launcher.config.resolve import autos_of_hidden_size
-from launcher.config.root import Config
+from launcher.config.root import Config, load
 from launcher.config.scheduler import (
     DeepSpeedParams,
     LRRangeTestParams,
     OneCycleParams,
     SchedulerConfig,
+    TorchParams,
     WarmupCosineLRParams,
     WarmupDecayLRParams,
     WarmupLRParams,
 )
 from launcher.config.section import Section
-from launcher.config.small_sections import ActivationCheckpointingConfig, CheckpointConfig
-from launcher.config.tensor_parallel import PartitionConfig
-from launcher.config.torch_schedules import TorchParams
+from launcher.config.small_sections import (
+    ActivationCheckpointingConfig,
+    CheckpointConfig,
+    DataEfficiencyConfig,
+    SeqlenConfig,
+)
 from launcher.config.zero import ZeroConfig
 
 __all__ = [

@@ -16,7 +16,6 @@ from launcher.config.reader import read_file
 from launcher.errors import ConfigError, shortened
 from launcher.files import read_small
 
-ENDINGS = (".yaml", ".yml")
 STAGE = "zero_stage"
 STAGES = {"DEEPSPEED": 2, "MULTI_GPU": 0, "MULTI_CPU": 0, "NO": 0}
 """distributed_type -> the stage where none is written: accelerate's own; 0 does what DDP does."""
@@ -58,10 +57,6 @@ ELSEWHERE = {
     "mpirun_config": "launch --launcher openmpi",
 }
 """Sections of other engines -> what to write instead."""
-
-
-def is_one(source: object) -> bool:
-    return isinstance(source, str | Path) and str(source).endswith(ENDINGS)
 
 
 def read_yaml(path: str | Path) -> Document:

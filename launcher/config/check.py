@@ -25,8 +25,7 @@ from launcher.config.problems import (
 )
 from launcher.config.rules import remarks
 from launcher.config.schema import not_written, stranger, unknown_key
-from launcher.config.section import AUTO, Section
-from launcher.config.values import as_switch, readings
+from launcher.config.section import AUTO, Section, as_switch, readings
 
 if TYPE_CHECKING:
     from launcher.config.root import Config

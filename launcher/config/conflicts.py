@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from launcher.config.optimizer_types import TYPES
-from launcher.config.pipeline import ASYNCHRONOUS, CHUNKS
+from launcher.config.optimizer import TYPES
+from launcher.config.parallelism import ASYNCHRONOUS, CHUNKS
 from launcher.config.problems import Path, Problem
 from launcher.config.ranks import MICRO, TRAIN, batch_without_ranks
 from launcher.config.rules import Found, Rule, RuleFunction, path_of, standing, value_at
+from launcher.config.scheduler import TORCH
 from launcher.config.section import AUTO
-from launcher.config.torch_schedules import TORCH
 
 if TYPE_CHECKING:
-    from launcher.config.data_efficiency import SeqlenConfig
     from launcher.config.elasticity import ElasticityConfig
+    from launcher.config.parallelism import LayerPattern
     from launcher.config.root import Config
-    from launcher.config.tensor_parallel import LayerPattern
+    from launcher.config.small_sections import SeqlenConfig
 
 
 def contradictions(config: Config, problems: list[Problem], known: Callable[[Path], bool]) -> list[Problem]:

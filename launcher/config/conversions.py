@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.config.document import Document, Rewriter
 from launcher.config.problems import Path
-from launcher.config.values import as_switch
+from launcher.config.section import as_switch
 
 GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 RENAMED = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher.config.problems import Note, Path, Problem, dotted
-from launcher.config.values import as_switch
+from launcher.config.section import as_switch
 
 
 @dataclass

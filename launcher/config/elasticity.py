@@ -17,8 +17,7 @@ from pydantic import BeforeValidator
 
 from launcher.config.problems import Problem, show
 from launcher.config.ranks import BATCH_KEYS, BatchError, BatchTriple, divisors
-from launcher.config.section import AUTO, Section
-from launcher.config.values import Count, WholeNumber, WholeNumbers, complaint
+from launcher.config.section import AUTO, Count, Section, WholeNumber, WholeNumbers, complaint
 
 if TYPE_CHECKING:
     from launcher.config.root import Config

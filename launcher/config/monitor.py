@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from launcher.config.problems import show
-from launcher.config.section import Section
-from launcher.config.values import Count, WholeNumber, complaint
+from launcher.config.section import Count, Section, WholeNumber, complaint
 
 _WITH_LOSS = "also writes train_loss and grad_norm; DeepSpeed writes the rate and the loss scale"
 

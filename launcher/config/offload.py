@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from launcher.config.section import Section, stage_in
-from launcher.config.values import Count, WholeNumber
+from launcher.config.section import Count, Section, WholeNumber, stage_in
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from launcher.config.problems import show
-from launcher.config.section import Section, stage_in
-from launcher.config.values import Count, Dtype, Names, WholeNumber, complaint, short_name
+from launcher.config.section import Count, Dtype, Names, Section, WholeNumber, complaint, short_name, stage_in
 
 
 class Fp16Config(Section):

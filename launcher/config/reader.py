@@ -15,7 +15,7 @@ from typing import Any
 from launcher.config.document import Document
 from launcher.config.problems import Path as KeyPath
 from launcher.config.problems import Problem, dotted
-from launcher.config.values import MOST_DIGITS
+from launcher.config.section import MOST_DIGITS
 from launcher.errors import ConfigError, shortened
 from launcher.files import read_small
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher.config import elasticity
 from launcher.config.check import examine
-from launcher.config.optimizer_types import TYPES
+from launcher.config.optimizer import TYPES
 from launcher.config.problems import ConfigProblems, Note, Path, Problem, dotted, show
 from launcher.config.ranks import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN, BatchError, divisors, solve
 from launcher.config.schema import implemented_paths

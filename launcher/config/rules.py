@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from launcher.config.elasticity import few
-from launcher.config.optimizer_types import TYPES
-from launcher.config.pipeline import ASYNCHRONOUS, idle_share
+from launcher.config.optimizer import TYPES
+from launcher.config.parallelism import ASYNCHRONOUS, idle_share
 from launcher.config.problems import Note, NoteKind, Path
 from launcher.config.scheduler import WarmupParams
 from launcher.config.section import AUTO

@@ -9,8 +9,7 @@ from typing import Any
 from launcher.config.conversions import converted_paths
 from launcher.config.known_keys import Known, known_keys
 from launcher.config.problems import Note, Path, Problem, dotted, in_json, is_comment, nearest, plain, show
-from launcher.config.section import Section
-from launcher.config.values import as_switch
+from launcher.config.section import Section, as_switch
 
 
 @cache

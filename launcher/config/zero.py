@@ -10,14 +10,9 @@ from pydantic import BeforeValidator, Field
 
 from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
 from launcher.config.problems import show
-from launcher.config.section import Section, stage_in
-from launcher.config.values import Count, WholeNumber, complaint, whole
+from launcher.config.section import Count, Section, WholeNumber, complaint, null_is_true, stage_in, whole
 
 STAGE3_PREFIX = "stage3_"
-
-
-def _null_is_true(value: Any) -> Any:
-    return True if value is None else value
 
 
 def _no_switch(value: Any) -> Any:
@@ -149,7 +144,7 @@ class ZeroConfig(Section):
     allgather_bucket_size: Count = 500_000_000
     """Most elements of one all-gather of updated parameters."""
 
-    overlap_comm: Annotated[bool, BeforeValidator(_null_is_true)] = True
+    overlap_comm: Annotated[bool, BeforeValidator(null_is_true)] = True
     """Communication runs while the backward still computes. Left out or null: true at every stage."""
 
     load_from_fp32_weights: bool = True

@@ -30,7 +30,7 @@ ACCEPTED = (
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def load_text(dataset: str, *, split: str = "train", min_eval_chars: int = 8192) -> Dataset:
+def load_text(dataset: str, *, split: str = "train") -> Dataset:
     """Documents of `dataset`, one row each, in the column `text`.
 
     Args:
@@ -39,8 +39,6 @@ def load_text(dataset: str, *, split: str = "train", min_eval_chars: int = 8192)
             directory of them.
         split: `train`, `eval` or `all`. The eval split is the end of the data: its last 1 % (by length),
             the same on every machine and in every run.
-        min_eval_chars: hold out at least so many characters (though never more than half), so that
-            a small data set still gives one whole sequence.
 
     Raises:
         ConfigError: there is no such data, or it has no column of text.
@@ -49,7 +47,7 @@ def load_text(dataset: str, *, split: str = "train", min_eval_chars: int = 8192)
     if split == "all":
         return rows
     with valid_text(rows, dataset):
-        return hold_out(rows, split, where=dataset, min_eval_chars=min_eval_chars)
+        return hold_out(rows, split, where=dataset)
 
 
 def load_rows(dataset: str) -> Dataset:
@@ -87,6 +85,10 @@ def hold_out(rows: Dataset, split: str, *, where: str, min_eval_chars: int = 819
 
     Whole documents are held out from the end. Where that would take more than twice the share (one huge
     document), the document is cut at the end of a line.
+
+    Args:
+        min_eval_chars: hold out at least so many characters (though never more than half), so that a small data set
+            still gives one whole sequence.
     """
     if split not in ("train", "eval"):
         raise ConfigError(f"No split {split!r} of {where!r}.", fix="`train`, `eval` or `all`.")

@@ -22,7 +22,6 @@ from launcher.engine.dtypes import (
 )
 from launcher.engine.engine import Engine
 from launcher.engine.given import check_mpu, loaded_config
-from launcher.engine.loaders import loader_of, share_of
 from launcher.engine.offloading import open_placements
 from launcher.engine.policy import axes_of, policy_of
 from launcher.engine.report import announce
@@ -42,7 +41,6 @@ from launcher.monitor.memory import trim_malloc
 from launcher.monitor.processors import warn_of_slow_products
 from launcher.offload.placement import Placements
 from launcher.optim.build import choose
-from launcher.optim.schedules import build_scheduler
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.crossing import StagedPart
 from launcher.tensor.split_model import SplitModel, TensorParallelOptions
@@ -262,7 +260,11 @@ def _scheduler(config: Config, given: Any, optimizer: ShardedOptimizer | None) -
         return None if makes else given
     if given is not None:
         return given(optimizer) if makes else given
-    return build_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
+    if config.scheduler is None:
+        return None
+    from launcher.optim.schedules import build_scheduler
+
+    return build_scheduler(config.scheduler, optimizer)
 
 
 def _dataloader(
@@ -277,6 +279,8 @@ def _dataloader(
     """In random order; for a model in stages as the rows lie, as DeepSpeed's pipeline engine takes them."""
     if data is None:
         return None
+    from launcher.engine.loaders import loader_of, share_of
+
     sampling, drop_last = config.data_efficiency.sampling, bool(config.dataloader_drop_last)
     seed = config.data_efficiency.seed if sampling else seed
     sampler = share_of(

@@ -39,11 +39,11 @@ from launcher.pipeline.executor.lazy import LazySequence
 from launcher.pipeline.executor.runtime import Runtime
 from launcher.zero import ZeroModel
 from launcher.zero.features.overflow import watch_gradients
-from launcher.zero.features.versions import Versions
 from launcher.zero.reduce import BackwardPlan
 
 if TYPE_CHECKING:
     from launcher.checkpoint.saver import Saver
+    from launcher.zero.features.versions import Versions
 
 
 class ModuleHolder(nn.Module):

@@ -1,11 +1,20 @@
-"""Curriculum learning inside an engine: the JSON's `data_efficiency` over `launcher/engine/lengths.py`."""
+"""Curriculum learning by length (`data_efficiency`): how many tokens of a sequence a step sees (Li et al. 2022,
+arXiv:2108.06084).
+
+`step` counts optimizer steps from 1, so the place in the curriculum needs no state of its own.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from launcher.config import DataEfficiencyConfig, SeqlenConfig
-from launcher.engine.lengths import cut, rising, stepped
+from launcher.errors import LauncherError
 
 
 class Curriculum:
@@ -42,3 +51,67 @@ class Curriculum:
         """`batch` as the optimizer step after `steps_done` sees it."""
         length = self.seqlen(steps_done)
         return batch if length is None else cut(batch, length)
+
+
+def rising(step: int, low: int, high: int, total: int, grain: int, degree: int = 1) -> int:
+    """Length along a root: from `low` at step 0 to `high` at step `total`.
+
+    Args:
+        step: optimizer step, from 1.
+        low, high: first and last length.
+        total: steps of the way up.
+        grain: lengths are multiples of it, the first one at least `low`; only `high` itself may be none.
+        degree: of the root; 1 is a line.
+    """
+    length = math.floor((step / total) ** (1.0 / degree) * (high - low) + low)
+    return min(high, max(length - length % grain, -(-low // grain) * grain))
+
+
+def stepped(step: int, lengths: Sequence[int], last_steps: Sequence[int], high: int) -> int:
+    """Length in written steps.
+
+    Args:
+        step: optimizer step, from 1.
+        lengths: one after the other.
+        last_steps: last step of each length but the last one; rising.
+        high: a length that reaches it stays, whatever comes after.
+    """
+    reached = sum(step > last for last in last_steps)
+    return next((length for length in lengths[:reached] if length >= high), lengths[reached])
+
+
+def cut(batch: Any, length: int) -> Any:
+    """`batch` with every sequence in it cut to its first `length` tokens.
+
+    The number of tokens, S, is that of `input_ids`, else of the first tensor of whole numbers [batch, S]. Cut are all
+    tensors [batch, S, ...], and the last two dims of masks [batch, heads, S, S].
+
+    Raises:
+        LauncherError: there is no tensor of token ids.
+    """
+    tokens = _tokens(batch)
+    if tokens <= length:
+        return batch
+    return torch.utils._pytree.tree_map_only(Tensor, lambda t: _cut_tensor(t, tokens, length), batch)
+
+
+def _tokens(batch: Any) -> int:
+    leaves = torch.utils._pytree.tree_leaves_with_path(batch)
+    named = [leaf for path, leaf in leaves if path and getattr(path[-1], "key", None) == "input_ids"]
+    for leaf in (*named, *(leaf for _, leaf in leaves)):
+        if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
+            return leaf.shape[1]
+    raise LauncherError(
+        "curriculum learning by sequence length finds no token ids [batch, sequence] in a batch",
+        where="data_efficiency.data_sampling.curriculum_learning",
+        fix="give the model input_ids, or turn the section off",
+    )
+
+
+def _cut_tensor(tensor: Tensor, tokens: int, length: int) -> Tensor:
+    if tensor.dim() >= 2 and tensor.shape[1] == tokens:
+        return tensor[:, :length]
+    if tensor.dim() == 4 and tensor.shape[3] == tokens:
+        rows = length if tensor.shape[2] == tokens else tensor.shape[2]
+        return tensor[:, :, :rows, :length]
+    return tensor

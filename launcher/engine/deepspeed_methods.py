@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from launcher.engine.loaders import loader_of, share_of
 from launcher.errors import ConfigError
-from launcher.zero import GatheredParameters
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -113,6 +111,8 @@ class DeepSpeedMethods:
             route: "train": in random order; "eval", "predict": as it lies.
             data_sampler: in place of ours.
         """
+        from launcher.engine.loaders import loader_of, share_of
+
         engine = self._engine()
         dp = engine.mesh.dp
         return loader_of(
@@ -177,6 +177,8 @@ class DeepSpeedMethods:
         Raises:
             RuntimeError: names lack or are left over, or a shape is another one.
         """
+        from launcher.zero.features.context import GatheredParameters
+
         module = self._engine().module
         with GatheredParameters(list(module.parameters()), modifier_rank=0):
             if custom_load_fn is not None:

@@ -6,27 +6,26 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.deepspeed_methods import DeepSpeedMethods
-from launcher.engine.describe import state_lines
 from launcher.engine.fragments import ENGINES
-from launcher.engine.python_gc import hold
 from launcher.engine.saving import CheckpointMixin
 from launcher.engine.telemetry import Telemetry
 from launcher.engine.torch_clipping import follow_clipping
 from launcher.engine.whole_batches import WholeBatches
 from launcher.errors import ConfigError
-from launcher.models.activation import Checkpointer
-from launcher.models.compiled import compile_blocks
 from launcher.monitor.log import set_level
 from launcher.monitor.writers import Monitor
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.pipeline.executor.runtime import Runtime
 from launcher.zero import ZeroModel
-from launcher.zero.features.versions import Versions
+
+if TYPE_CHECKING:
+    from launcher.models.activation import Checkpointer
+    from launcher.zero.features.versions import Versions
 
 
 class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
@@ -61,10 +60,16 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         weakref.finalize(self, telemetry.flush_on_exit)
         self.is_compiled = False
         follow_clipping()
-        self._gc = hold(self) if config.disable_python_gc else None
+        self._gc: Callable[[], Any] | None = None
+        if config.disable_python_gc:
+            from launcher.engine.python_gc import hold
+
+            self._gc = hold(self)
         set_level(config.log_level)
         ENGINES.add(self)
         if config.dump_state and mesh.rank == 0:
+            from launcher.engine.describe import state_lines
+
             print(*state_lines(self), sep="\n", flush=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -93,6 +98,8 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
                 fix="leave it out: the blocks are compiled with torch.compile",
             )
         if not self.is_compiled:
+            from launcher.models.compiled import compile_blocks
+
             compile_blocks(self.module, backend, compile_kwargs or {})
             if self.optimizer is not None and backend == "inductor":
                 self.optimizer.compiles = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,9 @@ from launcher.monitor.timers import Timers
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero import ZeroModel
-from launcher.zero.features.versions import Versions
+
+if TYPE_CHECKING:
+    from launcher.zero.features.versions import Versions
 
 
 class EngineGetters(ConfigGetters):

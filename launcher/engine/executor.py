@@ -18,7 +18,7 @@ from launcher.engine.gradient_plan import flush
 from launcher.errors import ConfigError, MisplacedCallError
 from launcher.optim.in_backward import OptimizerInBackward
 from launcher.pipeline.executor.batches import share
-from launcher.tensor.head import loss_only
+from launcher.tensor.split_model import loss_only
 from launcher.tensor.weight_gradients import DeferredWeightGrads, GradientBuffer, adding_in
 from launcher.zero.reduce import BackwardPlan
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from launcher.config.pipeline import PipelineConfig
+from launcher.config.parallelism import PipelineConfig
 from launcher.zero.fetch import Fetcher
 from launcher.zero.reduce import BackwardPlan, ReduceListener, Reducer
 

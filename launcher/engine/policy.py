@@ -12,7 +12,7 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.dtypes import DTYPES, special_dtypes
 from launcher.zero import ShardAxes, ZeroPolicy
-from launcher.zero.features.groups import shard_axes
+from launcher.zero.axes import shard_axes
 
 
 def _dtype_or_none(name: str | None) -> torch.dtype | None:

@@ -11,9 +11,8 @@ from torch import nn
 
 from launcher.comm import Axis, Mesh, broadcast
 from launcher.config import Config
-from launcher.config.pipeline import ASYNCHRONOUS
+from launcher.config.parallelism import ASYNCHRONOUS
 from launcher.errors import ConfigError
-from launcher.models.activation import Checkpointer, checkpoint_blocks
 from launcher.pipeline.crossing import StagedPart
 from launcher.pipeline.executor.runtime import Runtime
 from launcher.pipeline.schedules import ONE_STAGE
@@ -22,6 +21,7 @@ from launcher.tensor.split_model import SplitModel
 from launcher.zero import ZeroModel
 
 if TYPE_CHECKING:
+    from launcher.models.activation import Checkpointer
     from launcher.pipeline.sequential.layers import PipelineModule
     from launcher.zero.features.versions import Versions
 
@@ -60,6 +60,10 @@ def recompute(model: nn.Module, staged: StagedPart, config: Config, tp: Axis) ->
         ConfigError: the JSON asks for groups of blocks of a Hugging Face model.
     """
     if staged.is_whole:
+        if config.activation_checkpointing is None:
+            return None
+        from launcher.models.activation import checkpoint_blocks
+
         return checkpoint_blocks(model, staged.blocks, config.activation_checkpointing, tp)
     from launcher.engine.cutting import recompute_stages
 

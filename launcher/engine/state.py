@@ -12,7 +12,7 @@ from torch import Tensor
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
 from launcher.cluster.secret import without_secrets
-from launcher.comm.values import decode, encode
+from launcher.comm.plain import decode, encode
 from launcher.engine.fitting import Stored, look, parts_of
 from launcher.engine.random_state import random_states, restore_random_states
 from launcher.engine.rates import tell_rates

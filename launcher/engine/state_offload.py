@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from launcher.errors import LauncherError
-from launcher.zero.features.second_shard import second_shards
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -32,6 +31,8 @@ def _masters(engine: Engine) -> Iterator[Tensor]:
 
 
 def _parameters(engine: Engine) -> Iterator[Tensor]:
+    from launcher.zero.features.second_shard import second_shards
+
     for flat in engine.zero.flats:
         if not flat.is_offloaded:
             whole = () if flat.full is None else (flat.full,)

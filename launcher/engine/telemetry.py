@@ -13,9 +13,8 @@ from torch import Tensor
 from launcher.comm import Mesh, Timing, all_reduce, observe_collectives
 from launcher.comm.log import read_log, start_log, stop_log
 from launcher.comm.plain import broadcast_from_first
-from launcher.config import Config, FlopsProfilerConfig
+from launcher.config import Config
 from launcher.errors import ConfigError
-from launcher.models.activation import Checkpointer
 from launcher.monitor.log import say
 from launcher.monitor.memory import MemoryBreakdown
 from launcher.monitor.throughput import Throughput
@@ -25,6 +24,7 @@ from launcher.monitor.writers import OPENERS, Monitor, MonitorEvent, open_writer
 if TYPE_CHECKING:
     from launcher.engine.core import EngineCore
     from launcher.engine.flops import StepProfiler
+    from launcher.models.activation import Checkpointer
 
 REPORT_EVERY = 10  # steps between two lines where steps_per_print is null: what was asked for is shown
 _OFF = nullcontext()
@@ -51,7 +51,11 @@ class Telemetry:
         self.say: Callable[[str], None] = _print
         self.timers = Timers(enabled=config.wall_clock_breakdown or flops.enabled, device=mesh.device)
         self.memory = MemoryBreakdown(mesh.device) if config.memory_breakdown and first else None
-        self.profiler = _profiler(flops) if flops.enabled and first else None
+        self.profiler: StepProfiler | None = None
+        if flops.enabled and first:
+            from launcher.engine.flops import StepProfiler
+
+            self.profiler = StepProfiler(flops)
         speed = config.timers.throughput
         self.throughput = Throughput(
             enabled=speed.enabled and config.steps_per_print is not None,
@@ -199,12 +203,6 @@ class Telemetry:
         self.monitor.close()
         if self._logs:
             stop_log()
-
-
-def _profiler(section: FlopsProfilerConfig) -> StepProfiler:
-    from launcher.engine.flops import StepProfiler
-
-    return StepProfiler(section)
 
 
 def _deepspeed_times(phases: dict[str, float]) -> dict[str, float]:

@@ -33,7 +33,7 @@ from launcher.estimate.tiers import CountingTier
 from launcher.offload.tier import buffer
 from launcher.pipeline.crossing import signature_of
 from launcher.pipeline.hf.staged import StagedModel
-from launcher.tensor.head import loss_only
+from launcher.tensor.split_model import loss_only
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import ParamReader, ParamSlot
 

@@ -22,8 +22,8 @@ from launcher.estimate.memory_trace import BlockTrace, MemoryTrace, TraceRecorde
 from launcher.estimate.short_model import ShortModel, shortened
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.units import ends_of, unit_modules
-from launcher.tensor.head import loss_only
 from launcher.tensor.layers import give_own_backward
+from launcher.tensor.split_model import loss_only
 from launcher.tensor.weight_gradients import putting_off
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from launcher.cluster.secret import without_secrets
 from launcher.config import Config, load
-from launcher.config.load import read
 from launcher.config.problems import ConfigProblems, dotted
+from launcher.config.root import read
 from launcher.engine.config_getters import value_at
 from launcher.engine.dtypes import DTYPES
 from launcher.errors import ConfigError

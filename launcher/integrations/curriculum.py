@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from launcher.engine.lengths import rising, stepped
+from launcher.engine.curriculum import rising, stepped
 from launcher.errors import ConfigError
 
 KINDS = ("fixed_discrete", "fixed_linear", "fixed_root", "custom")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from launcher.errors import ConfigError
+from launcher.optim.elementwise import Lion
 from launcher.optim.lamb import Lamb
-from launcher.optim.lion import Lion
 from launcher.optim.sharded import ShardedOptimizer
 
 

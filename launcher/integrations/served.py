@@ -1,6 +1,6 @@
 """The package `deepspeed` that scripts see: its names, and where they are here. Data.
 
-What is not here at all is in `refused.py`; what is here and is not quite the same is in `differs.py`.
+What is not here at all is in `refused.py`; what is here and is not quite the same is told by docs/deepspeed_api.md.
 """
 
 from __future__ import annotations

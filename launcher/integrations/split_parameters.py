@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from launcher.engine.fragments import ENGINES
 from launcher.errors import LauncherError
-from launcher.tensor.assemble import whole
+from launcher.tensor.split import whole
 from launcher.zero import ShardedParameter
 from launcher.zero.slot import ParamSlot
 

@@ -14,14 +14,15 @@ from torch import nn
 import launcher
 import launcher.integrations.lr_schedules  # puts DeepSpeed's attributes on schedules
 from launcher.checkpointing import checkpoint
-from launcher.config.load import read
+from launcher.config.root import read
 from launcher.engine import Engine
 from launcher.errors import ConfigError
 from launcher.integrations.marks import mark_small  # the module puts DeepSpeed's attributes on parameters
 from launcher.integrations.processes import check_accelerate, init_distributed, logger
 from launcher.integrations.refused import NotHere, missing
 from launcher.integrations.served import VERSION
-from launcher.zero import GatheredParameters, PartitionedInit, ShardedParameter
+from launcher.zero import PartitionedInit, ShardedParameter
+from launcher.zero.features.context import GatheredParameters
 
 
 def _explain(name: str) -> NotHere:

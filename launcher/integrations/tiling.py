@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from launcher.errors import ConfigError
 from launcher.integrations.utilities import partition_uniform
-from launcher.zero import GatheredParameters
+from launcher.zero.features.context import GatheredParameters
 
 
 class TilesError(ConfigError, RuntimeError):

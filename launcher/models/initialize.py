@@ -33,7 +33,7 @@ def initialize_module(
     leave it alone. Tensors that HF marked `_is_hf_initialized` are left alone too.
 
     The first call looks at ties and at the whole of `root`: if parameters are replaced by other objects one
-    by one, call `prepare_initialization(root)` before the first one is.
+    by one, call `plan_of(root)` before the first one is.
 
     Args:
         root: the whole model, for HF's `_init_weights`, which reads its config.
@@ -65,35 +65,6 @@ def initializer(model: nn.Module, seed: int) -> Callable[[nn.Module, str, nn.Mod
     """(root, name, module) -> None: `initialize_module` for the modules of `model`, or of a copy of it as it is now."""
     plan = plan_of(model)
     return lambda root, name, module: initialize_module(root, name, module, seed, plan)
-
-
-def prepare_initialization(root: nn.Module) -> None:
-    """Find out ties and writers now, while tied parameters are still one object. Needs no memory."""
-    plan_of(root)
-
-
-def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Turn a model on meta into a real one, in place, module by module.
-
-    The one-process truth: after it `model` has the values that `initialize_module` gives under any
-    topology, ties are intact and non-persistent buffers (rotary frequencies, masks) are right. Tensors not
-    on meta stay as they are.
-    """
-    prepare_initialization(model)
-    made: dict[int, torch.Tensor] = {}
-    for _, module in model.named_modules():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is None or not parameter.is_meta:
-                continue
-            if id(parameter) not in made:
-                data = torch.empty_like(parameter, device=device)
-                made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            setattr(module, key, made[id(parameter)])
-        for key, buffer in list(module._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=device)
-    for name, module in model.named_modules():
-        initialize_module(model, name, module, seed)
 
 
 def _check(plan: InitializationPlan, name: str, module: nn.Module, owned: dict[str, torch.Tensor]) -> None:

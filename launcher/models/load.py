@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from launcher.errors import CheckpointError
-from launcher.models.names import match_names
-from launcher.models.weight_files import INDEX_FILE, SINGLE_FILE
+from launcher.models.names import INDEX_FILE, SINGLE_FILE, match_names
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

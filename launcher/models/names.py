@@ -18,6 +18,11 @@ from launcher.errors import CheckpointError
 if TYPE_CHECKING:
     from launcher.models.load import SafetensorsSource
 
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
 _COMPARE = 1 << 22
 """Elements read at a time where two stored copies of a tied weight are compared."""
 

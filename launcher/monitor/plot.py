@@ -54,14 +54,13 @@ def curve(records: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, n
     return array[:, 0], array[:, 1]
 
 
-def smoothed(values: np.ndarray, span: float | None = None) -> np.ndarray:
+def smoothed(values: np.ndarray) -> np.ndarray:
     """Mean [n] of an exponential moving average from the left and one from the right: it does not lag behind.
 
     Args:
         values: [n].
-        span: steps over which each average remembers; by default a thirtieth of them, at least 2.
     """
-    span = span or max(2.0, len(values) / 30)
+    span = max(2.0, len(values) / 30)  # steps over which each average remembers
     return (_moving_average(values, span) + _moving_average(values[::-1], span)[::-1]) / 2
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from launcher.config import Config, OptimizerConfig
-from launcher.config.optimizer_types import TYPES
+from launcher.config.optimizer import TYPES
 from launcher.errors import ConfigError, UntestedOptimizerError
-from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
+from launcher.optim.elementwise import UncorrectedAdam, UncorrectedAdamW
 from launcher.optim.sharded import OptimizerFactory
 
 # What an optimizer must be to step slices of parameters: elementwise. These torch classes are not.
@@ -41,7 +41,7 @@ def from_config(config: OptimizerConfig) -> OptimizerFactory:
     if config.type == "Muon":
         return partial(_muon, params)
     if config.type == "Lion":
-        from launcher.optim.lion import Lion
+        from launcher.optim.elementwise import Lion
 
         return lambda groups: Lion(groups, params["lr"], params["betas"], params["weight_decay"])
     if config.type == "Lamb":

@@ -7,10 +7,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from launcher.optim.one_pass import FusedRule, FusedSlice
 
 logger = logging.getLogger("launcher")
 SMALLEST = 2**18
@@ -77,3 +80,17 @@ def loop() -> Callable[..., None] | None:
         return None
     logger.info("the optimizer's step on the CPU is compiled")
     return compiled
+
+
+def step(
+    loop: Callable[..., None], rule: FusedRule, group: dict[str, Any], item: FusedSlice, scale: float
+) -> bool:
+    """Step a slice by the compiled loop, if it is one for that; return whether it was."""
+    mean, square = item.state["exp_avg"], item.state["exp_avg_sq"]
+    wide = item.weights.dtype == mean.dtype == square.dtype == torch.float32
+    if item.param is None or not wide or item.weights.numel() < SMALLEST:
+        return False
+    decoupled = bool(rule.decoupled)
+    numbers = numbers_of(group, scale, float(item.state["step"]), decoupled=decoupled)
+    loop(item.weights, item.grad, mean, square, item.param, numbers)
+    return True

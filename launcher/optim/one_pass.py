@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from launcher.offload.tier import memory
-from launcher.optim import compiled
-from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
-from launcher.optim.lion import Lion
+from launcher.optim.elementwise import Lion, UncorrectedAdam, UncorrectedAdamW
 
 CHUNK = 2**19
 """Elements; its fp32 scratch takes 2 MiB. Smaller ones cost Python's time, and that of torch's threads to meet, which
@@ -184,28 +182,17 @@ def step(
     for chunk in _chunks(rule, group, whole, 2**62):
         work(chunk)
     cut = [pair for pair in pairs if not (rule.passes_once and _needs_no_cast(pair[0], dtype))]
-    if compiles and rule.decoupled is not None and not group["amsgrad"] and (loop := compiled.loop()):
-        cut = [pair for pair in cut if not _by_loop(loop, rule, group, pair[0], scale)]
+    if compiles and rule.decoupled is not None and not group["amsgrad"]:
+        from launcher.optim import compiled
+
+        if loop := compiled.loop():
+            cut = [pair for pair in cut if not compiled.step(loop, rule, group, pair[0], scale)]
     for chunk in _chunks(rule, group, cut, CHUNK):
         work(chunk)
 
 
 def _needs_no_cast(item: FusedSlice, dtype: torch.dtype) -> bool:
     return item.param is None and item.grad.dtype == item.weights.dtype == dtype
-
-
-def _by_loop(
-    loop: Callable[..., None], rule: FusedRule, group: dict[str, Any], item: FusedSlice, scale: float
-) -> bool:
-    """Step a slice by the compiled loop, if it is one for that; return whether it was."""
-    mean, square = item.state["exp_avg"], item.state["exp_avg_sq"]
-    wide = item.weights.dtype == mean.dtype == square.dtype == torch.float32
-    if item.param is None or not wide or item.weights.numel() < compiled.SMALLEST:
-        return False
-    decoupled = bool(rule.decoupled)
-    numbers = compiled.numbers_of(group, scale, float(item.state["step"]), decoupled=decoupled)
-    loop(item.weights, item.grad, mean, square, item.param, numbers)
-    return True
 
 
 def _begin(rule: FusedRule, group: dict[str, Any], item: FusedSlice, dtype: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PretrainedConfig
 
-from launcher.config.load import load
+from launcher.config.root import load
 from launcher.errors import ConfigError
 from launcher.estimate.answer import Estimate
 from launcher.estimate.estimator import Estimator

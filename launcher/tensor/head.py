@@ -10,9 +10,7 @@ A model that does something else with its logits needs a head whose output is ga
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -28,11 +26,11 @@ from launcher.errors import ConfigError, LauncherError, SplitLogitsError
 from launcher.tensor.functions import gather_along
 from launcher.tensor.layers import VocabularyHead
 from launcher.tensor.loss import causal_lm_loss
+from launcher.tensor.split_model import wants_loss_only
 
 _PER_VOCABULARY = ("z_loss_coefficient", "unpadded_vocab_size")
 _METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _GATHER = "write tensor_parallel.vocab_parallel_lm_head: false"
-_loss_only: ContextVar[bool] = ContextVar("loss_only", default=False)
 
 
 def wants_gathered_head(model: PreTrainedModel) -> str | None:
@@ -101,16 +99,6 @@ def keep_logits_split(model: nn.Module, axis: Axis, head: nn.Module | None, want
         split_head(model, axis, sizes)
 
 
-@contextmanager
-def loss_only() -> Iterator[None]:
-    """Inside, nobody reads the logits of a forward with labels: they stay split in eval mode, too."""
-    token = _loss_only.set(True)
-    try:
-        yield
-    finally:
-        _loss_only.reset(token)
-
-
 def gather_logits(logits: Tensor) -> Tensor:
     """The whole logits of `outputs.logits`, [..., vocabulary], with autograd. Every rank of the tp axis must call it.
     The gradient of the result must be the same on all of them, as that of a loss of theirs is."""
@@ -157,7 +145,7 @@ class SplitHead:
             )
         local: Tensor = outputs["logits"]
         self._check(local, "into its outputs")
-        guarded = self.loss_computed and (training or _loss_only.get())
+        guarded = self.loss_computed and (training or wants_loss_only.get())
         outputs["logits"] = SplitLogits(self, local) if guarded else self.gather(local)
         return outputs
 

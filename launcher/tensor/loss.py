@@ -1,12 +1,12 @@
 """The loss of a causal LM whose logits are split over the vocabulary.
 
-Each rank has the logits of some vocabulary ids [first, first + width). For a token the loss needs four numbers of all
-logits: the largest, the sum of exponentials, the target's logit, and, for label smoothing, their sum. Each is put
-together from one number a rank. So one gather of 3 (or 4) fp32 numbers a token is all that is sent; the backward sends
-nothing, for the gradient of a logit needs these numbers and the logit:
+Each rank has the logits of some vocabulary ids [first, first + width). For a token the loss needs three numbers of all
+logits: the largest, the sum of exponentials, and the target's logit. Each is put together from one number a rank. So
+one gather of 3 fp32 numbers a token is all that is sent; the backward sends nothing, for the gradient of a logit needs
+these numbers and the logit:
 
 largest, total    M = max of x, S = sum of exp(x - M), over the whole vocabulary
-loss              log S + M - x[target], and what smoothing and z-loss add
+loss              log S + M - x[target]
 gradient          exp(x - M) / S - 1[target], on the own columns
 
 Logits are read a few rows at a time: nothing of their size is made in fp32, and only the logits are kept for backward.
@@ -29,6 +29,7 @@ from launcher.errors import LauncherError
 IGNORED = -100
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements read at once: caches are small, launches cost time
 _PIECES = 64  # at most: a piece of large logits is small beside them
+_TERMS = 3  # numbers that a rank sends for a token
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -40,13 +41,6 @@ class LossOptions:
     start: int
     vocabulary: int
     ignore_index: int = IGNORED
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-
-    @property
-    def terms(self) -> int:
-        """Numbers that a rank sends for a token."""
-        return 4 if self.label_smoothing else 3
 
     def own(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Which labels [T] are ids of this rank, and their columns; for the others any column."""
@@ -56,13 +50,12 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class LogitStatistics:
-    """Numbers of all logits of each token, [T] each: the largest logit, sum of exp(logit - largest), the target's
-    logit, sum of the logits (where it was asked for)."""
+    """Numbers of all logits of each token, [T] each: the largest logit, sum of exp(logit - largest), and the target's
+    logit."""
 
     largest: Tensor
     total: Tensor
     target: Tensor
-    logits: Tensor | None
 
 
 def vocab_parallel_cross_entropy(
@@ -73,8 +66,6 @@ def vocab_parallel_cross_entropy(
     start: int,
     vocabulary: int,
     ignore_index: int = IGNORED,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Cross entropy of logits that are split over the ranks of `axis`: the same fp32 value on all of them, and on each
@@ -86,8 +77,6 @@ def vocab_parallel_cross_entropy(
         start: vocabulary id of the first column.
         vocabulary: number of ids on all ranks together.
         ignore_index: tokens with this label have no loss.
-        label_smoothing: this part of the target is spread evenly over the vocabulary.
-        z_loss: weight of the square of log(sum of exp(logits)), which is added to each token's loss.
         reduction: over the tokens with a loss; "none" gives [...], with 0 for the others.
 
     Raises:
@@ -98,7 +87,7 @@ def vocab_parallel_cross_entropy(
             f"logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}",
             fix="give one label for each row of logits",
         )
-    settings = LossOptions(start, vocabulary, ignore_index, label_smoothing, z_loss)
+    settings = LossOptions(start, vocabulary, ignore_index)
     labels = labels.to(logits.device)
     _check(labels, settings)
     rows = logits.reshape(labels.numel(), logits.shape[-1])
@@ -156,7 +145,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, settings: LossOptions) -> Tensor:
-        parts = logits.new_empty((axis.degree, settings.terms, len(labels)), dtype=_wide(logits))
+        parts = logits.new_empty((axis.degree, _TERMS, len(labels)), dtype=_wide(logits))
         fill_terms(parts[axis.rank], logits, labels, settings)
         all_gather(parts.view(-1), axis, "head/loss").wait()
         whole = combine(parts)
@@ -175,8 +164,7 @@ def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOpti
     """What this rank knows of each token.
 
     Args:
-        terms: is filled, [3 or 4, T]: the largest logit, sum of exp(logit - largest), the target's logit or 0, and,
-            in a fourth row, the sum of the logits.
+        terms: is filled, [3, T]: the largest logit, sum of exp(logit - largest), and the target's logit or 0.
         logits: [T, width].
     """
     width = logits.shape[1]
@@ -191,31 +179,20 @@ def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOpti
         # Where all logits of this rank are masked by -inf, the difference would be no number.
         anchor = largest.masked_fill_(largest == float("-inf"), 0)
         terms[1, rows] = (x - anchor).exp_().sum(-1)
-        if len(terms) == 4:
-            terms[3, rows] = x.sum(-1)
     mine, column = settings.own(labels, width)
     terms[2] = logits.gather(1, column[:, None]).squeeze(1).masked_fill(~mine, 0)
 
 
 def combine(parts: Tensor) -> LogitStatistics:
-    """The terms of all ranks [degree, 3 or 4, T] as numbers of the whole vocabulary."""
+    """The terms of all ranks [degree, 3, T] as numbers of the whole vocabulary."""
     largest = parts[:, 0].amax(0)
     total = (parts[:, 1] * (parts[:, 0] - largest).exp()).sum(0)
-    return LogitStatistics(
-        largest, total, parts[:, 2].sum(0), parts[:, 3].sum(0) if parts.shape[1] == 4 else None
-    )
+    return LogitStatistics(largest, total, parts[:, 2].sum(0))
 
 
 def losses(whole: LogitStatistics, labels: Tensor, settings: LossOptions) -> Tensor:
     """Loss of each token [T]; 0 where it is ignored."""
-    log_total = whole.total.log()
-    loss = log_total + (whole.largest - whole.target)
-    if whole.logits is not None:
-        mean = whole.logits / settings.vocabulary
-        even = log_total + (whole.largest - mean)
-        loss = torch.lerp(loss, even, settings.label_smoothing)
-    if settings.z_loss:
-        loss = loss + settings.z_loss * (log_total + whole.largest).square()
+    loss = whole.total.log() + (whole.largest - whole.target)
     return loss.masked_fill_(labels == settings.ignore_index, 0)
 
 
@@ -231,16 +208,10 @@ def gradient(
     gradient = torch.empty_like(logits)
     upstream = upstream.masked_fill(labels == settings.ignore_index, 0)  # a mean over no token asks for nan
     scale = upstream / total
-    if settings.z_loss:
-        scale = scale * (1 + 2 * settings.z_loss * (total.log() + largest))
-    even = upstream * (settings.label_smoothing / settings.vocabulary)
-    hit = upstream * (1 - settings.label_smoothing)
     for rows in _chunks(logits):
         part = (logits[rows] - largest[rows, None]).exp_().mul_(scale[rows, None])
-        if settings.label_smoothing:
-            part -= even[rows, None]
         mine, column = settings.own(labels[rows], logits.shape[1])
-        part[torch.arange(len(part), device=part.device), column] -= hit[rows].masked_fill(~mine, 0)
+        part[torch.arange(len(part), device=part.device), column] -= upstream[rows].masked_fill(~mine, 0)
         gradient[rows] = part
     return gradient
 

@@ -84,7 +84,6 @@ _BLT = (
     | _at("cross_attn_layers.*", colwise=_QKV, rowwise="o_proj")
 )
 _FALCON = "h.*.self_attention"
-_FALCON_ATTENTION = _at(_FALCON, colwise="query_key_value", rowwise="dense")
 _ALIBI = {"alibi": 1, "attention_mask": 1}
 
 _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher.comm import Axis
+from launcher.comm import Axis, all_reduce
 from launcher.tensor.rectangles import Rectangle, rectangles
 
 # reads a box of a logical parameter: (offsets, sizes) -> tensor of `sizes`
@@ -180,3 +180,17 @@ class Split:
                 if part.holders > 1 and low < high:
                     yield low, high, part
                 at += part.size * inner
+
+
+def whole(local: Tensor, split: Split, axis: Axis) -> Tensor:
+    """The logical tensor, on every rank: `local` itself where every rank holds all of it, else a new tensor. A
+    collective.
+
+    Each element comes from its first holder, and the others add zero to it: the values are exact.
+    """
+    if split.is_whole and all(part.holders == axis.degree for part in split.parts):
+        return local
+    logical = local.new_zeros(split.shape)
+    split.put(local, logical, first_only=True)
+    all_reduce(logical.view(-1), axis, "whole").wait()
+    return logical

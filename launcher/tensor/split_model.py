@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,8 @@ from launcher.tensor.split import Split
 
 if TYPE_CHECKING:
     from launcher.tensor.sequence import SequenceParallel
+
+wants_loss_only: ContextVar[bool] = ContextVar("wants_loss_only", default=False)
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,13 @@ class SplitModel:
     axis: Axis
     splits: dict[str, Split] = field(default_factory=dict)
     sequence: SequenceParallel | None = None
+
+
+@contextmanager
+def loss_only() -> Iterator[None]:
+    """Inside, nobody reads the logits of a forward with labels: they stay split in eval mode, too."""
+    token = wants_loss_only.set(True)
+    try:
+        yield
+    finally:
+        wants_loss_only.reset(token)

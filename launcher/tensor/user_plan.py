@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from launcher.config import PartitionConfig
-from launcher.config.tensor_parallel import PartitionKind, SubParamShape
+from launcher.config.parallelism import PartitionKind, SubParamShape
 from launcher.errors import ConfigError
 
 RULES = "tensor_parallel.partition_config.layer_specs"

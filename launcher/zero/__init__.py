@@ -1,8 +1,11 @@
 """ZeRO stages 0-3: one flat-buffer mechanism, one code path."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from launcher.zero.apply import apply
 from launcher.zero.axes import ShardAxes
-from launcher.zero.features.context import GatheredParameters, Init
 from launcher.zero.features.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -46,3 +49,11 @@ __all__ = [
     "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("GatheredParameters", "Init"):
+        raise AttributeError(f"module 'launcher.zero' has no attribute {name!r}")
+    from launcher.zero.features import context
+
+    return getattr(context, name)

@@ -1,10 +1,15 @@
-"""Along which axis each kind of state is sharded: all of dp, or groups inside it (MiCS, hpZ)."""
+"""Along which axis each kind of state is sharded: all of dp, or groups of neighbours inside it.
+
+Along such groups shards are cut (MiCS), or kept a second time (hpZ).
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
-from launcher.comm import Axis
+from launcher.comm import Axis, Mesh
+from launcher.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,3 +29,54 @@ class ShardAxes:
     shard: Axis
     replicate: Axis = field(default_factory=lambda: Axis("replicate"))
     secondary: Axis | None = None
+
+
+KEY = "zero_optimization"
+
+
+def shard_axes(
+    mesh: Mesh, *, mics_shard_size: int = -1, mics_hierarchical: bool = False, hpz_size: int = 1
+) -> ShardAxes:
+    """Return the axes that the JSON's sizes ask for. Every rank must call it.
+
+    Args:
+        mics_shard_size: `mics_shard_size`; -1: shards over all of dp.
+        mics_hierarchical: `mics_hierarchical_params_gather`.
+        hpz_size: `zero_hpz_partition_size`; 1: no second shard.
+
+    Raises:
+        ConfigError: a size does not divide the degree of dp.
+    """
+    dp = mesh.dp
+    if mics_shard_size > 0:
+        _check(mics_shard_size, dp.degree, f"{KEY}.mics_shard_size")
+        shard, replicate = mesh.split_dp(mics_shard_size)
+        return ShardAxes(dp, _with_levels(mesh, shard) if mics_hierarchical else shard, replicate)
+    _check(hpz_size, dp.degree, f"{KEY}.zero_hpz_partition_size")
+    second = mesh.split_dp(hpz_size)[0] if 1 < hpz_size < dp.degree else None
+    return ShardAxes(dp, dp, secondary=second)
+
+
+def _check(size: int, degree: int, where: str) -> None:
+    if degree % size:
+        valid = ", ".join(str(n) for n in range(1, degree + 1) if degree % n == 0)
+        raise ConfigError(
+            f"groups of {size} ranks do not divide the {degree} data-parallel ranks",
+            where=where,
+            fix=f"write one of {valid}",
+        )
+
+
+def _with_levels(mesh: Mesh, shard: Axis) -> Axis:
+    """Gathers in two hops, where the shard group spans several nodes; inside a node there is one hop."""
+    inner = mesh.axes["cp"].degree * mesh.axes["ep"].degree * mesh.axes["tp"].degree
+    node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)) // inner)
+    if shard.degree <= node:
+        return shard
+    if shard.degree % node:
+        raise ConfigError(
+            f"a shard group of {shard.degree} ranks is not made of whole nodes of {node}",
+            where=f"{KEY}.mics_hierarchical_params_gather",
+            fix=f"write false, or a mics_shard_size that is a multiple of {node}",
+        )
+    return mesh.with_levels(shard, node)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.errors import ElsewhereError
-from launcher.tensor.assemble import whole
+from launcher.tensor.split import whole
 from launcher.zero.features.discard import forget
 from launcher.zero.features.edits import broadcast_edit
 from launcher.zero.features.user_gradients import warn_of_discard_once

@@ -152,7 +152,7 @@ def mutation(rng: random.Random) -> str:
 
 
 def load_tree(path: Path) -> dict[str, Any]:
-    from launcher.config.load import read
+    from launcher.config.root import read
 
     return read(path).tree
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from launcher.checkpoint.export import ExportEntry, write_safetensors
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta
-from launcher.models.initialize import materialize
 from tests.models.tiny import config_of
+from tests.models.truth import materialize
 
 
 def _entries(tensors: dict[str, torch.Tensor], log: list[str] | None = None) -> list[ExportEntry]:

@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from launcher.comm import Mesh, all_to_all, quantized_all_gather, quantized_reduce_scatter, record_collectives
-from launcher.comm.quantized import BLOCK, dequantize, packed_bytes, quantize
+from launcher.comm import Mesh, all_to_all, record_collectives
+from launcher.comm.quantized import (
+    BLOCK,
+    dequantize,
+    packed_bytes,
+    quantize,
+    quantized_all_gather,
+    quantized_reduce_scatter,
+)
 from tests.pool import RankContext, WorkerPool
 
 BITS = pytest.mark.parametrize("bits", [8, 4])

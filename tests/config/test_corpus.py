@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from launcher.config import load
-from launcher.config.load import inspect
 from launcher.config.problems import dotted
+from launcher.config.root import inspect
 
 CORPUS = os.environ.get("LAUNCHER_CONFIG_CORPUS")
 with (Path(__file__).parent / "corpus.tsv").open() as table:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from launcher.config import ConfigProblems, OptimizerConfig, load
-from launcher.config.optimizer_types import MEANT, NOT_ON_SHARDS, OWN, TORCH, TYPES
+from launcher.config.optimizer import MEANT, NOT_ON_SHARDS, OWN, TORCH, TYPES
 
 DEEPSPEED_ONLY = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
 

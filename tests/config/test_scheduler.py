@@ -136,7 +136,7 @@ def test_params_may_be_left_out_and_surprises_are_told() -> None:
 
 def test_every_torch_class_is_taken_or_refused_with_a_reason() -> None:
     torch = pytest.importorskip("torch")
-    from launcher.config.torch_schedules import NEED_PYTHON
+    from launcher.config.scheduler import NEED_PYTHON
 
     schedules = torch.optim.lr_scheduler
     classes = {

@@ -1,7 +1,7 @@
 import pytest
 
 from launcher.config import Config, Section
-from launcher.config.markdown import field_docs
+from tests.pages.keys_page import field_docs
 
 
 def sections(cls: type[Section]) -> set[type[Section]]:

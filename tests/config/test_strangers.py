@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.config import Config, ConfigProblems, load
-from launcher.config.load import inspect, read
+from launcher.config.root import inspect, read
 from launcher.config.schema import FOREIGN, OTHER_NAMES
 from launcher.config.verdicts import verdicts
 

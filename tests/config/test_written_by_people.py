@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.config import Config
-from launcher.config.load import inspect, read
 from launcher.config.problems import Path as KeyPath
 from launcher.config.problems import distance, dotted, is_comment
+from launcher.config.root import inspect, read
 from launcher.config.schema import implemented_paths, known_paths
 from tests.config.test_typos import LETTERS, typo
 

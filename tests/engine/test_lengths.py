@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from launcher.engine.lengths import cut, rising, stepped
+from launcher.engine.curriculum import cut, rising, stepped
 from launcher.errors import LauncherError
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from launcher.integrations import surface
-from launcher.integrations.differs import DIFFERS
 from launcher.integrations.only_called import ONLY_CALLS, only_called
 from launcher.integrations.refused import REFUSED, NoSuchModule, NotHere, refusal_of
 from launcher.integrations.served import NAMES, REST
@@ -13,6 +12,7 @@ from tests.parity_deepspeed import api_page
 from tests.parity_deepspeed.api_page import DIFFERS as DIFFERENT
 from tests.parity_deepspeed.api_page import REFUSED as REFUSES
 from tests.parity_deepspeed.api_page import SAME, WHEN_CALLED, verdict
+from tests.parity_deepspeed.differs import DIFFERS
 
 
 def test_the_page_is_what_the_tables_say() -> None:

@@ -18,8 +18,10 @@ from transformers import (
 
 from launcher.errors import LauncherError
 from launcher.models.build import build_on_meta
-from launcher.models.initialize import initialize_module, materialize, prepare_initialization
+from launcher.models.initialize import initialize_module
+from launcher.models.initialize_plan import plan_of
 from tests.models.tiny import FAMILIES, config_of
+from tests.models.truth import materialize
 
 
 def _materialized(config: PretrainedConfig, seed: int = 5) -> PreTrainedModel:
@@ -102,7 +104,7 @@ def test_only_the_module_itself_needs_memory() -> None:
     """One module is made real and freed again, the rest stays on meta: what a sharded start does."""
     truth = _materialized(config_of("gpt2")).state_dict()
     model = build_on_meta(config_of("gpt2"))
-    prepare_initialization(model)
+    plan_of(model)
     module = model.transformer.h[1].attn.c_proj
     for key, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, key, nn.Parameter(torch.empty_like(parameter, device="cpu")))
@@ -137,7 +139,7 @@ def test_the_other_name_of_a_tied_weight_changes_nothing() -> None:
 
 def test_tensors_marked_as_initialised_are_kept() -> None:
     model = build_on_meta(config_of("llama"))
-    prepare_initialization(model)
+    plan_of(model)
     norm = model.model.norm
     norm.weight = nn.Parameter(torch.full((32,), 3.0))
     norm.weight._is_hf_initialized = True

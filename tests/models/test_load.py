@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta
-from launcher.models.initialize import materialize
 from launcher.models.load import SafetensorsSource
 from tests.models.tiny import config_of
+from tests.models.truth import materialize
 
 
 def _model(family: str, **changes: Any) -> PreTrainedModel:

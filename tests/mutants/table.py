@@ -311,7 +311,7 @@ MUTANTS = {
         "where activations are split all tp ranks draw the same dropout masks",
     ),
     "held-twice-is-twice-as-large": Mutant(
-        "tensor/assemble.py",
+        "tensor/split.py",
         "split.put(local, logical, first_only=True)",
         "split.put(local, logical)",
         "in exports, what some of the tp ranks hold together (key-value heads) is the sum of their copies",

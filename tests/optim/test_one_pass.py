@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from launcher.optim import compiled, one_pass
-from launcher.optim.adam import UncorrectedAdam, UncorrectedAdamW
-from launcher.optim.lion import Lion
+from launcher.optim.elementwise import Lion, UncorrectedAdam, UncorrectedAdamW
 
 SIZES = (1, 0, 7, 64, 1000, 129)
 SMALL = 256  # elements of a chunk here: some sizes are cut, others joined

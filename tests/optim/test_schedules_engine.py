@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.comm.values import decode, encode
+from launcher.comm.plain import decode, encode
 from launcher.config import load
 from launcher.optim.schedules import build_scheduler
 from tests.engine.driving import ADAMW, advance, config_of, engine_of, truth

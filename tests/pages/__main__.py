@@ -6,9 +6,9 @@ parsers, docs/config.md from the schema.
 
 from __future__ import annotations
 
-from launcher.config.markdown import page as keys_page
 from tests.pages.commands_page import commands_page
 from tests.pages.files_page import files_page, with_imports_table
+from tests.pages.keys_page import keys_page
 from tests.pages.packages import ROOT
 
 DOCS = ROOT / "docs"

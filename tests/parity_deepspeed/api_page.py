@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launcher.integrations import surface
-from launcher.integrations.differs import difference_of
 from launcher.integrations.only_called import only_called
 from launcher.integrations.refused import Refusal, refusal_of
+from tests.parity_deepspeed.differs import difference_of
 from tests.parity_deepspeed.imported_names import ACCELERATOR, read
 
 NAMES = Path(__file__).with_name("api_names.json")

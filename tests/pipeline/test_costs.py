@@ -10,11 +10,11 @@ from torch import nn
 
 from launcher.errors import ConfigError
 from launcher.models.build import build_on_meta
-from launcher.models.initialize import materialize
 from launcher.models.units import unit_modules
 from launcher.monitor.flops import ModuleMeter
 from launcher.pipeline.hf.costs import LayerCosts, balance, deal, model_costs
 from tests.models.tiny import config_of
+from tests.models.truth import materialize
 
 SEQUENCE = 16
 

@@ -92,5 +92,4 @@ def test_the_balance_is_a_line_a_stage() -> None:
     ]
     timed = Balance((0, 3, 4), (0.0123, 0.0041), (12_000_000, 8_400_000), seconds=True).lines()
     assert "layer 3      4.1 ms, 25.0% of the cost" in timed[1]
-    assert balance.over_the_mean == pytest.approx(0.2)
     assert "the mean" in Balance((0, 1), (0.0,), (0,)).lines()[0]

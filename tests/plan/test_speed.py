@@ -8,9 +8,9 @@ import pytest
 
 from launcher.monitor.devices import device
 from launcher.plan.layout import Layout
-from launcher.plan.literature import Published, published
 from launcher.plan.speed import bandwidth, flops_per_rank, step_time
 from launcher.plan.work import ModelWork
+from tests.plan.literature import Published, published
 
 H100 = device("h100")
 WORK = ModelWork(

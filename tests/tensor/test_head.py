@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM, P
 from launcher.comm import Axis, Mesh, record_collectives
 from launcher.errors import LauncherError, SplitLogitsError
 from launcher.tensor.apply import apply
-from launcher.tensor.head import gather_logits, loss_only, split_head, wants_gathered_head
-from launcher.tensor.split_model import TensorParallelOptions
+from launcher.tensor.head import gather_logits, split_head, wants_gathered_head
+from launcher.tensor.split_model import TensorParallelOptions, loss_only
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, tiny_gpt2, tiny_llama
 from tests.tensor.transparency import all_ranks, gradient_difference, relative

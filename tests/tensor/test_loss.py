@@ -23,18 +23,9 @@ CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
-def truth(
-    logits: Tensor, labels: Tensor, z_loss: float = 0.0, reduction: str = "mean", **options: Any
-) -> Tensor:
-    """torch's loss of whole logits, and z-loss by its formula."""
-    rows, flat = logits.float().flatten(0, -2), labels.flatten()
-    plain = F.cross_entropy(rows, flat, reduction="none", **options)
-    plain = plain + z_loss * rows.logsumexp(-1).square() * (flat != options.get("ignore_index", -100))
-    if reduction == "none":
-        return plain.view(labels.shape)
-    if reduction == "sum":
-        return plain.sum()
-    return plain.sum() / (flat != options.get("ignore_index", -100)).sum()
+def truth(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """torch's loss of whole logits."""
+    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), **options)
 
 
 @st.composite
@@ -46,24 +37,19 @@ def problems(draw: st.DrawFn) -> tuple[list[int], Tensor, Tensor, LossOptions]:
     logits = torch.randn(tokens, vocabulary, generator=generator) * draw(st.sampled_from([0.1, 5.0, 50.0]))
     ignore = draw(st.sampled_from([-100, -1, 0]))
     labels = draw(st.lists(st.sampled_from([ignore, *range(vocabulary)]), min_size=tokens, max_size=tokens))
-    smoothing, z_loss = draw(st.sampled_from([0.0, 0.1, 1.0])), draw(st.sampled_from([0.0, 1e-3]))
-    return widths, logits, torch.tensor(labels), LossOptions(0, vocabulary, ignore, smoothing, z_loss)
+    return widths, logits, torch.tensor(labels), LossOptions(0, vocabulary, ignore)
 
 
 @given(problems(), st.sampled_from([1, 8, 1 << 20]))
 def test_shares_put_together_are_torchs_loss(problem: Any, chunk: int) -> None:
-    """Uneven and empty shares, ignored tokens, smoothing, z-loss, and rows that are read a few at a time."""
+    """Uneven and empty shares, ignored tokens, and rows that are read a few at a time."""
     widths, logits, labels, whole = problem
-    options = {"ignore_index": whole.ignore_index, "label_smoothing": whole.label_smoothing}
     shares = list(logits.split(widths, -1))
     settings = [
-        LossOptions(
-            sum(widths[:rank]), whole.vocabulary, whole.ignore_index, whole.label_smoothing, whole.z_loss
-        )
-        for rank in range(len(widths))
+        LossOptions(sum(widths[:rank]), whole.vocabulary, whole.ignore_index) for rank in range(len(widths))
     ]
     upstream = torch.linspace(1.0, 2.0, len(labels))
-    parts = torch.full((len(widths), whole.terms, len(labels)), torch.nan)
+    parts = torch.full((len(widths), 3, len(labels)), torch.nan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss._CHUNK, "cpu", chunk)
         for part, share, own in zip(parts, shares, settings, strict=True):
@@ -75,7 +61,7 @@ def test_shares_put_together_are_torchs_loss(problem: Any, chunk: int) -> None:
             for share, own in zip(shares, settings, strict=True)
         ]
     leaf = logits.clone().requires_grad_()
-    expected = truth(leaf, labels, whole.z_loss, "none", **options)
+    expected = truth(leaf, labels, ignore_index=whole.ignore_index, reduction="none")
     expected.backward(upstream)
     torch.testing.assert_close(losses, expected.detach(), **CLOSE)
     torch.testing.assert_close(torch.cat(found, -1), leaf.grad, **CLOSE)
@@ -149,15 +135,13 @@ def test_the_loss_that_models_call_is_transformers_own(items: Any, shifted: bool
     torch.testing.assert_close(found, ForCausalLMLoss(logits, **given), **CLOSE)
 
 
-def split_loss(ctx: RankContext, widths: list[int], **options: Any) -> tuple[Tensor, Tensor, list[Any]]:
+def split_loss(ctx: RankContext, widths: list[int]) -> tuple[Tensor, Tensor, list[Any]]:
     """The loss, this rank's gradient, and what was sent."""
     axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
     start, (logits, labels) = sum(widths[: ctx.rank]), whole_problem(sum(widths))
     local = logits[..., start : start + widths[ctx.rank]].clone().requires_grad_()
     with record_collectives() as records:
-        value = vocab_parallel_cross_entropy(
-            local, labels, axis, start=start, vocabulary=sum(widths), **options
-        )
+        value = vocab_parallel_cross_entropy(local, labels, axis, start=start, vocabulary=sum(widths))
         value.backward()
     assert local.grad is not None
     return value.detach(), local.grad, records
@@ -171,24 +155,19 @@ def whole_problem(vocabulary: int) -> tuple[Tensor, Tensor]:
     return logits, labels
 
 
-@pytest.mark.parametrize(
-    ("widths", "options"),
-    [([30, 31], {}), ([16, 15, 15, 15], {"label_smoothing": 0.1, "z_loss": 1e-3}), ([2, 1, 0, 1], {})],
-    ids=str,
-)
-def test_ranks_send_a_few_numbers_a_token(pool: WorkerPool, widths: list[int], options: Any) -> None:
+@pytest.mark.parametrize("widths", [[30, 31], [16, 15, 15, 15], [2, 1, 0, 1]], ids=str)
+def test_ranks_send_a_few_numbers_a_token(pool: WorkerPool, widths: list[int]) -> None:
     """One gather in forward, nothing in backward, nothing of the vocabulary's size."""
     logits, labels = whole_problem(sum(widths))
     logits.requires_grad_()
-    expected = truth(logits, labels, **options)
+    expected = truth(logits, labels)
     expected.backward()
-    results = pool.run(split_loss, len(widths), widths, **options)
+    results = pool.run(split_loss, len(widths), widths)
     for value, _, records in results:
         assert torch.equal(value, results[0][0])
         torch.testing.assert_close(value, expected.detach(), **CLOSE)
-        numbers = 4 if options else 3
         assert [(r.op, r.tag, r.numel) for r in records] == [
-            ("all_gather", "head/loss", len(widths) * numbers * labels.numel())
+            ("all_gather", "head/loss", len(widths) * 3 * labels.numel())
         ]
         assert records[0].nbytes == 4 * records[0].numel
     torch.testing.assert_close(torch.cat([gradient for _, gradient, _ in results], -1), logits.grad, **CLOSE)

@@ -16,9 +16,9 @@ from launcher.comm import record_collectives
 from launcher.engine.weights import model_with_source
 from launcher.errors import LauncherError
 from launcher.models.build import build_on_meta, load_config
-from launcher.models.initialize import materialize
 from launcher.zero.features.overflow import find_overflows, watch_gradients
 from tests.engine.driving import counted_reads
+from tests.models.truth import materialize
 from tests.pool import RankContext, WorkerPool
 from tests.pool.logical import logical_parameters
 from tests.pool.reference import PlainRun, batch, tiny_llama, train_plain

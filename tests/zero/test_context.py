@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.errors import LauncherError, ShardedParameterError
-from launcher.models.initialize import materialize
 from launcher.zero import source
 from tests.engine.driving import STAGES, advance, config_of, engine_of, whole_state, whole_weights
+from tests.models.truth import materialize
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import tiny_gpt2, tiny_llama
 from tests.zero.models import Stack, stack

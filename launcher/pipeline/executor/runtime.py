@@ -36,7 +36,6 @@ from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.schedules.asynchronous import weights_used
 from launcher.pipeline.schedules.transfers import with_transfers
-from launcher.tensor.layers import give_own_backward
 from launcher.tensor.weight_gradients import DeferredWeightGrads, putting_off
 
 MicrobatchKey = tuple[int, int]  # virtual stage, microbatch
@@ -99,6 +98,8 @@ class Runtime:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.letters = P2PChannel(axis)
         if not staged.is_whole:  # there, autograd adds every gradient by itself
+            from launcher.tensor.layers import give_own_backward
+
             for _, block in staged.blocks:
                 give_own_backward(block)
         self.most_held = self.most_deferred = 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from launcher.config.pipeline import TYPE
+from launcher.config.parallelism import TYPE
 from launcher.pipeline.hf.parts import ModelParts, parts_of
 from launcher.pipeline.partition.best_cut import Balance, partition
 from launcher.pipeline.partition.costs import elements, matcher, no_match, no_method, not_measured, products

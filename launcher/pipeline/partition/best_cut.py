@@ -148,12 +148,6 @@ class Balance:
     parameters: tuple[int, ...]
     seconds: bool = False
 
-    @property
-    def over_the_mean(self) -> float:
-        """How much dearer the dearest stage is than the mean: 0.12 is 12 %."""
-        total = sum(self.costs)
-        return max(self.costs) * len(self.costs) / total - 1 if total else 0.0
-
     def lines(self) -> list[str]:
         """A line for each stage: its layers, its share of the cost against the mean, its parameters in millions. A cost
         in seconds stands there in milliseconds, too."""

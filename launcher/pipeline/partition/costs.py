@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from launcher.config.pipeline import TYPE
+from launcher.config.parallelism import TYPE
 from launcher.errors import ConfigError
 
 WHERE = "pipeline.partition"

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from launcher.monitor.clock import now, seconds_between
 from launcher.pipeline.seeding import drawn_from
-from launcher.tensor.head import loss_only
+from launcher.tensor.split_model import loss_only
 
 ROUNDS, REPEATS = 5, 2
 """Passes over all parts, and how often each runs in one. The quickest counts: whatever else the machine does only adds

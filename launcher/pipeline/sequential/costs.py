@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from launcher.config.pipeline import TYPE, method_of
+from launcher.config.parallelism import TYPE, method_of
 from launcher.pipeline.partition.costs import elements, matcher, no_match, no_method, not_measured, products
 from launcher.pipeline.sequential.specs import LayerSpec, PipelineLayer, class_of
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from launcher.comm import quantized_reduce_scatter
 from launcher.zero.features.edits import ParameterEdits
 from launcher.zero.features.handle_gradients import follow_handles
 from launcher.zero.features.outside import gather_for_one_call
@@ -37,6 +36,8 @@ def attach_to_buffer(flat: FlatBuffer) -> None:
 def attach_to_gradient(gradient: FlatGradient) -> None:
     """Let a gradient be quantised on its way, or summed over shard groups, where the policy or the axes ask for it."""
     if gradient.policy.quantized_gradients:
+        from launcher.comm.quantized import quantized_reduce_scatter
+
         gradient.scatter = quantized_reduce_scatter
     if gradient.flat.axes.replicate.degree > 1:
         from launcher.zero.features.mics import GroupSum

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from launcher.comm import broadcast
 from launcher.errors import LauncherError
-from launcher.zero.features.watched_leaf import WatchedLeaf
+from launcher.zero.features.user_gradients import WatchedLeaf
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.slot import ParamSlot
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from launcher.comm import Pending, dequantize, quantize, quantized_all_gather
+from launcher.comm import Pending
+from launcher.comm.quantized import dequantize, quantize, quantized_all_gather
 from launcher.offload.offloaded import OffloadedTensor
 from launcher.zero.flat import EXACT, FlatBuffer
 

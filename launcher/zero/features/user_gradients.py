@@ -21,10 +21,29 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from launcher.errors import LauncherError
 from launcher.models.gradients import put_gradient, seen_gradient
-from launcher.zero.features.watched_leaf import WatchedLeaf
 
 if TYPE_CHECKING:
     from launcher.zero.model import ZeroModel
+
+
+_DATA: Any = torch.Tensor.data
+
+
+class WatchedLeaf(nn.Parameter):
+    """A leaf with master weights elsewhere. It notes that `.data` was asked for, through which it can be edited."""
+
+    zero_touched: bool
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        self.zero_touched = True
+        values: Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        _DATA.__set__(self, values)
+
 
 logger = logging.getLogger("launcher")
 Parameters = Callable[[Any], Iterable[Tensor]]

@@ -1,14 +1,14 @@
 """Writes docs/plan.md: how steps are predicted, and published runs beside their predictions.
 
-python -m launcher.plan.tables > docs/plan.md
+python -m tests.pages.plan_page > docs/plan.md
 """
 
 from __future__ import annotations
 
 from launcher.plan.choose import PlanSearch, choose
 from launcher.plan.layout import layouts
-from launcher.plan.literature import PER_NODE, Published, published
 from launcher.plan.memory import MemoryPredictor
+from tests.plan.literature import PER_NODE, Published, published
 
 TOP = 10
 TEXT = """# `launch plan`: how a step is predicted

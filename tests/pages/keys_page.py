@@ -1,11 +1,10 @@
-"""docs/config.md, made from the schema: `python -m launcher.config.markdown > docs/config.md`."""
+"""docs/config.md: every key of the JSON, made from the schema."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import json
-import sys
 import textwrap
 import types
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from launcher.config.conflicts import ACROSS, WITHIN
 from launcher.config.conversions import converted_paths
 from launcher.config.known_keys import Known, known_keys
-from launcher.config.optimizer_types import TYPES
+from launcher.config.optimizer import TYPES
 from launcher.config.root import Config
 from launcher.config.rules import Rule
 from launcher.config.section import Section
@@ -22,7 +21,7 @@ from launcher.config.section import Section
 INTRODUCTION = """\
 # Configuration keys
 
-<!-- Made by `python -m launcher.config.markdown > docs/config.md`; edit the docstrings in launcher/config/ instead. -->
+<!-- Made by `python -m tests.pages`; edit the docstrings in launcher/config/ instead. -->
 
 Every key of a DeepSpeed JSON, as DeepSpeed 0.19.8 reads it, and what becomes of it here. `launch check DS.json` says
 the same of one file, key by key; `launch check --explain` shows what every `"auto"` and every default became.
@@ -55,8 +54,8 @@ def field_docs(cls: type[Section]) -> dict[str, str]:
     return {name: docs[name] for name in cls.model_fields if name in docs}
 
 
-def page() -> str:
-    """Write the whole page."""
+def keys_page() -> str:
+    """The text of docs/config.md."""
     parts = [INTRODUCTION, *_sections(Config, ""), _combinations(), _obsolete(), _refused()]
     return "\n".join(parts)
 
@@ -182,7 +181,3 @@ def _leaves(known: Known, prefix: str) -> Iterator[tuple[str, Known]]:
         if child.words:
             yield path, child
         yield from _leaves(child, f"{path}.")
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

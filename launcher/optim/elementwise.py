@@ -1,11 +1,13 @@
-"""Lion (Chen et al. 2023, arXiv 2302.06675): the sign of an interpolated momentum. Elementwise."""
+"""Elementwise optimizers of our own: Lion, and torch's Adam without bias correction."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Adam, AdamW
 
 
 class Lion(torch.optim.Optimizer):
@@ -51,3 +53,21 @@ class Lion(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         torch._foreach_add_(params, update, alpha=-lr)
         torch._foreach_lerp_(moments, grads, 1 - beta2)
+
+
+class _Uncorrected:
+    """At step infinity 1 - beta ** step is exactly 1: torch's kernels, fused ones too, then correct nothing."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
+        for step in lists[-1]:
+            step.fill_(math.inf)
+        return has_complex
+
+
+class UncorrectedAdam(_Uncorrected, Adam):  # type: ignore[misc]
+    """torch.optim.Adam without bias correction."""
+
+
+class UncorrectedAdamW(_Uncorrected, AdamW):  # type: ignore[misc]
+    """torch.optim.AdamW without bias correction."""
