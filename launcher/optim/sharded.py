@@ -28,7 +28,7 @@ from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.features.user_gradients import engine_optimizers
-from launcher.zero.flat import SlotView
+from launcher.zero.flat import tiles
 from launcher.zero.gradients import FlatGradient
 
 logger = logging.getLogger("launcher")
@@ -269,7 +269,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         owned = owned.to(dtype)
         masters = dict(flat.owned_views(master))
         used = [(slot, part) for slot, part in flat.owned_views(owned) if slot.used]
-        for tile in _tiles(used, self.sub_group_size):
+        for tile in tiles(used, self.sub_group_size):
             for slot, part in tile:
                 self._widen(self.tensors[slot.name], part, masters[slot])
             self._inner_step()
@@ -342,25 +342,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if len(state_dict["param_groups"]) != len(self.param_groups):
             found = len(state_dict["param_groups"])
-            raise ConfigError(
-                f"the checkpoint has {found} param groups, this run has {len(self.param_groups)}"
-            )
+            raise ConfigError(f"the checkpoint has {found} param groups, not {len(self.param_groups)}")
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             # JSON has no tuples: keep the kind that the optimizer uses
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-
-
-def _tiles(parts: list[SlotView], size: int) -> Iterator[list[SlotView]]:
-    tile: list[SlotView] = []
-    elements = 0
-    for slot, part in parts:
-        if tile and elements + part.numel() > size:
-            yield tile
-            tile, elements = [], 0
-        tile.append((slot, part))
-        elements += part.numel()
-    if tile:
-        yield tile
 
 
 # ---- the order of a step, which the memory estimate goes through, too -----------------------

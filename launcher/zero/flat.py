@@ -335,3 +335,17 @@ class FlatBuffer:
         size = max(ALIGN, self.policy.allgather_bucket_size // self.axis.degree)
         parts = [slice(at, at + size) for at in range(0, self.shard.numel(), size)]
         return [all_gather(self.full, self.axis, tag, within=part) for part in parts]
+
+
+def tiles(parts: list[SlotView], size: int) -> Iterator[list[SlotView]]:
+    """Group slices of parameters into lists of at most `size` elements; a larger slice stands alone."""
+    tile: list[SlotView] = []
+    elements = 0
+    for slot, part in parts:
+        if tile and elements + part.numel() > size:
+            yield tile
+            tile, elements = [], 0
+        tile.append((slot, part))
+        elements += part.numel()
+    if tile:
+        yield tile
