@@ -62,14 +62,14 @@ def configure(
     section = _section(deepspeed_config, {KEYS[name]: arguments[name] for name in KEYS if name in arguments})
     if section.contiguous_memory_optimization and section.number_checkpoints is None:
         raise ConfigError(
-            "one buffer for the saved inputs needs to know their number",
+            "a single buffer for the saved inputs needs their number",
             where="checkpointing.configure()",
             fix="pass num_checkpoints=N: the calls of checkpoint() in one forward",
         )
     if section.partition_activations and mpu_ is None:
         logger.warning(
-            "checkpointing.configure(): partition_activations splits inputs over model-parallel ranks; there is no "
-            "mpu_ to name them, so each rank keeps its own whole"
+            "checkpointing.configure(): partition_activations splits inputs over model-parallel ranks; "
+            "without mpu_ these ranks are unknown, so each rank keeps its inputs whole"
         )
     _checkpointer = Checkpointer.of(section, _axis(mpu_), section.number_checkpoints or 0)
     _arguments, unit = arguments, mpu_

@@ -69,9 +69,9 @@ class Owner:
             ("started", int),
         ):
             if type(getattr(owner, name)) is not kind:
-                raise TypeError(f"{name} is no {kind.__name__}")
+                raise TypeError(f"{name} is not a {kind.__name__}")
         if not (0 < owner.pid < 1 << 31 and 0 <= float(owner.since) < LAST):
-            raise ValueError("no process has this id, or no time this number")
+            raise ValueError("it is not a valid process id or time")
         return owner
 
     @classmethod
@@ -87,7 +87,7 @@ class Owner:
         """Why this owner of the lock `path` is no more; None: it may live."""
         if self.is_here():
             if self.boot != _boot():
-                return f"{self.host} was started again"
+                return f"{self.host} was restarted"
             alive = psutil.pid_exists(self.pid) and _started(self.pid) == self.started
             return None if alive else f"process {self.pid} has ended"
         silent = _age(path)
@@ -159,7 +159,7 @@ class Ownership:
                 f"another run has taken over {self.directory}: {self._successor}. This one had been silent for more "
                 f"than {SILENT_S:.0f} s, and ends: both would write to the same files",
                 where="--output-dir",
-                fix="go on in another directory: --output-dir NEW --resume DIR",
+                fix="continue in another directory: --output-dir NEW --resume DIR",
             )
 
     def give_back(self) -> None:
@@ -204,11 +204,11 @@ def take(directory: Path, run: str, say: Callable[[str], None]) -> Ownership:
                 _move_away(path, before)
     except OSError as error:
         raise ConfigError(
-            f"no run can take {directory}: its lock {path} cannot be made: {error}",
+            f"no run can take {directory}: its lock {path} cannot be created: {error}",
             where="--output-dir",
-            fix="name a directory that can be written, on a file system with hard links",
+            fix="name a writable directory on a file system with hard links",
         ) from error
-    raise ConfigError(f"others take {directory} at the same time", where="--output-dir", fix="start again")
+    raise ConfigError(f"another run is taking {directory} at the same time", where="--output-dir", fix="start again")
 
 
 @contextlib.contextmanager
@@ -262,7 +262,7 @@ def _read(path: Path) -> Owner | None:
             path,
             "the lock",
             where="--output-dir",
-            fix=f"no run of ours wrote it: remove {path}, or name another directory",
+            fix=f"launcher did not write it: remove {path}, or name another directory",
             largest=LARGEST,
         )
     except ConfigError as error:

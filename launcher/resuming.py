@@ -58,7 +58,7 @@ class Resuming:
             raise CheckpointError(
                 f"The checkpoint was not written by a recipe: its meta.json has no {', '.join(lacks)}.",
                 where=str(self.directory / (self.tag or latest_tag(self.directory) or "")),
-                fix="name one of a recipe's run; a script's own is loaded by that script",
+                fix="name a checkpoint of a recipe; a script loads its own checkpoints",
             )
 
     @property
@@ -110,12 +110,12 @@ def keep_batch(
         reason = (
             f"{TRAIN} {train} is written"
             if fixed
-            else f"{was[TRAIN]} is no multiple of {micro} x {dp_degree} ranks"
+            else f"{was[TRAIN]} is not a multiple of {micro} x {dp_degree} ranks"
         )
         raise ConfigError(
             f"the checkpoint's global batch, {was[TRAIN]} sequences, cannot be kept: {reason}",
             where="--keep-batch",
-            fix=f"write another {MICRO}, start another number of ranks, or say --no-keep-batch",
+            fix=f"write another {MICRO}, start another number of ranks, or pass --no-keep-batch",
         )
     way = "; --keep-batch keeps it" if divides else ""
     return config, (
@@ -149,7 +149,7 @@ def _place(wanted: str | None, checkpoints: Path) -> tuple[Path, str | None] | N
     if (path / "meta.json").is_file():
         return path.parent, path.name
     raise ConfigError(
-        f"--resume: {path} is no checkpoint",
+        f"--resume: {path} is not a checkpoint",
         where=f"--resume {wanted}",
         fix="name a run's output directory, its checkpoints directory, or one checkpoint in it",
     )

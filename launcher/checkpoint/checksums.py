@@ -40,7 +40,7 @@ class FileChecksum:
             return cls(content)
         size, blocks = content["bytes"], content["xxh3"]
         if not (isinstance(size, int) and isinstance(blocks, list) and len(blocks) == -(-size // BLOCK)):
-            raise ValueError(f"{content} are no checksums of a file")
+            raise ValueError(f"{content} are not the checksums of a file")
         return cls(size, tuple(blocks))
 
     def write(self) -> dict[str, Any]:

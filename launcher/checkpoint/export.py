@@ -161,7 +161,7 @@ class _Export:
         raise CheckpointError(
             f"The weights could not be written: {self.failure}",
             where=str(self.directory),
-            fix="make room or choose another directory, and export again",
+            fix="free some space or choose another directory, and export again",
         ) from self.failure
 
     def _publish(self) -> list[Path]:
@@ -196,7 +196,7 @@ class _Export:
 
 def _plan(name: str, dtype: torch.dtype, shape: Sequence[int], fetch: Fetch) -> _PlannedTensor:
     if dtype not in _DTYPE_NAMES:
-        raise CheckpointError(f"{name} is of {dtype}, which safetensors cannot hold.", fix="convert it first")
+        raise CheckpointError(f"{name} has dtype {dtype}, which safetensors cannot hold.", fix="convert it first")
     return _PlannedTensor(name, dtype, tuple(shape), fetch)
 
 

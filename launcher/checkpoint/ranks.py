@@ -74,9 +74,9 @@ class CollectiveErrors:
         if len(set(values)) > 1 and otherwise != "Ignore":
             said = f"The ranks disagree about the {what}: {sorted(set(map(str, values)))}."
             if otherwise == "Fail":
-                raise TagsDiffer(said, fix="give all ranks the same one")
+                raise TagsDiffer(said, fix="pass the same value on every rank")
             if self.rank == 0:
-                warnings.warn(f"{said} That of rank 0 counts for all: {values[0]}.", stacklevel=4)
+                warnings.warn(f"{said} All ranks use the one of rank 0: {values[0]}.", stacklevel=4)
         return str(values[0])
 
     def of_sharing(self, value: T) -> list[T]:

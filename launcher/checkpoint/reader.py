@@ -78,7 +78,7 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(
             f"{path} cannot be read: {error}",
             where=str(path),
-            fix="the checkpoint is incomplete or corrupted, or not ours; load another checkpoint (tag)",
+            fix="the checkpoint is incomplete, corrupted, or not written by launcher; load another checkpoint (tag)",
         ) from error
     metadata.storage_meta = StorageMeta()
     return metadata
@@ -123,7 +123,7 @@ def _common(start: torch.Size, size: torch.Size, other: torch.Size, other_size: 
 
 def _validate(metadata: Any) -> None:
     if not isinstance(metadata, Metadata):
-        raise ValueError("it is not the metadata of a checkpoint")
+        raise ValueError("it is not checkpoint metadata")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{name} is not a tensor")

@@ -104,8 +104,8 @@ class FlatSlice(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise ShardedParameterError(
-            f"{func} was called on a FlatSlice, which holds a part of a tensor only.",
-            fix="work with its data_1d",
+            f"{func} was called on a FlatSlice, which holds only a part of a tensor.",
+            fix="use its data_1d",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

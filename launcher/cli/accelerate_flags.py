@@ -43,7 +43,7 @@ def _flags_of(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
         raise ConfigError(
             f"num_processes {ranks} is not a multiple of num_machines {nodes}",
             where=path,
-            fix="every machine has as many processes as every other",
+            fix="give every machine the same number of processes",
         )
     found: dict[str, Any] = {
         "num_gpus": None if ranks is None else ranks // nodes,

@@ -53,7 +53,7 @@ class FlagParser(argparse.ArgumentParser):
             if (
                 value == "--" and name in self._option_string_actions
             ):  # argparse would take it for no value at all
-                self.error(f"argument {name}: -- is no value")
+                self.error(f"argument {name}: -- is not a value")
         return super().parse_known_args(tokens, namespace)
 
     def parse_args(  # type: ignore[override]
@@ -89,11 +89,11 @@ class FlagParser(argparse.ArgumentParser):
 
 def add_model_and_ranks(parser: FlagParser, *, ranks_needed: bool = False) -> None:
     """What `launch memory-estimate` and `launch plan` ask alike: `--model`, and `--num-gpus` or `--hostfile`."""
-    parser.add_argument("--model", required=True, metavar="MODEL", help="what is trained")
+    parser.add_argument("--model", required=True, metavar="MODEL", help="the model to train")
     ranks = parser.add_mutually_exclusive_group(required=ranks_needed)
     default = "" if ranks_needed else " (default: 1)"
-    ranks.add_argument("--num-gpus", type=positive, metavar="N", help=f"ranks of all nodes{default}")
-    ranks.add_argument("-H", "--hostfile", metavar="PATH", help="as many ranks as its hosts have slots")
+    ranks.add_argument("--num-gpus", type=positive, metavar="N", help=f"number of ranks on all nodes{default}")
+    ranks.add_argument("-H", "--hostfile", metavar="PATH", help="use one rank for each slot of its hosts")
 
 
 def slots_of(hostfile: str) -> list[int]:
@@ -176,7 +176,7 @@ def size(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not found:
-        raise argparse.ArgumentTypeError(f"needs some bytes, not {shown(text)}")
+        raise argparse.ArgumentTypeError(f"needs a number of bytes, not {shown(text)}")
     return found
 
 

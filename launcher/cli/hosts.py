@@ -18,12 +18,12 @@ from launcher.errors import ConfigError, printable
 SSH_HELP = """\
 usage: launch ssh [-H HOSTS] [launcher flags] COMMAND
 
-Runs a shell command on every host at once; each line of output follows the host's name.
-Ends with 0, or the largest exit code. Example: launch ssh -H hosts 'nvidia-smi -L'"""
+Runs a shell command on every host at once; each line of output starts with the host's name.
+Exits with 0, or with the largest exit code. Example: launch ssh -H hosts 'nvidia-smi -L'"""
 REPORT_HELP = """\
 usage: launch report [-H HOSTS] [launcher flags]
 
-Prints versions, memory, devices and addresses of every host. Ends with 1 where one does not answer."""
+Prints versions, memory, devices and addresses of every host. Exits with 1 if one does not answer."""
 ROWS = ("host", "python", "executable", "cores", "memory", "gpus", "mask", "addresses")
 
 

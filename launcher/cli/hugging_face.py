@@ -25,9 +25,9 @@ def variables(config: str | None) -> dict[str, str]:
     """
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES:
         raise ConfigError(
-            "ACCELERATE_USE_CPU is set: with it accelerate trains without ZeRO, and says nothing",
+            "ACCELERATE_USE_CPU is set: it makes accelerate train without ZeRO, silently",
             where="environment",
-            fix="unset it, and write launch --device cpu; or start the script with --no_deepspeed_shim",
+            fix="unset it, and use launch --device cpu; or start the script with --no_deepspeed_shim",
         )
     found = {"PYTHONPATH": with_shim(os.environ)["PYTHONPATH"], SWITCH: "1", TOLD: "1"}
     if config is not None:

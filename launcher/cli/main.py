@@ -165,7 +165,7 @@ def _checked_config(path: str | None, *, needed: bool) -> Config | None:
     config = load(path)
     if needed and config.zero_optimization.stage == "auto":
         raise ConfigError(
-            'zero_optimization.stage is "auto", and no recipe says which stage that is',
+            'zero_optimization.stage is "auto", and recipes have no value for it',
             where=config.where("zero_optimization.stage"),
             fix='write "stage": 0, 1, 2 or 3',
         )

@@ -50,9 +50,9 @@ def check_name(name: str, kind: str) -> None:
     if not name or name.startswith("-") or len(name) > LONGEST_NAME or printable(name) != name:
         flag = {"module": "--module", "program": "--no_python"}.get(kind)
         raise ConfigError(
-            f"{shortened(name)!r} is no name of a {kind}",
+            f"{shortened(name)!r} is not the name of a {kind}",
             where=flag,
-            fix=f"write it where the script's name would stand{f': {flag} NAME' if flag else ''}",
+            fix=f"write it in place of the script's name{f': {flag} NAME' if flag else ''}",
         )
 
 

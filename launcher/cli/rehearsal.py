@@ -52,7 +52,7 @@ def rehearse(job: Job) -> Iterator[str]:
     ranks = (
         f"{sum(counts)} {'rank' if sum(counts) == 1 else 'ranks'}"
         if known
-        else "a rank for each device found there"
+        else "one rank for each device found there"
     )
     yield f"Nothing is started. On {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}, {ranks}, in {os.getcwd()}:"
     for host, count, first in zip(hosts, counts, accumulate(counts[:-1], initial=0), strict=True):

@@ -59,7 +59,7 @@ def hosts_of(flags: argparse.Namespace, runner: str) -> list[Host]:
         raise ConfigError(
             f"--launcher {flags.launcher} needs hosts",
             fix="name them: --hostfile PATH"
-            + (", or start inside of an allocation" if runner == "slurm" else ""),
+            + (", or start inside an allocation" if runner == "slurm" else ""),
         )
     return [Host(THIS_MACHINE, ())]
 
@@ -167,7 +167,7 @@ def run_directory(wanted: str | None, recipe: str) -> Path:
         return _new_directory(base).resolve()
     except OSError as error:
         raise ConfigError(
-            f"the run's directory cannot be made: {error}",
+            f"cannot create the run's directory: {error}",
             where="--output-dir",
-            fix="name one that can be written",
+            fix="name a writable directory",
         ) from None

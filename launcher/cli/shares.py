@@ -148,7 +148,7 @@ def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
         wanted = job.flags.num_gpus
         if device == "cuda" and wanted is not None and wanted > gpus:
             raise ConfigError(
-                f"{wanted} ranks are wanted and {_spoken(node)} shows {gpus} CUDA devices",
+                f"{wanted} ranks were requested, but {_spoken(node)} has {gpus} visible CUDA devices",
                 where=f"--num_gpus {wanted}",
                 fix=f"write --num_gpus {gpus}, or --device cpu to run the ranks on the CPU",
             )

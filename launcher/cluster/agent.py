@@ -300,4 +300,4 @@ class Agent:
 
 
 if __name__ == "__main__":
-    sys.exit("the front end starts this: launch --hostfile ...")
+    sys.exit("the front end starts this program: launch --hostfile ...")

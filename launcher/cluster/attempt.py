@@ -136,7 +136,7 @@ class Attempt:
         if not self.causes:
             silent = ", ".join(node.name for node in unfinished)
             return RunOutcome(
-                1, f"nobody said how the ranks of {silent} ended; logs: {self.log_dir}{left}"
+                1, f"no report says how the ranks of {silent} ended; logs: {self.log_dir}{left}"
             ), None
         cause = min(self.causes, key=lambda c: c.time)
         return RunOutcome(cause.exit_code, cause.message + left), cause
@@ -277,7 +277,7 @@ class Attempt:
         for node in running:
             if node.running:
                 waited = time.monotonic() - began
-                node.give_up(f"it did not say within {waited:.0f} s that its ranks had ended")
+                node.give_up(f"it did not confirm within {waited:.0f} s that its ranks had ended")
         return [node for node in self.crew.nodes if node.lost is not None]
 
     def _waits_for(self, running: Sequence[Node], *, patient: bool, deadline: float) -> bool:
@@ -286,7 +286,7 @@ class Attempt:
         silence_s = self.crew.timeouts.silence_s
         for node in still:
             if node in self._over and not node.here and time.monotonic() - node.heard > silence_s:
-                node.give_up(f"nothing was heard of it for {silence_s:g} s while it sent its last output")
+                node.give_up(f"nothing was heard from it for {silence_s:g} s while it sent its last output")
         now = time.monotonic()
         return any(now < deadline or (patient and node in self._over) for node in still if node.running)
 
@@ -305,10 +305,10 @@ class Attempt:
             return ""
         names = ", ".join(f"{node.name} ({_processes(node.pids)})" for node in unclean)
         return (
-            f"\n  could not be cleaned from here: {names}; ranks there end by themselves within "
+            f"\n  could not be cleaned up from here: {names}; ranks there end by themselves within "
             f"{self.crew.timeouts.silence_s + self.crew.timeouts.grace_s:g} s"
         )
 
 
 def _processes(pids: Sequence[int]) -> str:
-    return f"processes {', '.join(map(str, pids))}" if pids else "it has not said which processes"
+    return f"processes {', '.join(map(str, pids))}" if pids else "its processes are unknown"

@@ -52,7 +52,7 @@ def share_cores(cores: Sequence[int], ranks: int, system: Path = SYSTEM) -> list
     each = len(cores) // ranks
     if each == 0:
         raise ConfigError(
-            f"{len(cores)} cores cannot be shared out to {ranks} ranks",
+            f"{len(cores)} cores cannot be divided among {ranks} ranks",
             where="--bind_cores_to_rank",
             fix=f"start at most {len(cores)} ranks or leave the flag out",
         )

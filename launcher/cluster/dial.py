@@ -28,7 +28,7 @@ told = {{"is": "dial", "port": server.getsockname()[1], "key": token, "addresses
 os.write(1, b"\\x1e" + json.dumps(told).encode() + b"\\n")
 found = next(callers(server, token, time.monotonic() + {LISTEN_S}), None)
 if found is None:
-    raise SystemExit("the front end has not come within {LISTEN_S:g} s")
+    raise SystemExit("the front end did not connect within {LISTEN_S:g} s")
 server.close()
 serve_at(*found)
 """
@@ -58,5 +58,5 @@ def dial(told: Message, host: str) -> tuple[socket.socket, handshake.SignedSessi
             return connection, handshake.call(connection, told["key"], FRONT_END, DIAL_S)
         except (OSError, ValueError) as failed:
             connection.close()
-            error = OSError(f"something else answers there: {failed}")
+            error = OSError(f"another program answers there: {failed}")
     raise error

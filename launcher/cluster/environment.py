@@ -87,7 +87,7 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
                 Path(path),
                 "the file of variables",
                 where="DS_ENV_FILE" if "DS_ENV_FILE" in environment else FILE,
-                fix="write lines of NAME=VALUE into a file",
+                fix="write a file with lines of the form NAME=VALUE",
                 errors="surrogateescape",
             )
             found |= parse_file(text, path)
@@ -95,7 +95,7 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
         name, equals, value = export.partition("=")
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{shortened(masked(name))!r} is no name of a variable",
+                f"{shortened(masked(name))!r} is not a valid variable name",
                 where="--export",
                 fix="write NAME or NAME=VALUE",
             )
@@ -137,7 +137,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
             line = text[position:].split("\n", 1)[0].strip()
             line = shortened(masked(line.partition("=")[0])) + ("=..." if "=" in line else "")
             raise ConfigError(
-                f"{line!r} sets no variable",
+                f"{line!r} does not set a variable",
                 where=f"{name}:{number}",
                 fix="write NAME=VALUE, quoted where needed",
             )
@@ -147,7 +147,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
             value = match["single"] if match["single"] is not None else match["plain"].rstrip()
         if "\0" in value:
             raise ConfigError(
-                f"the value of {shortened(match['name'])} has a NUL character, which no variable can hold",
+                f"the value of {shortened(match['name'])} has a NUL character, which a variable cannot hold",
                 where=f"{name}:{text.count(chr(10), 0, position) + 1}",
                 fix="delete it; a file of text has none",
             )

@@ -179,31 +179,32 @@ def signal_name(number: int) -> str:
 def _manner(failure: Failure) -> str:
     code = failure.exit_code
     if code is None:
-        return "failed while leaving"
+        return "failed while exiting"
     if code >= 0:
         return f"ended with exit code {code}"
     if failure.memory_killer:
-        return f"was killed by the kernel for memory ({signal_name(-code)}; {failure.memory_killer})"
+        return f"was killed by the kernel for lack of memory ({signal_name(-code)}; {failure.memory_killer})"
     return f"was killed by {signal_name(-code)}"
 
 
 def _advice(failure: Failure) -> list[str]:
     if failure.disk_full:
-        full = f"  the disk of {Path(failure.log).parent} is full: what ranks print cannot be kept"
-        return [full, "  fix: make room there, or name another --output-dir"]
+        full = f"  the disk of {Path(failure.log).parent} is full: the output of the ranks cannot be saved"
+        return [full, "  fix: free some space there, or name another --output-dir"]
     message = failure.record.message if failure.record is not None else ""
     if failure.left_before and any(words in message for words in LOST):
         ranks = ", ".join(map(str, failure.left_before))
         who = f"rank {ranks}" if len(failure.left_before) == 1 else f"ranks {ranks}"
         return [
-            f"  {who} had ended before, without an error, and this rank waited for it",
-            "  fix: call on every rank what needs all of them: save_checkpoint(), save_16bit_model(), collectives",
+            f"  {who} ended earlier, without an error, while this rank waited for it",
+            "  fix: on every rank, call everything that needs all ranks: save_checkpoint(), "
+            "save_16bit_model(), collectives",
         ]
     if failure.exit_code != -signal.SIGKILL:
         return []
     if failure.memory_killer:
         return [f"  fix: {ALLOWANCE}"]
-    return ["  if the kernel's memory killer did it, `dmesg | tail` says so: use less memory per rank"]
+    return ["  if the kernel's OOM killer did it, `dmesg | tail` shows it: use less memory per rank"]
 
 
 def _ended(failure: Failure, log: str) -> Sequence[str]:

@@ -41,7 +41,7 @@ def describe(states: Sequence[RankState], log_dir: str) -> str:
     """The report for the terminal."""
     shown = [s for s in states if s.number is not None]
     if not shown:
-        return "no rank has made progress for a while, and none said where it is"
+        return "no rank has made progress for a while, and none reported where it is"
     stalled = min(s.since_s for s in shown)
     lines = [f"no rank has made progress for {stalled:.0f} s"]
     operation, _ = Counter(s.operation for s in shown).most_common(1)[0]
@@ -90,7 +90,7 @@ def _other(state: RankState, most: RankState) -> str:
         return "has shown nothing yet"
     alike = state.among and state.among == most.among  # else their numbers say nothing of each other
     never = alike and state.number < (most.number or 0)
-    return f"{'never entered it, its last is' if never else 'was last in'} {state.operation}"
+    return f"{'never entered it, its last was' if never else 'was last in'} {state.operation}"
 
 
 def _at(state: RankState) -> str:

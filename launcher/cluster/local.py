@@ -64,7 +64,7 @@ class LocalRanks:
             raise ConfigError(
                 f"the ranks cannot be started: {error}",
                 where=f"{share.log_dir}, {sys.executable}",
-                fix="see that the run's directory can be written on every node",
+                fix="make sure that the run's directory is writable on every node",
             ) from None
 
     @property

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
-ALLOWANCE = "use less memory per rank, or allow the job more"
+ALLOWANCE = "use less memory per rank, or give the job more"
 
 
 def kills() -> int | None:
@@ -30,8 +30,8 @@ def evidence(pid: int, kills_before: int | None) -> str | None:
     """
     now = kills()
     if now is not None and kills_before is not None and now > kills_before:
-        return "its control group counts it"
-    return "the kernel's log says so" if _in_kernel_log(pid) else None
+        return "its cgroup reports it"
+    return "the kernel's log reports it" if _in_kernel_log(pid) else None
 
 
 def _counters() -> list[Path]:

@@ -193,7 +193,7 @@ class Node:
 
     def _why_ended(self) -> str:
         if self.reader.forged:
-            return "its connection carried a line that its agent has not signed: somebody stands in between"
+            return "its connection carried a line that its agent did not sign: someone is tampering with it"
         if self._process is None:
             return "the connection ended"
         try:

@@ -145,7 +145,7 @@ class NodeGroup:
             heeded = node.connected and node.facts is not None and not (node.here or self.ending)
             if heeded and now - node.heard > self.timeouts.silence_s:
                 node.give_up(
-                    f"nothing was heard of it for {self.timeouts.silence_s:g} s: it is cut off, frozen or down"
+                    f"nothing was heard from it for {self.timeouts.silence_s:g} s: it is cut off, frozen or down"
                 )
             if node.lost is None:
                 continue
@@ -160,5 +160,5 @@ class NodeGroup:
         if message["is"] == "here":
             node.facts = {**message["facts"], "arrived": time.time()}
             if node not in self.nodes and node not in self._arriving:
-                logger.info("%s is there, the next restart can use it", node.name)
+                logger.info("%s is available; the next restart can use it", node.name)
         return message["is"] in ("here", "problem")

@@ -67,25 +67,25 @@ def _wrong(node: Node, nodes: Sequence[Node], needs: NodeRequirements) -> Iterat
         if digest is None:
             yield f"there is no file {path} (copy it there, or share the directory)"
         elif needs.files.get(path) not in (None, digest):
-            yield f"{path} is another file there than here"
+            yield f"{path} differs from the file here"
     if needs.compare:
         for package in PACKAGES:
             usual = _most([other.facts["versions"][package] for other in nodes if other.facts])
             version = facts["versions"][package]
             if version != usual:
-                yield f"{package} is {version or 'not installed'}, on the others it is {usual or 'not installed'}"
+                yield f"{package} is {version or 'not installed'}, on the other hosts it is {usual or 'not installed'}"
         if facts["source"] != _most([other.facts["source"] for other in nodes if other.facts]):
-            yield "its launcher is another version than that of the others"
+            yield "its launcher version differs from that of the others"
         skew = facts["clock"] - facts["arrived"]
         if abs(skew) > CLOCK_S:
             yield f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'} (run an NTP service)"
     if facts["memory"] < LEAST_MEMORY * max(1, len(node.host.slots)):
-        yield f"{facts['memory'] >> 20} MiB of memory are free for {len(node.host.slots)} ranks"
+        yield f"{facts['memory'] >> 20} MiB of memory are free, too little for {len(node.host.slots)} ranks"
     if needs.device == "cuda" and facts["gpus"] == 0:
         yield "no CUDA device is visible (--device cpu runs on the CPU)"
     elif needs.device != "cpu" and 0 < facts["gpus"] <= max(node.host.slots, default=0):
         mask = f", CUDA_VISIBLE_DEVICES={facts['mask']}" if facts["mask"] is not None else ""
-        yield f"{facts['gpus']} CUDA devices are visible, slot {max(node.host.slots)} is wanted{mask}"
+        yield f"{facts['gpus']} CUDA devices are visible, but slot {max(node.host.slots)} was requested{mask}"
 
 
 WALL = "is there a firewall? ranks talk to one another on any port"
@@ -124,16 +124,16 @@ def few(names: Sequence[str]) -> str:
 
 
 HINTS = {
-    "Name or service not known": "no such name: see the hostfile, or ~/.ssh/config",
-    "Could not resolve hostname": "no such name: see the hostfile, or ~/.ssh/config",
+    "Name or service not known": "unknown host name: check the hostfile and ~/.ssh/config",
+    "Could not resolve hostname": "unknown host name: check the hostfile and ~/.ssh/config",
     "Permission denied (": "ssh needs a password there: put your key into its ~/.ssh/authorized_keys",
-    "Host key verification failed": "connect once by hand and accept its key",
+    "Host key verification failed": "connect once by hand and accept the host key",
     "Connection refused": "nothing listens there: is sshd running, and is --ssh_port right?",
     "Connection timed out": "no answer: is the machine up, and does the network reach it?",
-    "No route to host": "no way there: is the machine up and connected?",
-    "cannot execute": f"is {sys.executable} there? --venv_script prepares the shell",
-    "not found": f"is {sys.executable} there? --venv_script prepares the shell",
-    "No such file": f"is {sys.executable} there? --venv_script prepares the shell",
+    "No route to host": "no route: is the machine up and connected?",
+    "cannot execute": f"is {sys.executable} installed there? --venv_script can set up the shell",
+    "not found": f"is {sys.executable} installed there? --venv_script can set up the shell",
+    "No such file": f"is {sys.executable} installed there? --venv_script can set up the shell",
 }
 
 

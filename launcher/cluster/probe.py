@@ -147,4 +147,4 @@ def why_not(address: str, port: int, word: str) -> str | None:
         return WAITING
     except OSError as error:
         return error.strerror or str(error)
-    return None if heard == word.encode() else "something else answers there"
+    return None if heard == word.encode() else "another program answers there"

@@ -74,10 +74,10 @@ def become(program: str, arguments: list[str]) -> NoReturn:
         why = getattr(error, "strerror", None) or str(error)
         fixes = {
             errno.EACCES: f"chmod +x {program}",
-            errno.ENOENT: "see that it is on this machine, and on its PATH or named by its path, as its interpreter is",
-            errno.ENOEXEC: "write the program that runs it into its first line: #!/bin/sh",
+            errno.ENOENT: "make sure that it and its interpreter are on this machine, on PATH or given by path",
+            errno.ENOEXEC: "write its interpreter into its first line: #!/bin/sh",
         }
-        fix = fixes.get(getattr(error, "errno", 0), "name a program that runs by itself")
+        fix = fixes.get(getattr(error, "errno", 0), "name an executable program")
         text = f"the program {program} cannot be run: {why}\n  where: --no_python\n  fix: {fix}"
         record("mendable", OSError(text))
         os._exit(2)

@@ -91,7 +91,7 @@ def _parse(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, 
             name = name or node
             near = difflib.get_close_matches(name, there, n=1)
             raise ConfigError(
-                f"{shortened(name)!r} is no host of this run",
+                f"{shortened(name)!r} is not a host of this run",
                 where=where,
                 fix=f"did you mean {near[0]!r}?" if near else f"hosts: {_few(list(there))}",
             )
@@ -139,7 +139,7 @@ def masked_devices(mask: str | None, slots: Sequence[int], where: str) -> str | 
     shown = [entry.strip() for entry in mask.split(",") if entry.strip()]
     if slots and max(slots) >= len(shown):
         raise ConfigError(
-            f"slot {max(slots)} is wanted and the mask of devices shows {len(shown)}: {shortened(mask)!r}",
+            f"slot {max(slots)} was requested, but the device mask shows {len(shown)}: {shortened(mask)!r}",
             where=where,
             fix="use fewer slots there, or change the mask",
         )

@@ -95,7 +95,7 @@ def pack(files: Sequence[str], directory: str | None, cwd: str) -> SyncManifest:
             raise ConfigError(f"there is no directory {directory}", where="--sync", fix="name a directory")
         if not Path(cwd).is_relative_to(root):
             raise ConfigError(
-                f"the working directory {cwd} is not in {root}, so its copy has no place to start in",
+                f"the working directory {cwd} is not in {root}, so its copy would have no working directory",
                 where="--sync",
                 fix=f"start in {root}, or name a directory above both",
             )
@@ -120,10 +120,10 @@ def _check_amount(found: dict[str, Path]) -> None:
         largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:3]
         named = ", ".join(f"{path} ({spoken(sizes[path])})" for path in largest)
         raise ConfigError(
-            f"{len(sizes)} files of {spoken(total)} are too much to ship: at most {MOST_FILES} files of "
+            f"{len(sizes)} files of {spoken(total)} are too much to send: at most {MOST_FILES} files of "
             f"{spoken(MOST_BYTES)}; the largest: {named}",
             where="--sync",
-            fix="let git ignore what the run does not need, or put data where all hosts find it",
+            fix="make git ignore what the run does not need, or put data where all hosts find it",
         )
 
 
@@ -132,7 +132,7 @@ def _entry(path: Path) -> SyncEntry:
         if path.is_symlink():
             return SyncEntry(link=os.readlink(path))
         if not path.is_file():
-            raise ConfigError(f"{path} is no file that can be shipped", where="--sync")
+            raise ConfigError(f"{path} is not a regular file", where="--sync")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             facts = os.fstat(file.fileno())
@@ -146,8 +146,8 @@ def _listed(root: Path) -> list[str]:
     in_git = any((place / ".git").exists() for place in (root, *root.parents))
     names = _not_ignored(root) if in_git else _all_of(root)
     if not names:
-        left_out = ": git ignores all that is there" if in_git else ""
-        raise ConfigError(f"no file of {root} is to be shipped{left_out}", where="--sync")
+        left_out = ": git ignores everything there" if in_git else ""
+        raise ConfigError(f"there is no file to send in {root}{left_out}", where="--sync")
     return names
 
 
@@ -160,9 +160,9 @@ def _not_ignored(root: Path) -> list[str]:
         asked, said = None, f"git cannot be started: {error.strerror}"
     if asked is None or asked.returncode != 0:
         raise ConfigError(
-            f"which files of {root} git ignores cannot be found out: {said}",
+            f"cannot find out which files of {root} git ignores: {said}",
             where="--sync",
-            fix="mend what git says; only in a directory outside of git all files are shipped",
+            fix="fix what git reports; all files are sent only from a directory outside of git",
         )
     names: list[str] = []
     for name in dict.fromkeys(os.fsdecode(asked.stdout).split("\0")):

@@ -98,7 +98,7 @@ class CurriculumLearningConfig(Section):
     """DeepSpeed's directory for clusters of sequences."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        "data_cluster_path": "sequences are cut, not chosen, so there are no clusters to write"
+        "data_cluster_path": "sequences are truncated, not selected, so there are no clusters to write"
     }
 
 
@@ -140,7 +140,8 @@ class DataEfficiencyConfig(Section):
     differs: ClassVar[dict[str, str]] = {
         "enabled": "false turns off what is inside; DeepSpeed looks at the inner switches only",
         "seed": "orders initialize(training_data=...) only; the recipes have a flag for it",
-        "data_sampling": "`seqlen` cuts sequences to the present length; DeepSpeed chooses sequences by index files",
+        "data_sampling": "`seqlen` truncates sequences to the current length; DeepSpeed selects sequences "
+        "by index files",
     }
 
     @property

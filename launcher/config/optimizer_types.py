@@ -89,7 +89,7 @@ TYPES: dict[str, OptimizerType] = {**TORCH, **OWN, **FROM_PACKAGES}
 """Types that can be used."""
 
 NOT_ON_SHARDS: dict[str, str] = {
-    "LBFGS": "needs the loss again and again within a step",
+    "LBFGS": "evaluates the loss several times within a step",
     "SparseAdam": "needs sparse gradients, and gradients are flat buffers here",
     "Adafactor": "keeps row and column means of whole matrices, which are not cut as parameters are",
 }

@@ -20,8 +20,8 @@ class DeepSpeedParams(SchedulerParams):
     """The key that DeepSpeed's schedules share."""
 
     last_batch_iteration: Annotated[int, BeforeValidator(whole), Field(ge=-1)] = -1
-    """Iteration to go on from; -1 is the start. Otherwise the first optimizer step keeps the optimizer's own rate, and
-    the next one has that of the iteration after this one. Checkpoints keep the place by themselves."""
+    """Iteration to resume from; -1 is the start. Otherwise the first optimizer step keeps the optimizer's own rate, and
+    the next one has that of the iteration after this one. Checkpoints save the position."""
 
 
 class WarmupParams(DeepSpeedParams):
@@ -145,7 +145,7 @@ ParamsClass: TypeAlias = type[SchedulerParams]
 
 
 class SchedulerConfig(Section):
-    """Which schedule, and its keywords. It is stepped inside engine.step(), after each optimizer step."""
+    """The schedule and its keywords. It is stepped inside engine.step(), after each optimizer step."""
 
     type: str
     """DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest or OneCycle, or a class of

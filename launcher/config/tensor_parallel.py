@@ -20,7 +20,7 @@ def _compiles(pattern: str) -> str:
         re.compile(pattern)
     except re.error as error:
         at = f" at character {error.pos + 1}" if error.pos is not None else ""
-        what = f"{show(pattern)} is no regular expression: {error.msg}{at}"
+        what = f"{show(pattern)} is not a regular expression: {error.msg}{at}"
         raise complaint(what, r'write for example ".*\\.o_proj\\.weight$"') from None
     return pattern
 
@@ -56,7 +56,7 @@ class LayerPattern(Section):
     """One rule. The first one with a pattern that matches a parameter's name says how that parameter is split."""
 
     differs: ClassVar[dict[str, str]] = {
-        "patterns": "required; a rule that no parameter matches is an error, as is a text that is no pattern",
+        "patterns": "required; a rule that no parameter matches is an error, as is an invalid pattern",
     }
 
     patterns: Annotated[tuple[Annotated[str, AfterValidator(_compiles)], ...], BeforeValidator(_patterns)]
@@ -90,11 +90,11 @@ class LayerPattern(Section):
 
 
 class PartitionConfig(Section):
-    """Own rules; they come before the plan of the model."""
+    """Your own rules; they come before the plan of the model."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "embedding_partition_dim": "DeepSpeed does not read it, either; embeddings are split over the vocabulary",
-        "lm_head_patterns": "the head is what the model's get_output_embeddings() gives, whatever its name",
+        "lm_head_patterns": "the head is what the model's get_output_embeddings() returns, whatever its name",
     }
     differs: ClassVar[dict[str, str]] = {
         "use_default_specs": "true: the model's own plan splits what no rule matches; DeepSpeed leaves that whole "
@@ -107,7 +107,7 @@ class PartitionConfig(Section):
     """What no rule matches is split as the model's own plan says; false: it stays whole."""
 
     strict_mode: bool = False
-    """A linear layer that neither a rule nor the plan speaks of is an error; false: it stays whole."""
+    """A linear layer that neither a rule nor the plan covers is an error; false: it stays whole."""
 
     tp_size: Count = 1
     """1, or the same as `autotp_size`."""
@@ -119,7 +119,7 @@ class PartitionConfig(Section):
     """DeepSpeed knows output heads by these names."""
 
     layer_specs: tuple[LayerPattern, ...] = Field(default=())
-    """Rules in order: for each parameter the first that matches counts."""
+    """Rules in order: for each parameter the first match applies."""
 
 
 class TpConfig(Section):
@@ -164,12 +164,12 @@ class TensorParallelConfig(Section):
     }
     differs: ClassVar[dict[str, str]] = {
         "dtype": "another dtype than that of fp16 and bf16 is an error; in DeepSpeed's training it does nothing",
-        "tp_overlap_comm": "true unless it is written false",
+        "tp_overlap_comm": "true by default",
         "sequence_parallel": "a key of this launcher; DeepSpeed has none for it",
     }
 
     autotp_size: WholeNumber = 0
-    """Ranks that share a layer; 0 and 1: none do. It must divide the number of ranks."""
+    """Number of ranks that share each layer; 0 and 1: layers are not split. It must divide the number of ranks."""
 
     dtype: Dtype | None = None
     """Dtype of the split layers; null: that of the model. It follows from `fp16` and `bf16`; another one is refused."""
@@ -184,8 +184,8 @@ class TensorParallelConfig(Section):
     all-reduce; as many bytes are sent."""
 
     vocab_parallel_lm_head: bool | None = None
-    """True: the output head must be split over the vocabulary, and no rank ever has all logits while it trains; a model
-    with which that cannot be is an error. False: logits are gathered. Null: split where the model allows it."""
+    """True: the output head must be split over the vocabulary, and no rank ever has all logits while it trains; a
+    model that does not allow it is an error. False: logits are gathered. Null: split where the model allows it."""
 
     vocab_parallel_ce_backend: Annotated[Literal["torch", "liger"], AfterValidator(_is_here)] = "torch"
     """Code of the loss on split logits. "liger" is refused."""
@@ -209,7 +209,7 @@ class TensorParallelConfig(Section):
     """DeepSpeed can leave loaded weights in host memory until they are split."""
 
     replace_with_kernel_inject: bool = False
-    """DeepSpeed can put kernels for inference in."""
+    """DeepSpeed can inject inference kernels."""
 
     @property
     def degree(self) -> int:

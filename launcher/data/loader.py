@@ -165,7 +165,7 @@ def _as_batch(item: torch.Tensor | Batch) -> Batch:
 def _check_numbers(count: int, global_batch: int, micro_batch: int, dp_rank: int, dp_degree: int) -> None:
     if min(global_batch, micro_batch, dp_degree) < 1 or global_batch % (micro_batch * dp_degree):
         raise ConfigError(
-            f"A global batch of {global_batch} cannot be dealt to {dp_degree} data-parallel ranks "
+            f"A global batch of {global_batch} cannot be divided among {dp_degree} data-parallel ranks "
             f"in microbatches of {micro_batch}.",
             where="train_batch_size",
             fix=f"Make it a multiple of {micro_batch} x {dp_degree}.",

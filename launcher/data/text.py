@@ -144,9 +144,9 @@ def _stdlib_documents() -> list[str]:
     sources = [path for path in sorted(root.rglob("*.py")) if _is_library(path.relative_to(root))]
     if not sources:
         raise ConfigError(
-            f"This Python has no sources of its standard library in {root}.",
+            f"This Python does not have the sources of its standard library in {root}.",
             where="--dataset stdlib",
-            fix="Use a Python that has them, or name other text: " + ACCEPTED + ".",
+            fix="Use a Python that has them, or another data set: " + ACCEPTED + ".",
         )
     documents = [topics[name] for name in sorted(topics)]
     documents += [path.read_text(encoding="utf-8", errors="replace") for path in sources]
@@ -167,7 +167,7 @@ def _load_local(path: Path) -> Dataset:
         files = [path] if path.suffix in SUFFIXES else []
     if not files:
         raise ConfigError(
-            f"There is no text of a kind that can be read in {str(path)!r}.",
+            f"There is no text file of a supported kind in {str(path)!r}.",
             where="--dataset",
             fix=f"{ACCEPTED}.",
         )
@@ -191,7 +191,7 @@ def _decoded(path: Path) -> str:
     text = raw.decode("utf-8", errors="replace")
     places = text.count(REPLACED) - raw.count(REPLACED.encode())
     if places:
-        _tell(f"{path} is not UTF-8 in {places:,} places: there it is read as {REPLACED} (U+FFFD)")
+        _tell(f"{path} is not UTF-8 in {places:,} places: these are read as {REPLACED} (U+FFFD)")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -216,7 +216,7 @@ def valid_text(rows: Dataset, dataset: str) -> Iterator[None]:
         raise ConfigError(
             f"{max(1, len(wrong)):,} rows of {dataset!r} are not UTF-8{first}: {error.reason}",
             where="--dataset",
-            fix="convert the file: iconv -c -f utf-8 -t utf-8 OLD > NEW leaves the wrong bytes out",
+            fix="convert the file: iconv -c -f utf-8 -t utf-8 OLD > NEW drops the invalid bytes",
         ) from None
 
 

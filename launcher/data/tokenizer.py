@@ -151,7 +151,7 @@ def _train(dataset: Dataset, n_tokens: int) -> PreTrainedTokenizerFast:
         vocab.setdefault(token, len(vocab))
     if len(vocab) < n_tokens:
         raise ConfigError(
-            f"The data set has pairs for {len(vocab)} tokens only, {n_tokens} were asked for.",
+            f"The data set has enough pairs for only {len(vocab)} tokens, but {n_tokens} were requested.",
             where="--train-tokenizer",
             fix=f"Ask for at most {len(vocab)} tokens, or give more text.",
         )

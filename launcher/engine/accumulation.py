@@ -39,7 +39,7 @@ class AccumulationMixin:
         """Say it explicitly, from now on; counting is off."""
         if not self._core().managed_gradient_accumulation():
             raise MisplacedCallError(
-                "set_gradient_accumulation_boundary() has nothing to say: every step() is a boundary",
+                "set_gradient_accumulation_boundary() has no effect: every step() is a boundary",
                 where="managed_gradient_accumulation is false",
                 fix="call step() where an optimizer step is due, or set the key to true",
             )
@@ -52,7 +52,7 @@ class AccumulationMixin:
         per_step = micro * dp
         if train_batch_size < per_step or train_batch_size % per_step:
             raise ConfigError(
-                f"train_batch_size {train_batch_size} is no multiple of {per_step} "
+                f"train_batch_size {train_batch_size} is not a multiple of {per_step} "
                 f"(micro batch {micro} x {dp} ranks)",
                 fix=f"use a multiple of {per_step}",
             )
@@ -71,7 +71,7 @@ class AccumulationMixin:
         if not self._syncs:
             raise MisplacedCallError(
                 "no_sync context manager reentry is unsupported: it and coalesce_grad_reduction() cannot be nested",
-                fix="enter one of them, once",
+                fix="enter only one of them, once",
             )
         self._set_syncs(False)
         try:

@@ -21,9 +21,9 @@ def forever(loader: Any, epochs: int | None = None) -> Iterator[Any]:
     for epoch in count():
         if epoch == epochs:
             raise ConfigError(
-                f"all {epochs} passes over training_data are over",
+                f"all {epochs} passes over training_data are done",
                 where="data_efficiency.data_sampling.num_epochs",
-                fix="raise it, or end the loop before",
+                fix="raise it, or end the loop earlier",
             )
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:

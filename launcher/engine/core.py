@@ -166,7 +166,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
                 "a loss must be a scalar tensor that was computed from parameters, not one of shape "
                 f"{tuple(loss.shape)} {'without' if loss.grad_fn is None else 'with'} a grad_fn",
                 where="engine.scale()",
-                fix="give it the loss; for other tensors use tensor.backward(gradient)",
+                fix="pass it the loss; for other tensors use tensor.backward(gradient)",
             )
         scaled = self._scaled(self._divided(loss))
         scaled = scaled.clone() if scaled is loss else scaled  # the hook is not to stay on the caller's own
@@ -212,7 +212,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             )
         if self.mesh.axes["pp"].rank == 0 and len(batches) != len(weights):
             raise ConfigError(
-                f"there are other numbers of microbatches and of weights: {len(batches)} and {len(weights)}",
+                f"the numbers of microbatches and of weights differ: {len(batches)} and {len(weights)}",
                 where="engine.run_microbatches()",
                 fix="give a weight for each microbatch: 1 / their number, for the mean of their losses",
             )
@@ -371,7 +371,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
     def _refuse_stages(self, what: str) -> None:
         if not self.runtime.staged.is_whole:
             raise ConfigError(
-                f"{what} is one microbatch on one rank, and the model runs in stages: {self.mesh.axes['pp'].degree}",
+                f"{what} runs one microbatch on one rank, but the model runs in stages: {self.mesh.axes['pp'].degree}",
                 where="pipeline.stages",
                 fix="call engine.train_batch(data_iter) or engine.eval_batch(data_iter)",
             )
@@ -379,10 +379,10 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
     def _check_usable(self, where: str) -> None:
         if self._destroyed:
             raise LauncherError(
-                "this engine has been destroyed: its model belongs to no engine now",
+                "this engine has been destroyed: its model does not belong to an engine now",
                 where=where,
-                fix="call initialize() again; a Trainer of Hugging Face's that has evaluated under ZeRO-3 destroys its "
-                "engine before it trains: train with another Trainer, or evaluate afterwards",
+                fix="call initialize() again; a Hugging Face Trainer that has evaluated under ZeRO-3 "
+                "destroys its engine before it trains: train with another Trainer, or evaluate afterwards",
             )
         if self._away:
             self.check_states_are_here(where)

@@ -43,7 +43,7 @@ def configured_row(model: nn.Module, config: Config) -> tuple[PipelineModule, Co
     ):
         if wrong:
             raise ArgumentsError(
-                f"what {key} says is not supported with pipeline parallelism of a row of layers",
+                f"what {key} says is not supported with pipeline parallelism of a sequence of layers",
                 where=config.where(key),
                 fix=fix,
             )
@@ -104,8 +104,8 @@ def cut_model(
 def _check_cut(row: PipelineModule, staged: SequentialPipeline) -> None:
     if row.cut not in (None, staged.boundaries):
         raise ConfigError(
-            f"the JSON cuts the row of layers at {staged.boundaries}, and PipelineModule() cut it at {row.cut}: the "
-            "parameters that initialize() was given are those of other stages",
+            f"the JSON cuts the layers at {staged.boundaries}, but PipelineModule() cut them at {row.cut}: "
+            "the parameters that initialize() was given belong to other stages",
             where="initialize(optimizer=..., model_parameters=...)",
             fix="leave them out, or delete partition and schedule in the JSON's section pipeline and give "
             "PipelineModule(partition_method=...)",

@@ -140,7 +140,7 @@ class DeepSpeedMethods:
         engine = self._engine()
         if engine.zero_optimization_partition_weights():
             raise ConfigError(
-                "module_state_dict() is of whole parameters, and stage 3 shards them",
+                "module_state_dict() returns whole parameters, but stage 3 shards them",
                 where="zero_optimization.stage",
                 fix="call engine._zero3_consolidated_16bit_state_dict() on every rank, or save_16bit_model()",
             )
@@ -188,6 +188,6 @@ class DeepSpeedMethods:
         missing = set(found.missing_keys) - set(allowed_missing_keys or ())
         if strict and (missing or found.unexpected_keys):
             raise RuntimeError(
-                f"load_module_state_dict(): the state dict lacks {sorted(missing)} and has besides "
+                f"load_module_state_dict(): the state dict lacks {sorted(missing)} and has unexpected "
                 f"{sorted(found.unexpected_keys)}"
             )

@@ -42,7 +42,7 @@ def state_dtype(config: Config, client: Any = None) -> torch.dtype:
     narrow = not getattr(asked, STATES, True)
     if client is not None and not narrow and config.bf16.bf16_optimizer_states and hasattr(asked, STATES):
         raise ArgumentsError(
-            f"bf16.bf16_optimizer_states is true, and {type(client).__name__} was made with float32 states",
+            f"bf16.bf16_optimizer_states is true, but {type(client).__name__} was made with float32 states",
             where="initialize(optimizer=...)",
             fix=f"make it with {STATES}=False, or set bf16_optimizer_states to false",
         )
@@ -105,7 +105,7 @@ def kept_in_fp32(config: Config, model: nn.Module) -> re.Pattern[str] | None:
         for name, pattern in zip(listed, patterns, strict=True):
             if not any(re.search(pattern, known) for known in names):
                 raise ConfigError(
-                    f"{name!r} fits no parameter and no buffer of the model",
+                    f"{name!r} matches no parameter or buffer of the model",
                     where="data_types.keep_in_fp32_modules",
                     fix=f"write a part of a name such as {names[0]!r}, or take it out",
                 )
@@ -148,7 +148,7 @@ def _module_class(name: str) -> type[nn.Module]:
         found = None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(
-            f"{name!r} is no module class that can be imported",
+            f"{name!r} is not a module class that can be imported",
             where=SAFE_MODULES,
             fix='write the full name, such as "torch.nn.Linear"',
         )

@@ -88,7 +88,7 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         """
         if schedule is not None:
             raise ConfigError(
-                "schedule= is a list of DeepCompile's passes, and there are none here",
+                "schedule= is a list of DeepCompile's passes, which are not available here",
                 where="Engine.compile()",
                 fix="leave it out: the blocks are compiled with torch.compile",
             )

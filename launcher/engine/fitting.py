@@ -93,7 +93,7 @@ def _check_meta(path: Path, meta: dict[str, Any]) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{path / META_FILE} is no record of a run: {'; '.join(wrong)}.",
+            f"{path / META_FILE} is not a record of a run: {'; '.join(wrong)}.",
             where=str(path / META_FILE),
             fix="it is damaged; load another tag",
         )
@@ -111,7 +111,7 @@ def _check_settings(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
         raise CheckpointError(
             f"The checkpoint is of a model with other settings: {'; '.join(found[:8])}.",
             where=str(path),
-            fix="build the model as it was. To go on with these all the same: --allow-model-changes (recipes), "
+            fix="build the model as it was. To continue anyway: --allow-model-changes (recipes), "
             "load_checkpoint(allow_model_changes=True)",
         )
 
@@ -150,7 +150,7 @@ def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
     mine, theirs = engine.get_type()[:1], (meta["optimizer"] or {}).get("type")
     if theirs not in mine:
         raise CheckpointError(
-            f"The checkpoint has the state of {theirs or 'no optimizer'}, and this run steps with {mine[0]}.",
+            f"The checkpoint has the state of {theirs or 'no optimizer'}, but this run steps with {mine[0]}.",
             where=str(path),
             fix="use the optimizer that it was saved with, or pass load_optimizer_states=False",
         )

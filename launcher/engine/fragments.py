@@ -163,7 +163,7 @@ def _place_of(param: Tensor) -> _ParamFragment:
     place = _found(param)
     if place is None:
         raise LauncherError(
-            f"a tensor of shape {tuple(param.shape)} is no trainable parameter of an engine with an optimizer",
+            f"a tensor of shape {tuple(param.shape)} is not a trainable parameter of an engine with an optimizer",
             fix="pass one of engine.module.parameters()",
         )
     return place
@@ -271,7 +271,7 @@ def _copy(mine: Tensor | None, value: Tensor, place: _ParamFragment, *, kept: bo
     """
     if mine is None and (place.size or not kept):
         raise LauncherError(
-            f"there is no such value of {place.slot.name} yet",
+            f"{place.slot.name} has no such value yet",
             fix="states come with the first step, gradients with a backward at an accumulation boundary",
         )
     if mine is not None:

@@ -39,7 +39,7 @@ def loaded_config(args: Any, config: Any) -> Config:
         raise ArgumentsError(f"the config is given twice: {' and '.join(given)}", fix="give it once")
     if not given and (of_launch := os.environ.get("LAUNCHER_CONFIG")):
         if dist.get_rank() == 0:
-            logger.info("initialize() was given no config: it takes that of `launch --config`, %s", of_launch)
+            logger.info("initialize() was given no config: using that of `launch --config`, %s", of_launch)
         given = {"launch --config": of_launch}
     if not given:
         raise ArgumentsError(
@@ -88,11 +88,11 @@ def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
         size, rank = _asked(mpu, names, "world_size"), _asked(mpu, names, "rank")
         if size is not None and size != axis.degree:
             here = f"{key} is {axis.degree}" if key else f"here there are {axis.degree}"
-            what = f"mpu says that there are {size} {WORDS[axis.name]}, and {here}"
+            what = f"mpu says that there are {size} {WORDS[axis.name]}, but {here}"
             raise ConfigError(what, where=WHERE, fix=f"write {key}: {size}" if key else "make them the same")
         if rank is not None and rank != axis.rank:
             raise ConfigError(
-                f"mpu counts this rank as {rank} of the {WORDS[axis.name]}, and here it is {axis.rank}",
+                f"mpu counts this rank as {rank} of the {WORDS[axis.name]}, but here it is {axis.rank}",
                 where=WHERE,
                 fix="let neighbouring ranks share a layer, and count data-parallel ranks in the order of ranks",
             )

@@ -49,7 +49,7 @@ def costs_of_blocks(
     vocabulary, section = getattr(text, "vocab_size", None), config.pipeline
     if vocabulary is None:
         raise ConfigError(
-            f'"{METHOD}" measures tokens, and {type(model).__name__} has no config that says how many there are',
+            f'"{METHOD}" measures tokens, and {type(model).__name__} has no config that gives their number',
             where=config.where(WHERE),
             fix='write "best"',
         )
@@ -86,7 +86,7 @@ def costs_of_layers(
         return None
     if data is None:
         raise ConfigError(
-            f'"{METHOD}" measures a microbatch, and what this row of layers takes is not known before its first one',
+            f'"{METHOD}" measures a microbatch, but the inputs of these layers are not known before the first one',
             where=config.where(WHERE),
             fix='pass training_data to launcher.initialize(): its first rows are measured; or write "parameters"',
         )

@@ -48,17 +48,17 @@ class NonFiniteTracer:
         found = {rank: name for rank, name in enumerate(gather_plain(module)) if name is not None}
         if found:
             rank, name = next(iter(found.items()))
-            where = f"The first output that was not, on rank {rank}, is that of {name}."
+            where = f"The first non-finite output, on rank {rank}, is that of {name}."
         elif stepped_already:
             where = "The weights have changed since; with gradient_clipping above 0 the module is named."
         else:
             which = in_words(find_overflows(engine.zero))
-            again = "" if self.inputs is None else "Run again, the last microbatch gave finite outputs. "
-            where = f"{again}Gradients that are not, the first of the backward first: {which or 'of another stage'}."
+            again = "" if self.inputs is None else "When it ran again, the last microbatch gave finite outputs. "
+            where = f"{again}Non-finite gradients, in the order of the backward: {which or 'of another stage'}."
         if engine.mesh.rank == 0:
-            so = "the step is left out" if skipped else "so the weights will not be"
+            so = "the step is skipped" if skipped else "so the weights will not be"
             what = f"step {engine.global_steps + 1}: the gradient is not finite, and {so}."
-            engine.telemetry.say(f"warning: {what} {where} This is said once.")
+            engine.telemetry.say(f"warning: {what} {where} This is reported once.")
         self.inputs = None
 
     def _first_module(self, engine: EngineCore) -> str | None:

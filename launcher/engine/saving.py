@@ -76,7 +76,8 @@ class CheckpointMixin:
         if len(set(named)) > 1 and self._engine().global_rank == 0:
             other = next(rank for rank, name in enumerate(named) if name != named[0])
             logger.warning(
-                "save_checkpoint(): rank 0 names %s, and rank %d %s. A checkpoint is one directory: rank 0's is taken",
+                "save_checkpoint(): rank 0 passed %s, and rank %d passed %s. A checkpoint is one "
+                "directory: using that of rank 0",
                 named[0], other, named[other],
             )  # fmt: skip
         return Path(named[0])

@@ -118,7 +118,7 @@ class StateOffloadMixin:
         if self._away:
             raise LauncherError(
                 f"{who} needs states that offload_states() has moved to host memory",
-                fix="call engine.reload_states() before",
+                fix="call engine.reload_states() first",
             )
 
 

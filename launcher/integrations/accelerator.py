@@ -220,7 +220,7 @@ class Accelerator:
         return ["NCCL", "LD_LIBRARY", "PATH"] if _kind() == CUDA else []
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
-        """The class of that name; None where what it builds is not here."""
+        """The class of that name; None where what it builds is not available."""
         from launcher.integrations.builders import BUILDERS
 
         kind = BUILDERS.get(class_name)
@@ -326,7 +326,7 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Another one cannot be had.
+    """Another one is not available.
 
     Raises:
         NotHere: it is not ours.

@@ -216,7 +216,7 @@ def configure(deepspeed_config: Any = None, enabled: bool | None = None, **keywo
     """
     if enabled or any(keywords.values()):
         raise LauncherError(
-            "deepspeed.comm.configure() switches no log on: what the engine sends is logged as its JSON says",
+            "deepspeed.comm.configure() does not enable a log: the JSON decides whether the engine logs what it sends",
             where="deepspeed.comm.configure()",
             fix='write {"comms_logger": {"enabled": true}} in the JSON',
         )

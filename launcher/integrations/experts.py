@@ -13,7 +13,7 @@ from launcher.integrations.refused import NotHere, missing
 
 
 class MoE(nn.Module):
-    """Mixture-of-experts layers are not here.
+    """Mixture-of-experts layers are not available.
 
     Raises:
         LauncherError: one is made.
@@ -21,7 +21,7 @@ class MoE(nn.Module):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         raise LauncherError(
-            "deepspeed.moe.layer.MoE is not here: there is no expert parallelism",
+            "deepspeed.moe.layer.MoE is not available: there is no expert parallelism",
             fix="use the experts of a Hugging Face model, which every rank has all of, or sharded by ZeRO 3; for "
             "DeepSpeed itself write `launch --no_deepspeed_shim ...`",
         )

@@ -52,7 +52,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
             self._read(index)
         except (ValueError, IndexError) as error:
             raise ConfigError(
-                f"this is not the index of rows, or a part of it only: {error}",
+                f"this is not an index of rows, or only part of one: {error}",
                 where=index_file_path(path),
                 fix="write it with MMapIndexedDatasetBuilder, or Megatron's preprocess_data.py",
             ) from None

@@ -40,7 +40,7 @@ class FlopsProfiler:
         ignore_list: classes whose modules are left out; refused.
         """
         if ignore_list:
-            raise LauncherError("ignore_list leaves modules out, which is not here", fix="leave it out")
+            raise LauncherError("ignore_list leaves modules out, which is not available", fix="leave it out")
         self.reset_profile()
         self._inside.enter_context(self._meter.counting(backward=False))
         self._inside.enter_context(self._meter.timing())

@@ -65,7 +65,7 @@ class CudaRNGStatesTracker:
         """
         if name not in self.states_:
             raise LauncherError(
-                f"there are no random numbers of the name {name!r}",
+                f"there is no random state with the name {name!r}",
                 fix="call model_parallel_cuda_manual_seed(seed), or add(name, seed), first",
             )
         device = get_accelerator()

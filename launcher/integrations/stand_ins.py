@@ -50,9 +50,9 @@ def initialize(
     """
     if positional:
         raise ConfigError(
-            "only args and model can be given by position",
+            "only args and model can be passed by position",
             where="deepspeed.initialize()",
-            fix="name the others",
+            fix="pass the others by name",
         )
     init_distributed(dist_init_required=keywords.get("dist_init_required"))
     check_accelerate()
@@ -84,7 +84,7 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
     stages = meant.get("pipeline", {}).get("stages")
     if stages not in (None, 1):
         raise ConfigError(
-            f"pipeline.stages is {stages}, and a loop of Hugging Face's runs the whole model on every rank",
+            f"pipeline.stages is {stages}, but the training loop of Hugging Face runs the whole model on every rank",
             where="pipeline.stages",
             fix="delete the section, or train with `launch --config DS.json pretrain` or `finetune`, which know stages",
         )
@@ -138,7 +138,7 @@ def _with_tp_size(config: Mapping[str, Any], asked: int) -> dict[str, Any]:
     said = section.setdefault("autotp_size", asked)
     if said != asked:
         raise ConfigError(
-            f"tp_model_init() was told tp_size={asked}, and the JSON says {said}",
+            f"tp_model_init() was called with tp_size={asked}, but the JSON sets {said}",
             where="tensor_parallel.autotp_size",
             fix="write the same number in both, or leave one of them out",
         )

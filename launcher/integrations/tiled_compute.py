@@ -138,7 +138,8 @@ class TiledFusedLogitsLoss:
         given = [x, y] if mask is None else [x, y, mask]
         if output_reduction not in ("mean", "sum") or any(one.shape[:2] != x.shape[:2] for one in given):
             raise ArgumentsError(
-                f"the reduction {output_reduction!r}, or the shapes {[tuple(one.shape) for one in given]}, cannot be",
+                f"the reduction {output_reduction!r}, or the shapes {[tuple(one.shape) for one in given]}, "
+                "are not supported",
                 where="TiledFusedLogitsLoss.apply()",
                 fix='write "mean" or "sum"; x, y and mask have the same batch and sequence',
             )

@@ -51,7 +51,7 @@ class TiledLinear(nn.Module):
         for name, parts, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= parts <= features:
                 raise TilesError(
-                    f"{name}_splits {parts} parts of {features} features cannot be",
+                    f"{name}_splits: {parts} parts of {features} features are not possible",
                     where="TiledLinear()",
                     fix=f"give a number from 1 to {features}",
                 )

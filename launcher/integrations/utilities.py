@@ -118,7 +118,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """Raises ValueError where there is no such level."""
     level = log_levels.get(log_level_str.lower())
     if level is None:
-        raise ValueError(f"{log_level_str} is no level of the log; there are {', '.join(log_levels)}")
+        raise ValueError(f"{log_level_str} is not a log level; the levels are {', '.join(log_levels)}")
     return level
 
 
@@ -260,5 +260,5 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
     """The one value that all items have."""
     found = set(items)
     if len(found) != 1:
-        raise RuntimeError(f"there is not one value, but {len(found)}: {found}")
+        raise RuntimeError(f"expected one value, not {len(found)}: {found}")
     return found.pop()

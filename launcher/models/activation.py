@@ -142,7 +142,7 @@ def checkpoint_blocks(
         return None
     if not blocks:
         warnings.warn(
-            "activation_checkpointing is written, but the model has no transformer blocks to recompute "
+            "activation_checkpointing is present, but the model has no transformer blocks to recompute "
             "(no `_no_split_modules`, no nn.ModuleList of equal modules): nothing is checkpointed",
             stacklevel=2,
         )
@@ -175,7 +175,7 @@ def _switch_off(module: nn.Module) -> None:
     """The gradient checkpointing of transformers, for all of `module`."""
     warnings.warn(
         "The model's own gradient checkpointing (gradient_checkpointing_enable) is switched off: the JSON's "
-        "activation_checkpointing recomputes the blocks, and once is enough. Leave one of the two out.",
+        "activation_checkpointing recomputes the blocks already. Remove one of the two.",
         stacklevel=3,
     )
     for inner in module.modules():

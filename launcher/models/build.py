@@ -132,7 +132,7 @@ def _config_from_hub(model: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(model)
     except Exception as error:  # network, authorisation and parsing errors of several libraries
         raise ConfigError(
-            f"No model {model!r}: not a local path, and the Hugging Face hub gave: {_first_line(error)}",
+            f"No model {model!r}: not a local path, and the Hugging Face Hub returned: {_first_line(error)}",
             where=f"--model {model}",
             fix="check the name and the network, or give a local directory or config.json; `finetune --model smollm2` "
             "needs no hub",

@@ -110,7 +110,7 @@ def _check(plan: InitializationPlan, name: str, module: nn.Module, owned: dict[s
     orphans = [key for key in owned if not plan.is_written(name, key)]
     if orphans:
         raise LauncherError(
-            f"Nothing says how to initialise {', '.join(orphans)}: neither the model's _init_weights "
+            f"Nothing initialises {', '.join(orphans)}: neither the model's _init_weights "
             "nor a reset_parameters of the module writes it.",
             where=where,
             fix=f"give {type(module).__name__} a reset_parameters() that fills all its tensors",

@@ -138,7 +138,7 @@ def _step_part(counts: Counts, model: _ModuleRow, facts: StepFacts) -> str:
     if facts.counted_in == facts.step:
         how = "counted and timed in the same step: counting slowed it"
     title = f"FLOPs profile of rank 0, in the step after {facts.step} optimizer steps ({how})"
-    note = "Counted are matrix products, convolutions and attention: 2 FLOPs are one MAC."
+    note = "Matrix products, convolutions and attention are counted: 2 FLOPs are one MAC."
     return "\n".join([title, note, *(f"{name + ':':<34}{value}" for name, value in lines)])
 
 

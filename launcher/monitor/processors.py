@@ -44,6 +44,6 @@ def warn_of_slow_products(dtype: torch.dtype) -> None:
     if slow:
         logger.warning(
             "this machine's CPUs have no instructions for %(name)s: its matrix products are several times slower than "
-            "those of fp32, which is what to train in here (leave `%(name)s` out of the JSON)",
+            "those of fp32, so train in fp32 here (remove `%(name)s` from the JSON)",
             {"name": NAMES[dtype]},
         )

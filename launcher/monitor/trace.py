@@ -77,5 +77,5 @@ def steps_of(text: str) -> tuple[int, int]:
     found: Any = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+))?\s*", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(f"{text!r} is no range of steps such as 3-5")
+        raise ValueError(f"{text!r} is not a range of steps such as 3-5")
     return first, last

@@ -85,7 +85,7 @@ def _open(section: str, keys: Mapping[str, Any]) -> MonitorWriter:
         raise ConfigError(
             f"{section} could not start: {error}",
             where=section,
-            fix=f"mend that, or set {section}.enabled to false",
+            fix=f"fix that, or set {section}.enabled to false",
         ) from error
 
 
@@ -167,6 +167,6 @@ def _directory(section: str, output_path: str, job_name: str) -> Path:
         raise ConfigError(
             f"{section} cannot write to {path}: {error.strerror}",
             where=f"{section}.output_path",
-            fix="name a directory that can be made",
+            fix="name a directory that can be created",
         ) from error
     return path

@@ -22,14 +22,14 @@ _KNOWN: dict[int, tuple[str, str]] = {
     ),
     errno.EACCES: (
         "writing is not allowed",
-        "change who may write there, or name another directory in nvme_path",
+        "change its permissions, or name another directory in nvme_path",
     ),
     errno.EPERM: (
         "writing is not allowed",
-        "change who may write there, or name another directory in nvme_path",
+        "change its permissions, or name another directory in nvme_path",
     ),
     errno.ENOENT: ("there is no such directory", "make it, or name one on the NVMe in nvme_path"),
-    errno.ENOTDIR: ("this is no directory", "name a directory on the NVMe in nvme_path"),
+    errno.ENOTDIR: ("this is not a directory", "name a directory on the NVMe in nvme_path"),
     errno.EIO: ("the disk reports an error", "look at the kernel's log (dmesg); the disk may be failing"),
     errno.EMFILE: ("too many files are open", "raise the limit (ulimit -n)"),
 }

@@ -117,7 +117,7 @@ def wrong_size(key: str, asked: int, there: int | None) -> OffloadError:
     if there is None:
         return OffloadError(f"{key} was never written, or was freed", where="offload tier")
     return OffloadError(
-        f"{key} has {there:,} bytes, and {asked:,} are asked for",
+        f"{key} has {there:,} bytes, but {asked:,} are requested",
         where="offload tier",
         fix="free the key before it is written with another size",
     )

@@ -157,7 +157,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine()
         if engine is None:
             raise MisplacedCallError(
-                "this optimizer belongs to no engine any more", fix="call initialize() again"
+                "this optimizer no longer belongs to an engine", fix="call initialize() again"
             )
         engine.step_without_schedule()
         return loss
@@ -194,7 +194,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The step that these were part of will not come."""
         if self.early:
             names = ", ".join(sorted(gradient.flat.name for gradient in self.early))
-            logger.warning("a step is given up after parts of the model were stepped already: %s", names)
+            logger.warning("a step was abandoned after parts of the model had been stepped: %s", names)
         self.early.clear()
 
     def _step_batch(

@@ -21,7 +21,7 @@ def pareto(choices: Sequence[Choice], limit: float) -> Figure:
     axes = figure.add_subplot()
     peaks = [choice.peak / GIB for choice in choices]
     seconds = [choice.time.total for choice in choices]
-    axes.plot(peaks, seconds, "o", color="#9db8d9", label="fastest of a mesh")
+    axes.plot(peaks, seconds, "o", color="#9db8d9", label="fastest layout of a mesh")
     front = _front(sorted(zip(peaks, seconds, strict=True)))
     axes.plot(*zip(*front, strict=True), "o-", color="#1f4e8c", label="Pareto front") if front else None
     for choice, x, y in zip(choices, peaks, seconds, strict=True):
@@ -30,8 +30,8 @@ def pareto(choices: Sequence[Choice], limit: float) -> Figure:
             f"tp {tp} pp {pp} dp {dp}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7
         )
     axes.axvline(limit / GIB, color="#1f2933", linestyle="--", linewidth=1, label="the device")
-    axes.set_xlabel("GiB of a device at the peak")
-    axes.set_ylabel("seconds of a step")
+    axes.set_xlabel("peak GiB of a device")
+    axes.set_ylabel("seconds per step")
     finish(axes)
     return figure
 

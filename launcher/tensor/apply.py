@@ -249,8 +249,7 @@ class _Splitter:
     def _indivisible(self, name: str, count: int, *, replicates: bool = False) -> ConfigError:
         valid = valid_degrees(count, replicates=replicates)
         return ConfigError(
-            f"{name} has {count} heads or features to deal out, which {self.axis.degree} tensor-parallel ranks cannot "
-            "share evenly",
+            f"{name} has {count} heads or features, which {self.axis.degree} tensor-parallel ranks cannot share evenly",
             where=WHERE,
             fix=f"use one of {', '.join(map(str, valid))}",
         )

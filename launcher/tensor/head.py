@@ -86,7 +86,7 @@ def keep_logits_split(model: nn.Module, axis: Axis, head: nn.Module | None, want
     if not isinstance(head, VocabularyHead):
         why: str | None = "its head is not split over the vocabulary"
     elif not isinstance(model, PreTrainedModel):
-        why = "it is no model of transformers"
+        why = "it is not a transformers model"
     else:
         why = wants_gathered_head(model)
     if wanted and why is not None:

@@ -16,7 +16,7 @@ class IndivisibleError(ValueError):
     """
 
     def __init__(self, count: int) -> None:
-        super().__init__(f"{count} cannot be dealt out")
+        super().__init__(f"{count} cannot be divided")
         self.count = count
 
 
@@ -29,7 +29,7 @@ def shares_of(size: int, proportions: Sequence[int]) -> list[int]:
     """A dim as the packed matrices that lie along it: 12 elements packed (2, 1, 1) are [6, 3, 3].
 
     Raises:
-        IndivisibleError: `size` is no multiple of the sum of the proportions.
+        IndivisibleError: `size` is not a multiple of the sum of the proportions.
     """
     total = sum(proportions)
     if size % total:

@@ -50,7 +50,7 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, S
     if not _named({pattern: rule for pattern, rule in plan.items() if "head" not in pattern}, model):
         why = f": {WITHOUT_PLAN[kind]}" if kind in WITHOUT_PLAN else ""
         raise ConfigError(
-            f"nobody has written how to split a model of type {kind} over tensor-parallel ranks{why}",
+            f"there is no plan to split a model of type {kind} over tensor-parallel ranks{why}",
             where=WHERE,
             fix=_how_to_write_one(model),
         )

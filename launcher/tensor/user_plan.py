@@ -133,7 +133,7 @@ def _packed(rule: UserRule, param: tuple[int, ...]) -> tuple[int, tuple[int, ...
     dim = rule.dim if rule.dim is not None else int(rule.kind == "row")
     if rule.shape is None:
         if dim >= len(param):
-            raise _misfit(rule, param, f"dim {dim} is split, and there is none")
+            raise _misfit(rule, param, f"dim {dim} is split, but does not exist")
         return dim, (param[dim],)
     view = rule.shape
     if len(param) == 1 and len(view) > 1:  # a bias

@@ -221,7 +221,7 @@ class ZeroModel:
         if (where := self.elsewhere.get(parameter)) is not None:
             raise ElsewhereError(
                 f"{where}, and this rank is stage {self.pp.rank}",
-                fix="name on each rank parameters of its own stage: engine.module.named_parameters()",
+                fix="on each rank, pass parameters of its own stage: engine.module.named_parameters()",
             )
         return self.find_slot(parameter)
 

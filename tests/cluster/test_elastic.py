@@ -93,7 +93,7 @@ def test_fewer_nodes_then_more_again(tmp_path: Path) -> None:
         said = ""
         for _ in range(2):  # it may also go and come back while it waits
             back = stack.enter_context(node(2, port, tmp_path, *flags))
-            said += told(first, "node2 is there, the next restart can use it")
+            said += told(first, "node2 is available; the next restart can use it")
             if said.count("node2 is there") == 1:
                 os.kill(back.pid, signal.SIGKILL)
         (tmp_path / "order1").write_text("fail")

@@ -26,7 +26,7 @@ def test_lines_comments_and_slot_lists() -> None:
     ("text", "said"),
     [
         ("w0 slots=4\nw1 slots=4x", "slots=4x is no number"),
-        ("w0 slots=4\nw1", "'w1' names no host with its slots"),
+        ("w0 slots=4\nw1", "'w1' does not name a host and its slots"),
         ("w0 slots=4\nw1 slots = 2", "names no host"),
         ("w0 slots=4\nw1 slots=0", "runs nothing"),
         ("w0 slots=4\nw0 slots=2", "the host w0 stands twice"),

@@ -81,7 +81,7 @@ def test_methods_of_dealing_out() -> None:
         assert pipeline(partition=written).pipeline.partition == name
     for bad in ("bset", "type:", 3):
         assert "must be one of" in wrong(partition=bad)
-    assert '"(a" is no regular expression' in wrong(partition="type:(a")
+    assert '"(a" is not a regular expression' in wrong(partition="type:(a")
 
 
 @pytest.mark.key(f"{KEY}.schedule", f"{KEY}.chunks")

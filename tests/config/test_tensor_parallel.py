@@ -128,7 +128,7 @@ BAD_RULES: list[tuple[Any, str, str]] = [  # the rule, the key that is named, wh
     ({}, "[0].patterns", "required key is missing"),
     ({"patterns": []}, "[0].patterns", "must be a list of regular expressions"),
     ({"patterns": ".*"}, "[0].patterns", "must be a list of regular expressions"),
-    ({"patterns": [".*", "(a"]}, "[0].patterns[1]", '"(a" is no regular expression: missing )'),
+    ({"patterns": [".*", "(a"]}, "[0].patterns[1]", '"(a" is not a regular expression: missing )'),
     ({**RULE, "partition_typ": "row"}, "[0].partition_typ", "did you mean"),
     ({**RULE, "partition_type": "rwo"}, "[0].partition_type", "must be one of"),
     ({**RULE, "shape": []}, "[0].shape", "must be a list of sizes"),
@@ -139,7 +139,7 @@ BAD_RULES: list[tuple[Any, str, str]] = [  # the rule, the key that is named, wh
     ({**RULE, "shape": [3], "partition_dim": 1}, "[0].shape", "dim 1 is split, and shape has dims 0 to 0"),
     ({**RULE, "partition_type": "row", "gather_output": True}, "[0].gather_output", 'is for partition_type "column"'),
     ({**RULE, "grad_allreduce": True}, "[0].grad_allreduce", 'is for partition_type "skip"'),
-    ({**RULE, "partition_dim": "auto"}, "[0].partition_dim", '"auto" says nothing in a rule'),
+    ({**RULE, "partition_dim": "auto"}, "[0].partition_dim", '"auto" has no meaning in a rule'),
     ("column", "", "must be a list of objects"),
 ]  # fmt: skip
 

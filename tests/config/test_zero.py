@@ -61,7 +61,7 @@ def test_offload_needs_a_stage_and_a_place() -> None:
     for section in ("offload_optimizer", "offload_param"):
         assert load({"zero_optimization": {"stage": 3, section: {"device": "cpu"}}})
         with pytest.raises(
-            ConfigProblems, match=rf'{section}.device: is "nvme", and nvme_path says no directory'
+            ConfigProblems, match=rf'{section}.device: is "nvme", but nvme_path is missing'
         ):
             load({"zero_optimization": {"stage": 3, section: {"device": "nvme"}}})
     with pytest.raises(ConfigProblems, match=r"offload_optimizer asks .* zero_optimization\.stage 0"):

@@ -80,7 +80,7 @@ def test_a_cpu_answers_what_is_asked_of_an_accelerator() -> None:
     assert torch.equal(torch.rand(3), first)
     with pytest.raises(NotHere, match="captures no graphs"):
         device.replay_graph(None)
-    with pytest.raises(NotHere, match=r"get_accelerator\(\).build_extension is not here: DeepSpeed's C\+\+"):
+    with pytest.raises(NotHere, match=r"get_accelerator\(\).build_extension is not available: DeepSpeed's C\+\+"):
         device.build_extension  # noqa: B018
     assert not hasattr(device, "op_builder_dir")
 
@@ -386,7 +386,7 @@ def test_a_dense_model_has_no_experts() -> None:
         {"params": params}
     ]
     params[0].allreduce = False  # type: ignore[attr-defined]
-    with pytest.raises(NotHere, match="experts are not here yet"):
+    with pytest.raises(NotHere, match="expert layers are not available yet"):
         experts.split_params_into_shared_and_expert_params(params)
 
 

@@ -238,7 +238,7 @@ def test_groups_of_layers_are_recomputed() -> None:
 SHARED = nn.Linear(2, 2)
 WITH_SHARED = nn.Sequential(SHARED, nn.ReLU())
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: LayerSpec(len), "is no class of nn.Module"),  # type: ignore[arg-type]
+    (lambda: LayerSpec(len), "is not a class of nn.Module"),  # type: ignore[arg-type]
     (lambda: PipelineModule(["linear"]), "layer 0 is 'linear'"),
     (lambda: PipelineModule([PipelineModule([nn.ReLU()])]), "layer 0 is a PipelineModule"),
     (lambda: PipelineModule([TiedLayerSpec("a", nn.Linear, 1, 1), TiedLayerSpec("a", nn.Embedding, 1, 1)]),

@@ -36,7 +36,7 @@ def test_a_dropped_or_doubled_action_is_found(name: str, chunks: int | None) -> 
             with pytest.raises(LauncherError, match=f"rank {rank}: {action} is there 2 times"):
                 check(with_rank(made, rank, [*actions, action]))
             if rank:
-                with pytest.raises(LauncherError, match=f"rank 0: {action} has no business on this rank"):
+                with pytest.raises(LauncherError, match=f"rank 0: {action} does not belong on this rank"):
                     check(with_rank(with_rank(made, rank, rest), 0, [*made.actions[0], action]))
 
 

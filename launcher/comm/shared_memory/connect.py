@@ -50,12 +50,12 @@ def _mailbox(group: dist.ProcessGroup) -> ShmQueue | None:
 def _connected(mailbox: ShmQueue | None, every: list[tuple[str, int, Any]]) -> str | None:
     """Connect the mailbox; gives why that, or reading the others' memory, is not possible."""
     if mailbox is None or any(address is None for _, _, address in every):
-        return "a rank could not get memory to share"
+        return "a rank could not allocate shared memory"
     problem = cross_memory.problem([(machine, address.pid, probe) for machine, probe, address in every])
     if problem is not None:
         return problem
     try:
         mailbox.connect([address for _, _, address in every])
     except OSError as error:
-        return f"the mailbox of another rank cannot be mapped: {error}"
+        return f"the queue of another rank cannot be mapped: {error}"
     return None

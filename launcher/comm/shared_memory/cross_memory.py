@@ -68,7 +68,7 @@ def problem(every: list[tuple[str, int, int]]) -> str | None:
         for _, pid, address in every:
             copy(pid, address, value)
             if int(value) != pid:
-                return f"process {pid} is not what it seems"
+                return f"process {pid} is not the expected rank"
     except OSError as error:
         return str(error)
     return None

@@ -141,8 +141,8 @@ class ShmQueue:
             raise LauncherError(f"rank {peer} of the axis (process {pid}) has ended", fix="see its log")
         if time.monotonic() > until:
             raise LauncherError(
-                f"no word from rank {peer} of the axis (process {pid}) for {LIMIT_S:g} s",
-                fix="see in its log what it is doing; ranks must run the same collectives",
+                f"nothing was received from rank {peer} of the axis (process {pid}) for {LIMIT_S:g} s",
+                fix="check its log; all ranks must run the same collectives",
             )
 
 

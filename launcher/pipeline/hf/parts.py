@@ -75,7 +75,7 @@ def parts_of(model: nn.Module) -> ModelParts:
     blocks = [(name, block) for name, block in unit_modules(model) if not set(name.split(".")) & TOWERS]
     rows = {name.rpartition(".")[0] for name, _ in blocks}
     if len(rows) != 1:
-        raise _uncuttable(model, "its blocks are not one row" if rows else "it has no list of blocks")
+        raise _uncuttable(model, "its blocks are not a single sequence" if rows else "it has no list of blocks")
     parts, ids, passed = ModelParts([], blocks, []), {id(block) for _, block in blocks}, False
     embedding, head = ends_of(model)
     for name, module in _around(model, ids, ""):

@@ -126,7 +126,7 @@ class Route:
             own = {slot: value for slot, value in slots_of(call).items() if slot not in arrived}
             for slot, value in own.items():
                 if isinstance(value, Tensor) and Origin.STAND_IN in self.origins.of(value):
-                    what = f"{_in_words(slot)} of {self.names[index]} was made by other blocks than the one before"
+                    what = f"{_in_words(slot)} of {self.names[index]} was made by blocks other than the one before"
                     raise _uncuttable(self.names[self.enter], what)
             if index == self.enter > 0:
                 self._check_others(own)
@@ -138,7 +138,7 @@ class Route:
             return
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and Origin.STAND_IN in self.origins.of(value):
-                what = "what runs after the blocks uses more than the last one gives"
+                what = "what runs after the blocks uses more than the output of the last one"
                 raise _uncuttable(self.names[self.enter], what)
 
     def _check_others(self, own: dict[ArgumentPath, Any]) -> None:
@@ -176,7 +176,7 @@ class Route:
                 continue
             origin = origins.of(value)
             if index == self.leave and origin == Origin.HERE | Origin.STAND_IN:
-                what = f"{_in_words(slot)} is made of what blocks of several stages give"
+                what = f"{_in_words(slot)} is made of outputs of blocks on several stages"
                 raise _uncuttable(self.names[index], what)
             if index == self.leave and origin == Origin.NOTHING:
                 self.learned.others[slot] = _sum(value)
@@ -195,7 +195,7 @@ class Route:
     def crossing(self) -> tuple[Tensor, ...]:
         """What the next stage needs, in the order of `learned.places`."""
         if not any(block == self.leave for places in self.learned.places for block, _ in places):
-            raise _uncuttable(self.names[self.leave], "none of its arguments is what the block before gives")
+            raise _uncuttable(self.names[self.leave], "none of its arguments is the output of the block before")
         self.learned.shapes = tuple(TensorShape.of(tensor) for tensor in self._crossing)
         found, self._crossing = tuple(self._crossing), []
         return found

@@ -32,11 +32,11 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     wrong = [cost for cost in costs if not 0 <= cost < float("inf")]
     if stages < 1 or wrong:
         what = f"{stages} stages" if stages < 1 else f"a cost of {wrong[0]}"
-        raise ConfigError(f"layers cannot be dealt out with {what}", fix="costs are finite and not negative")
+        raise ConfigError(f"layers cannot be divided with {what}", fix="costs are finite and not negative")
     if len(costs) < stages:
         noun = "layer cannot" if len(costs) == 1 else "layers cannot"
         raise ConfigError(
-            f"{len(costs)} {noun} be dealt out to {stages} stages: every stage needs one",
+            f"{len(costs)} {noun} be divided among {stages} stages: every stage needs one",
             where="pipeline.stages",
             fix=f"take at most {max(1, len(costs))} stages; stages x chunks are counted",
         )

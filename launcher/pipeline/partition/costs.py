@@ -43,14 +43,14 @@ def matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
     try:
         return re.compile(pattern, re.IGNORECASE).search
     except re.error as error:
-        what = f"{pattern!r} is no regular expression: {error.msg}"
+        what = f"{pattern!r} is not a regular expression: {error.msg}"
         raise ConfigError(what, where=WHERE, fix='write for example "type:decoderlayer"') from None
 
 
 def no_method(method: str) -> ConfigError:
     """There is no such method of dealing layers out."""
     return ConfigError(
-        f"there is no method {method!r} to deal layers out",
+        f"there is no method {method!r} to divide layers",
         where=WHERE,
         fix='write "best", "uniform", "parameters", "profile" or "type:REGEX"',
     )

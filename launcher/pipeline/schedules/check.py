@@ -40,7 +40,7 @@ def _complete(schedule: PipelineSchedule, trains: bool) -> None:
             if count > 1:
                 raise _error(schedule, rank, f"{action} is there {count} times")
             if action not in expected:
-                raise _error(schedule, rank, f"{action} has no business on this rank")
+                raise _error(schedule, rank, f"{action} does not belong on this rank")
         for action in expected:
             if action not in counts:
                 raise _error(schedule, rank, f"{action} is missing")
@@ -70,7 +70,7 @@ def _ordered(schedule: PipelineSchedule) -> None:
         missing = next(needed for needed in needs[action] if needed not in done)
         holder = schedule.rank_of[missing.stage]
         if holder == rank:
-            raise _error(schedule, rank, f"{action} stands before {missing}, which it needs")
+            raise _error(schedule, rank, f"{action} comes before {missing}, which it needs")
         waits.append(f"rank {rank} at {action} for {missing} of rank {holder}")
     if waits:
         raise LauncherError(f"{schedule.name}: deadlock: " + "; ".join(waits), where=_where(schedule))

@@ -55,7 +55,7 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
             raise ConfigError(
                 f"{name} with {chunks} chunks",
                 where=where,
-                fix='chunks from 2 on; with one chunk it is "1f1b"',
+                fix='at least 2 chunks; with one chunk it is "1f1b"',
             )
         return maker.make(stages, microbatches, chunks)
     if chunks not in (None, maker.chunks):

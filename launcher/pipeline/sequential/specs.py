@@ -25,13 +25,13 @@ class LayerSpec:
         module_args, module_kwargs: its arguments.
 
     Raises:
-        ConfigError: `typename` is no class of nn.Module.
+        ConfigError: `typename` is not a class of nn.Module.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise ConfigError(
-                f"{typename!r} is no class of nn.Module",
+                f"{typename!r} is not a class of nn.Module",
                 where=type(self).__name__,
                 fix="name the class, and then its arguments; a function or a module stands in the list as it is",
             )
@@ -106,7 +106,7 @@ def row_of(sources: Sequence[Any]) -> tuple[tuple[PipelineLayer, ...], dict[str,
                 f"layers {places[0]} and {index} are tied by {source.key!r}, and are a {first.typename.__name__} and "
                 f"a {source.typename.__name__}",
                 where="TiedLayerSpec",
-                fix="tie layers of one class; what the second one does otherwise is its forward_fn",
+                fix="tie layers of one class; what the second one does differently is its forward_fn",
             )
     _check_shared_parameters(layers)
     several = ((key, use) for key, use in uses.items() if len(use) > 1)

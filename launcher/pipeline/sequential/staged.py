@@ -73,10 +73,10 @@ class SequentialPart(nn.Module):
         if named or not 1 <= len(batch) <= 2:
             shown = f"a dict of {', '.join(named)}" if named else f"{len(batch)} parts"
             raise ConfigError(
-                f"a batch is {shown}, and a row of layers takes (inputs, labels)",
+                f"a batch is {shown}, but a sequence of layers takes (inputs, labels)",
                 where="engine.train_batch()",
-                fix="give pairs, with a tuple of tensors as inputs where there are several, or engine.set_batch_fn() "
-                "what makes pairs of batches",
+                fix="give pairs, with a tuple of tensors as inputs where there are several, or call "
+                "engine.set_batch_fn() with a function that makes pairs of batches",
             )
         output = self.stages[self.stage](batch[0] if self.stage == 0 else self.received)
         return output if self.stage < self.last else self._ended(output, batch[1:])

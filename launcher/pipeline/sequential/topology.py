@@ -29,7 +29,7 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(dim < 1 for dim in dims):
             raise ConfigError(
-                f"a topology of the axes {list(axes)} with the degrees {list(dims)} cannot be",
+                f"a topology of the axes {list(axes)} with the degrees {list(dims)} is not possible",
                 where="ProcessTopology(axes, dims)",
                 fix="give each axis a name of its own and a degree of at least 1",
             )

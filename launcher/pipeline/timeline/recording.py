@@ -64,7 +64,7 @@ def read(path: str | Path) -> Timeline:
     except (KeyError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise LauncherError(
-            f"{path} is no record of a pipeline step: {what}",
+            f"{path} is not a record of a pipeline step: {what}",
             fix="a file that a pipeline run wrote",
         ) from None
     if not all(timeline.spans):
@@ -77,7 +77,7 @@ def _span(row: dict[str, Any], record: dict[str, Any]) -> Span:
     kind = ActionKind(row["kind"])
     start, end = float(row["start"]), float(row["end"])
     if kind not in COMPUTE:
-        raise ValueError(f"{kind} is no compute action")
+        raise ValueError(f"{kind} is not a compute action")
     if not start <= end:
         raise ValueError(f"an action ends at {end}, before its start at {start}")
     stage = _index(row, "stage", int(record["stages"]) * int(record["chunks"]))

@@ -128,7 +128,7 @@ def _raise_order(every: list[CollectiveStreams]) -> None:
                     f"the {name} differ: number {place + 1} since the last step is {at[0]} on rank 0, "
                     f"and {at[other]} on rank {other}",
                     where=KEY,
-                    fix="have every rank run the same modules in the same order, as often",
+                    fix="have every rank run the same modules in the same order, equally often",
                 )
 
 

@@ -121,8 +121,8 @@ def _refuse_thawed(flat: FlatBuffer) -> None:
     for slot in flat.slots:
         if (slot.handle if flat.sharded else slot.leaf).requires_grad:
             raise LauncherError(
-                f"parameter '{slot.name}' was frozen in initialize(), so that no optimizer steps it, and requires a "
-                "gradient now",
+                f"parameter '{slot.name}' was frozen in initialize(), so no optimizer steps it, but it "
+                "requires a gradient now",
                 where=f"parameter {slot.name}",
                 fix=FREEZING,
             )

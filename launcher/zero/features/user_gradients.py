@@ -103,7 +103,7 @@ def warn_of_discard_once(rank: int) -> None:
     if rank == 0:
         logger.warning(
             "zero_grad() between the microbatches of a step has thrown their gradients away, as in PyTorch; if that is "
-            "not meant, leave it out: step() clears gradients itself (this is said once)"
+            "not meant, leave it out: step() clears gradients itself (reported once)"
         )
 
 
