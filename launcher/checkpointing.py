@@ -76,22 +76,22 @@ def configure(
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """`configure` again, with this `partition_activations`."""
+    """Call `configure` again, with this `partition_activations`."""
     configure(**{**_arguments, "partition_activations": partition_activation})
 
 
 def set_num_layers(nlayers: int) -> None:
-    """`configure` again, with this `num_checkpoints`."""
+    """Call `configure` again, with this `num_checkpoints`."""
     configure(**{**_arguments, "num_checkpoints": nlayers})
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return _checkpointer is not None
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args); only `args` are kept, and it runs again in backward, with the same random numbers.
+    """Return function(*args); only `args` are kept, and it runs again in backward, with the same random numbers.
 
     Inside a block that the JSON's section checkpoints, it only calls the function.
     """
@@ -111,7 +111,7 @@ def reset() -> None:
 
 
 def _section(config: Any, arguments: Mapping[str, Any]) -> ActivationCheckpointingConfig:
-    """The JSON's section with the arguments in it, checked as a whole."""
+    """Return the JSON's section with the arguments in it, checked as a whole."""
     loaded = config if isinstance(config, Config) or config is None else load(config)
     written = loaded.activation_checkpointing.given() if loaded and loaded.activation_checkpointing else {}
     tree = {"activation_checkpointing": {**written, **arguments}}

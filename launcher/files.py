@@ -13,7 +13,7 @@ LARGEST = 16 << 20  # bytes; of what people write by hand
 def read_small(
     path: Path, what: str, *, where: str, fix: str, errors: str = "strict", largest: int = LARGEST
 ) -> str:
-    """The text of a file, without a byte-order mark.
+    """Return the text of a file, without a byte-order mark.
 
     Args:
         what: it is, for messages: "the config file".

@@ -54,7 +54,7 @@ class Owner:
 
     @classmethod
     def read(cls, content: dict[str, Any]) -> Owner:
-        """From JSON.
+        """Read an owner from JSON.
 
         Raises:
             TypeError, ValueError: it is no owner.
@@ -80,11 +80,11 @@ class Owner:
         return cls(*place, os.getpid(), _started(os.getpid()), time.time(), run)
 
     def is_here(self) -> bool:
-        """Whether its process could be seen from this one."""
+        """Return whether its process could be seen from this one."""
         return (self.host, self.space) == (socket.gethostname(), _space())
 
     def is_gone(self, path: Path) -> str | None:
-        """Why this owner of the lock `path` is no more; None: it may live."""
+        """Return why this owner of the lock `path` is no more; None: it may live."""
         if self.is_here():
             if self.boot != _boot():
                 return f"{self.host} was restarted"
@@ -109,7 +109,7 @@ UNKNOWN = Owner("an unknown host", "", "", 0, 0, 0.0, "")
 
 
 def check_free(directory: Path, run: str = "") -> str | None:
-    """What is to be told before this run takes the directory; nothing is changed.
+    """Return what is to be told before this run takes the directory; nothing is changed.
 
     Raises:
         ConfigError: another run has it.
@@ -130,7 +130,7 @@ def check_free(directory: Path, run: str = "") -> str | None:
 
 
 def is_held(directory: Path, run: str) -> bool:
-    """Whether a process of this run has the directory: the agent that has started the ranks."""
+    """Return whether a process of this run has the directory: the agent that has started the ranks."""
     owner = _read(directory / FILE)
     return bool(run) and owner is not None and owner.run == run
 
@@ -208,12 +208,14 @@ def take(directory: Path, run: str, say: Callable[[str], None]) -> Ownership:
             where="--output-dir",
             fix="name a writable directory on a file system with hard links",
         ) from error
-    raise ConfigError(f"another run is taking {directory} at the same time", where="--output-dir", fix="start again")
+    raise ConfigError(
+        f"another run is taking {directory} at the same time", where="--output-dir", fix="start again"
+    )
 
 
 @contextlib.contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Others that would take `directory` wait here, so that one of them removes the lock of a dead owner.
+    """Make others that would take `directory` wait here, so that one of them removes the lock of a dead owner.
 
     The lock of the operating system ends with its process. Some shared file systems have none for directories: there
     links alone decide, and two runs that follow one dead owner in the same millisecond may not see each other.
@@ -252,7 +254,7 @@ def _move_away(path: Path, gone: Owner | None) -> None:
 
 
 def _read(path: Path) -> Owner | None:
-    """Whose lock it is; None where there is none.
+    """Return the owner of the lock; None where there is none.
 
     Raises:
         ConfigError: it is no file that a run could have written.
@@ -276,7 +278,7 @@ def _read(path: Path) -> Owner | None:
 
 
 def _age(path: Path) -> float:
-    """Seconds since the last beat, by the clock of the file system."""
+    """Return the seconds since the last beat, by the clock of the file system."""
     probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         probe.touch()
@@ -302,7 +304,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> int:
-    """When a process was started, in ticks since the boot; 0 where there is none, or nobody says it."""
+    """Return when a process was started, in ticks since the boot; 0 where there is none, or nobody says it."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):

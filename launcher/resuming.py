@@ -32,7 +32,7 @@ class Resuming:
 
     @classmethod
     def wanted(cls, args: argparse.Namespace, checkpoints: Path) -> Resuming | None:
-        """What `--resume` names; None: start anew.
+        """Return what `--resume` names; None: start anew.
 
         After a restart by the launcher or by Slurm it is this run's own newest checkpoint, where there is one.
 
@@ -48,7 +48,8 @@ class Resuming:
         return found
 
     def _check(self) -> None:
-        """A script's checkpoint says nothing of the data, and a damaged one without checksums may say anything."""
+        """Check a checkpoint: a script's says nothing of the data, and a damaged one without checksums may say
+        anything."""
         config, client = (self.meta.get(key) for key in ("config", "client_state"))
         lacks = [
             key for key in BATCH_KEYS if not isinstance(config, dict) or not isinstance(config.get(key), int)
@@ -63,20 +64,20 @@ class Resuming:
 
     @property
     def client_state(self) -> Mapping[str, Any]:
-        """Of the recipe."""
+        """Return the client state of the recipe."""
         found: Mapping[str, Any] = self.meta["client_state"]
         return found
 
 
 def written_batch(config: Config) -> dict[str, Any]:
-    """The batch keys as the JSON has them."""
+    """Return the batch keys as the JSON has them."""
     return {key: getattr(config, key) for key in BATCH_KEYS}
 
 
 def keep_batch(
     config: Config, resuming: Resuming, dp_degree: int, wanted: bool | None
 ) -> tuple[Config, str | None]:
-    """The JSON with the accumulation that keeps the checkpoint's global batch on another number of ranks.
+    """Return the JSON with the accumulation that keeps the checkpoint's global batch on another number of ranks.
 
     Args:
         wanted: `--keep-batch`; None keeps it where it divides and the JSON's batch keys are what they were.

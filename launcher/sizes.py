@@ -8,7 +8,8 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def bytes_of(text: str | float) -> int:
-    """Bytes of a number, or of "80GiB", "24 GB", "5GB", "512M" or "4096"; K, M, G and T alone are powers of 1024.
+    """Return the bytes of a number, or of "80GiB", "24 GB", "5GB", "512M" or "4096"; K, M, G and T alone are powers of
+    1024.
 
     Raises:
         ValueError: it is no size.
@@ -23,5 +24,5 @@ def bytes_of(text: str | float) -> int:
 
 
 def in_words(number: float) -> str:
-    """ "1.37 GiB", "10.6 MiB", "0.0 MiB"."""
+    """Return "1.37 GiB", "10.6 MiB", "0.0 MiB"."""
     return f"{number / (1 << 30):,.2f} GiB" if number >= 1 << 28 else f"{number / (1 << 20):,.1f} MiB"

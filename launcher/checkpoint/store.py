@@ -112,7 +112,7 @@ def find(
     group: dist.ProcessGroup | None = None,
     node: dist.ProcessGroup | None = None,
 ) -> tuple[str, dict[str, Any]] | None:
-    """`load_meta` on all ranks together, and every byte of the checkpoint compared with its checksum.
+    """Call `load_meta` on all ranks together, and compare every byte of the checkpoint with its checksum.
 
     Collective over `group`: all ranks find the same, or all raise. Ranks that share a directory share the work.
     """
@@ -138,7 +138,7 @@ def load_meta(
 def load_meta(
     directory: str | Path, tag: str | None = None, *, missing_ok: bool = False
 ) -> tuple[str, dict[str, Any]] | None:
-    """(tag, meta) of a checkpoint: of `tag`, or of the latest. Not collective.
+    """Return (tag, meta) of a checkpoint: of `tag`, or of the latest. Not collective.
 
     Args:
         missing_ok: where nothing was ever saved (there is no `latest`), return None.
@@ -150,7 +150,7 @@ def load_meta(
 
 
 def peek(directory: Path, tag: str | None) -> dict[str, Any]:
-    """The meta of a checkpoint that will be loaded, before its files are looked at. Not collective."""
+    """Return the meta of a checkpoint that will be loaded, before its files are looked at. Not collective."""
     chosen = tag if tag is not None else tags.tag_to_load(directory)[0]
     if chosen is None:
         raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
@@ -158,7 +158,8 @@ def peek(directory: Path, tag: str | None) -> dict[str, Any]:
 
 
 def has_latest(directory: Path) -> bool:
-    """Whether some checkpoint is the latest there; a `latest` that cannot be read counts, and is told on loading."""
+    """Return whether some checkpoint is the latest there; a `latest` that cannot be read counts, and is told on
+    loading."""
     return (directory / tags.LATEST_FILE).exists() or tags.tag_to_load(directory)[0] is not None
 
 
@@ -352,7 +353,7 @@ def _check_complete(metadata: Metadata) -> None:
 
 
 def _stamps_of_all(stamps: Stamps, ranks: CollectiveErrors) -> Stamps:
-    """Of all files in this rank's directory, in the order of the ranks that wrote them."""
+    """Return the stamps of all files in this rank's directory, in the order of the ranks that wrote them."""
     every = ranks.of_sharing({name: stamp.write() for name, stamp in stamps.items()})
     return {name: FileChecksum.read(content) for files in every for name, content in files.items()}
 

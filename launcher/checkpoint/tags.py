@@ -54,7 +54,7 @@ class CheckpointMeta:
 
 
 def check_tag(tag: str) -> str:
-    """`tag` itself, if it can name a directory on every system.
+    """Return `tag` itself, if it can name a directory on every system.
 
     Raises:
         CheckpointError: it has other characters than letters, digits, `_`, `-`, `.`, or is the word `latest`.
@@ -68,7 +68,7 @@ def check_tag(tag: str) -> str:
 
 
 def tag_path(directory: Path, tag: str) -> Path:
-    """Where the checkpoint `tag` is to be read from.
+    """Return where the checkpoint `tag` is to be read from.
 
     Raises:
         CheckpointError: there is no complete one.
@@ -104,7 +104,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def list_tags(directory: str | Path) -> list[str]:
-    """Tags of the complete checkpoints in `directory`, the oldest first. [] where there is no such
+    """Return the tags of the complete checkpoints in `directory`, the oldest first. [] where there is no such
     directory."""
     directory = Path(directory)
     if not directory.is_dir():
@@ -118,7 +118,7 @@ def list_tags(directory: str | Path) -> list[str]:
 
 
 def latest_tag(directory: str | Path) -> str | None:
-    """The tag that `latest` names; None where there is no such file.
+    """Return the tag that `latest` names; None where there is no such file.
 
     Raises:
         CheckpointError: the file cannot be read, or names no possible tag.
@@ -137,7 +137,7 @@ def latest_tag(directory: str | Path) -> str | None:
 
 
 def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
-    """The tag that `latest` names, and what is to be told of it.
+    """Return the tag that `latest` names, and what is to be told of it.
 
     A save that is killed just before it moves `latest` leaves it behind the newest checkpoint; a damaged `latest` may
     name another one, too. Which of them it was cannot be known here, so it is told.
@@ -217,7 +217,7 @@ def temporary_path(directory: Path, tag: str) -> Path:
 
 
 def tag_of(path: Path) -> str:
-    """The tag of a directory, also while it is written or about to be replaced."""
+    """Return the tag of a directory, also while it is written or about to be replaced."""
     return path.name.removeprefix(_TMP).removeprefix(_OLD)
 
 
@@ -273,7 +273,7 @@ def _first_line(body: bytes) -> str:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """The content of a checkpoint's meta.json.
+    """Return the content of a checkpoint's meta.json.
 
     Raises:
         CheckpointError: it is damaged, or of a newer format.
@@ -311,7 +311,7 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def _saved_at(path: Path) -> int:
-    """When a checkpoint was saved, in ns. A corrupted one counts as old."""
+    """Return when a checkpoint was saved, in ns. A corrupted one counts as old."""
     try:
         return read_meta(path).saved_at_ns
     except CheckpointError:

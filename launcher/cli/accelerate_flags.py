@@ -97,7 +97,7 @@ def _whole(tree: Mapping[str, Any], key: str, path: str) -> int | None:
 
 
 def variables(path: str) -> dict[str, str]:
-    """What accelerate's own launcher would tell the processes besides the JSON."""
+    """Return what accelerate's own launcher would tell the processes besides the JSON."""
     tree = checked(path)
     section = tree.get("deepspeed_config") or {}
     found = {"ACCELERATE_MIXED_PRECISION": precision_of(tree)}

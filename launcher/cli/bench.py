@@ -33,7 +33,7 @@ examples:
 
 
 def bench_parser() -> FlagParser:
-    """The parser of `launch bench`."""
+    """Return the parser of `launch bench`."""
     parser = FlagParser(
         prog="launch bench",
         description=DESCRIPTION,
@@ -116,7 +116,7 @@ def _write(out: str | None, text: str) -> None:
 
 
 def _show(console: Console, title: str, rows: list[IoMeasurement], chosen: IoMeasurement) -> None:
-    """The table: MB/s, and in percent of what the disk can do (the first row)."""
+    """Print the table: MB/s, and the percentage of what the disk can do (the first row)."""
     from rich.table import Table
 
     disk, *settings = rows

@@ -28,7 +28,7 @@ ROWS = ("host", "python", "executable", "cores", "memory", "gpus", "mask", "addr
 
 
 def report(argv: Sequence[str]) -> int:
-    """`launch report [launcher flags]`: a table of every host; 1 where one does not answer."""
+    """Run `launch report [launcher flags]`: print a table of every host; return 1 if one does not answer."""
     if {"-h", "--help"} & {*argv}:
         print(REPORT_HELP)
         return 0
@@ -48,7 +48,7 @@ def report(argv: Sequence[str]) -> int:
 
 
 def ssh(argv: Sequence[str]) -> int:
-    """`launch ssh [launcher flags] COMMAND`: a shell command on every host at once, lines behind its name.
+    """Run `launch ssh [launcher flags] COMMAND`: a shell command on every host at once, lines behind its name.
 
     Returns:
         0, or the largest exit code.
@@ -65,7 +65,7 @@ def ssh(argv: Sequence[str]) -> int:
 
 
 def _job(argv: Sequence[str]) -> Job:
-    """The hosts that the launcher's flags name; nothing is run on them."""
+    """Return the hosts that the launcher's flags name; nothing is run on them."""
     flags = launch_parser().parse_args([*argv, "--no_python"])
     return Job(RunRequest(flags, ["true"]), flags, None, None)
 

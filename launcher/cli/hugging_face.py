@@ -15,7 +15,7 @@ _YES = {"1", "true", "yes", "on", "y", "t"}
 
 
 def variables(config: str | None) -> dict[str, str]:
-    """Variables for the ranks of a script.
+    """Return the variables for the ranks of a script.
 
     Args:
         config: `--config` of launch, if it was given: accelerate takes it for a script that names no JSON itself.
@@ -39,5 +39,5 @@ def variables(config: str | None) -> dict[str, str]:
 
 
 def _plain(config: str) -> str:
-    """The JSON in base64: without comments, for accelerate reads it with Python's json."""
+    """Return the JSON in base64: without comments, for accelerate reads it with Python's json."""
     return in_base64({"zero_optimization": {"stage": 0}, **read(config).tree})

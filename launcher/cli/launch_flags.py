@@ -60,7 +60,7 @@ Dashes and underscores are the same: --num-gpus is --num_gpus.
 
 
 def launch_parser() -> FlagParser:
-    """The parser of everything that stands before the recipe's name."""
+    """Return the parser of everything that stands before the recipe's name."""
     parser = FlagParser(
         prog="launch",
         usage="launch [flags] --config DS.json [pretrain | finetune | RECIPE.py | SCRIPT.py] [its flags]\n"
@@ -101,7 +101,9 @@ def launch_parser() -> FlagParser:
         metavar="ADDR",
         help="address of the first node (default: one that the other nodes can reach)",
     )
-    run.add_argument("--master_port", type=_port, metavar="PORT", help="port of the first node (default: a free one)")
+    run.add_argument(
+        "--master_port", type=_port, metavar="PORT", help="port of the first node (default: a free one)"
+    )
     _add_script_flags(parser)
     _add_output_flags(parser)
     _add_host_flags(parser)
@@ -117,7 +119,9 @@ def launch_parser() -> FlagParser:
 def _add_host_flags(parser: FlagParser) -> None:
     hosts = parser.add_argument_group("several machines")
     hosts.add_argument("-H", "--hostfile", metavar="PATH", help="lines of `NAME slots=COUNT`")
-    hosts.add_argument("-i", "--include", metavar="SPEC", help="use only these hosts and slots: node1@node2:0,2-3")
+    hosts.add_argument(
+        "-i", "--include", metavar="SPEC", help="use only these hosts and slots: node1@node2:0,2-3"
+    )
     hosts.add_argument("-e", "--exclude", metavar="SPEC", help="use all hosts and slots but these")
     hosts.add_argument("--num_nodes", type=_nodes, metavar="N", help="use the first N hosts")
     hosts.add_argument(
@@ -220,10 +224,10 @@ def _add_host_flags(parser: FlagParser) -> None:
 
 def _add_script_flags(parser: FlagParser) -> None:
     script = parser.add_argument_group("how a script is started")
+    script.add_argument("--module", action="store_true", help="the script is a module, as for `python -m`")
     script.add_argument(
-        "--module", action="store_true", help="the script is a module, as for `python -m`"
+        "--no_python", action="store_true", help="the script is an executable, run without Python"
     )
-    script.add_argument("--no_python", action="store_true", help="the script is an executable, run without Python")
     script.add_argument(
         "--no_local_rank", action="store_true", help="do not append --local_rank=N to a script's arguments"
     )
@@ -237,15 +241,21 @@ def _add_script_flags(parser: FlagParser) -> None:
         action="store_true",
         help="give each rank its own share of the cores, inside one NUMA node where possible",
     )
-    script.add_argument("--bind_core_list", metavar="LIST", help="cores to divide among the ranks, e.g. 0-7,16-23")
+    script.add_argument(
+        "--bind_core_list", metavar="LIST", help="cores to divide among the ranks, e.g. 0-7,16-23"
+    )
 
 
 def _add_output_flags(parser: FlagParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--enable_each_rank_log", metavar="DIR", help="write every rank's output to DIR only, not to the console"
+        "--enable_each_rank_log",
+        metavar="DIR",
+        help="write every rank's output to DIR only, not to the console",
     )
-    output.add_argument("--tee", type=_ranks, metavar="RANKS", help="print the output of these ranks, too: 1,3 or all")
+    output.add_argument(
+        "--tee", type=_ranks, metavar="RANKS", help="print the output of these ranks, too: 1,3 or all"
+    )
     output.add_argument(
         "--log_level",
         choices=("debug", "info", "warning", "error", "critical"),

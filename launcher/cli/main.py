@@ -41,7 +41,7 @@ logger = logging.getLogger("launcher")
 
 
 def command() -> NoReturn:
-    """The command `launch`: `main`, and a quick end; taking torch apart takes seconds on a busy machine."""
+    """Run the command `launch`: `main`, and a quick end; taking torch apart takes seconds on a busy machine."""
     if _subcommand(sys.argv[1:]):
         gc.disable()  # they answer and end: a fifth of the time of large imports is a search for garbage
     try:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_error(text: str) -> None:
-    """`error: TEXT` on stderr, the first word red on a terminal."""
+    """Print `error: TEXT` to stderr, the first word red on a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -140,7 +140,7 @@ def _launch(argv: list[str]) -> int:
 
 
 def _join(flags: argparse.Namespace) -> NoReturn:
-    """Be a node of a run whose front end is on node 0."""
+    """Act as a node of a run whose front end is on node 0."""
     from launcher.cli.job import JOIN_S
     from launcher.cli.request import joining_place, joining_token
     from launcher.cluster import environment, handshake, join
@@ -152,7 +152,7 @@ def _join(flags: argparse.Namespace) -> NoReturn:
 
 
 def _checked_config(path: str | None, *, needed: bool) -> Config | None:
-    """The configuration, read and found right; None when none is named, and none is needed."""
+    """Return the configuration, read and found right; None when none is named, and none is needed."""
     if path is None:
         if needed:
             raise ConfigError(
@@ -181,7 +181,7 @@ def _find_config(flags: argparse.Namespace) -> None:
 
 
 def _is_yaml(path: str | None) -> bool:
-    """Whether it is accelerate's configuration, and not a JSON."""
+    """Return whether it is accelerate's configuration, and not a JSON."""
     if path is None:
         return False
     from launcher.config.accelerate_yaml import is_one
@@ -190,7 +190,7 @@ def _is_yaml(path: str | None) -> bool:
 
 
 def _source(path: str) -> str:
-    """What the ranks read: the absolute path of the configuration, or its text in base64."""
+    """Return what the ranks read: the absolute path of the configuration, or its text in base64."""
     from launcher.config.load import LONGEST_NAME, in_base64, read
 
     if _is_yaml(path):

@@ -46,17 +46,21 @@ _IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]{0,1023}", re.ASCII)
 
 
 def manifest_parser() -> FlagParser:
-    """The launcher's flags, and those of the manifest."""
+    """Return the launcher's flags, and those of the manifest."""
     parser = launch_parser()
     parser.prog, parser.description, parser.epilog = "launch manifest", DESCRIPTION, EPILOG
     parser.usage = (
         "launch manifest --kind KIND --image IMAGE --num_nodes N --num_gpus G [flags] [RECIPE] [its flags]"
     )
     own = parser.add_argument_group("the manifest")
-    own.add_argument("--kind", choices=tuple(KINDS), required=True, help="kind of object that starts the pods")
+    own.add_argument(
+        "--kind", choices=tuple(KINDS), required=True, help="kind of object that starts the pods"
+    )
     own.add_argument("--image", type=_image, required=True, metavar="IMAGE", help="image of the container")
     own.add_argument("--name", type=_name, default="launch", help="name of the run (default: launch)")
-    own.add_argument("--namespace", type=_object, metavar="NAME", help="namespace of the run (default: kubectl's)")
+    own.add_argument(
+        "--namespace", type=_object, metavar="NAME", help="namespace of the run (default: kubectl's)"
+    )
     own.add_argument("--shm", type=_size, metavar="SIZE", help="size limit of /dev/shm: 16Gi")
     own.add_argument(
         "--volume",
@@ -104,7 +108,7 @@ def print_manifest(argv: Sequence[str]) -> int:
 
 
 def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]) -> PodOptions:
-    """What the flags say of the pods.
+    """Return the pods that the flags ask for.
 
     Args:
         own: the launcher's tokens and the manifest's.
@@ -157,7 +161,9 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
 
 
 def _refused(name: str, where: str, fix: str) -> ConfigError:
-    return ConfigError(f"{name} looks like a secret, and a manifest must not contain one", where=where, fix=fix)
+    return ConfigError(
+        f"{name} looks like a secret, and a manifest must not contain one", where=where, fix=fix
+    )
 
 
 def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
@@ -181,7 +187,7 @@ def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
 
 
 def _config_text(source: str | None) -> str | None:
-    """The JSON as it is written, found right.
+    """Return the JSON as it is written, found right.
 
     Raises:
         ConfigError: it is not, or has a secret, be it in a comment.

@@ -34,7 +34,7 @@ EXIT_DOES_NOT_FIT = 1
 
 
 def estimate_parser() -> FlagParser:
-    """The parser of `launch memory-estimate`."""
+    """Return the parser of `launch memory-estimate`."""
     parser = FlagParser(
         prog="launch memory-estimate",
         description=DESCRIPTION,
@@ -108,7 +108,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
 
 
 def memory_of(gpu: str) -> int:
-    """Bytes of a device, by its name or by their number.
+    """Return the bytes of a device, by its name or by their number.
 
     Raises:
         ConfigError: it is neither.
@@ -128,7 +128,7 @@ def _device_bytes(text: str) -> int:
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
-    """One entry of `per_rank`."""
+    """Return one entry of `per_rank`."""
     between, peak = found.between, found.at_peak
     return {
         "rank": found.rank,

@@ -16,7 +16,7 @@ COMPONENTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
 def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int | None) -> None:
-    """Each rank that was looked at, by component."""
+    """Print each rank that was looked at, by component."""
     from rich.table import Table
 
     console = new_console()
@@ -44,7 +44,7 @@ def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int 
 
 
 def compare(variants: Sequence[Variant], device: int | None) -> None:
-    """Other ways of the same run, on their fullest ranks."""
+    """Print alternatives to the run, each on its most loaded rank."""
     from rich.table import Table
 
     table = Table(title="Alternatives (most loaded rank)", title_justify="left")
@@ -62,7 +62,7 @@ def compare(variants: Sequence[Variant], device: int | None) -> None:
 
 
 def advise(found: tuple[list[str], Variant] | None) -> None:
-    """What to change so that the run fits."""
+    """Print what to change so that the run fits."""
     console = new_console()
     if found is None:
         console.print(
@@ -78,7 +78,7 @@ def advise(found: tuple[list[str], Variant] | None) -> None:
 
 
 def as_json(variant: Variant, device: int | None) -> dict[str, Any]:
-    """One entry of `compare`."""
+    """Return one entry of `compare`."""
     if not variant.ranks:
         return {"name": variant.name, "refused": variant.refused}
     fullest = max(variant.ranks, key=lambda rank: rank.peak)

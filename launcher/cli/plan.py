@@ -35,7 +35,7 @@ SHOWN = 0.005  # the least part of a step's time that is shown
 
 
 def plan_parser() -> FlagParser:
-    """The parser of `launch plan`."""
+    """Return the parser of `launch plan`."""
     parser = FlagParser(
         prog="launch plan",
         description=DESCRIPTION,
@@ -50,7 +50,12 @@ def plan_parser() -> FlagParser:
         metavar="N",
         help="GPUs in a node (default: the usual number for this GPU)",
     )
-    add("--memory", type=size, metavar="BYTES", help="memory of a GPU, if it differs from the data sheet: 40GiB")
+    add(
+        "--memory",
+        type=size,
+        metavar="BYTES",
+        help="memory of a GPU, if it differs from the data sheet: 40GiB",
+    )
     add(
         "--global-batch",
         type=positive,
@@ -63,7 +68,12 @@ def plan_parser() -> FlagParser:
         metavar="L",
         help="tokens per sequence (default: 4096, or the model's maximum)",
     )
-    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="dtype of the parameters (default: bf16)")
+    add(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="dtype of the parameters (default: bf16)",
+    )
     add("--top", type=positive, default=10, metavar="K", help="number of layouts to show (default: 10)")
     add("--write", metavar="DS.json", help="write the configuration of the best layout")
     add("--html", metavar="FILE", help="write a report with plots")
@@ -132,14 +142,15 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def default_batch(world: int, sequence: int) -> int:
-    """Sequences of a step: some 16,384 tokens a device, between 0.5 M and 16.8 M in all; as many for each device."""
+    """Return the sequences of a step: some 16,384 tokens a device, between 0.5 M and 16.8 M in all; as many for each
+    device."""
     tokens = min(MOST_TOKENS, max(LEAST_TOKENS, TOKENS_OF_A_RANK * world))
     sequences = max(1, tokens // sequence)
     return -(-sequences // world) * world if sequences >= world else sequences
 
 
 def _ranks(flags: argparse.Namespace, as_built: int) -> tuple[int, int]:
-    """All ranks, and those of a node."""
+    """Return all ranks, and those of a node."""
     if flags.hostfile is None:
         return flags.num_gpus, min(flags.num_gpus, flags.gpus_per_node or as_built)
     slots = slots_of(flags.hostfile)

@@ -15,7 +15,7 @@ _NONE: Mapping[str, object] = MappingProxyType({})
 def training_parser(
     recipe: str, description: str, *, required: Sequence[str] = (), defaults: Mapping[str, object] = _NONE
 ) -> FlagParser:
-    """The parser a recipe starts from; it may add flags of its own.
+    """Return the parser a recipe starts from; it may add flags of its own.
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
     epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, save_every, eval_every, resume,
@@ -38,7 +38,10 @@ def training_parser(
     model.add_argument("--dataset", metavar="NAME", help="HF id, local file or directory, or `stdlib`")
     model.add_argument("--tokenizer", metavar="NAME", help="HF id or local directory (default: the model's)")
     model.add_argument(
-        "--train-tokenizer", type=positive, metavar="N", help="train a BPE tokenizer of N tokens on the data set"
+        "--train-tokenizer",
+        type=positive,
+        metavar="N",
+        help="train a BPE tokenizer of N tokens on the data set",
     )
     model.add_argument("--seq-length", type=_length, metavar="N", help="tokens per sequence")
     length = parser.add_argument_group("length")

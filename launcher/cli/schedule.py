@@ -35,13 +35,15 @@ docs/schedules.md describes the schedules.
 
 
 def schedule_parser() -> FlagParser:
-    """The parser of `launch schedule`."""
+    """Return the parser of `launch schedule`."""
     parser = FlagParser(
         prog="launch schedule",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the schedule; not needed with --trace")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="name of the schedule; not needed with --trace"
+    )
     parser.add_argument("--stages", type=positive, metavar="P", help="ranks of the pipeline")
     parser.add_argument("--microbatches", type=positive, metavar="M", help="microbatches per step")
     parser.add_argument("--chunks", type=positive, metavar="V", help="model chunks per rank (interleaved)")
@@ -84,7 +86,7 @@ def schedule(argv: Sequence[str]) -> int:
 
 
 def _made(flags: argparse.Namespace, measured: Timeline | None) -> PipelineSchedule:
-    """The schedule asked for, or the measured one; both must be the same where both are named."""
+    """Return the schedule asked for, or the measured one; both must be the same where both are named."""
     from launcher.pipeline.schedules import schedule as make
 
     wanted = {"NAME": flags.name, "--stages": flags.stages, "--microbatches": flags.microbatches}
@@ -132,7 +134,7 @@ def _costs(flags: argparse.Namespace, made: PipelineSchedule) -> MicrobatchCosts
 def _told(
     flags: argparse.Namespace, made: PipelineSchedule, predicted: Timeline, measured: Timeline | None
 ) -> list[str]:
-    """The lines under the grid."""
+    """Return the lines under the grid."""
     lines = []
     for called, shown in (("predicted" if measured else "simulated", predicted), ("measured", measured)):
         if shown is not None:
@@ -160,7 +162,7 @@ def _told(
 
 
 def _closed_form(flags: argparse.Namespace, made: PipelineSchedule) -> str:
-    """The bubble by formula, in the words of the line before."""
+    """Return the bubble by formula, in the words of the line before."""
     from launcher.pipeline.timeline.bubble import bubble_time
 
     costs = _costs(flags, made)
@@ -193,7 +195,7 @@ def _write(out: Path, made: PipelineSchedule, predicted: Timeline, measured: Tim
 
 
 def _time(text: str) -> float:
-    """The type of a time: a finite number from 0."""
+    """Return the type of a time: a finite number from 0."""
     try:
         number = float(text)
     except ValueError:

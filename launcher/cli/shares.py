@@ -31,7 +31,7 @@ logger = logging.getLogger("launcher")
 
 
 def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
-    """The shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
+    """Return the shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
 
     Raises:
         ConfigError: more ranks than devices, or degrees that do not make the number of ranks.
@@ -76,7 +76,7 @@ def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
 
 
 def places(job: Job, total: int) -> Sequence[str]:
-    """What people call each rank by its place on the mesh; empty where a script's model may still say so.
+    """Return what people call each rank by its place on the mesh; empty where a script's model may still say so.
 
     Raises:
         ConfigError: the degrees do not make the number of ranks.
@@ -92,7 +92,7 @@ def places(job: Job, total: int) -> Sequence[str]:
 
 
 def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
-    """What the shares of all nodes have in common."""
+    """Return what the shares of all nodes have in common."""
     flags, run = job.flags, job.run
     to_files = flags.enable_each_rank_log
     variables = {
@@ -132,7 +132,7 @@ def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
 
 
 def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
-    """The kind of device, and the hosts with the slots that are used there: where nobody has said them, all.
+    """Return the kind of device, and the hosts with the slots that are used there: where nobody has said them, all.
 
     Raises:
         ConfigError: more ranks are wanted than there are devices.
@@ -171,7 +171,7 @@ def _check_crowd(job: Job, node: Node, ranks: int) -> None:
 
 
 def allowed(job: Job, hosts: list[Host], *, is_restart: bool) -> list[Host]:
-    """The hosts with as many slots as the JSON's `elasticity` allows; only a restart leaves some unused.
+    """Return the hosts with as many slots as the JSON's `elasticity` allows; only a restart leaves some unused.
 
     Raises:
         ConfigError: it does not allow so many ranks, nor, after a restart, fewer.
@@ -191,7 +191,7 @@ def allowed(job: Job, hosts: list[Host], *, is_restart: bool) -> list[Host]:
 
 
 def _check_binding(job: Job, counts: Sequence[int]) -> None:
-    """The nodes bind cores themselves; mistakes that can be seen here are told before anything starts."""
+    """Report mistakes of binding that can be seen here before anything starts; the nodes bind cores themselves."""
     flags = job.flags
     if (flags.bind_cores_to_rank or flags.bind_core_list) and job.is_here(job.hosts[0]):
         listed = cores.parse_core_list(flags.bind_core_list) if flags.bind_core_list else cores.usable_cores()
@@ -199,7 +199,7 @@ def _check_binding(job: Job, counts: Sequence[int]) -> None:
 
 
 def _shown(job: Job, total: int) -> list[int]:
-    """Ranks whose output goes to the terminal: rank 0, and those of `--tee`.
+    """Return the ranks whose output goes to the terminal: rank 0, and those of `--tee`.
 
     Raises:
         ConfigError: there is no such rank.
@@ -235,7 +235,7 @@ def _say_what_starts(job: Job, nodes: Sequence[Node], counts: Sequence[int], dev
 
 
 def _names(hosts: Sequence[Host], shown: Sequence[int]) -> dict[int, str]:
-    """How each shown rank's lines begin."""
+    """Return how each shown rank's lines begin."""
     host_of = [host.name for host in hosts for _ in host.slots]
     return {rank: f"{host_of[rank]}:{rank}: " if len(hosts) > 1 else f"{rank}: " for rank in shown}
 

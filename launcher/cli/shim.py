@@ -43,7 +43,7 @@ def shim_parser() -> FlagParser:
 
 
 def shim(argv: Sequence[str]) -> int:
-    """`launch shim [ACTION]`; `run` becomes the command."""
+    """Run `launch shim [ACTION]`; `run` becomes the command."""
     action, *command = argv or ["status"]
     flags = shim_parser().parse_args([action])
     if command and flags.action != "run":
@@ -66,13 +66,13 @@ def shim(argv: Sequence[str]) -> int:
 
 
 def with_shim(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with the shim before all other packages."""
+    """Return the environment with the shim before all other packages."""
     found = os.pathsep.join(filter(None, [str(DIRECTORY), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": found}
 
 
 def status() -> str:
-    """What `import deepspeed` gives in this environment."""
+    """Return what `import deepspeed` gives in this environment."""
     if place().exists():
         return f"installed in {place()}: `import {PACKAGE}` imports launcher's engine in this environment"
     return f"not installed: `import {PACKAGE}` imports launcher's engine only in what `launch` starts"

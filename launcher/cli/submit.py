@@ -89,8 +89,8 @@ def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> i
 
 
 def by_name(own: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
-    """The launcher's tokens with `--export NAME` for what has a value of these, and every name once: a value that a
-    later `--export` replaces may be a secret, too."""
+    """Return the launcher's tokens with `--export NAME` for what has a value of these, and every name once: a value
+    that a later `--export` replaces may be a secret, too."""
     kept: dict[str, tuple[str, ...]] = {}
     tokens = iter(own)
     for position, token in enumerate(tokens):
@@ -106,7 +106,7 @@ def by_name(own: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
 
 
 def batch_script(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str], directory: Path) -> str:
-    """The text of the script."""
+    """Return the text of the script."""
     own = list(argv[: len(argv) - len(run.arguments) - 1])
     inside = without(own, "--submit", "--num_nodes", "--launcher")
     rest = list(run.arguments)

@@ -147,7 +147,7 @@ class Attempt:
         node.send("start", share=asdict(share))
 
     def _watch(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
-        """Until every node has ended well, or one has not."""
+        """Wait until every node has ended well, or one has not."""
         failing = False
         while any(node.running for node in self.crew.nodes) and not (failing or self.causes):
             self.console.flush()
@@ -281,7 +281,8 @@ class Attempt:
         return [node for node in self.crew.nodes if node.lost is not None]
 
     def _waits_for(self, running: Sequence[Node], *, patient: bool, deadline: float) -> bool:
-        """Whether some node may still say how its ranks ended: until the deadline, and as long as it has output."""
+        """Return whether some node may still say how its ranks ended: until the deadline, and as long as it has
+        output."""
         still = [node for node in running if node.running]
         silence_s = self.crew.timeouts.silence_s
         for node in still:

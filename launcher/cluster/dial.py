@@ -35,7 +35,7 @@ serve_at(*found)
 
 
 def one_line() -> str:
-    """The listener, as a line that no shell and no pattern of pdsh changes."""
+    """Return the listener, as a line that no shell and no pattern of pdsh changes."""
     source = Path(handshake.__file__).read_text(encoding="utf-8") + _LISTENER
     text = base64.b64encode(zlib.compress(source.encode(), 9)).decode()
     return f'import base64, zlib; exec(zlib.decompress(base64.b64decode("{text}")))'

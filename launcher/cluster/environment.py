@@ -61,7 +61,7 @@ _SKIPPED = re.compile(r"[ \t\r]*(?:#[^\n]*)?(?:\n|\Z)")
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """What goes to other nodes without being asked for."""
+    """Return what goes to other nodes without being asked for."""
     return {
         name: value
         for name, value in environment.items()
@@ -70,7 +70,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """What `.deepspeed_env` and `--export` say; the flag has the last word.
+    """Return the variables of `.deepspeed_env` and `--export`; the flag has the last word.
 
     Args:
         exports: `NAME` (its value here) or `NAME=VALUE`.
@@ -117,7 +117,7 @@ def _put(found: dict[str, str], name: str, value: str) -> None:
 
 
 def parse_file(text: str, name: str) -> dict[str, str]:
-    """`NAME=VALUE` lines; comments, blank lines, `export` and quotes as in a shell, but nothing is expanded.
+    """Parse `NAME=VALUE` lines; comments, blank lines, `export` and quotes as in a shell, but nothing is expanded.
 
     Inside double quotes a backslash takes the next character as it is, and quoted values may have several lines.
 
@@ -157,5 +157,5 @@ def parse_file(text: str, name: str) -> dict[str, str]:
 
 
 def of_mpi() -> list[str]:
-    """Prefixes of what mpirun and srun tell the agent, which ranks must not take for themselves."""
+    """Return the prefixes of what mpirun and srun tell the agent, which ranks must not take for themselves."""
     return ["OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "MPIR_CVAR_"]

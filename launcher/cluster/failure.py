@@ -69,7 +69,7 @@ class Failure:
 
 
 def read_record(path: str) -> ErrorRecord | None:
-    """The record at `path`, or None where the rank left none (it was killed, or ran on)."""
+    """Return the record at `path`, or None where the rank left none (it was killed, or ran on)."""
     try:
         message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
@@ -82,7 +82,7 @@ def read_record(path: str) -> ErrorRecord | None:
 def first_failure(
     exit_codes: Mapping[int, int], records: Mapping[int, ErrorRecord], pids: Mapping[int, int], seen_at: float
 ) -> Failure:
-    """The rank whose failure came first; the others mostly fail because of it.
+    """Return the rank whose failure came first; the others mostly fail because of it.
 
     Args:
         exit_codes: non-zero exit codes of the ranks that were dead when the failure was seen.
@@ -98,7 +98,7 @@ def first_failure(
 
 
 def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: str = "") -> str:
-    """The message for the terminal, without the leading `error:`.
+    """Return the message for the terminal, without the leading `error:`.
 
     Args:
         failure: the first failure.
@@ -128,8 +128,8 @@ def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: st
 
 
 def exit_code(failure: Failure) -> int:
-    """What the launcher exits with: 2 for a mistake that can be mended, 1 for an exception and for numbers that are not
-    finite, however the rank ended after it; else the rank's code, 128 + n for signal n, never 0."""
+    """Return what the launcher exits with: 2 for a mistake that can be mended, 1 for an exception and for numbers that
+    are not finite, however the rank ended after it; else the rank's code, 128 + n for signal n, never 0."""
     if failure.record is not None and failure.record.kind in _CODES:
         return _CODES[failure.record.kind]
     if failure.exit_code is None or failure.exit_code == 0:
@@ -148,7 +148,7 @@ def append_to_logs(records: Mapping[int, ErrorRecord], logs: Mapping[int, Path])
 
 
 def is_full(directory: Path) -> bool:
-    """Whether a log cannot grow there."""
+    """Return whether a log cannot grow there."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(1 << 16))
@@ -159,7 +159,7 @@ def is_full(directory: Path) -> bool:
 
 
 def with_tail(failure: Failure, log: Path) -> Failure:
-    """The failure with the last lines of the rank's log."""
+    """Return the failure with the last lines of the rank's log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 16384))

@@ -100,7 +100,7 @@ class FrontEnd:
                 processes.end_descendants(0, except_for=others)
 
     def _meet(self) -> rendezvous.RendezvousAddress:
-        """Where the ranks meet.
+        """Return where the ranks meet.
 
         Raises:
             LauncherError: a node is not ready.
@@ -157,8 +157,8 @@ class FrontEnd:
             self.judge(crew.everyone)
 
     def _choose(self) -> bool:
-        """Which nodes the next attempt runs on; whether they are others than before. `plan` may then leave some out,
-        which stays so while they are the same."""
+        """Return which nodes the next attempt runs on; whether they are others than before. `plan` may then leave some
+        out, which stays so while they are the same."""
         before, self._chosen = self._chosen, [n for n in self.crew.everyone if _is_there(n)][: self.max_nodes]
         if before == self._chosen:
             return False

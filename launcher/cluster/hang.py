@@ -38,7 +38,7 @@ class RankState:
 
 
 def describe(states: Sequence[RankState], log_dir: str) -> str:
-    """The report for the terminal."""
+    """Return the report for the terminal."""
     shown = [s for s in states if s.number is not None]
     if not shown:
         return "no rank has made progress for a while, and none reported where it is"
@@ -63,7 +63,7 @@ def write(states: Sequence[RankState], log_dir: str) -> None:
 
 
 def place(stack: str) -> str | None:
-    """`data.py:88 in next_batch`: where the main thread is, outside of what only waits for other ranks."""
+    """Return `data.py:88 in next_batch`: where the main thread is, outside of what only waits for other ranks."""
     threads = re.split(r"\n(?=(?:Current t|T)hread 0x)", "\n" + stack.strip())
     current = [thread for thread in threads if thread.startswith("Current thread")] or threads[-1:]
     frames = [match for line in current[0].splitlines() if (match := _FRAME.match(line))]

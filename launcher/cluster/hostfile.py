@@ -32,7 +32,7 @@ class Host:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """The hosts of a file, in its order.
+    """Return the hosts of a file, in its order.
 
     Raises:
         ConfigError: there is no such file, or a line is wrong; with its number and text.
@@ -47,7 +47,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def parse_hostfile(text: str, name: str) -> list[Host]:
-    """The same of a text; `name` is what errors call it."""
+    """Return the same of a text; `name` is what errors call it."""
     hosts: list[Host] = []
     lines: dict[str, int] = {}
     ranks = 0
@@ -58,7 +58,9 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
         where = f"{name}:{number}: {shortened(line.strip())}"
         match = _LINE.fullmatch(entry)
         if match is None:
-            raise ConfigError(f"{shortened(entry)!r} does not name a host and its slots", where=where, fix=FORM)
+            raise ConfigError(
+                f"{shortened(entry)!r} does not name a host and its slots", where=where, fix=FORM
+            )
         host = match["name"]
         if host.startswith("-") or len(host) > LONGEST_NAME or printable(host) != host:
             raise ConfigError(f"{shortened(host)!r} is not a valid host name", where=where, fix=FORM)
@@ -103,7 +105,7 @@ def check_size(nodes: int, ranks: int, where: str) -> None:
 
 
 def numbers(text: str, where: str, noun: str = "slot") -> tuple[int, ...]:
-    """`0,2,5-7` -> (0, 2, 5, 6, 7), ascending, each once.
+    """Parse `0,2,5-7` into (0, 2, 5, 6, 7), ascending, each once.
 
     Raises:
         ConfigError: not a list of numbers and ranges.

@@ -36,7 +36,7 @@ logger = logging.getLogger("launcher")
 
 
 def token_of(environment: Mapping[str, str], file: str | None, *, insecure: bool, makes: bool) -> str:
-    """What all nodes of a run must know.
+    """Return what all nodes of a run must know.
 
     Args:
         environment: may have it as LAUNCHER_TOKEN.
@@ -159,7 +159,7 @@ class JoinServer:
 def knock(
     addr: str, port: int, node_rank: int, token: str, patience_s: float
 ) -> tuple[socket.socket, SignedSession]:
-    """A connection to the front end, which may start later than this node, or want it later.
+    """Return a connection to the front end, which may start later than this node, or want it later.
 
     Args:
         patience_s: how long nobody may open.
@@ -194,7 +194,7 @@ def knock(
 
 
 def _wanted(connection: socket.socket, place: str, node_rank: int, token: str) -> SignedSession | None:
-    """The session with the front end where it takes this node now.
+    """Return the session with the front end where it takes this node now.
 
     Raises:
         ConfigError: it does not know the token, or of such a node.

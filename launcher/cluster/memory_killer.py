@@ -11,7 +11,8 @@ ALLOWANCE = "use less memory per rank, or give the job more"
 
 
 def kills() -> int | None:
-    """How many processes of this one's control group have been killed for memory; None where nothing counts them."""
+    """Return how many processes of this one's control group have been killed for memory; None where nothing counts
+    them."""
     for file in _counters():
         try:
             match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
@@ -23,7 +24,7 @@ def kills() -> int | None:
 
 
 def evidence(pid: int, kills_before: int | None) -> str | None:
-    """What says that process `pid` was killed for memory; None where nothing does.
+    """Return the evidence that process `pid` was killed for memory; None if there is none.
 
     Args:
         kills_before: `kills()` before it started.

@@ -33,7 +33,7 @@ class NodeTimeouts:
 
     @property
     def beat_s(self) -> float:
-        """How often each side says that it is alive."""
+        """Return how often each side says that it is alive."""
         return self.silence_s / 6
 
 
@@ -94,7 +94,7 @@ class NodeGroup:
             arriving.clear()
 
     def events(self) -> Iterator[tuple[Node, Message]]:
-        """What the nodes of the attempt say within one turn; `{"is": "lost"}`, once, for one that has gone (see
+        """Yield what the nodes of the attempt say within one turn; `{"is": "lost"}`, once, for one that has gone (see
         `Node.lost`). Other nodes arrive meanwhile, and are held in reserve."""
         if self.admit is not None:
             self.admit(self.everyone)
@@ -126,7 +126,7 @@ class NodeGroup:
             node.send(do, **more)
 
     def forget(self, node: Node) -> None:
-        """A lost node may be connected to again."""
+        """Let a lost node be connected to again."""
         node.close()
         node.lost = node.facts = None
         self._told_lost.discard(node)
@@ -156,7 +156,7 @@ class NodeGroup:
                 yield node, {"is": "lost"}
 
     def _arrives(self, node: Node, message: Message) -> bool:
-        """Whether the message is about the arrival of a node, which is then noted."""
+        """Return whether the message is about the arrival of a node, which is then noted."""
         if message["is"] == "here":
             node.facts = {**message["facts"], "arrived": time.time()}
             if node not in self.nodes and node not in self._arriving:

@@ -28,7 +28,7 @@ class NodeRequirements:
 
 
 def judge(nodes: Sequence[Node], needs: NodeRequirements) -> None:
-    """Raises:
+    """Refuse nodes that are not ready.
     ConfigError: some node is not ready; nothing has been started.
     """
     walls = _walls(nodes)
@@ -58,7 +58,7 @@ def refuse(rows: Sequence[tuple[str, str]], hosts: int) -> None:
 
 
 def _wrong(node: Node, nodes: Sequence[Node], needs: NodeRequirements) -> Iterator[str]:
-    """What is wrong with one node."""
+    """Yield what is wrong with one node."""
     facts = node.facts
     if node.lost is not None or facts is None:
         yield _why_unreachable(node)
@@ -92,7 +92,7 @@ WALL = "is there a firewall? ranks talk to one another on any port"
 
 
 def _walls(nodes: Sequence[Node]) -> dict[str, list[str]]:
-    """Who cannot reach whom, told of the host that is to blame where that can be seen.
+    """Return who cannot reach whom, reported for the host that is to blame where that can be seen.
 
     A host that none of several others reach, who reach one another, is behind a wall itself.
     """
@@ -119,7 +119,7 @@ def _walls(nodes: Sequence[Node]) -> dict[str, list[str]]:
 
 
 def few(names: Sequence[str]) -> str:
-    """All names, or of many the first and the last ones."""
+    """Return all names, or of many the first and the last ones."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ..., {names[-1]}"
 
 
@@ -144,7 +144,7 @@ def _why_unreachable(node: Node) -> str:
 
 
 def _most(values: Sequence[str | None]) -> str | None:
-    """What most have; of equally frequent ones the first."""
+    """Return what most have; of equally frequent ones the first."""
     return Counter(values).most_common(1)[0][0]
 
 

@@ -103,7 +103,7 @@ def leave(failed_with: list[int]) -> None:
 
 
 def say_last() -> None:
-    """What the script has left is deleted, and files are flushed, as at the end of any Python."""
+    """Delete what the script has left, and flush files, as at the end of any Python."""
     if "threading" in sys.modules:  # daemons that miss something now have nothing to say
         sys.modules["threading"].excepthook = lambda *_: None  # type: ignore[attr-defined]
     for module in [found for found in gc.get_objects() if type(found) is types.ModuleType]:
@@ -156,7 +156,7 @@ def record(kind: str, error: BaseException) -> None:
 
 
 def _script_traceback(error: BaseException) -> str:
-    """The traceback without the frames of this file and of runpy."""
+    """Return the traceback without the frames of this file and of runpy."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (
         __file__,

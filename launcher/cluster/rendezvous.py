@@ -79,8 +79,8 @@ def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]
 
 
 def partners(node: Node, nodes: Sequence[Node], first: Node) -> list[Node]:
-    """Whom a node tries: the first one, its next in the ring, and the one across the ring. Three tries for each node
-    find a machine that is walled off as all pairs would, and do not grow with the square of their number."""
+    """Return the nodes that a node tries: the first one, its next in the ring, and the one across. Three tries for each
+    node node find a machine that is walled off as all pairs would, and do not grow with the square of their number."""
     here, count = nodes.index(node), len(nodes)
     chosen = [first, nodes[(here + 1) % count], nodes[(here + max(2, count // 2)) % count]]
     return [other for other in dict.fromkeys(chosen) if other is not node and other in nodes]
@@ -94,7 +94,7 @@ def _places(target: Node, first: Node, wanted: RendezvousOptions) -> list[str]:
 
 
 def _agreed(first: Node, there: Sequence[Node], wanted: RendezvousOptions) -> str:
-    """The address of the first node that all others reach, or else most; the tries of the rest then fail."""
+    """Return the address of the first node that all others reach, or else most; the tries of the rest then fail."""
     if first not in there:
         return wanted.addr or first.name
     tried = {node: t for node in there for t in node.tries if t.target == first.name}
@@ -110,7 +110,7 @@ def _agreed(first: Node, there: Sequence[Node], wanted: RendezvousOptions) -> st
 def _answers(
     crew: NodeGroup, nodes: Sequence[Node], kind: str, look_up: Callable[[], None]
 ) -> Mapping[Node, Message]:
-    """What all say, but for those that are lost meanwhile."""
+    """Return the answers of all nodes but those that are lost meanwhile."""
     found: dict[Node, Message] = {}
     while any(node not in found and node.lost is None for node in nodes):
         for node, message in crew.events():

@@ -57,7 +57,7 @@ def ship(crew: NodeGroup, parcel: SyncManifest, look_up: Callable[[], None]) -> 
 
 
 def _send_some(node: Node, pieces: dict[Node, Iterator[Message]]) -> None:
-    """As much as the stream takes now, and a little more."""
+    """Send as much as the stream takes now, and a little more."""
     while not node.writer.full:
         piece = next(pieces[node], None)
         if piece is None:
@@ -68,7 +68,7 @@ def _send_some(node: Node, pieces: dict[Node, Iterator[Message]]) -> None:
 
 
 def _told(sent: dict[Node, int]) -> str:
-    """`1.2 MiB to node1, node2; nothing to node3`."""
+    """Return `1.2 MiB to node1, node2; nothing to node3`."""
     to: dict[int, list[str]] = {}
     for node, size in sent.items():
         to.setdefault(size, []).append(node.name)

@@ -53,17 +53,17 @@ class SyncManifest:
 
     @property
     def size(self) -> int:
-        """Bytes; equal contents count once."""
+        """Return the bytes; equal contents count once."""
         return sum({entry.digest: entry.size for entry in self.entries.values()}.values())
 
     def manifest(self) -> Message:
-        """What a node is told first."""
+        """Return the first message to a node."""
         entries = {name: entry.to_json() for name, entry in sorted(self.entries.items())}
         digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
         return {"name": digest[:16], "entries": entries, "directory": self.directory}
 
     def pieces(self, digests: Iterable[str]) -> Iterator[Message]:
-        """The contents, for a control stream."""
+        """Yield the contents, for a control stream."""
         for digest in digests:
             path = self.sources[digest]
             try:
@@ -142,7 +142,7 @@ def _entry(path: Path) -> SyncEntry:
 
 
 def _listed(root: Path) -> list[str]:
-    """Names of the files of a directory, relative to it."""
+    """Return the names of the files of a directory, relative to it."""
     in_git = any((place / ".git").exists() for place in (root, *root.parents))
     names = _not_ignored(root) if in_git else _all_of(root)
     if not names:
@@ -186,7 +186,7 @@ def _all_of(root: Path) -> list[str]:
 
 
 def spoken(size: int) -> str:
-    """Bytes as people write them."""
+    """Return the bytes as people write them."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}"

@@ -17,7 +17,7 @@ from launcher.comm.values import decode, encode
 
 
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank of the group passes, by rank. Collective.
+    """Return what every rank of the group passes, by rank. Collective.
 
     Args:
         value: numbers, texts, None, and lists, tuples and dicts of them.
@@ -36,7 +36,7 @@ def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any
 
 
 def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """What the first rank of the group passes; the others' values are not read. Collective."""
+    """Return what the first rank of the group passes; the others' values are not read. Collective."""
     first, device = dist.get_rank(group) == 0, _get_object_coll_device(group)
     content = packed(value).to(device) if first else None
     size = torch.tensor([0 if content is None else len(content)], device=device)
@@ -48,7 +48,7 @@ def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> 
 
 
 def packed(value: Any) -> Tensor:
-    """[bytes] uint8 on the CPU; `unpacked` gives the value.
+    """Return the value as [bytes] uint8 on the CPU; `unpacked` gives the value back.
 
     Raises:
         TypeError: JSON cannot hold it.

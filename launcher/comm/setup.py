@@ -15,7 +15,7 @@ BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 
 
 def pick_device(wanted: str = "auto") -> torch.device:
-    """The device of this rank: `auto` is this rank's GPU where there is one, else the CPU.
+    """Return the device of this rank: `auto` is this rank's GPU where there is one, else the CPU.
 
     Args:
         wanted: "auto", "cpu" or "cuda".

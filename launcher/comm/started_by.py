@@ -103,7 +103,8 @@ def take_arguments(init_method: str | None, rank: int, world_size: int) -> None:
 
 
 def _said(name: str, number: int, init_method: str | None) -> int | None:
-    """By the argument, else by the address (`tcp://host:port?rank=0&world_size=2`), else by the environment."""
+    """Return it by the argument, else by the address (`tcp://host:port?rank=0&world_size=2`), else by the
+    environment."""
     if number >= 0:
         return number
     query = parse_qs(urlsplit(init_method or "").query).get(name.lower())
@@ -129,6 +130,6 @@ def check_arguments(rank: int, world_size: int, here: tuple[int, int]) -> None:
 
 
 def _number(text: str | None) -> int:
-    """0 where there is none; srun writes `4`, and `4(x2)` for two nodes of four."""
+    """Return the number, 0 where there is none; srun writes `4`, and `4(x2)` for two nodes of four."""
     digits = (text or "").partition("(")[0].partition(",")[0]
     return int(digits) if digits.isdecimal() else 0

@@ -12,7 +12,7 @@ PAIRS, TUPLE = "__pairs__", "__tuple__"
 
 
 def encode(value: Any) -> Any:
-    """`value` made of what JSON can hold; what it cannot hold otherwise is left for json to refuse."""
+    """Return `value` made of what JSON can hold; what it cannot hold otherwise is left for json to refuse."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and not {PAIRS, TUPLE} & value.keys():
             return {key: encode(inner) for key, inner in value.items()}
@@ -25,7 +25,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given; a subclass of dict or tuple comes back as a plain one."""
+    """Return what `encode` was given; a subclass of dict or tuple comes back as a plain one."""
     if isinstance(value, dict):
         if value.keys() == {PAIRS}:
             return {decode(key): decode(inner) for key, inner in value[PAIRS]}

@@ -146,9 +146,7 @@ def _curriculum(config: Config) -> Iterator[Found]:
 
 def _of_curriculum(metric: SeqlenConfig) -> Iterator[tuple[str, str, str]]:
     yield from ((key, "", "write it") for key in metric.missing())
-    chooses = (
-        "needs DeepSpeed's index files of the data: here sequences are truncated to the length, not selected by it"
-    )
+    chooses = "needs DeepSpeed's index files of the data: here sequences are truncated to a length, not selected by it"
     for key in ("index_to_sample_path", "index_to_metric_path"):
         if getattr(metric, key) is not None:
             yield key, chooses, "delete it to truncate every sequence to the current length"

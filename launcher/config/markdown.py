@@ -167,7 +167,10 @@ def _obsolete() -> str:
 
 
 def _refused() -> str:
-    lines = ["## Keys that are refused\n", "Known keys that are an error unless they have the neutral value.\n"]
+    lines = [
+        "## Keys that are refused\n",
+        "Known keys that are an error unless they have the neutral value.\n",
+    ]
     lines += ["| key | what it is for | neutral value | status |", "|---|---|---|---|"]
     status = {"later": "not implemented", "old": "DeepSpeed dropped it", "ignored": "DeepSpeed ignores it"}
     for path, known in _leaves(known_keys(), ""):

@@ -171,7 +171,7 @@ def _too_little(accumulation: int | None) -> Problem:
 
 
 def _no_solution(given: Mapping[str, int | None], dp_degree: int, sources: Mapping[str, str]) -> Problem:
-    """Name the equation with its numbers, and the nearest numbers that solve it."""
+    """Return the name the equation with its numbers, and the nearest numbers that solve it."""
     terms = []
     for key in BATCH_KEYS:
         value = given.get(key)

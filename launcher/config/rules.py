@@ -93,7 +93,7 @@ DIFFICULTY_STEP = f"{LEARNING}.curriculum_metrics.seqlen.schedule_config.difficu
 
 
 def _left_open(config: Config) -> Iterator[Found]:
-    """Name defaults that surprise, and a stage that nobody has said yet."""
+    """Yield the name defaults that surprise, and a stage that nobody has said yet."""
     params = value_at(config, PARAMS)
     if isinstance(params, WarmupParams) and "warmup_type" not in params.model_fields_set:
         what = 'is not set: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
@@ -121,7 +121,7 @@ def _growing_momentum(config: Config) -> Iterator[Found]:
 
 
 def _elastic(config: Config) -> Iterator[Found]:
-    """Name the batch that elasticity chooses."""
+    """Yield the name the batch that elasticity chooses."""
     batch = config.elasticity.batch if config.elasticity.on else None
     if batch is not None:
         ranks = few(config.elasticity.world_sizes or ())

@@ -205,9 +205,7 @@ def _section(
 def _auto(root: Config, section: Section, path: Path) -> Explained:
     name, key = dotted(path), str(path[-1])
     if name in OF_HIDDEN_SIZE:
-        return Explained(
-            name, OF_HIDDEN_SIZE[name], "from the model, as in Hugging Face's Trainer", True
-        )
+        return Explained(name, OF_HIDDEN_SIZE[name], "from the model, as in Hugging Face's Trainer", True)
     if name == "scheduler.params.warmup_max_lr" and root.optimizer is not None:
         return Explained(name, _json(root.optimizer.params.lr), "the optimizer's learning rate", True)
     field = type(section).model_fields[key]

@@ -32,16 +32,17 @@ class Identity:
         return cls(getattr(dataset, "digest", None), length, len(dataset), seed, apart)
 
     def write(self) -> dict[str, Any]:
-        """In JSON."""
+        """Return the identity as JSON values."""
         return asdict(self)
 
     def is_other(self, was: Mapping[str, Any] | None) -> bool:
-        """Whether a checkpoint that noted `was` had another data set: its place means nothing in this one."""
+        """Return whether a checkpoint that noted `was` had another data set: its place means nothing in this one."""
         before = was and was.get("digest")
         return before is not None and self.digest is not None and before != self.digest
 
     def changes(self, was: Mapping[str, Any] | None, place: Mapping[str, Any]) -> list[str]:
-        """What is to be told, a line each, where a run goes on at `place` of the data that a checkpoint noted."""
+        """Return remarks, a line each, for a run that goes on at `place` of the data that a checkpoint noted.
+        noted."""
         at = f"sequence {place['samples']:,} of epoch {place['epoch']}"
         if was is None:
             return [

@@ -146,7 +146,7 @@ def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
 
 
 def _token_chunks(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Ids of the whole stream, some PIECE_CHARS characters of text at a time."""
+    """Yield the ids of the whole stream, some PIECE_CHARS characters of text at a time."""
     pieces: list[str] = []
     ends: list[bool] = []
     waiting = 0
@@ -180,7 +180,7 @@ def _texts(dataset: Dataset) -> Iterator[str]:
 
 
 def _cut(text: str) -> list[str]:
-    """A long document in pieces of at most PIECE_CHARS characters, cut after a newline where there is one."""
+    """Return a long document in pieces of at most PIECE_CHARS characters, cut after a newline where there is one."""
     pieces = []
     start = 0
     while len(text) - start > PIECE_CHARS:

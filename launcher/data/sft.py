@@ -107,7 +107,7 @@ def load_sft(
     split: str = "train",
     packed: bool = False,
 ) -> SftDataset:
-    """Instruction data for `finetune`.
+    """Load instruction data for `finetune`.
 
     Every conversation, completion and text ends with <eos>. Conversations go through the tokenizer's chat
     template, else the plain one: `role:\\ncontent\\n\\n` for each message, with <eos> after the content
@@ -165,7 +165,7 @@ def load_sft(
 
 
 def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Segment]:
-    """The text of a row in order, marked as learned or not.
+    """Return the text of a row in order, marked as learned or not.
 
     Raises:
         ConfigError: the row is of no accepted kind.
@@ -187,7 +187,7 @@ def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: 
 
 
 def prompt_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What a model reads before it answers: `text`, as the user's message where there is a chat template."""
+    """Return what a model reads before it answers: `text`, as the user's message where there is a chat template."""
     if tokenizer.chat_template:
         text = _render([{"role": "user", "content": text}], tokenizer, for_answer=True)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -233,7 +233,7 @@ def _plain(messages: Sequence[Mapping[str, str]], eos: str) -> list[Segment]:
 def _templated(
     messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[Segment]:
-    """What the chat template adds for each of the assistant's messages is learned, the rest is not."""
+    """Encode with the chat template: what it adds for each of the assistant's messages is learned, the rest is not."""
     whole = _render(messages, tokenizer)
     parts: list[Segment] = []
     position = 0

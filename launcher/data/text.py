@@ -31,7 +31,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 
 def load_text(dataset: str, *, split: str = "train", min_eval_chars: int = 8192) -> Dataset:
-    """Documents of `dataset`, one row each, in the column `text`.
+    """Load the documents of `dataset`, one row each, in the column `text`.
 
     Args:
         dataset: `stdlib` (Python's documentation topics and the sources of its standard library), a Hugging
@@ -53,7 +53,7 @@ def load_text(dataset: str, *, split: str = "train", min_eval_chars: int = 8192)
 
 
 def load_rows(dataset: str) -> Dataset:
-    """Rows as they are in `dataset`, with all their columns (see `load_text` for the names)."""
+    """Return the rows as they are in `dataset`, with all their columns (see `load_text` for the names)."""
     if dataset == "stdlib":
         return _documents(_stdlib_documents())
     path = Path(dataset).expanduser()
@@ -83,7 +83,7 @@ def text_column(rows: Dataset, dataset: str) -> Dataset:
 
 
 def hold_out(rows: Dataset, split: str, *, where: str, min_eval_chars: int = 8192) -> Dataset:
-    """The `train` or the `eval` part of the documents, cut at the same place by every process.
+    """Return the `train` or the `eval` part of the documents, cut at the same place by every process.
 
     Whole documents are held out from the end. Where that would take more than twice the share (one huge
     document), the document is cut at the end of a line.
@@ -123,7 +123,7 @@ def _cut_document(rows: Dataset, index: int, held: int, split: str) -> Dataset:
 
 
 def _lengths(rows: Dataset) -> np.ndarray:
-    """Bytes of each document [n], read from the Arrow offsets and not from the text."""
+    """Return the bytes of each document [n], read from the Arrow offsets and not from the text."""
     if rows._indices is not None:
         rows = rows.flatten_indices()
     lengths = pc.fill_null(pc.binary_length(rows.data.column("text")), 0)
@@ -131,13 +131,13 @@ def _lengths(rows: Dataset) -> np.ndarray:
 
 
 def _documents(texts: list[str], kind: pa.DataType | None = None) -> Dataset:
-    """Texts in memory as rows; the fingerprint is of the contents, so every process has the same."""
+    """Return texts in memory as rows; the fingerprint is of the contents, so every process has the same."""
     table = pa.table({"text": pa.array(texts, type=kind or pa.large_string())})
     return Dataset(table, fingerprint=cache_key(*texts)[:16])
 
 
 def _stdlib_documents() -> list[str]:
-    """Python's own documentation topics, then the sources of its library in the order of their paths."""
+    """Return Python's own documentation topics, then the sources of its library in the order of their paths."""
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_path("stdlib"))
@@ -154,7 +154,8 @@ def _stdlib_documents() -> list[str]:
 
 
 def _is_library(path: Path) -> bool:
-    """Not a test, not an installed package, not a file that differs by machine or repeats the topics."""
+    """Return whether a path is not a test, an installed package, or a file that differs by machine or repeats the
+    topics. topics."""
     if _NOT_LIBRARY & set(path.parts) or path.parts[0].startswith("config-"):
         return False
     return not path.name.startswith("_sysconfigdata") and path.parts != ("pydoc_data", "topics.py")
@@ -186,7 +187,7 @@ def _load_files(kind: str, paths: list[Path]) -> Dataset:
 
 
 def _decoded(path: Path) -> str:
-    """The text of a file; what is not UTF-8 in it is replaced, and told."""
+    """Return the text of a file; what is not UTF-8 in it is replaced, and told."""
     raw = path.read_bytes()
     text = raw.decode("utf-8", errors="replace")
     places = text.count(REPLACED) - raw.count(REPLACED.encode())
@@ -197,7 +198,7 @@ def _decoded(path: Path) -> str:
 
 @cache
 def _tell(text: str) -> None:
-    """Once, though the splits are read one after the other."""
+    """Log once, though the splits are read one after the other."""
     logger.warning("%s", text)
 
 
@@ -238,7 +239,7 @@ def _load_hub(name: str) -> Dataset:
 
 
 def _read(failure: str, *args: Any, **kwargs: Any) -> Dataset:
-    """`datasets.load_dataset(..., split="train")`; its many kinds of errors become one naming the data."""
+    """Call `datasets.load_dataset(..., split="train")`; its many kinds of errors become one naming the data."""
     try:
         return load_dataset(*args, split="train", **kwargs)
     except Exception as error:

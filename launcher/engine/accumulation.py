@@ -25,8 +25,8 @@ class AccumulationMixin:
         return cast("EngineCore", self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present microbatch is the last of a step; with `managed_gradient_accumulation: false` only the
-        caller knows, and the answer is False."""
+        """Return whether the present microbatch is the last of a step; with `managed_gradient_accumulation: false` only
+        the caller knows, and the answer is False."""
         if self._boundary is not None:
             return self._boundary
         core = self._core()
@@ -85,8 +85,8 @@ class AccumulationMixin:
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """The backwards of one step, at every stage: they only accumulate, and their gradients are reduced together
-        when the `with` ends. Then comes step(). The whole gradient is held meanwhile.
+        """Reduce the gradients of one step's backwards together, at every stage: inside they only accumulate, and they
+        are reduced when the `with` ends. Then comes step(). The whole gradient is held meanwhile.
 
         Raises:
             MisplacedCallError: inside another `no_sync()` or `coalesce_grad_reduction()`.
@@ -98,4 +98,4 @@ class AccumulationMixin:
         reducer.flush()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Nothing is left to do: gradients are reduced while backward goes on, and all have been when step() begins."""
+        """Do nothing: gradients are reduced while backward goes on, and all have been when step() begins."""

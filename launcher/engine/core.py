@@ -204,7 +204,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         return float(self.train_microbatches(batches, weights))
 
     def train_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor:
-        """As `run_microbatches`; the loss is fp64 [], and nobody waits for the device."""
+        """Do as `run_microbatches`; the loss is fp64 [], and nobody waits for the device."""
         self._check_usable("engine.train_batch()")
         if not self._syncs:
             raise MisplacedCallError(
@@ -234,13 +234,13 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
 
     @torch.no_grad()
     def eval_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
-        """As `run_microbatches`, without gradients."""
+        """Do as `run_microbatches`, without gradients."""
         return float(executor.weighted(*executor.evaluate(self, batches, weights)))
 
     # ---- the optimizer step -----------------------------------------------------------------
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only counts.
+        """Step at the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only count.
 
         With `managed_gradient_accumulation: false` every call is a boundary.
         """
@@ -266,7 +266,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.micro_steps += 1
 
     def step_without_schedule(self) -> None:
-        """`step()` for a script that calls the optimizer's: its schedule is stepped by the script, too."""
+        """Do `step()` for a script that calls the optimizer's: its schedule is stepped by the script, too."""
         schedule, self.lr_scheduler = self.lr_scheduler, None
         try:
             self.step()
@@ -289,7 +289,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             self._saver.raise_failure()
 
     def step_weights(self, needed: Collection[int] = ()) -> bool:
-        """Norm, overflow check, clipping and optimizer; returns whether it was left out because of an overflow.
+        """Run norm, overflow check, clipping and optimizer; return whether it was left out because of an overflow.
 
         Args:
             needed: versions of the weights that will be seen again, where training is asynchronous.
@@ -338,7 +338,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.telemetry.counted(self, samples)
 
     def _samples(self) -> int:
-        """Sequences of the present step over all ranks."""
+        """Return the sequences of the present step over all ranks."""
         if self.managed_gradient_accumulation():
             return self.train_batch_size()
         return self.train_micro_batch_size_per_gpu() * self.dp_world_size * self._backwards
@@ -359,7 +359,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
 
     @property
     def saver(self) -> Saver:
-        """What writes and reads checkpoints; made when it is first asked for."""
+        """Return the writer and reader of checkpoints, made when it is first asked for."""
         if self._saver is None:
             from launcher.checkpoint.saver import Saver
 

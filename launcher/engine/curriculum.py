@@ -23,7 +23,7 @@ class Curriculum:
         return cls(config.curriculum)
 
     def seqlen(self, steps_done: int) -> int | None:
-        """Tokens of a sequence in the optimizer step after `steps_done`; None without a curriculum."""
+        """Return the tokens of a sequence in the optimizer step after `steps_done`; None without a curriculum."""
         metric = self.metric
         if metric is None:
             return None
@@ -39,6 +39,6 @@ class Curriculum:
         return rising(steps_done + 1, low, high, pace.total_curriculum_step, pace.difficulty_step, degree)
 
     def cut(self, batch: Any, steps_done: int) -> Any:
-        """`batch` as the optimizer step after `steps_done` sees it."""
+        """Return `batch` as the optimizer step after `steps_done` sees it."""
         length = self.seqlen(steps_done)
         return batch if length is None else cut(batch, length)

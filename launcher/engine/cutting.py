@@ -60,7 +60,7 @@ def cut_row(
     *,
     taken: bool = False,
 ) -> SequentialPipeline:
-    """This rank's layers of a row, built; says how even the stages are.
+    """Return this rank's layers of a row, built; report how even the stages are.
 
     Args:
         data, collate_fn: a data set, of which "profile" measures a microbatch.
@@ -141,7 +141,7 @@ def recompute_stages(model: nn.Module, staged: StagedPart, config: Config, tp: A
 def _recompute_row(
     staged: SequentialPipeline, section: ActivationCheckpointingConfig | None, tp: Axis
 ) -> Checkpointer | None:
-    """Groups of layers, by the row's interval, keep their inputs as the section says."""
+    """Return the groups of layers, by the row's interval, keep their inputs as the section says."""
     stages = [stage for stage in staged.part.stages.values() if stage.interval]
     if section is None or not stages:
         return None

@@ -28,7 +28,7 @@ _SEED = 20
 
 
 def for_attention(engine: Engine, batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch, with the borders of its documents where FlashAttention will read them."""
+    """Return the batch, with the borders of its documents where FlashAttention will read them."""
     if POSITIONS not in batch or not is_flash_attention_requested(_text_config(engine)):
         return batch
     starts = (batch[POSITIONS].flatten() == 0).nonzero().flatten()

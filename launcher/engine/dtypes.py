@@ -19,18 +19,19 @@ SAFE_MODULES = "torch_autocast.lower_precision_safe_modules"
 
 
 def autocast_dtype(config: Config) -> torch.dtype | None:
-    """The dtype of `torch_autocast`; None when it is off."""
+    """Return the dtype of `torch_autocast`; None when it is off."""
     section = config.torch_autocast
     return DTYPES[str(section.dtype or "bf16")] if section.enabled is True else None
 
 
 def scales_loss(config: Config) -> bool:
-    """Whether gradients are float16, so that the loss is scaled."""
+    """Return whether gradients are float16, so that the loss is scaled."""
     return bool(config.fp16.enabled) or autocast_dtype(config) is torch.float16
 
 
 def state_dtype(config: Config, client: Any = None) -> torch.dtype:
-    """The least precise dtype of optimizer states: 16 bits where somebody asks for them and master weights have 16.
+    """Return the least precise dtype of optimizer states: 16 bits where somebody asks for them and master weights have
+    16.
 
     Args:
         client: the script's own optimizer, in place of the JSON's.
@@ -54,7 +55,7 @@ def state_dtype(config: Config, client: Any = None) -> torch.dtype:
 
 
 def special_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
-    """Parameter name -> its dtype, for those that do not have the dtype of the model.
+    """Return parameter name -> its dtype, for those that do not have the dtype of the model.
 
     In a 16-bit model: those that `data_types.keep_in_fp32_modules` names. Under torch_autocast: the floating-point
     parameters of the modules that `lower_precision_safe_modules` names.
@@ -87,7 +88,7 @@ def special_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def kept_in_fp32(config: Config, model: nn.Module) -> re.Pattern[str] | None:
-    """What matches the names of the parameters and buffers that stay float32; None where nothing departs.
+    """Return what matches the names of the parameters and buffers that stay float32; None where nothing departs.
 
     A pattern matches anywhere in a name, as in Hugging Face's from_pretrained.
 

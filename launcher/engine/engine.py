@@ -77,7 +77,7 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         compile_kwargs: dict[str, Any] | None = None,
         schedule: Any = None,
     ) -> None:
-        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs. With
+        """Compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs. With
         "inductor", also the optimizer's step of 16-bit parameters on the CPU.
 
         DeepSpeed compiles the whole module. A second call does nothing.

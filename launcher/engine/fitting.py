@@ -36,7 +36,7 @@ KINDS = ("model", "buffer", *STATES, "rng", "rng_python", "rng_numpy", "rng_cuda
 
 
 def parts_of(full_name: str) -> tuple[str, str, str]:
-    """KIND/STATE/PARAMETER; a kind without states gives no parameter."""
+    """Split KIND/STATE/PARAMETER; a kind without states gives no parameter."""
     kind, _, rest = full_name.partition("/")
     key, _, name = rest.partition("/")
     return kind, key, name
@@ -52,7 +52,7 @@ def look(
     scheduler: bool,
     allow_model_changes: bool,
 ) -> Stored:
-    """What is stored. Collective.
+    """Return what the checkpoint stores. Collective.
 
     Raises:
         CheckpointError: on every rank: it does not fit.
@@ -85,7 +85,7 @@ def look(
 
 
 def _check_meta(path: Path, meta: dict[str, Any]) -> None:
-    """A file without checksums, or one that another program wrote, may lack what is loaded from it."""
+    """Check the meta: a file without checksums, or one that another program wrote, may lack what is loaded from it."""
     wrong = [
         f"{key} is {'missing' if key not in meta else f'of type {type(meta[key]).__name__}'}"
         for key, kinds in META.items()
@@ -100,7 +100,7 @@ def _check_meta(path: Path, meta: dict[str, Any]) -> None:
 
 
 def _shapes(engine: Engine) -> dict[str, Size]:
-    """Name in a checkpoint -> shape, of this stage's parameters and buffers."""
+    """Return the name in a checkpoint -> shape, of this stage's parameters and buffers."""
     shapes = {f"model/{name}": slot.split.shape for name, slot in engine.zero.slots.items()}
     return shapes | {f"buffer/{name}": value.shape for name, value in persistent_buffers(engine.module)}
 
@@ -127,7 +127,7 @@ def _check_names(path: Path, stored: Stored, known: set[str]) -> None:
 
 
 def _check_shapes(path: Path, stored: Stored, mine: dict[str, Size], read: set[str]) -> None:
-    """Args:
+    """Check that the tensors have the shapes of the model.
     read: what this rank needs; a node with storage of its own has no more than its ranks need.
     """
     missing = [name for name in mine if name in read and name not in stored]
@@ -157,7 +157,8 @@ def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
 
 
 def _check_schedule(engine: Engine, path: Path, state: dict[str, Any] | None) -> None:
-    """DeepSpeed's schedules and torch's count their steps under other names, and would begin anew in silence."""
+    """Check the kind of schedule: DeepSpeed's and torch's count their steps under other names, and would begin anew in
+    silence."""
     mine = "last_batch_iteration" if isinstance(engine.lr_scheduler, Schedule) else "last_epoch"
     theirs = "last_epoch" if isinstance(engine.lr_scheduler, Schedule) else "last_batch_iteration"
     known = isinstance(engine.lr_scheduler, Schedule | LRScheduler)
@@ -171,8 +172,8 @@ def _check_schedule(engine: Engine, path: Path, state: dict[str, Any] | None) ->
 
 
 def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -> None:
-    """Every parameter has all its states: those that its like in the same param group have. One that was never
-    stepped has none at all."""
+    """Check that every parameter has all its states: those that its like in the same param group have. One that was
+    never stepped has none at all."""
     assert engine.optimizer is not None
     strange = [name for name in stored if parts_of(name)[0] not in KINDS]
     states: dict[str, set[str]] = defaultdict(set)
@@ -208,7 +209,7 @@ def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -
 
 
 def _alike(engine: Engine, stored: Stored) -> Iterator[list[str]]:
-    """Parameters that this rank steps, by param group and number of dims: optimizers treat these alike."""
+    """Yield the parameters that this rank steps, by param group and number of dims: optimizers treat these alike."""
     assert engine.optimizer is not None
     groups = enumerate(engine.optimizer.inner.param_groups)
     group_of = {id(tensor): number for number, group in groups for tensor in group["params"]}

@@ -26,7 +26,7 @@ WHERE = "initialize(mpu=...)"
 
 
 def loaded_config(args: Any, config: Any) -> Config:
-    """The configuration; what a person should know of its keys is logged, on rank 0.
+    """Return the configuration; what a person should know of its keys is logged, on rank 0.
 
     Raises:
         ArgumentsError: it is given twice or not at all.
@@ -67,7 +67,7 @@ def tell(config: Config) -> None:
 
 
 def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
-    """Model parallelism that a script has set up by itself must be that of the JSON, rank by rank.
+    """Check that the model parallelism that a script has set up by itself is that of the JSON, rank by rank.
 
     Args:
         mpu: Megatron's module of that name, or an object with its getters; None: there is none.
@@ -106,7 +106,7 @@ def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
 
 
 def _asked(mpu: Any, names: tuple[str, ...], what: str) -> int | None:
-    """The answer of the first getter that the mpu has; None where it has none of them."""
+    """Return the answer of the first getter that the mpu has; None where it has none of them."""
     getters = (getattr(mpu, name.format(what), None) for name in names)
     getter = next((getter for getter in getters if callable(getter)), None)
     return None if getter is None else int(getter())

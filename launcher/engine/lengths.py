@@ -16,7 +16,7 @@ from launcher.errors import LauncherError
 
 
 def rising(step: int, low: int, high: int, total: int, grain: int, degree: int = 1) -> int:
-    """Length along a root: from `low` at step 0 to `high` at step `total`.
+    """Return the length along a root: from `low` at step 0 to `high` at step `total`.
 
     Args:
         step: optimizer step, from 1.
@@ -30,7 +30,7 @@ def rising(step: int, low: int, high: int, total: int, grain: int, degree: int =
 
 
 def stepped(step: int, lengths: Sequence[int], last_steps: Sequence[int], high: int) -> int:
-    """Length in written steps.
+    """Return the length in written steps.
 
     Args:
         step: optimizer step, from 1.
@@ -43,7 +43,7 @@ def stepped(step: int, lengths: Sequence[int], last_steps: Sequence[int], high: 
 
 
 def cut(batch: Any, length: int) -> Any:
-    """`batch` with every sequence in it cut to its first `length` tokens.
+    """Return `batch` with every sequence in it cut to its first `length` tokens.
 
     The number of tokens, S, is that of `input_ids`, else of the first tensor of whole numbers [batch, S]. Cut are all
     tensors [batch, S, ...], and the last two dims of masks [batch, heads, S, S].

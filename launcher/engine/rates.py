@@ -24,7 +24,9 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
     if engine.global_rank or not (optimizer or scheduler):
         return
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is None:
-        logger.warning("the checkpoint has no schedule state: the schedule of this run starts at its first step")
+        logger.warning(
+            "the checkpoint has no schedule state: the schedule of this run starts at its first step"
+        )
         return
     if optimizer and engine.lr_scheduler is None and meta["scheduler"] is not None:
         rate = f"{engine.get_lr()[0]:g}"
@@ -36,9 +38,7 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
     if not changes:
         return
     if scheduler and isinstance(engine.lr_scheduler, Schedule):
-        what = (
-            "the schedule continues with the values that the JSON has now, after one more step at the checkpoint's rate"
-        )
+        what = "the schedule continues with the JSON's present values, after one more step at the checkpoint's rate"
     elif scheduler and engine.lr_scheduler is not None:
         what = "using the checkpoint's value, which its schedule keeps; load_lr_scheduler_states=False starts over"
     elif optimizer and engine.lr_scheduler is None:

@@ -69,7 +69,7 @@ class CheckpointMixin:
         return True
 
     def _common(self, directory: Path) -> Path:
-        """The directory of rank 0, unless each node has its own. Collective."""
+        """Return the directory of rank 0, unless each node has its own. Collective."""
         if self._engine().use_node_local_storage():
             return directory
         named = gather_plain(str(directory))
@@ -162,7 +162,7 @@ class CheckpointMixin:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """The whole module.state_dict() on rank 0's CPU, None elsewhere. Every rank must call it."""
+        """Return the whole module.state_dict() on rank 0's CPU, None elsewhere. Every rank must call it."""
         from launcher.engine.whole import whole_state_dict
 
         return whole_state_dict(self._engine(), exclude_frozen_parameters)

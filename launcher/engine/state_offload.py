@@ -123,7 +123,7 @@ class StateOffloadMixin:
 
 
 def _put(storage: Storage, pins: bool) -> Tensor:
-    """The bytes of a storage in host memory; its own memory is given back."""
+    """Return the bytes of a storage in host memory; its own memory is given back."""
     kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pins)
     kept.copy_(_bytes_of(storage))
     storage.resize_(0)

@@ -61,7 +61,8 @@ def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool
 
 
 def weights_directory(name: str) -> Path | None:
-    """The directory with the safetensors that `--model` names; None for a bare config or the embedded default."""
+    """Return the directory with the safetensors that `--model` names; None for a bare config or the embedded
+    default."""
     path = Path(name).expanduser()
     if name == DEFAULT_MODEL or path.is_file():
         return None

@@ -60,5 +60,5 @@ class Estimate:
 
     @property
     def phase(self) -> str:
-        """The one with the peak."""
+        """Return the one with the peak."""
         return max(self.peaks, key=lambda name: self.peaks[name])

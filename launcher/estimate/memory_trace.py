@@ -206,7 +206,7 @@ class TraceRecorder:
 
 
 def relative(items: Items, block: str) -> Items:
-    """The same with names inside of a block that begin there."""
+    """Return the same with names inside of a block that begin there."""
     return [
         replace(item, name=item.name.removeprefix(block))
         if isinstance(item, TraceMark) and (item.name == block or item.name.startswith(f"{block}."))
@@ -216,6 +216,6 @@ def relative(items: Items, block: str) -> Items:
 
 
 def absolute(mark: TraceMark, block: str) -> str:
-    """The name of a mark, for a block."""
+    """Return the name of a mark, for a block."""
     inside = mark.name.startswith(".") or (not mark.name and mark.event is not TraceEvent.TURN)
     return block + mark.name if inside else mark.name

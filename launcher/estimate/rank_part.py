@@ -57,7 +57,7 @@ class RankParts:
         self._known: dict[Any, RankPart] = {}
 
     def of(self, config: Config, mesh: Mesh, sequence: int) -> RankPart:
-        """What the rank of the mesh has.
+        """Return what the rank of the mesh has.
 
         Args:
             config: resolved.

@@ -33,7 +33,7 @@ class OptimizerStates:
     once: int
 
     def bytes_of(self, numel: int) -> int:
-        """Of so many elements."""
+        """Return the bytes of so many elements."""
         return self.once + numel * sum(dtype.itemsize for dtype in self.dtypes.values())
 
 
@@ -53,7 +53,7 @@ class StateBytes:
         self._found: dict[tuple[int, torch.dtype], OptimizerStates] = {}
 
     def of(self, gradients: Iterable[FlatGradient]) -> OffloadedBytes:
-        """Bytes of the states of what a rank owns, by where they rest."""
+        """Return the bytes of the states of what a rank owns, by where they rest."""
         held: OffloadedBytes = Counter()
         for gradient in gradients:
             flat = gradient.flat
@@ -67,7 +67,7 @@ class StateBytes:
         return held
 
     def dtypes(self, gradient: FlatGradient) -> dict[str, torch.dtype]:
-        """The states with a value for each element of a buffer, by name."""
+        """Return the states with a value for each element of a buffer, by name."""
         names = (slot.name for slot in gradient.flat.slots if slot.name in self._group_of)
         name = next(names, None)
         if name is None:

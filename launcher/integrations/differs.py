@@ -137,7 +137,7 @@ DIFFERS: Mapping[str, str] = {
 
 
 def difference_of(name: str) -> str:
-    """How a name that is here is not the same; "" where it is."""
+    """Return how a name that is here is not the same; "" where it is."""
     parts = name.split(".")
     for number in range(len(parts), 0, -1):
         if (found := DIFFERS.get(".".join(parts[:number]))) is not None:

@@ -69,7 +69,7 @@ class InferenceEngine(ModuleHolder):
 def init_inference(
     model: nn.Module, config: str | Path | Mapping[str, Any] | None = None, **keywords: Any
 ) -> InferenceEngine:
-    """The model, to run in `dtype` (float16 where none is said, as in DeepSpeed) on the device of this rank.
+    """Return the model, to run in `dtype` (float16 where none is said, as in DeepSpeed) on the device of this rank.
 
     Args:
         config: DeepSpeed's keys of inference, or the path of a JSON with them.

@@ -83,7 +83,7 @@ ONLY_CALLS: Mapping[str, tuple[str, ...]] = {module: tuple(names.split()) for mo
 
 
 def only_called(module: str, name: str) -> type | None:
-    """A class that stands for a name of `ONLY_CALLS`, and says at its call that it is not available; None for
+    """Return a class that stands for a name of `ONLY_CALLS`, and says at its call that it is not available; None for
     others."""
     if name not in ONLY_CALLS.get(module, ()):
         return None

@@ -54,7 +54,9 @@ INFERENCE = Refusal(
     "generate with the model itself: transformers' generate() works under every stage",
 )
 COMPRESSION = Refusal("compression and quantization of a model are not available", "train the model as it is")
-KERNELS = Refusal("its own GPU kernels are not available", "use torch's operators, or the model of transformers")
+KERNELS = Refusal(
+    "its own GPU kernels are not available", "use torch's operators, or the model of transformers"
+)
 BUILDERS = Refusal(
     "DeepSpeed's C++ and CUDA operators are not built here",
     "nothing has to be built: optimizers and offload work without",
@@ -274,9 +276,7 @@ REFUSED: Mapping[str, Refusal] = {
             "expert_tensor_parallel_world_size",
         )
     },
-    "utils.comms_logging": Refusal(
-        "it is internal to DeepSpeed's log", "deepspeed.comm.log_summary()"
-    ),
+    "utils.comms_logging": Refusal("it is internal to DeepSpeed's log", "deepspeed.comm.log_summary()"),
     "utils.config": SECTIONS,
     "utils.debug": Refusal(
         "helpers for DeepSpeed's own debugging are not available", "print the names of the model"
@@ -311,7 +311,7 @@ _ALL = Refusal("launcher's engine has no such name")
 
 
 def refusal_of(name: str) -> Refusal:
-    """Why a name below `deepspeed` is not available."""
+    """Return why a name below `deepspeed` is not available."""
     parts = name.split(".")
     for number in range(len(parts), 0, -1):
         if (found := REFUSED.get(".".join(parts[:number]))) is not None:
@@ -320,7 +320,7 @@ def refusal_of(name: str) -> Refusal:
 
 
 def missing(name: str, shown: str = "") -> tuple[str, dict[str, str]]:
-    """The words of the error about a name below `deepspeed`.
+    """Return the words of the error about a name below `deepspeed`.
 
     Args:
         shown: what the script wrote, where it is something else.

@@ -47,13 +47,14 @@ class Device:
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak of the device `torch.cuda.get_device_name()` calls `name`; None when it is not known."""
+    """Return the peak of the device `torch.cuda.get_device_name()` calls `name`; None when it is not known."""
     row = _row(name)
     return None if row is None else float(row["tflops"]) * 1e12
 
 
 def device(name: str) -> Device:
-    """The device of a name: "h100", "A100 40", "NVIDIA A100-SXM4-80GB"; or of a file that `launch bench device` wrote.
+    """Return the device of a name: "h100", "A100 40", "NVIDIA A100-SXM4-80GB"; or of a file that `launch bench device`
+    wrote.
 
     Raises:
         ConfigError: there is no such device in the table, or the file is none.
@@ -103,7 +104,7 @@ def _measured(path: str) -> dict[str, Any]:
 
 
 def _row(name: str) -> dict[str, Any] | None:
-    """The first row whose words stand in the name."""
+    """Return the first row whose words stand in the name."""
     words = name.upper().replace("-", " ").split()
     for row in _table()["devices"]:
         if any(_runs_in(known.upper().split(), words) for known in row["names"]):

@@ -20,7 +20,8 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def lacks(dtype: torch.dtype, cpuinfo: str) -> bool:
-    """Whether no processor can multiply numbers of a dtype but by way of fp32; false, too, where that is not known.
+    """Return whether no processor can multiply numbers of a dtype but by way of fp32; false, too, where that is not
+    known.
 
     Args:
         cpuinfo: text of /proc/cpuinfo.

@@ -38,7 +38,7 @@ class Trace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around optimizer step `number`, from 1."""
+        """Wrap optimizer step `number`, from 1."""
         if self.path is not None and self._profile is None and self.first <= number <= self.last:
             self._start()
         yield
@@ -69,7 +69,7 @@ class Trace:
 
 
 def steps_of(text: str) -> tuple[int, int]:
-    """`3-5` -> (3, 5), `4` -> (4, 4): the type of the flag `--profile-steps`.
+    """Parse `3-5` into (3, 5), `4` into (4, 4): the type of the flag `--profile-steps`.
 
     Raises:
         ValueError: it is neither.

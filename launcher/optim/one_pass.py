@@ -144,9 +144,9 @@ RULES: dict[type, FusedRule] = {
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> FusedRule | None:
-    """How to step in one pass what `optimizer.step()` would; None where that has to be called: its class is not known,
-    it does not use torch's fused kernels, or somebody hooked or replaced the call (torch's schedulers only note it).
-    A class may say that it `steps_as` another one."""
+    """Return how to step in one pass what `optimizer.step()` would; None where that has to be called: its class is not
+    known, it does not use torch's fused kernels, or somebody hooked or replaced the call (torch's schedulers only note
+    it). A class may say that it `steps_as` another one."""
     kind = getattr(optimizer, "steps_as", type(optimizer))
     rule, replaced = RULES.get(kind), vars(optimizer).get("step")
     replaced = getattr(replaced, "stands_for", replaced)
@@ -274,7 +274,7 @@ _scratch: dict[str, Tensor] = {}
 
 
 def _cast(tensors: list[Tensor], dtype: torch.dtype, place: int) -> list[Tensor]:
-    """The tensors in `dtype`: those of another one in scratch buffer number `place`."""
+    """Return the tensors in `dtype`: those of another one in scratch buffer number `place`."""
     for tensor in tensors:
         if tensor.dtype != dtype:
             break

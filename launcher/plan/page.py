@@ -32,7 +32,7 @@ def page(
     why: Sequence[str],
     text: str,
 ) -> str:
-    """The report.
+    """Return the report.
 
     Args:
         title: what was asked.

@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def pareto(choices: Sequence[Choice], limit: float) -> Figure:
-    """Seconds of a step against bytes of the device; each choice by its mesh, the front joined."""
+    """Return the seconds of a step against bytes of the device; each choice by its mesh, the front joined."""
     figure = blank()
     axes = figure.add_subplot()
     peaks = [choice.peak / GIB for choice in choices]
@@ -37,7 +37,7 @@ def pareto(choices: Sequence[Choice], limit: float) -> Figure:
 
 
 def as_svg(figure: Figure) -> str:
-    """The picture as an element of a page."""
+    """Return the picture as an element of a page."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = out.getvalue()
@@ -45,7 +45,7 @@ def as_svg(figure: Figure) -> str:
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of points sorted by memory those that are faster than all with less."""
+    """Return those points, of points sorted by memory, that are faster than all with less."""
     front: list[tuple[float, float]] = []
     for x, y in points:
         if not front or y < front[-1][1]:

@@ -70,7 +70,7 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
 
 
 def _traffic_of(model: nn.Module, block: nn.Module, sequence: int) -> float:
-    """Bytes of the forward of one block; the model's own forward leads to it and ends behind it."""
+    """Return the bytes of the forward of one block; the model's own forward leads to it and ends behind it."""
     traffic = _Traffic()
 
     def before(module: nn.Module, args: Any) -> None:

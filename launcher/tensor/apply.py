@@ -90,7 +90,7 @@ class _Splitter:
         return {name: self._final(parameter) for name, parameter in self.model.named_parameters()}
 
     def _slice_sequences(self) -> set[nn.Parameter]:
-        """The parameters whose gradients become partial by it."""
+        """Return the parameters whose gradients become partial by it."""
         text = self.config.get_text_config() if isinstance(self.model, PreTrainedModel) else None
         for kind in {model_type_of(self.model), getattr(text, "model_type", "")} & set(WITHOUT_SEQUENCE):
             raise ConfigError(
@@ -107,7 +107,7 @@ class _Splitter:
         return made.partial
 
     def _follow(self) -> None:
-        """What goes with the split parameters: other places of the same parameter, and counts."""
+        """Change what goes with the split parameters: other places of the same parameter, and counts."""
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
                 if parameter in self.local:
@@ -128,7 +128,7 @@ class _Splitter:
         return next((rule for pattern, rule in self.rows if pattern.fullmatch(name)), None)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module, SplitRule]]:
-        """The modules with a rule. Embedding and head are split over the vocabulary wherever they can be."""
+        """Yield the modules with a rule. Embedding and head are split over the vocabulary wherever they can be."""
         embedding, head = ends_of(self.model)
         for name, module in self.model.named_modules():
             rule = self._rule_of(name)
@@ -256,6 +256,6 @@ class _Splitter:
 
 
 def _decoder_of(model: nn.Module) -> nn.Module:
-    """The part that sees tokens, where a model says which it is."""
+    """Return the part that sees tokens, where a model says which it is."""
     found = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     return found if isinstance(found, nn.Module) else model

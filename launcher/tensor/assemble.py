@@ -9,7 +9,7 @@ from launcher.tensor.split import Split
 
 
 def whole(local: Tensor, split: Split, axis: Axis) -> Tensor:
-    """The logical tensor, on every rank: `local` itself where every rank holds all of it, else a new tensor. A
+    """Return the logical tensor, on every rank: `local` itself where every rank holds all of it, else a new tensor. A
     collective.
 
     Each element comes from its first holder, and the others add zero to it: the values are exact.

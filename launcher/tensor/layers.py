@@ -247,7 +247,7 @@ def _mixed(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
 
 
 def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
-    """What a Linear or Conv1D computes."""
+    """Return what a Linear or Conv1D computes."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     bias = module._parameters.get("bias") if biased else None
     return linear(x, weight, bias, transposed=isinstance(module, Conv1D))
@@ -261,7 +261,7 @@ class OwnBackward(nn.Module):
 
 
 def give_own_backward(module: nn.Module) -> None:
-    """To every linear layer inside that has no other forward than that."""
+    """Give our backward to every linear layer inside that has no other forward than that."""
     for inner in module.modules():
         own = type(inner)
         if own.forward in (nn.Linear.forward, Conv1D.forward):

@@ -45,11 +45,11 @@ class LossOptions:
 
     @property
     def terms(self) -> int:
-        """Numbers that a rank sends for a token."""
+        """Return the numbers that a rank sends for a token."""
         return 4 if self.label_smoothing else 3
 
     def own(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Which labels [T] are ids of this rank, and their columns; for the others any column."""
+        """Return which labels [T] are ids of this rank, and their columns; for the others any column."""
         column = labels - self.start
         return (column >= 0) & (column < width), column.clamp(0, width - 1)
 
@@ -123,7 +123,7 @@ def causal_lm_loss(
     vocabulary: int,
     **kwargs: object,
 ) -> Tensor:
-    """What transformers' ForCausalLMLoss gives, on split logits: each token predicts the next label.
+    """Return what transformers' ForCausalLMLoss gives, on split logits: each token predicts the next label.
 
     Args:
         logits: of this rank, [B, S, its share of the vocabulary].
@@ -172,7 +172,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOptions) -> None:
-    """What this rank knows of each token.
+    """Fill in what this rank knows of each token.
 
     Args:
         terms: is filled, [3 or 4, T]: the largest logit, sum of exp(logit - largest), the target's logit or 0, and,
@@ -198,7 +198,7 @@ def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOpti
 
 
 def combine(parts: Tensor) -> LogitStatistics:
-    """The terms of all ranks [degree, 3 or 4, T] as numbers of the whole vocabulary."""
+    """Return the terms of all ranks [degree, 3 or 4, T] as numbers of the whole vocabulary."""
     largest = parts[:, 0].amax(0)
     total = (parts[:, 1] * (parts[:, 0] - largest).exp()).sum(0)
     return LogitStatistics(
@@ -207,7 +207,7 @@ def combine(parts: Tensor) -> LogitStatistics:
 
 
 def losses(whole: LogitStatistics, labels: Tensor, settings: LossOptions) -> Tensor:
-    """Loss of each token [T]; 0 where it is ignored."""
+    """Return the loss of each token [T]; 0 where it is ignored."""
     log_total = whole.total.log()
     loss = log_total + (whole.largest - whole.target)
     if whole.logits is not None:
@@ -222,7 +222,7 @@ def losses(whole: LogitStatistics, labels: Tensor, settings: LossOptions) -> Ten
 def gradient(
     logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, settings: LossOptions
 ) -> Tensor:
-    """Gradient of this rank's logits [T, width], in their dtype.
+    """Return the gradient of this rank's logits [T, width], in their dtype.
 
     Args:
         largest, total: of the whole vocabulary, [T] each.
@@ -246,7 +246,7 @@ def gradient(
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Rows of logits [T, width], a few at a time; none where there are no columns."""
+    """Yield the rows of logits [T, width], a few at a time; none where there are no columns."""
     tokens, width = logits.shape
     if width:
         step = max(1, _CHUNK[logits.device.type] // width, -(-tokens // _PIECES))
@@ -259,7 +259,7 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def _check(labels: Tensor, settings: LossOptions) -> None:
-    """No rank has the logit of a label that is no vocabulary id, so none would miss it."""
+    """Check labels: no rank has the logit of a label that is no vocabulary id, so none would miss it."""
     wrong = (labels != settings.ignore_index) & ((labels < 0) | (labels >= settings.vocabulary))
     if labels.device.type == "cuda":  # no waiting for the device; torch's own loss does the same
         torch._assert_async(~wrong.any(), "a label is not in the vocabulary")

@@ -21,12 +21,13 @@ class IndivisibleError(ValueError):
 
 
 def even_sizes(size: int, degree: int) -> list[int]:
-    """Sizes of the slices of a dim, like Tensor.tensor_split: the first ones are longer by one where needed."""
+    """Return the sizes of the slices of a dim, like Tensor.tensor_split: the first ones are longer by one where
+    needed."""
     return [size // degree + (rank < size % degree) for rank in range(degree)]
 
 
 def shares_of(size: int, proportions: Sequence[int]) -> list[int]:
-    """A dim as the packed matrices that lie along it: 12 elements packed (2, 1, 1) are [6, 3, 3].
+    """Return a dim as the packed matrices that lie along it: 12 elements packed (2, 1, 1) are [6, 3, 3].
 
     Raises:
         IndivisibleError: `size` is not a multiple of the sum of the proportions.
@@ -40,7 +41,7 @@ def shares_of(size: int, proportions: Sequence[int]) -> list[int]:
 def parts_of(
     shares: Sequence[int], axis: Axis, *, unit: int = 1, uneven: bool = False, replicates: bool = False
 ) -> tuple[DimSlice, ...]:
-    """This rank's part of each share.
+    """Return this rank's part of each share.
 
     Args:
         shares: packed matrices along the dim; each is divided by itself.
@@ -72,10 +73,10 @@ def parts_of(
 
 
 def longest(shares: Sequence[int], degree: int, unit: int = 1) -> int:
-    """Elements along the dim of the rank that has most: the first."""
+    """Return the elements along the dim of the rank that has most: the first."""
     return sum(unit * max(1, -(-share // unit // degree)) for share in shares)
 
 
 def valid_degrees(count: int, *, replicates: bool = False) -> list[int]:
-    """The degrees at which `count` units can be dealt out, up to 64."""
+    """Return the degrees at which `count` units can be dealt out, up to 64."""
     return [d for d in range(1, 65) if count % d == 0 or (replicates and d % count == 0)]

@@ -45,7 +45,7 @@ _PERSIMMON = (
 
 
 def _attention(place: str, counts: str = "num_heads") -> dict[str, str | SplitRule]:
-    """Attention as in the first encoder-decoder models."""
+    """Return the rules of attention as in the first encoder-decoder models."""
     return _counts(place, counts) | _at(place, colwise=_QKV, rowwise="out_proj")
 
 

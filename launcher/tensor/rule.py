@@ -53,20 +53,21 @@ class ConfigCase:
 
 
 def at(place: str, **names: str) -> dict[str, str | SplitRule]:
-    """Rows for what is inside of `place`: style -> names."""
+    """Return the rows for what is inside of `place`: style -> names."""
     return {f"{place}.{name}": style for style, joined in names.items() for name in joined.split()}
 
 
 def counts(place: str, attributes: str, **others: object) -> dict[str, str | SplitRule]:
-    """A row for a module whose attributes count heads or features."""
+    """Return a row for a module whose attributes count heads or features."""
     return {place: SplitRule("heads", divide=tuple(attributes.split()), **others)}  # type: ignore[arg-type]
 
 
 def inside(place: str, plan: TensorParallelPlan) -> dict[str, str | SplitRule]:
-    """The rows of a plan, one level up."""
+    """Return the rows of a plan, one level up."""
     return {f"{place}.{name}": row for name, row in plan.items()}
 
 
 def whole(place: str, columns: str, rows: str) -> dict[str, str | SplitRule]:
-    """Attention whose heads cannot be split by its code: parameters are, it computes all heads on every rank."""
+    """Return rules for attention whose heads its code cannot split: parameters are, and it computes all heads on every
+    rank."""
     return at(place, colwise_gather_output=columns, rowwise_split_input=rows)

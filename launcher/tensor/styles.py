@@ -88,7 +88,7 @@ STYLES: dict[str, Style] = {
 
 
 def split_dim(style: Style, module: nn.Module | None, tensor: Tensor, *, bias: bool = False) -> int | None:
-    """The dim of `tensor` that a style splits; None: it stays whole.
+    """Return the dim of `tensor` that a style splits; None: it stays whole.
 
     Args:
         module: that owns it, where the pattern named the module; None: the pattern named the parameter.

@@ -42,7 +42,7 @@ class WeightGradient:
     transposed: bool
 
     def computed(self) -> Tensor:
-        """Shaped like the leaf."""
+        """Return the gradient, shaped like the leaf."""
         left, right = self._factors
         return (left @ right).to(self.leaf.dtype)
 
@@ -116,7 +116,7 @@ def adding_in(place: GradientBuffer | None) -> Iterator[None]:
 
 
 def taken(product: WeightGradient) -> bool:
-    """Whether a gradient is put off, or was added in place; else its layer computes it for autograd."""
+    """Return whether a gradient is put off, or was added in place; else its layer computes it for autograd."""
     if not product.leaf.is_leaf:
         return False
     if _put_off is not None:

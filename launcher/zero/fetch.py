@@ -74,14 +74,14 @@ class Fetcher:
     # ---- one iteration ----------------------------------------------------------------------
 
     def begin(self, with_grad: bool) -> None:
-        """A forward of the whole model starts."""
+        """Begin a forward of the whole model."""
         self._with_grad, self._active, self._next = with_grad, True, 0
         known = self._orders.get(with_grad)
         self._mode = Following.FOLLOWING if known else Following.RECORDING
         self._order = known or []
 
     def end(self) -> None:
-        """The iteration is over: keep a recording, free what is still gathered."""
+        """End the iteration: keep a recording, free what is still gathered."""
         if self._active and self._mode is Following.RECORDING:
             self._orders[self._with_grad] = self._order
         self._active = False
@@ -101,7 +101,7 @@ class Fetcher:
         unit.wait_for_unshard()
 
     def leave(self, unit: Unit) -> None:
-        """The forward of `unit` has ended: free it unless the order says that it is used again soon."""
+        """Free `unit` after its forward unless the order says that it is used again soon."""
         if unit.sharded and not self._reused_soon(unit):
             self.reshard(unit)
 

@@ -119,7 +119,7 @@ class FlatBuffer:
         self.keep(shard, master)
 
     def keep(self, shard: OffloadedTensor, master: OffloadedTensor) -> None:
-        """From now on these are its shard and its master weights."""
+        """Keep these as its shard and its master weights from now on."""
         self._shard, self._master = shard, master
         self.master_dtype = master.dtype
         self._shard_is_offloaded = shard.is_offloaded

@@ -315,7 +315,7 @@ class FlatGradient:
 
 
 def _zero_padding(full: Tensor, slots: list[ParamSlot]) -> None:
-    """Padding takes part in norms and sums, so it must be zero."""
+    """Zero the padding, which takes part in norms and sums."""
     for slot, following in zip(slots, [*slots[1:], None], strict=True):
         end = slot.offset + slot.numel
         upto = following.offset if following is not None else full.numel()

@@ -133,7 +133,7 @@ class Hooks:
         return thing
 
     def come_last(self, leaf: Tensor) -> None:
-        """Another hook was registered on a tensor: if it is a leaf of ours, our hook has to follow it."""
+        """Let our hook follow when another hook was registered on a leaf of ours."""
         if (ours := self._arrivals.get(id(leaf))) is not None:
             ours.register()
 
@@ -217,7 +217,7 @@ class Hooks:
 
     @contextmanager
     def scaling(self) -> Iterator[None]:
-        """Backwards inside are of losses that the engine has scaled: by the loss scale, by accumulation."""
+        """Mark backwards inside as those of losses that the engine has scaled: by the loss scale, by accumulation."""
         self._scales = True
         try:
             yield

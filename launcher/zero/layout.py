@@ -183,7 +183,7 @@ def choose_placements(units: list[PlannedUnit], layout: ShardLayout) -> Iterator
 
 
 def _slots(model: nn.Module, parts: LocalModel) -> list[ParamSlot]:
-    """One slot for each parameter, in the order of named_parameters(), with every module that shows it."""
+    """Return one slot for each parameter, in the order of named_parameters(), with every module that shows it."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for prefix, module in model.named_modules():

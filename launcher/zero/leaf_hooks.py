@@ -35,7 +35,7 @@ class LastHook:
         self.register()
 
     def register(self) -> None:
-        """Come after all hooks that there are now."""
+        """Register after all hooks that there are now."""
         self.remove()
         self._handle = torchs_register_hook(self._leaf, self._hook)
 

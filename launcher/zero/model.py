@@ -129,7 +129,7 @@ class ZeroModel:
         return None if slot is None else self._gradient_of[slot.flat].place(slot)
 
     def norm_and_use(self, more: Tensor | None = None) -> tuple[Tensor, list[bool], Tensor]:
-        """Collective: see `norm.py`."""
+        """Compute the norm and which parameters got a gradient. Collective: see `norm.py`."""
         return norm_and_use(self, more)
 
     @property
@@ -157,7 +157,7 @@ class ZeroModel:
         self._forget({slot for slot in found if slot is not None})
 
     def discard(self) -> None:
-        """`forget` the gradients of all parameters: the user's `zero_grad()`."""
+        """Forget the gradients of all parameters, as the user's `zero_grad()` does."""
         self._forget(set(self.trainable_slots))
 
     def _forget(self, slots: set[ParamSlot]) -> None:
@@ -181,7 +181,7 @@ class ZeroModel:
     def gathered(
         self, parameters: Iterable[Tensor] | None = None, modifier_rank: int | None = None
     ) -> Iterator[None]:
-        """Full local parameters inside the `with`, on every rank; a collective of dp.
+        """Gather full local parameters inside the `with`, on every rank; a collective of dp.
 
         Args:
             parameters: which (their units are gathered); default: all.
@@ -226,7 +226,7 @@ class ZeroModel:
         return self.find_slot(parameter)
 
     def find_slot(self, parameter: Tensor) -> ParamSlot | None:
-        """`slot_of`, but for a parameter of another stage: None."""
+        """Return `slot_of`, but None for a parameter of another stage."""
         if isinstance(parameter, ShardedParameter):  # a copy of a handle (its .data) knows the slot, too
             holder = parameter.zero_holder
             return holder if isinstance(holder, ParamSlot) and holder in self._unit_of else None

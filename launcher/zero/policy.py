@@ -78,7 +78,7 @@ class ZeroPolicy:
 
     @classmethod
     def of_stage(cls, stage: int, **sizes: object) -> ZeroPolicy:
-        """The policy of DeepSpeed's `zero_optimization.stage`.
+        """Return the policy of DeepSpeed's `zero_optimization.stage`.
 
         Raises:
             ConfigError: no such stage.

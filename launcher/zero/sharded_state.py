@@ -47,7 +47,7 @@ class GatherFeature(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of parameters that it keeps between steps."""
+        """Return the bytes of parameters that it keeps between steps."""
 
 
 class PackedShard(Protocol):
@@ -57,4 +57,4 @@ class PackedShard(Protocol):
         """Take the values of the buffer's master weights or shard, and let those go."""
 
     def unpack(self) -> OffloadedTensor:
-        """The values, until `pack`."""
+        """Return the values, until `pack`."""

@@ -170,11 +170,11 @@ def test_what_stands_in_for_a_file_is_told(
     pool: WorkerPool, saved: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     cases: list[tuple[str, bytes | None, str | None, list[str]]] = [
-        ("a pipe", None, None, ["/latest names no checkpoint", "is a pipe"]),
-        ("50 MB", b"x" * 50_000_000, None, ["/latest names no checkpoint", "47 MiB"]),
-        ("a long name", b"x" * 4000, None, ["/latest names no checkpoint", "xxx..."]),
+        ("a pipe", None, None, ["/latest does not name a checkpoint", "is a pipe"]),
+        ("50 MB", b"x" * 50_000_000, None, ["/latest does not name a checkpoint", "47 MiB"]),
+        ("a long name", b"x" * 4000, None, ["/latest does not name a checkpoint", "xxx..."]),
         ("forged", b"", json.dumps(FORGED), [
-            "global_step11/meta.json is no record of a run", "global_steps is of type str", "optimizer is missing",
+            "global_step11/meta.json is not a record of a run", "global_steps is of type str", "optimizer is missing",
         ]),
     ]  # fmt: skip
     for number, (name, latest, meta, told) in enumerate(cases):

@@ -196,4 +196,4 @@ def test_a_name_that_nobody_knows(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     end = hosts.launch(tmp_path, "--hostfile", hosts.hostfile(tmp_path, more="nodex slots=1\n"), "script.py")
     assert end.code == 2 and end.took_s < 10
-    assert "1 of 3 hosts is not ready" in end.errors and "no such name: see the hostfile" in end.errors
+    assert "1 of 3 hosts is not ready" in end.errors and "unknown host name: check the hostfile" in end.errors

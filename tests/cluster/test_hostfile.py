@@ -25,14 +25,14 @@ def test_lines_comments_and_slot_lists() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("w0 slots=4\nw1 slots=4x", "slots=4x is no number"),
+        ("w0 slots=4\nw1 slots=4x", "slots=4x is not a number"),
         ("w0 slots=4\nw1", "'w1' does not name a host and its slots"),
         ("w0 slots=4\nw1 slots = 2", "names no host"),
         ("w0 slots=4\nw1 slots=0", "runs nothing"),
-        ("w0 slots=4\nw0 slots=2", "the host w0 stands twice"),
+        ("w0 slots=4\nw0 slots=2", "the host w0 is listed twice"),
         ("w0 slots=4\nw1 slots=2-1", "'2-1' in '2-1'"),
         ("w0 slots=4\nw1 slots=1,", "'' in '1,'"),
-        ("w0 slots=4\n-oProxyCommand=x slots=2", "cannot be a host's name"),
+        ("w0 slots=4\n-oProxyCommand=x slots=2", "is not a valid host name"),
         ("w0 slots=4\nw1 slots=2 slots=3", "names no host"),
     ],
 )

@@ -49,7 +49,11 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
     ("kind", "params", "words"),
     [
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: required key is missing"),
-        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "WarmupCosineLR has no such key"),
+        (
+            "WarmupCosineLR",
+            {"total_num_steps": 9, "warmup_max_lr": 1},
+            "WarmupCosineLR does not have this key",
+        ),
         ("WarmupLR", {"warmup_type": "linaer"}, 'did you mean "linear"?'),
         ("WarmupLR", {"warmup_num_step": 9}, "did you mean `scheduler.params.warmup_num_steps`?"),
         ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params.warmup_num_steps: must be at least 0"),
@@ -76,7 +80,7 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
         ),
         ("CosineAnnealingLR", {}, "scheduler.params.T_max: required key is missing"),
         ("CosineAnnealingLR", {"T_max": "auto"}, ""),
-        ("StepLR", {"step_size": 3, "T_max": 9}, "StepLR has no such key, another type has"),
+        ("StepLR", {"step_size": 3, "T_max": 9}, "StepLR does not have this key; another type does"),
         ("StepLR", {"step_size": 3, "last_epoch": 7}, "needs an `initial_lr` in every param group"),
         ("StepLR", {"step_size": 0.5}, "must be a whole number"),
         ("MultiStepLR", {"milestones": 5}, "must be a list of optimizer steps, not 5"),

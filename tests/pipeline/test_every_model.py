@@ -139,7 +139,7 @@ def test_what_later_blocks_need_goes_with_the_states(way: str, sent: int, times:
 @pytest.mark.parametrize(
     ("way", "why"),
     [
-        ("sums", "made of what blocks of several stages give"),
+        ("sums", "made of outputs of blocks on several stages"),
         ("late", "what runs after the blocks uses more than the output of the last one"),
     ],
 )

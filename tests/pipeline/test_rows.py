@@ -179,7 +179,7 @@ def test_a_stage_is_there_before_initialize(pool: WorkerPool) -> None:
     for count, found, refused in pool.run(from_own_parameters, 2):
         assert count == sum(weight.numel() for weight in truth(False)["weights"].values())
         assert_same(found, truth(False))
-        assert "those of other stages" in refused
+        assert "to other stages" in refused
 
 
 def sequential() -> nn.Sequential:

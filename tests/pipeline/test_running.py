@@ -53,7 +53,7 @@ def test_a_swap_against_a_dependency_is_found(name: str, chunks: int | None) -> 
                     continue
                 wrong = list(actions)
                 wrong[first], wrong[second] = wrong[second], wrong[first]
-                with pytest.raises(LauncherError, match=rf"rank {rank}: .* stands before .*, which it needs"):
+                with pytest.raises(LauncherError, match=rf"rank {rank}: .* comes before .*, which it needs"):
                     check(with_rank(made, rank, wrong))
                 swapped += 1
     assert swapped >= 12

@@ -178,11 +178,11 @@ def test_old_keys_are_refused(zero: dict[str, Any], said: str) -> None:
     [
         ({"stage": 2, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size needs sharded parameters"),
         ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights needs sharded parameters"),
-        ({"stage": 1, "zero_quantized_nontrainable_weights": True}, "and at stage 1 they are not"),
-        ({"stage": 0, "zero_quantized_gradients": True}, "zero_quantized_gradients is about shards"),
-        ({"stage": 0, "mics_shard_size": 2}, "mics_shard_size is about shards"),
+        ({"stage": 1, "zero_quantized_nontrainable_weights": True}, "and stage 1 does not shard them"),
+        ({"stage": 0, "zero_quantized_gradients": True}, "zero_quantized_gradients applies to shards"),
+        ({"stage": 0, "mics_shard_size": 2}, "mics_shard_size applies to shards"),
         ({"stage": 3, "mics_shard_size": 0}, "must be -1 .* or a number of ranks, not 0"),
-        ({"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}, "both say in which groups"),
+        ({"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}, "both set the groups"),
         (
             {"stage": 3, "mics_hierarchical_params_gather": True},
             "groups of mics_shard_size, and there are none",

@@ -62,12 +62,12 @@ class ShmArena:
         ctypes.memmove(into.data_ptr(), self._address(rank, place), into.nbytes)
 
     def shown(self, rank: int, place: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """What lies in a slot of a rank: a view, to be read only before it is said to be read."""
+        """Return what lies in a slot of a rank: a view, to be read only before it is said to be read."""
         memory, start = self._mailbox.boards[rank]
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start - 1 - place)
 
     def _room(self, size: int, number: int, readers: Sequence[int]) -> tuple[int, int]:
-        """(place, address)."""
+        """Return (place, address)."""
         self._copies[:] = [copy for copy in self._copies if not self._was_read(copy)]
         for slot, shown in enumerate(self._slots):
             if shown is None or self._was_read(shown):

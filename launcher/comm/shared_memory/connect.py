@@ -19,7 +19,8 @@ class PeerMemoryUnavailable(Exception):
 
 
 def connect(group: dist.ProcessGroup) -> ShmQueue:
-    """A mailbox that is connected to those of the other ranks of `group`, all of which can read each other. Collective.
+    """Return a mailbox that is connected to those of the other ranks of `group`, all of which can read each other.
+    Collective.
 
     Raises:
         PeerMemoryUnavailable: some rank cannot, on every rank alike.

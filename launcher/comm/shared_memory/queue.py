@@ -71,11 +71,11 @@ class ShmQueue:
         self.boards = [(memory, self.ranks * _RING) for memory in memories]
 
     def all_are_connected(self) -> None:
-        """Nobody else may map it."""
+        """Unlink the memory, so that nobody else may map it."""
         os.close(self._descriptor)
 
     def pid_of(self, peer: int) -> int:
-        """The process of a rank."""
+        """Return the process of a rank."""
         return self._peers[peer].pid
 
     def send(self, peer: int, number: int, value: int = 0) -> None:
@@ -87,7 +87,7 @@ class ShmQueue:
             out.ring.write(number, value)
 
     def receive(self, peer: int, number: int, *, spin: bool = False) -> int:
-        """The value of the peer's message of this number; waits for it.
+        """Return the value of the peer's message of this number; waits for it.
 
         Args:
             spin: it is expected at once: try for a moment before sleeping.
@@ -118,7 +118,7 @@ class ShmQueue:
                 inbox.changed.notify_all()
 
     def has(self, peer: int, number: int) -> bool:
-        """Whether the peer's message of this number has come."""
+        """Return whether the peer's message of this number has come."""
         inbox = self._inboxes[peer]
         with inbox.changed:
             while not inbox.led and inbox.ring.messages.taken():
@@ -199,7 +199,7 @@ def _mapped(address: ShmQueueAddress) -> mmap.mmap:
 
 
 def _lives(pid: int) -> bool:
-    """A zombie does not."""
+    """Return a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -105,7 +105,7 @@ class SharedMemoryTransport(GlooTransport):
         return self._reduce_and_gather(list(buffer.tensor_split(self.degree)), number, sums)
 
     def _reduce_and_gather(self, slices: list[Tensor], terms: int, sums: int) -> Pending:
-        """As reduce_scatter, with the sum in slices[rank]; then every rank reads the others' sums.
+        """Start as reduce_scatter does, with the sum in slices[rank]; then every rank reads the others' sums.
 
         Args:
             terms, sums: numbers of the messages of each.
@@ -190,7 +190,7 @@ class SharedMemoryTransport(GlooTransport):
 
 
 def _local_ranks(degree: int) -> int:
-    """Ranks on this machine, as far as is known."""
+    """Return the ranks on this machine, as far as is known."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or degree)
 
 

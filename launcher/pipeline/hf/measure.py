@@ -19,7 +19,7 @@ from launcher.pipeline.partition.measure import LOSS, ROUNDS, MeasureOptions, Pa
 
 
 def measure_model(model: nn.Module, batch: Mapping[str, Any], way: MeasureOptions) -> LayerCosts:
-    """Seconds of one microbatch, forward and backward.
+    """Return the seconds of one microbatch, forward and backward.
 
     Args:
         model: a Hugging Face causal LM, on meta or not; its parameters and buffers are afterwards as they were. Where

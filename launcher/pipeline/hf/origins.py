@@ -29,7 +29,7 @@ class Origins:
         self._known: dict[int, tuple[Tensor, Origin]] = {}  # the tensor keeps its id
 
     def mark(self, values: Any, origin: Origin) -> Any:
-        """Values that are equal to these, and known to be of `origin`."""
+        """Return the values that are equal to these, and known to be of `origin`."""
 
         def marked(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -42,7 +42,7 @@ class Origins:
         return tree_map(marked, values)
 
     def of(self, tensor: Tensor) -> Origin:
-        """What a tensor was made from."""
+        """Return what a tensor was made from."""
         if id(tensor) in self._known:
             return self._known[id(tensor)][1]
         found, seen, ahead = Origin.NOTHING, set(), [tensor.grad_fn]

@@ -57,7 +57,7 @@ class RemoteModule(nn.Module):
         )
 
     def _zeros(self, shape: TensorShape) -> Tensor:
-        """Of a float, in the dtype of the weights: this one was seen before they got theirs."""
+        """Return zeros for a float, in the dtype of the weights: this one was seen before they got theirs."""
         dtype = self.route.like().dtype if shape.dtype.is_floating_point else shape.dtype
         return self.route.zeros(TensorShape(shape.size, dtype))
 

@@ -45,7 +45,7 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _least_peak(offset: list[float], stages: int) -> float:
-    """The cost of the dearest stage in the best cut."""
+    """Return the cost of the dearest stage in the best cut."""
     layers = len(offset) - 1
     # peaks[j]: of the best cut of the first j layers into as many stages as were gone through. It never falls with j,
     # and the cost of a last stage from i to j never rises with i: the best i is where the two cross, and that moves on
@@ -65,7 +65,7 @@ def _least_peak(offset: list[float], stages: int) -> float:
 
 
 def _evenest(offset: list[float], stages: int, peak: float) -> list[int]:
-    """The cut with the smallest sums of squares among those whose stages cost at most `peak`."""
+    """Return the cut with the smallest sums of squares among those whose stages cost at most `peak`."""
     layers = len(offset) - 1
     first = [0] * (layers + 1)  # of a stage that ends before j
     for j in range(1, layers + 1):
@@ -103,7 +103,7 @@ class _Sums(NamedTuple):
 
 
 def _one_more(offset: list[float], before: _Sums, first: list[int], least: int) -> _Sums:
-    """The best cuts of at least so many layers with one stage more, whose first layer is at least `first[j]`.
+    """Return the best cuts of at least so many layers with one stage more, whose first layer is at least `first[j]`.
 
     Where the best last stage begins never falls with j, for squares of sums obey the quadrangle inequality: the middle
     row halves the choices of all others.
@@ -150,13 +150,13 @@ class Balance:
 
     @property
     def over_the_mean(self) -> float:
-        """How much dearer the dearest stage is than the mean: 0.12 is 12 %."""
+        """Return how much dearer the dearest stage is than the mean: 0.12 is 12 %."""
         total = sum(self.costs)
         return max(self.costs) * len(self.costs) / total - 1 if total else 0.0
 
     def lines(self) -> list[str]:
-        """A line for each stage: its layers, its share of the cost against the mean, its parameters in millions. A cost
-        in seconds stands there in milliseconds, too."""
+        """Return a line for each stage: its layers, its share of the cost against the mean, its parameters in millions.
+        A cost in seconds stands there in milliseconds, too."""
         total = sum(self.costs)
         rows = []
         for stage, (begin, end) in enumerate(pairwise(self.boundaries)):

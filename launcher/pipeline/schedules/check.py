@@ -32,7 +32,8 @@ def check(schedule: PipelineSchedule) -> None:
 
 
 def _complete(schedule: PipelineSchedule, trains: bool) -> None:
-    """Each rank has F and B (or I and W) of all its virtual stages and microbatches, once, and nothing else."""
+    """Check that each rank has F and B (or I and W) of all its virtual stages and microbatches, once, and nothing
+    else."""
     for rank, actions in enumerate(schedule.actions):
         counts = Counter(actions)
         expected = _expected(schedule, rank, counts, trains)
@@ -49,7 +50,7 @@ def _complete(schedule: PipelineSchedule, trains: bool) -> None:
 def _expected(
     schedule: PipelineSchedule, rank: int, there: Counter[Action], trains: bool
 ) -> dict[Action, None]:
-    """What the rank has to do. A backward is split where either half of it is there."""
+    """Return what the rank has to do. A backward is split where either half of it is there."""
     expected: dict[Action, None] = {}
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.microbatches):

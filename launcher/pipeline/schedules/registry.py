@@ -31,7 +31,7 @@ ONE_STAGE = "1f1b"
 
 @lru_cache(maxsize=64)  # the same at every step
 def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
-    """The schedule of a name.
+    """Return the schedule of a name.
 
     Args:
         name: a key of `SCHEDULES`.

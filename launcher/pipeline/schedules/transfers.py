@@ -16,7 +16,7 @@ from launcher.pipeline.schedules.check import check
 
 @lru_cache(maxsize=16)  # the same at every step
 def with_transfers(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]:
-    """All that each rank does, in order: the schedule's actions with SEND, RECV and UPDATE between them.
+    """Return all that each rank does, in order: the schedule's actions with SEND, RECV and UPDATE between them.
 
     Raises:
         LauncherError: the schedule cannot be run (`check.py`).
@@ -30,7 +30,7 @@ def with_transfers(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]
 
 @lru_cache(maxsize=16)
 def arrivals(schedule: PipelineSchedule) -> tuple[dict[tuple[int, ActionKind], tuple[Action, ...]], ...]:
-    """What reaches each rank, in the order in which the sender sends it.
+    """Return what reaches each rank, in the order in which the sender sends it.
 
     Returns:
         for each rank, by (source rank, RECV_F or RECV_B): the RECV actions of this rank. This order need not be the one
@@ -47,14 +47,14 @@ def arrivals(schedule: PipelineSchedule) -> tuple[dict[tuple[int, ActionKind], t
 
 
 def matching_receive(send: Action) -> Action:
-    """The RECV of a SEND, at the virtual stage after or before it."""
+    """Return the RECV of a SEND, at the virtual stage after or before it."""
     if send.kind is ActionKind.SEND_F:
         return Action(ActionKind.RECV_F, send.stage + 1, send.microbatch)
     return Action(ActionKind.RECV_B, send.stage - 1, send.microbatch)
 
 
 def _surrounded(schedule: PipelineSchedule, action: Action) -> list[Action]:
-    """An action with what it receives, sends and updates."""
+    """Return an action with what it receives, sends and updates."""
     stage, microbatch = action.stage, action.microbatch
 
     def away(other: int) -> bool:

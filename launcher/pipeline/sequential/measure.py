@@ -11,7 +11,8 @@ from launcher.pipeline.sequential.layers import PipelineModule
 def measure_row(
     row: PipelineModule, inputs: Any, labels: tuple[Any, ...], way: MeasureOptions
 ) -> list[float]:
-    """Seconds of one microbatch in each layer of a row, forward and backward. Layers are built one at a time.
+    """Return the seconds of one microbatch in each layer of a row, forward and backward. Layers are built one at a
+    time.
 
     Args:
         inputs, labels: of one microbatch, on the device. The loss counts with the last layer.

@@ -76,7 +76,7 @@ class PipelineStage(nn.Module):
         return self._checkpoint(layers, *(inputs if isinstance(inputs, tuple) else (inputs,)))
 
     def _may_recompute(self, calls: tuple[LayerCall, ...]) -> bool:
-        """Whether these layers are worth it: those of the named classes, or any with parameters."""
+        """Return whether these layers are worth it: those of the named classes, or any with parameters."""
         modules = [self.get_submodule(name) for name, _ in calls if name is not None]
         if self.checkpointable is None:
             return any(True for module in modules for _ in module.parameters())

@@ -34,7 +34,7 @@ class BoundaryValues(StageBoundary):
     structure: Any = None
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The nest with these tensors."""
+        """Return the nest with these tensors."""
         leaves, spec = tree_flatten(self.structure)
         arriving = iter(tensors)
         return tree_unflatten(
@@ -69,7 +69,8 @@ class SequentialPart(nn.Module):
         self.stage, self.received = 0, None
 
     def forward(self, *batch: Any, **named: Any) -> Any:
-        """Of the last stage {"loss": ..., "logits": what the last layer returns}; no "loss" where there is none."""
+        """Return, on the last stage, {"loss": ..., "logits": what the last layer returns}; no "loss" where there is
+        none."""
         if named or not 1 <= len(batch) <= 2:
             shown = f"a dict of {', '.join(named)}" if named else f"{len(batch)} parts"
             raise ConfigError(
@@ -186,7 +187,7 @@ class SequentialPipeline:
 
 
 def _blocks(modules: Mapping[str, nn.Module], stages: Any) -> list[tuple[str, nn.Module]]:
-    """Those whose own forward is called, once: what a forward_fn does with a module nobody can see."""
+    """Return those whose own forward is called, once: what a forward_fn does with a module nobody can see."""
     calls = [call for stage in stages for call in stage.calls]
     uses = Counter(call.module for call in calls)
     hidden = {call.module for call in calls if call.function is not None}
@@ -214,7 +215,7 @@ def _shared(
 
 
 def _works_in_place(layers: PipelineStage) -> bool:
-    """Whether a layer says that it changes what it takes, as nn.ReLU(inplace=True) does."""
+    """Return whether a layer says that it changes what it takes, as nn.ReLU(inplace=True) does."""
     return any(getattr(module, "inplace", False) for module in layers.modules())
 
 

@@ -85,7 +85,7 @@ def _span(row: dict[str, Any], record: dict[str, Any]) -> Span:
 
 
 def _index(row: dict[str, Any], key: str, count: int) -> int:
-    """A number from 0 below `count`, so that a negative one is not taken from the end."""
+    """Return a number from 0 below `count`, so that a negative one is not taken from the end."""
     number = int(row[key])
     if not 0 <= number < count:
         raise ValueError(f"{key} {number} of {count}")
@@ -93,7 +93,7 @@ def _index(row: dict[str, Any], key: str, count: int) -> int:
 
 
 def trace(*timelines: Timeline) -> dict[str, Any]:
-    """Timelines as a trace for https://ui.perfetto.dev or chrome://tracing: a process each, a thread a rank.
+    """Return timelines as a trace for https://ui.perfetto.dev or chrome://tracing: a process each, a thread a rank.
 
     A unit of a simulated timeline is shown as a second; every timeline starts at 0.
     """

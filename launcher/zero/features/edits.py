@@ -43,7 +43,8 @@ class ParameterEdits:
         return bool(self._flats)
 
     def take_over(self) -> None:
-        """Called on every rank before a step; costs no communication and, without an edit, no pass over values.
+        """Take over edits. Called on every rank before a step; costs no communication and, without an edit, no pass
+        over values.
 
         Raises:
             LauncherError: a parameter has another shape now, or is to be trained though it was frozen.
@@ -104,7 +105,7 @@ def broadcast_edit(slot: ParamSlot, source: int) -> None:
 
 
 def _bring_back(full: Tensor, slot: ParamSlot) -> None:
-    """`p.data = tensor` has put other memory in the place of the buffer's: take the values."""
+    """Take the values of `p.data = tensor`, which has put other memory in the place of the buffer's."""
     leaf = slot.leaf
     if leaf.shape != slot.shape:
         raise LauncherError(

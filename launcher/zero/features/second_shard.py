@@ -65,5 +65,5 @@ class SecondShard:
 
 
 def second_shards(flat: FlatBuffer) -> list[Tensor]:
-    """The second shard of a buffer, if it has one."""
+    """Return the second shard of a buffer, if it has one."""
     return [feature.tensor for feature in flat.gather_features if isinstance(feature, SecondShard)]

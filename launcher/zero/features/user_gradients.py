@@ -68,7 +68,7 @@ def _follow(cls: Any, parameters_of: Parameters) -> None:
 
 
 def _follow_hooks() -> None:
-    """A hook that a script registers on a gradient sees it before it is collected."""
+    """Let a hook that a script registers on a gradient see it before it is collected."""
     cls: Any = Tensor
     torchs = cls.register_post_accumulate_grad_hook
 
@@ -83,7 +83,7 @@ def _follow_hooks() -> None:
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, keywords: object) -> None:
-    """Before the step of any optimizer in this process."""
+    """Refuse, before the step of any optimizer in this process, one that the engine does not know."""
     if optimizer in engine_optimizers:
         return
     models = list(_models())
@@ -156,6 +156,6 @@ class ClaimedLeaves:
                     self._leaves.append(leaf)
 
     def remove(self) -> None:
-        """They are plain parameters again."""
+        """Make them plain parameters again."""
         for leaf in self._leaves:
             leaf.__class__ = nn.Parameter
