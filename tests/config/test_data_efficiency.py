@@ -142,7 +142,7 @@ CHOOSING = ("index_to_sample_path", "index_to_metric_path", "difficulty_type", "
 def test_what_chooses_sequences_is_refused_with_a_reason() -> None:
     values = ("samples", "metrics", "percentile", "schedule_based")
     said = problems(sections(SEQLEN | dict(zip(CHOOSING, values, strict=True))))
-    assert said.count("here sequences are truncated to the length, not selected by it") == 4
+    assert said.count("here sequences are truncated to a length, not selected by it") == 4
 
 
 @pytest.mark.key(f"{LEARNING}.curriculum_metrics")
