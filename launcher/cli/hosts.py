@@ -34,16 +34,16 @@ def report(argv: Sequence[str]) -> int:
         return 0
     job = _job(argv)
     front_end = job.front_end()
-    nodes = front_end.crew.nodes
+    nodes = front_end.node_group.nodes
     try:
-        for _ in front_end.crew.connect(nodes, job.hello):
+        for _ in front_end.node_group.connect(nodes, job.hello):
             pass
         for node in nodes:
             print(printable(masked("\n".join(_lines(node)))))
     except KeyboardInterrupt:
         return 130
     finally:
-        front_end.crew.close()
+        front_end.node_group.close()
     return 1 if any(node.facts is None for node in nodes) else 0
 
 

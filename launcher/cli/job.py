@@ -132,12 +132,12 @@ class Job:
             NodeGroup(nodes, self.timeouts, admit),
             self.hello,
             self.judge,
-            self.plan,
+            self.assign_shares,
             meeting=meeting,
             max_restarts=restarts,
             min_nodes=least,
             max_nodes=flags.max_nodes,
-            patience=Timeouts(flags.hang_timeout, flags.term_grace),
+            timeouts=Timeouts(flags.hang_timeout, flags.term_grace),
             prepare=None if self.parcel is None else self._ship,
         )
 
@@ -194,16 +194,16 @@ class Job:
         more."""
         return not node.here and (self.flags.no_ssh or node.dials)
 
-    def _ship(self, crew: NodeGroup, look_up: Callable[[], None]) -> None:
+    def _ship(self, node_group: NodeGroup, look_up: Callable[[], None]) -> None:
         assert self.parcel is not None
-        sync.ship(crew, self.parcel, look_up)
+        sync.ship(node_group, self.parcel, look_up)
 
     def there(self, node: Node, path: str) -> str:
         """Return the path at which a node finds a file that is named here."""
         place = self.parcel.places.get(path) if self.parcel is not None else None
         return path if place is None else f"{node.copy}/{place}"
 
-    def plan(self, front_end: FrontEnd) -> list[NodeSpec]:
+    def assign_shares(self, front_end: FrontEnd) -> list[NodeSpec]:
         """Return the shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
 
         Raises:

@@ -36,15 +36,15 @@ def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
     Raises:
         ConfigError: more ranks than devices, or degrees that do not make the number of ranks.
     """
-    device, hosts = _choose(job, front_end.crew.nodes)
+    device, hosts = _choose(job, front_end.node_group.nodes)
     hosts = allowed(job, hosts, is_restart=front_end.restarts > 0)
-    node_of = {node.name: node for node in front_end.crew.nodes}
-    nodes = front_end.crew.nodes = [node_of[host.name] for host in hosts]
+    node_of = {node.name: node for node in front_end.node_group.nodes}
+    nodes = front_end.node_group.nodes = [node_of[host.name] for host in hosts]
     counts = [len(host.slots) for host in hosts]
     total = sum(counts)
     for node, count in zip(nodes, counts, strict=True):
         _check_crowd(job, node, count)
-    front_end.speech.places = places(job, total)
+    front_end.log_options.places = places(job, total)
     _check_binding(job, counts)
     if job.output_dir is None:
         job.output_dir = run_directory(value_of(job.run.arguments, "--output-dir"), job.run.name)
@@ -53,8 +53,8 @@ def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
     same = common(job, job.output_dir, device)
     shown = [] if job.flags.enable_each_rank_log else _shown(job, total)
     firsts = accumulate(counts[:-1], initial=0)
-    front_end.speech.shown = _names(hosts, shown) if shown != [0] else {}
-    front_end.speech.shows_rank_0 = shown == [0]
+    front_end.log_options.shown = _names(hosts, shown) if shown != [0] else {}
+    front_end.log_options.shows_rank_0 = shown == [0]
     _say_what_starts(job, nodes, counts, device)
     logger.info("run directory: %s", job.output_dir)
     masked = device == "cuda" and (job.flags.hostfile or job.flags.include or job.flags.exclude)

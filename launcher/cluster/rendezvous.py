@@ -35,7 +35,7 @@ class RendezvousAddress:
     port: int
 
 
-def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]) -> RendezvousAddress:
+def meet(node_group: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]) -> RendezvousAddress:
     """Choose, and let those nodes try one another that are there; `look_up` is called while waiting.
 
     What is returned can be used if `preflight.judge` then finds all nodes ready.
@@ -43,9 +43,9 @@ def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]
     Raises:
         ConfigError: the wanted address or port cannot be used.
     """
-    first = crew.nodes[0]
-    there = [node for node in crew.nodes if node.facts is not None and node.lost is None]
-    alone = len(crew.nodes) == 1
+    first = node_group.nodes[0]
+    there = [node for node in node_group.nodes if node.facts is not None and node.lost is None]
+    alone = len(node_group.nodes) == 1
     addr = wanted.addr or (LOOPBACK if alone else "")
     words = {node: f"{secrets.token_hex(4)}-{node.index}" for node in there}
     for node in there:
@@ -53,7 +53,7 @@ def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]
         port = wanted.port or 0 if node is first else 0
         node.send("listen", addr=addr if alone else "", port=port, word=words[node])
     ports: dict[Node, int] = {}
-    for node, answer in _answers(crew, there, "listening", look_up).items():
+    for node, answer in _answers(node_group, there, "listening", look_up).items():
         if "problem" in answer:
             raise ConfigError(
                 f"{addr or node.name}:{wanted.port or 'any port'} cannot be used: {answer['problem']}",
@@ -70,7 +70,7 @@ def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]
             for target in targets
         ]
         node.send("reach", targets=tried)
-    for node, answer in _answers(crew, list(ports), "reached", look_up).items():
+    for node, answer in _answers(node_group, list(ports), "reached", look_up).items():
         node.tries = [
             ConnectionAttempt(target.name, ports[target], tuple(found["addresses"]), found["why"])
             for target, found in zip(who_tries[node], answer["found"], strict=True)
@@ -108,12 +108,12 @@ def _agreed(first: Node, there: Sequence[Node], wanted: RendezvousOptions) -> st
 
 
 def _answers(
-    crew: NodeGroup, nodes: Sequence[Node], kind: str, look_up: Callable[[], None]
+    node_group: NodeGroup, nodes: Sequence[Node], kind: str, look_up: Callable[[], None]
 ) -> Mapping[Node, Message]:
     """Return the answers of all nodes but those that are lost meanwhile."""
     found: dict[Node, Message] = {}
     while any(node not in found and node.lost is None for node in nodes):
-        for node, message in crew.events():
+        for node, message in node_group.events():
             if message["is"] == kind:
                 found[node] = message
         look_up()

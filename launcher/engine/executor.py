@@ -208,7 +208,7 @@ def _shared(
 
 def _gathering(engine: EngineCore) -> AbstractContextManager[Any]:
     """Parameters of ZeRO-3 stay gathered for all microbatches, unless the plan says otherwise."""
-    return nullcontext() if engine.gradient_plan.gathers_each else engine.zero.fetcher.keeping()
+    return nullcontext() if engine.gradient_plan.gathers_each else engine.zero.unsharder.keeping()
 
 
 def _agreed(engine: EngineCore, losses: Sequence[Tensor], number: int) -> Tensor:

@@ -24,7 +24,6 @@ from launcher.offload.offloaded import OffloadedTensor
 from launcher.optim.sharded import read_ahead
 from launcher.pipeline.schedules import schedule
 from launcher.zero.apply import lay_out
-from launcher.zero.fetch import Fetcher
 from launcher.zero.filling import fill
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
@@ -33,6 +32,7 @@ from launcher.zero.layout import LocalModel, ShardLayout
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer, order_of_reduction
 from launcher.zero.slot import ParamReader, ParamSlot
+from launcher.zero.unshard import Unsharder
 
 META = torch.device("meta")
 
@@ -95,8 +95,8 @@ class SimulatedHooks(Hooks):
     def begin_forward(self) -> None:
         """The model's forward begins."""
         self.abandon()
-        self.fetcher.begin(with_grad=True)
-        self.fetcher.use(self.root, "forward")
+        self.unsharder.begin(with_grad=True)
+        self.unsharder.use(self.root, "forward")
 
     def begin_backward(self) -> None:
         """Its backward begins, if it has not."""
@@ -139,7 +139,7 @@ class SimulatedRank:
         for gradient in self.gradients:
             assert isinstance(gradient, SimulatedGradient)
             gradient.collected = self._taken_from_leaves
-        self.fetcher = Fetcher(policy, self.placements.ahead, self.placements.units_ahead)
+        self.fetcher = Unsharder(policy, self.placements.ahead, self.placements.units_ahead)
         self.reducer = Reducer(order_of_reduction(self.units), policy)
         self.hooks = SimulatedHooks(self.units, self.fetcher, self.reducer)
         self.unit_of = {unit.name: unit for unit in self.units}

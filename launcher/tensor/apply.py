@@ -219,14 +219,14 @@ class _Splitter:
         style = STYLES[rule.style]
         owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)
         of_heads = named and style.side == "out" and not style.gathers
-        if rule.unit:
-            unit = int(getattr(owner, rule.unit))
+        if rule.grain:
+            grain = int(getattr(owner, rule.grain))
         else:
-            unit = head_size(owner, name, parameter.shape[dim]) if of_heads else 1
-        replicates = rule.replicates or (unit > 1 and shared_by_groups(owner, name))
+            grain = head_size(owner, name, parameter.shape[dim]) if of_heads else 1
+        replicates = rule.replicates or (grain > 1 and shared_by_groups(owner, name))
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))
-            parts = parts_of(shares, self.axis, unit=unit, uneven=style.uneven, replicates=replicates)
+            parts = parts_of(shares, self.axis, grain=grain, uneven=style.uneven, replicates=replicates)
         except IndivisibleError as error:
             raise self._indivisible(f"{name}.{key}", error.count, replicates=replicates) from None
         holders = max(part.holders for part in parts)
@@ -234,7 +234,7 @@ class _Splitter:
             self.holders[owner] = holders
         shape = list(parameter.shape)
         if style.uneven:
-            shape[dim] = longest(shares, self.axis.degree, unit)
+            shape[dim] = longest(shares, self.axis.degree, grain)
         else:
             shape[dim] = sum(part.size for part in parts)
         return Split(parameter.shape, parts, dim, partial=True, padded_numel=prod(shape))

@@ -27,7 +27,7 @@ from launcher.comm import Axis, all_gather
 from launcher.errors import LauncherError
 
 IGNORED = -100
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements read at once: caches are small, launches cost time
+_TILE = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements read at once: caches are small, launches cost time
 _PIECES = 64  # at most: a piece of large logits is small beside them
 
 Reduction = Literal["mean", "sum", "none"]
@@ -184,7 +184,7 @@ def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOpti
     terms[0] = float("-inf")
     if width == 0:
         return
-    for rows in _chunks(logits):
+    for rows in _tiles(logits):
         x = logits[rows].to(terms.dtype)
         largest = x.amax(-1, keepdim=True)
         terms[0, rows] = largest.squeeze(-1)
@@ -235,7 +235,7 @@ def gradient(
         scale = scale * (1 + 2 * settings.z_loss * (total.log() + largest))
     even = upstream * (settings.label_smoothing / settings.vocabulary)
     hit = upstream * (1 - settings.label_smoothing)
-    for rows in _chunks(logits):
+    for rows in _tiles(logits):
         part = (logits[rows] - largest[rows, None]).exp_().mul_(scale[rows, None])
         if settings.label_smoothing:
             part -= even[rows, None]
@@ -245,11 +245,11 @@ def gradient(
     return gradient
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def _tiles(logits: Tensor) -> Iterator[slice]:
     """Yield the rows of logits [T, width], a few at a time; none where there are no columns."""
     tokens, width = logits.shape
     if width:
-        step = max(1, _CHUNK[logits.device.type] // width, -(-tokens // _PIECES))
+        step = max(1, _TILE[logits.device.type] // width, -(-tokens // _PIECES))
         for first in range(0, tokens, step):
             yield slice(first, min(first + step, tokens))
 

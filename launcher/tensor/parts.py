@@ -39,44 +39,44 @@ def shares_of(size: int, proportions: Sequence[int]) -> list[int]:
 
 
 def parts_of(
-    shares: Sequence[int], axis: Axis, *, unit: int = 1, uneven: bool = False, replicates: bool = False
+    shares: Sequence[int], axis: Axis, *, grain: int = 1, uneven: bool = False, replicates: bool = False
 ) -> tuple[DimSlice, ...]:
     """Return this rank's part of each share.
 
     Args:
         shares: packed matrices along the dim; each is divided by itself.
-        unit: elements that stay together (those of a head).
-        uneven: parts may differ by one unit.
-        replicates: fewer units than ranks are held by several ranks each.
+        grain: elements that stay together (those of a head).
+        uneven: parts may differ by one grain.
+        replicates: fewer grains than ranks are held by several ranks each.
 
     Raises:
-        IndivisibleError: neither does the degree divide the units, nor may it otherwise.
+        IndivisibleError: neither does the degree divide the grains, nor may it otherwise.
     """
     parts, offset, degree = [], 0, axis.degree
     for share in shares:
-        units, rest = divmod(share, unit)
+        grains, rest = divmod(share, grain)
         if rest:
             raise IndivisibleError(share)
-        if units % degree == 0 or uneven:
-            sizes = even_sizes(units, degree)
-            start = offset + unit * sum(sizes[: axis.rank])
-            parts.append(DimSlice(start, start + unit * sizes[axis.rank]))
-        elif replicates and degree % units == 0:
-            holders = degree // units
+        if grains % degree == 0 or uneven:
+            sizes = even_sizes(grains, degree)
+            start = offset + grain * sum(sizes[: axis.rank])
+            parts.append(DimSlice(start, start + grain * sizes[axis.rank]))
+        elif replicates and degree % grains == 0:
+            holders = degree // grains
             group, place = divmod(axis.rank, holders)
-            start = offset + unit * group
-            parts.append(DimSlice(start, start + unit, holders, group, place == 0))
+            start = offset + grain * group
+            parts.append(DimSlice(start, start + grain, holders, group, place == 0))
         else:
-            raise IndivisibleError(units)
+            raise IndivisibleError(grains)
         offset += share
     return tuple(parts)
 
 
-def longest(shares: Sequence[int], degree: int, unit: int = 1) -> int:
+def longest(shares: Sequence[int], degree: int, grain: int = 1) -> int:
     """Return the elements along the dim of the rank that has most: the first."""
-    return sum(unit * max(1, -(-share // unit // degree)) for share in shares)
+    return sum(grain * max(1, -(-share // grain // degree)) for share in shares)
 
 
 def valid_degrees(count: int, *, replicates: bool = False) -> list[int]:
-    """Return the degrees at which `count` units can be dealt out, up to 64."""
+    """Return the degrees at which `count` grains can be dealt out, up to 64."""
     return [d for d in range(1, 65) if count % d == 0 or (replicates and d % count == 0)]

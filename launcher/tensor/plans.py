@@ -105,7 +105,7 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
             _counts("h.*.attn", "num_heads embed_dim")
             | {
                 "h.*.attn.c_attn": SplitRule(
-                    "colwise", packed=("num_attention_heads", 1, 1), replicates=True, unit="head_dim"
+                    "colwise", packed=("num_attention_heads", 1, 1), replicates=True, grain="head_dim"
                 )
             },
             when={"multi_query": True},
@@ -192,7 +192,7 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
             "colwise",
             packed=("n_heads", "attn_config.kv_n_heads", "attn_config.kv_n_heads"),
             replicates=True,
-            unit="head_dim",
+            grain="head_dim",
         ),
         "blocks.*.norm_attn_norm.attn.out_proj": "rowwise",
         "blocks.*.ffn.experts": SplitRule("moe_tp_experts", divide=("ffn_hidden_size",)),

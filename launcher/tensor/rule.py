@@ -21,7 +21,7 @@ class SplitRule:
         replicates: fewer of them than ranks (key-value heads) are held by several ranks each.
         heads: keyword arguments -> the dim that counts heads, or batch x heads, where it does not only stand for all of
             them; for style "heads". How many heads there are is what the first attribute of `divide` says.
-        unit: how many features stay together: an attribute of the attention that the module is in, which says it of
+        grain: how many features stay together: an attribute of the attention that the module is in, which says it of
             projections with a common name by itself (`counts.head_size`).
         once: parameters of the module that are added to its output, which is summed over the ranks.
     """
@@ -32,7 +32,7 @@ class SplitRule:
     divide: tuple[str, ...] = ()
     replicates: bool = False
     heads: Mapping[str, int] = field(default_factory=dict)
-    unit: str = ""
+    grain: str = ""
     once: tuple[str, ...] = ()
 
 

@@ -81,7 +81,7 @@ class BufferPlacement:
 
 
 @dataclass
-class PlannedBuffer:
+class BufferSpec:
     """A flat buffer before it exists.
 
     Args:
@@ -113,12 +113,12 @@ class PlannedBuffer:
 
 
 @dataclass
-class PlannedUnit:
+class UnitSpec:
     """A unit before its buffers exist."""
 
     name: str
     module: nn.Module
-    groups: list[PlannedBuffer] = field(default_factory=list)
+    groups: list[BufferSpec] = field(default_factory=list)
 
 
 def assign_units(
@@ -127,7 +127,7 @@ def assign_units(
     policy: ZeroPolicy,
     parts: LocalModel,
     cut: int = 2**63,
-) -> list[PlannedUnit]:
+) -> list[UnitSpec]:
     """Give every parameter of `model` to one unit: the block it lies in, else the root unit, which comes last.
 
     A parameter that several units show (tied weights) belongs to the root unit, whose parameters are there from the
@@ -138,10 +138,10 @@ def assign_units(
     Args:
         cut: elements of a flat buffer, of one parameter at least, or as many as there are.
     """
-    units = [PlannedUnit(name, module) for name, module in blocks]
-    root = PlannedUnit("root", model)
+    units = [UnitSpec(name, module) for name, module in blocks]
+    root = UnitSpec("root", model)
     unit_of_module = {inner: unit for unit in units for inner in unit.module.modules()}
-    buffers: dict[tuple[object, ...], PlannedBuffer] = {}
+    buffers: dict[tuple[object, ...], BufferSpec] = {}
     persisted = 0
     for slot in _slots(model, parts):
         owners = {unit_of_module.get(owner, root).name for owner, _ in slot.owners}
@@ -157,13 +157,13 @@ def assign_units(
             dtype = policy.special_dtypes.get(slot.name, policy.param_dtype)
         key = (unit.name, dtype, slot.leaf.requires_grad, sharded, None if alone else id(slot.holders))
         if key not in buffers or buffers[key].padded_numel + slot.padded_numel > cut:
-            buffers[key] = PlannedBuffer(sharded, dtype)
+            buffers[key] = BufferSpec(sharded, dtype)
             unit.groups.append(buffers[key])
         buffers[key].slots.append(slot)
     return [unit for unit in units if unit.groups] + [root]
 
 
-def choose_placements(units: list[PlannedUnit], layout: ShardLayout) -> Iterator[BufferPlacement]:
+def choose_placements(units: list[UnitSpec], layout: ShardLayout) -> Iterator[BufferPlacement]:
     """Yield where each buffer rests, in their order, and reserve the bytes that they need there.
 
     Raises:

@@ -16,7 +16,6 @@ from launcher.tensor.assemble import whole
 from launcher.zero.features.discard import forget
 from launcher.zero.features.edits import broadcast_edit
 from launcher.zero.features.user_gradients import warn_of_discard_once
-from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import EXACT, FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
@@ -26,6 +25,7 @@ from launcher.zero.reduce import Reducer, order_of_reduction
 from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.slot import ParamSlice, ParamSlot
 from launcher.zero.unit import Unit
+from launcher.zero.unshard import Unsharder
 
 if TYPE_CHECKING:
     from launcher.zero.features.checks import StepChecks
@@ -76,11 +76,11 @@ class ZeroModel:
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self.trainable_slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
         self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
-        self.fetcher = Fetcher(
+        self.unsharder = Unsharder(
             self.policy, self.placements.ahead, self.placements.units_ahead, spares=self.placements.one_memory
         )
         self.reducer = Reducer(order_of_reduction(units), self.policy)
-        self.hooks = Hooks(units, self.fetcher, self.reducer)
+        self.hooks = Hooks(units, self.unsharder, self.reducer)
         self.hooks.keeps = self  # while modules call the hooks
         self.slots: dict[str, ParamSlot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
@@ -204,7 +204,7 @@ class ZeroModel:
         finally:
             for unit in opened:
                 unit.held = False
-                self.fetcher.reshard(unit)
+                self.unsharder.reshard(unit)
 
     def _slots_of(self, parameters: Iterable[Tensor] | None) -> list[ParamSlot]:
         if parameters is None:
@@ -255,7 +255,7 @@ class ZeroModel:
 
     def reshard_all(self) -> None:
         """Free every gathered parameter, and the idle buffers."""
-        self.fetcher.end()
+        self.unsharder.end()
         for unit in self.units:
             unit.reshard()
         self.pool.clear()

@@ -12,7 +12,7 @@ from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import ParamSlot
 
 
-class UnitPhase(Enum):
+class TrainingState(Enum):
     """How far the present backward has come with a unit.
 
     IDLE: it has not come to it, or there is none.
@@ -44,7 +44,7 @@ class Unit:
         self.name, self.module, self.flats, self.gradients = name, module, flats, gradients
         self.numel = sum(flat.numel for flat in flats if flat.sharded)  # what a gather costs
         self.held = False  # GatheredParameters keeps it unsharded
-        self.phase = UnitPhase.IDLE
+        self.training_state = TrainingState.IDLE
         self.arrived = 0  # leaves whose gradient has come in this backward
         self.expected = sum(len(gradient.flat.slots) for gradient in gradients)
         self.ran: tuple[int, int] | None = None
@@ -70,7 +70,7 @@ class Unit:
     @property
     def in_backward(self) -> bool:
         """Return whether its parameters are in use in the present backward."""
-        return self.phase in (UnitPhase.BACKWARD, UnitPhase.RECOMPUTED)
+        return self.training_state in (TrainingState.BACKWARD, TrainingState.RECOMPUTED)
 
     @property
     def has_all_gradients(self) -> bool:
@@ -80,7 +80,7 @@ class Unit:
     @property
     def may_need_frozen(self) -> bool:
         """Return whether its frozen parameters may be needed after its last gradient: autograd has saved them."""
-        return self.phase is UnitPhase.RECOMPUTED and self._partly_frozen
+        return self.training_state is TrainingState.RECOMPUTED and self._partly_frozen
 
     def ran_as(self, number: int) -> None:
         """Note a forward."""
@@ -88,20 +88,20 @@ class Unit:
 
     def to_backward(self) -> None:
         """Begin its backward, if that has not begun."""
-        if self.phase is not UnitPhase.RECOMPUTED:
-            self.phase = UnitPhase.BACKWARD
+        if self.training_state is not TrainingState.RECOMPUTED:
+            self.training_state = TrainingState.BACKWARD
 
     def to_recomputed(self) -> None:
         """Note that its forward runs again in the backward."""
-        self.phase = UnitPhase.RECOMPUTED
+        self.training_state = TrainingState.RECOMPUTED
 
     def to_passed(self) -> None:
         """Note that the backward has come to units before it."""
-        self.phase = UnitPhase.PASSED
+        self.training_state = TrainingState.PASSED
 
     def to_idle(self) -> None:
         """Forget a backward that is over."""
-        self.phase, self.arrived, self.ran = UnitPhase.IDLE, 0, None
+        self.training_state, self.arrived, self.ran = TrainingState.IDLE, 0, None
 
     # ---- its parameters ---------------------------------------------------------------------
 

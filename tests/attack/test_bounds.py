@@ -226,8 +226,8 @@ def test_names_of_hosts_do_not_act_on_a_terminal(
 ) -> None:
     """They may also come from a scheduler, and facts from any machine."""
     host = Host("a\x1b[31m", (0,))
-    crew = SimpleNamespace(nodes=[Node(host, 0, [])], connect=lambda *_: (), close=lambda: None)
-    job = SimpleNamespace(hosts=[host], front_end=lambda: SimpleNamespace(crew=crew), hello=None)
+    node_group = SimpleNamespace(nodes=[Node(host, 0, [])], connect=lambda *_: (), close=lambda: None)
+    job = SimpleNamespace(hosts=[host], front_end=lambda: SimpleNamespace(node_group=node_group), hello=None)
     job.shell_command, job.timeouts = (lambda *_: ["echo", "x"]), SimpleNamespace(fan_out=1)
     monkeypatch.setattr(hosts, "_job", lambda _: job)
     hosts.report([])

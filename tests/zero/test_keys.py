@@ -28,23 +28,23 @@ ALONE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0
 def gathered(ctx: RankContext, zero: dict[str, Any]) -> tuple[int, int, int]:
     """In the third step: (most elements gathered at a time, most units gathered ahead of use, gathers)."""
     engine = engine_of(config_of(3, zero_optimization={"stage": 3, **zero}), stack(depth=6))
-    fetcher = engine.zero.fetcher
+    unsharder = engine.zero.unsharder
     advance(engine, ctx, range(2))
     live, ahead, starts = [0], [0], 0
-    use, start = fetcher.use, fetcher._start
+    use, start = unsharder.use, unsharder._start
 
     def watched_start(unit: Unit, phase: str) -> None:
         nonlocal starts
-        starts += unit not in fetcher.unsharded
+        starts += unit not in unsharder.unsharded
         start(unit, phase)
-        live.append(fetcher.live)
+        live.append(unsharder.live)
 
     def watched_use(unit: Unit, phase: str) -> None:
-        before = starts + (unit not in fetcher.unsharded)
+        before = starts + (unit not in unsharder.unsharded)
         use(unit, phase)
         ahead.append(starts - before)
 
-    fetcher._start, fetcher.use = watched_start, watched_use
+    unsharder._start, unsharder.use = watched_start, watched_use
     advance(engine, ctx, [2])
     return max(live), max(ahead), starts
 

@@ -6,7 +6,7 @@ order is unsharded when it is met, and the order is recorded again. Nothing depe
 
 [Note: who reshards a unit when]
 
-    after its forward           `leave`, unless it is used again soon (`Fetcher._reused_soon`)
+    after its forward           `leave`, unless it is used again soon (`Unsharder._reused_soon`)
     after its backward          the hooks, when its last gradient has come (`Hooks._finish`)
     a unit without gradients    the hooks, when the backward enters the next unit (`Hooks._free_passed_units`)
     the root unit, what is left `end`, at the end of the backward or of a forward without gradients
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Following(Enum):
-    """What the fetcher does with the order of use.
+    """What the unsharder does with the order of use.
 
     RECORDING: it writes the order down; nothing is unsharded ahead.
     FOLLOWING: it unshards ahead by the recorded order.
@@ -46,7 +46,7 @@ class Following(Enum):
     FOLLOWING = "following"
 
 
-class Fetcher:
+class Unsharder:
     """Gathers units before use and frees them after it.
 
     Args:
