@@ -34,7 +34,7 @@ LAST = 1e11
 
 @dataclass(frozen=True)
 class Owner:
-    """Who writes to a directory.
+    """The process that writes to a directory.
 
     Attributes:
         host, space: the machine, and the name space of its process ids (a container has its own).

@@ -1,4 +1,4 @@
-"""What a recipe knows of the checkpoint that it goes on from, before there is an engine; the global batch is kept."""
+"""The checkpoint that a recipe goes on from, before there is an engine; the global batch is kept."""
 
 from __future__ import annotations
 

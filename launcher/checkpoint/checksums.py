@@ -24,7 +24,7 @@ _PIECE = 1 << 20  # read at a time: what was read is still in the cache when it 
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """What a file has to be.
+    """The size and checksums that a file must have.
 
     Attributes:
         blocks: the digest of each block of `BLOCK` bytes; None in checkpoints of the first format.

@@ -34,7 +34,7 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 @dataclass(frozen=True)
 class CheckpointMeta:
-    """What meta.json says.
+    """The content of meta.json.
 
     Attributes:
         meta: of the caller of `save`.

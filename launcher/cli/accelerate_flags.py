@@ -1,4 +1,4 @@
-"""What accelerate's YAML says of machines, as the flags of `launch`; flags that are written win."""
+"""The machine settings of accelerate's YAML, as flags of `launch`; flags that are written win."""
 
 from __future__ import annotations
 

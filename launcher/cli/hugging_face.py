@@ -1,4 +1,4 @@
-"""What scripts of Hugging Face's libraries find in their environment: `import deepspeed` is ours, and the JSON."""
+"""The environment for scripts of Hugging Face's libraries: `import deepspeed` is ours, and the JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the command line to what a front end runs: the hosts, how each is reached, and what its agent is told."""
+"""The way from the command line to a front end: the hosts, how each is reached, and what its agent is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `launch memory-estimate` shows people."""
+"""The tables that `launch memory-estimate` prints."""
 
 from __future__ import annotations
 

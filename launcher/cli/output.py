@@ -1,4 +1,4 @@
-"""How subcommands print and write."""
+"""Printing and writing of subcommands."""
 
 from __future__ import annotations
 

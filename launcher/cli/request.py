@@ -1,4 +1,4 @@
-"""What the command line asks for: which program, on which hosts, and into which directory."""
+"""The request of a command line: which program, on which hosts, and into which directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MANY = 100
 
 
 class RunRequest:
-    """What is to be run, from the part of the command line that starts with the recipe's name."""
+    """The program to run, from the part of the command line that starts with the recipe's name."""
 
     def __init__(self, flags: argparse.Namespace, recipe: list[str]) -> None:
         name, *self.arguments = recipe or [DEFAULT_RECIPE]

@@ -1,4 +1,4 @@
-"""From nodes that are ready to the share of each: which slots, how many ranks, and what these are told."""
+"""The share of each node that is ready: which slots, how many ranks, and what these are told."""
 
 from __future__ import annotations
 

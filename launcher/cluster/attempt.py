@@ -35,7 +35,7 @@ logger = logging.getLogger("launcher")
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended."""
+    """The outcome of a run."""
 
     exit_code: int
     message: str | None = None
@@ -44,7 +44,7 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class EndCause:
-    """Why a run ends before its time."""
+    """The cause that ends a run before its time."""
 
     time: float
     """Seconds since the epoch, by the front end's clock."""
@@ -57,7 +57,7 @@ class EndCause:
 
 @dataclass
 class LogOptions:
-    """How the ranks of a run are spoken of."""
+    """The form in which messages name the ranks of a run."""
 
     several: bool = False
     """Hosts are named."""

@@ -1,4 +1,4 @@
-"""What the user sees of the ranks: rank 0 as it prints, or whole lines of several ranks behind their names."""
+"""The view of the ranks on the console: rank 0 as it prints, or whole lines of several ranks behind their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cores and how many threads a rank gets: its own, inside of one NUMA node where that is possible."""
+"""The cores and threads of a rank: its own, inside one NUMA node where possible."""
 
 from __future__ import annotations
 

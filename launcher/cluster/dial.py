@@ -1,4 +1,4 @@
-"""For runners whose command forwards no input (pdsh): the agent waits for a TCP connection, and that is its stream.
+"""A runner whose command forwards no input (pdsh): the agent waits for a TCP connection, and that is its stream.
 
 What runs first on the node makes a token, and tells it together with its port through the runner's output, which only
 the front end reads; the connection then begins with a handshake (`handshake.py`).

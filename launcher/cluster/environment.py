@@ -1,4 +1,4 @@
-"""Which variables go from this machine to the ranks on others, and the file `.deepspeed_env`.
+"""The variables that go from this machine to the ranks on others, and the file `.deepspeed_env`.
 
 They travel in the first line of the control stream: byte for byte, past every shell, and not where `ps` shows them.
 """

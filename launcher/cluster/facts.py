@@ -1,4 +1,4 @@
-"""What an agent finds on its node: versions, memory, devices, files, and how the others reach it."""
+"""The facts that an agent finds on its node: versions, memory, devices, files, and how the others reach it."""
 
 from __future__ import annotations
 

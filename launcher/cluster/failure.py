@@ -1,4 +1,4 @@
-"""Which rank failed first, and how to say it."""
+"""The rank that failed first, and the message about it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a rank wrote about its own failure (see `rank.py`)."""
+    """The record that a rank wrote about its own failure (see `rank.py`)."""
 
     kind: str
     """`mendable` or `diverged` (of a LauncherError), `exception`, or `exit` (sys.exit with a non-zero code)."""

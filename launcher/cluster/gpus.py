@@ -1,4 +1,4 @@
-"""How many CUDA devices torch would see in a rank, without importing torch."""
+"""The number of CUDA devices that torch would see in a rank, without importing torch."""
 
 from __future__ import annotations
 

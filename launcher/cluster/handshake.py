@@ -62,7 +62,7 @@ class MessageSigner:
 
 
 class SignedSession:
-    """What a handshake has made: seals for what is sent and for what comes, and what the caller says it is."""
+    """The result of a handshake: seals for what is sent and for what comes, and what the caller says it is."""
 
     def __init__(self, token: str, nonces: tuple[str, str], claim: str, is_caller: bool) -> None:
         caller, listener = (

@@ -19,7 +19,7 @@ _OURS = re.compile(
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of a rank that may hang."""
+    """The known state of a rank that may hang."""
 
     rank: int
     host: str

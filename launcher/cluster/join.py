@@ -103,7 +103,7 @@ def _printed(token: str) -> str:
 
 
 class JoinServer:
-    """Where nodes knock.
+    """The server to which nodes connect.
 
     Args:
         addr: of this machine, as the others know it.

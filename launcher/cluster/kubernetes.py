@@ -21,7 +21,7 @@ INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 @dataclass(frozen=True)
 class PodOptions:
-    """What the pods of a run have in common."""
+    """The options that the pods of a run have in common."""
 
     name: str
     image: str

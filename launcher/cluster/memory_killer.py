@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process because memory ran out."""
+"""Detection of processes that the kernel killed because memory ran out."""
 
 from __future__ import annotations
 

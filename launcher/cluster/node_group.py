@@ -18,7 +18,7 @@ logger = logging.getLogger("launcher")
 
 @dataclass(frozen=True)
 class NodeTimeouts:
-    """How long things may take, in seconds."""
+    """The time limits of nodes, in seconds."""
 
     connect_s: float = 9.0
     """From the start of a connection until the agent answers."""

@@ -1,4 +1,4 @@
-"""Whether all nodes are ready, from what their agents found: one table of everything that is wrong, host by host."""
+"""The check that all nodes are ready, from what their agents found: one table of all problems, host by host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_MEMORY = 256 << 20  # bytes for each rank: less cannot even import torch
 
 @dataclass(frozen=True)
 class NodeRequirements:
-    """What a run needs of its nodes."""
+    """The requirements of a run on its nodes."""
 
     files: Mapping[str, str | None]
     """Digests, here, of the files that the ranks read."""

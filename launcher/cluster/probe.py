@@ -1,4 +1,4 @@
-"""Whether nodes reach one another: each opens a port, says a word to whoever connects, and tries the ports of others.
+"""The check that nodes reach one another: each opens a port, says a word to who connects, and tries the others' ports.
 
 The word tells that it was the right node that answered: the same private address is often found on many machines.
 """

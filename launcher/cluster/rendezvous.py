@@ -1,4 +1,4 @@
-"""Where the ranks meet: an address of the first node that all others reach, and a port that is free there.
+"""The meeting point of the ranks: an address of the first node that all others reach, and a port that is free there.
 
 The same look at the network lets nodes try one another, in a ring and across it, so that a firewall is named before
 any rank waits behind it. What each found is left in `Node.tries`, for `preflight.py` to judge.
@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """What the user asked for; None is to be found."""
+    """The address and port that the user asked for; None is to be found."""
 
     addr: str | None = None
     port: int | None = None
@@ -29,7 +29,7 @@ class RendezvousOptions:
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """What the ranks get as MASTER_ADDR and MASTER_PORT."""
+    """The values that the ranks get as MASTER_ADDR and MASTER_PORT."""
 
     addr: str
     port: int

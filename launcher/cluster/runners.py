@@ -20,7 +20,7 @@ from launcher.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """What the user said about how nodes are reached."""
+    """The user's options about how nodes are reached."""
 
     extra: Sequence[str] = ()
     """`--launcher_args`, for the runner's own command."""

@@ -1,4 +1,4 @@
-"""What is a secret, by its name and by what its value looks like; texts and configurations without the values.
+"""Recognition of secrets, by name and by the look of a value; texts and configurations without the values.
 
 Peers and ranks choose the texts, so every pattern takes time in proportion to their length: it starts at something
 that cannot stand in the part that repeats, and what repeats is possessive or short (`tests/attack/test_secrets.py`).

@@ -1,4 +1,4 @@
-"""Which hosts and slots of those that there are: `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, and masks.
+"""Selection among the hosts and slots: `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, and masks.
 
 A filter is `NODE(@NODE)*`, a node `NAME` or `NAME:SLOTS`, slots `0,2,5-7`. The result keeps the order of the hosts.
 """

@@ -1,4 +1,4 @@
-"""On a node: copies of what `--sync` ships. Contents are kept by their SHA-256, so that none is sent twice.
+"""A node's copies of what `--sync` ships. Contents are kept by their SHA-256, so that none is sent twice.
 
     contents/DIGEST     each content once
     copies/NAME/        files as they were shipped; NAME stands for all their names, permissions and contents

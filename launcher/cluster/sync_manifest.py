@@ -1,4 +1,4 @@
-"""What `--sync` ships: the configuration, the script and the files of a directory, by the SHA-256 of their content.
+"""The manifest of `--sync`: the configuration, the script and the files of a directory, by their SHA-256.
 
 In a git work tree the files are those that git does not ignore, committed or not; elsewhere all but `__pycache__`.
 """

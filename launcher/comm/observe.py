@@ -1,4 +1,4 @@
-"""How long collectives take: from their start, by the wait for them, to its end. Off, nothing is measured."""
+"""Times of collectives: from their start, by the wait for them, to its end. Off, nothing is measured."""
 
 from __future__ import annotations
 

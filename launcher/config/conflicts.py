@@ -1,4 +1,4 @@
-"""What cannot stand together: all that is wrong by more than one key, and is known before anything starts.
+"""Conflicts: all that is wrong by more than one key, and is known before anything starts.
 
 Most rules are rows of the two tables, `WITHIN` one section and `ACROSS` several; what has to compute is a function in
 the same table. A key that says "auto" is not known yet: its rules are asked again when it is (`resolve.py`).

@@ -77,7 +77,7 @@ class SeqlenConfig(Section):
 
 
 class CurriculumMetricsConfig(Section):
-    """What makes a sequence hard."""
+    """The measures of how hard a sequence is."""
 
     seqlen: SeqlenConfig | None = None
     """Its length."""
@@ -103,7 +103,7 @@ class CurriculumLearningConfig(Section):
 
 
 class DataSamplingConfig(Section):
-    """Which data is trained on."""
+    """The choice of the data that is trained on."""
 
     enabled: bool = False
     """The keys of this section count; false: none of them, `curriculum_learning` included."""

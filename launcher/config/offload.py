@@ -17,7 +17,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class OffloadConfig(Section):
-    """What both offload sections have."""
+    """The keys that both offload sections have."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Where the shards are stored: on the device, in host memory or on NVMe."""

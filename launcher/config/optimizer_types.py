@@ -1,4 +1,4 @@
-"""What is known of every optimizer type without importing torch (data): its keywords, defaults and other names."""
+"""A table of every optimizer type, without importing torch: its keywords, defaults and other names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EIGHT_BIT = ("lr", "betas", "eps", "weight_decay", "min_8bit_size")
 
 
 class OptimizerType(NamedTuple):
-    """What is known of an optimizer.
+    """One optimizer type.
 
     Attributes:
         lr: learning rate when none is written.

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: all of it at once, each with its place and a way out."""
+"""The problems of a configuration: all of them at once, each with its place and a way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run divides its ranks and its batch.
+"""The division of a run into ranks and batches.
 
 Ranks are pipeline stages x data-parallel ranks x tensor-parallel ranks; train_batch_size is micro batch x accumulation
 x data-parallel ranks.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ResolvedAuto(NamedTuple):
-    """What an "auto", or a batch key that was left out, became."""
+    """The value that an "auto", or a batch key that was left out, became."""
 
     path: str
     value: Any

@@ -1,4 +1,4 @@
-"""What several keys say together: the form of a rule, and the remarks, on what is worth a word though nothing is wrong.
+"""Rules over several keys: the form of a rule, and the remarks, on what is worth a word though nothing is wrong.
 
 What is wrong stands in `conflicts.py`, in the same form.
 """

@@ -1,4 +1,4 @@
-"""What keys there are, and what to say of one that is unknown, misplaced, not implemented, or a script's own."""
+"""The schema of keys, and what to say of one that is unknown, misplaced, not implemented, or a script's own."""
 
 from __future__ import annotations
 

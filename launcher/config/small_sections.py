@@ -97,7 +97,7 @@ def _writes_something(value: Any) -> Any:
 
 
 class ParallelWriteConfig(Section):
-    """Who writes which layers in DeepSpeed's pipelines."""
+    """The writers of the layers in DeepSpeed's pipelines."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "pipeline_stage": "every rank always writes its own slice of every tensor",

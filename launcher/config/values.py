@@ -1,4 +1,4 @@
-"""What a value may be: the kinds of fields, and what else a value may mean.
+"""Kinds of values: the types of fields, and what else a value may mean.
 
 DeepSpeed's own checks take `"true"`, 1, "2" and "1e-3" for what they say.
 """

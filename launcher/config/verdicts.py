@@ -1,4 +1,4 @@
-"""What becomes of every key: the verdict on each one of a file, and what every "auto" and every default became."""
+"""The verdict on each key of a file, and what every "auto" and every default became."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which data a place in them is of: what a checkpoint notes, and what has changed when a run goes on from it."""
+"""The identity of the data: what a checkpoint notes of them, and what has changed when a run goes on from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identity:
-    """What a place in the data (`GlobalBatchLoader.state_dict`) means something in.
+    """The settings in which a place in the data (`GlobalBatchLoader.state_dict`) has a meaning.
 
     Attributes:
         digest: of the tokens of the whole data set, whatever the length of a sequence; None where it is not known.

@@ -1,4 +1,4 @@
-"""What train_batch() and eval_batch() do with data: endless epochs, the way to the device, the loss of an output."""
+"""Data of train_batch() and eval_batch(): endless epochs, the way to the device, the loss of an output."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class ModuleHolder(nn.Module):
 
 
 class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHolder):
-    """What trains: a model in flat buffers, its optimizer, and what counts and watches its steps.
+    """The core that trains: a model in flat buffers, its optimizer, and what counts and watches its steps.
 
     Attributes:
         module: the user's model.

@@ -1,4 +1,4 @@
-"""From a model to its stages: which model is cut, and where. A row of layers runs in stages, be it one.
+"""The way from a model to its stages: which model is cut, and where. A row of layers runs in stages, be it one.
 
 Only runs with stages import this file, and what it imports of `pipeline/`.
 """

@@ -1,4 +1,4 @@
-"""Which parameters and buffers of a model depart from its dtype, by `data_types` and `torch_autocast`."""
+"""Parameters and buffers of a model that depart from its dtype, by `data_types` and `torch_autocast`."""
 
 from __future__ import annotations
 

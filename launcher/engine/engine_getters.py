@@ -1,4 +1,4 @@
-"""What people ask an engine: DeepSpeed's getters, and a few of our own."""
+"""Getters of an engine: DeepSpeed's, and a few of our own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step does about gradients that are missing or not finite."""
+"""The treatment of gradients that are missing or not finite in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this engine's model and optimizer: found out before anything is changed."""
+"""The check that a checkpoint is of this engine's model and optimizer, before anything is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine keeps of one parameter, wherever its pieces are: fp32 weights, optimizer states, gradient.
+"""Access to what an engine keeps of one parameter, wherever its pieces are: fp32 weights, optimizer states, gradient.
 
 DeepSpeed's functions, under their names. "full" is the whole local parameter, as one tensor of its shape (a slice
 along tp where layers are split), assembled from all ranks of dp: a collective, which every rank must enter. "local" is

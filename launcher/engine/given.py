@@ -1,4 +1,4 @@
-"""What `initialize()` is given beside the model: the configuration, and the sizes of others' model parallelism."""
+"""Arguments of `initialize()` beside the model: the configuration, and the sizes of others' model parallelism."""
 
 from __future__ import annotations
 

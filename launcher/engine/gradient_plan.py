@@ -1,4 +1,4 @@
-"""When a step reduces gradients and gathers parameters: the engine asks it, and so does the estimate."""
+"""The times at which a step reduces gradients and gathers parameters: the engine asks it, and so does the estimate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launcher.zero.reduce import BackwardPlan, ReduceListener
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """What the microbatches of a step do with gradients and parameters.
+    """The treatment of gradients and parameters by the microbatches of a step.
 
     Args:
         reduces_each: Gradients that are sharded are reduced after every microbatch, and not only after the last one.

@@ -1,4 +1,4 @@
-"""Where the first number that is not finite came from: looked for once, after a gradient that is not finite."""
+"""The search for the first number that is not finite, made once, after a gradient that is not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells people of its engine: how large the model is, and how the last step went through its stages."""
+"""The report of a run on its engine: how large the model is, and how the last step went through its stages."""
 
 from __future__ import annotations
 

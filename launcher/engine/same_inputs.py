@@ -1,4 +1,4 @@
-"""Whether ranks that are one copy of the model get the same inputs: those along tp.
+"""The check that ranks that are one copy of the model get the same inputs: those along tp.
 
 Looked at in two ways, neither of which costs time:
 

@@ -1,4 +1,4 @@
-"""What an engine writes and reads: checkpoints, and whole weights. DeepSpeed's calls.
+"""Saving and loading by an engine: checkpoints, and whole weights. DeepSpeed's calls.
 
 What they need is imported by the first call: many runs of an evaluation save nothing.
 """

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, by logical parameter, and the way from an engine to it and back."""
+"""The content of a run's checkpoint, by logical parameter, and the way from an engine to it and back."""
 
 from __future__ import annotations
 

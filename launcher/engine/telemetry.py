@@ -1,4 +1,4 @@
-"""What the JSON asks to have watched while an engine trains: times, memory, FLOPs, collectives, and the monitors."""
+"""Measurements that the JSON asks for while an engine trains: times, memory, FLOPs, collectives, and the monitors."""
 
 from __future__ import annotations
 

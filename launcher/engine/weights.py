@@ -1,4 +1,4 @@
-"""Where a model's first values come from: its safetensors, read by slice, or the seed."""
+"""The source of a model's first values: its safetensors, read by slice, or the seed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class _Same(NamedTuple):
 
 
 class _Writes(NamedTuple):
-    """What an operation in place writes to: arguments by position or name; and how many of them it gives back."""
+    """The arguments that an operation in place writes to, by position or name; and how many of them it gives back."""
 
     arguments: tuple[int | str, ...]
     returns: int

@@ -79,7 +79,7 @@ class LiveBytes:
 
 
 class _Size:
-    """Of a storage, when it was seen last."""
+    """The size of a storage, when it was seen last."""
 
     def __init__(self) -> None:
         self.nbytes = 0

@@ -1,4 +1,4 @@
-"""What one microbatch does to memory, written down as it runs: stretches between marks.
+"""A memory trace: what one microbatch does to memory, written down as it runs: segments between marks.
 
 A stretch says how much more memory there was at most than at its start, and how much more at its end. A mark says what
 happened between two stretches. Memory of parameters and of their gradients is not in it: who replays a tape knows it.
@@ -21,7 +21,7 @@ from launcher.models.activation import recomputing
 
 
 class TraceEvent(StrEnum):
-    """What a mark is of."""
+    """The kind of a mark."""
 
     USE = "use"  # the forward of a module begins
     LEAVE = "leave"  # it has ended
@@ -57,7 +57,7 @@ Items = list[TraceSegment | TraceMark]
 
 @dataclass
 class BlockTrace:
-    """What happens from the first mark of a block to that of the next one.
+    """The events from the first mark of a block to that of the next one.
 
     Args:
         kept: bytes on the device from its forward to its backward.

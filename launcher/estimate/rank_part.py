@@ -1,4 +1,4 @@
-"""What one rank has of a model: split over tp and cut into stages as the engine does it, on meta."""
+"""The part of a model that one rank has: split over tp and cut into stages as the engine does it, on meta."""
 
 from __future__ import annotations
 

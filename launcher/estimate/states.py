@@ -22,7 +22,7 @@ SIZE = 48  # elements
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What an optimizer keeps of a slice.
+    """The states that an optimizer keeps of a slice.
 
     Args:
         dtypes: of the states that have a value for each element.
@@ -38,7 +38,7 @@ class OptimizerStates:
 
 
 class StateBytes:
-    """What the optimizer of a configuration keeps of each parameter.
+    """The bytes that the optimizer of a configuration keeps of each parameter.
 
     Args:
         config: resolved.

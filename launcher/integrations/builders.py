@@ -95,7 +95,7 @@ class OpBuilder:
 
 
 class Operators:
-    """What a builder loads: the engine works without DeepSpeed's functions, so asking for one is an error.
+    """The operators of a builder: the engine works without DeepSpeed's functions, so asking for one is an error.
 
     Args:
         name: of the builder.

@@ -182,7 +182,8 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 class TorchBackend:
-    """Which functions of torch.distributed gather and reduce into one tensor; the process group itself is torch's."""
+    """The functions of torch.distributed that gather and reduce into one tensor; the process group itself is
+    torch's."""
 
     @classmethod
     def get_all_gather_function(cls) -> Callable[..., Any]:

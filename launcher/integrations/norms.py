@@ -28,7 +28,7 @@ EPSILON = 1e-6
 
 
 class DummyOptim:
-    """In the place of an optimizer where there is nothing to step.
+    """A stand-in for an optimizer where there is nothing to step.
 
     Args:
         params: its one group.

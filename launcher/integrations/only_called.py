@@ -99,7 +99,7 @@ def only_called(module: str, name: str) -> type | None:
 
 
 class _Refused(type):
-    """What a class that is not available is asked for is an error, too."""
+    """The metaclass of a class that is not available: asking the class for anything is an error, too."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

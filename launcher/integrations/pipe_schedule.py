@@ -63,7 +63,7 @@ class RecvGrad(BufferOpInstruction): ...
 
 
 class PipeSchedule(ABC):
-    """What one stage does.
+    """The work of one stage.
 
     Args:
         micro_batches: of an optimizer step.

@@ -1,4 +1,5 @@
-"""What of DeepSpeed's Python is not available: why, and what to write instead. Data, and the errors that say it.
+"""The names of DeepSpeed's Python that are not available: why, and what to write instead. Data, and the errors that say
+it.
 
 One table for people (docs/deepspeed_api.md is written from it) and for scripts (the error of a missing name says it).
 """
@@ -24,7 +25,7 @@ class NoSuchModule(LauncherError, ModuleNotFoundError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why something is not available.
+    """The reason why something is not available.
 
     Args:
         why: one sentence without its end.

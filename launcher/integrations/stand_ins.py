@@ -1,4 +1,4 @@
-"""What stands for names of DeepSpeed's that are not simply ours."""
+"""Stand-ins for names of DeepSpeed's that are not simply ours."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def _with_tp_size(config: Mapping[str, Any], asked: int) -> dict[str, Any]:
 
 
 class _Offload:
-    """What TRL takes off before it generates inside GatheredParameters. Here nothing has to go: what is gathered there
-    stays gathered in forwards."""
+    """The object that TRL takes off before it generates inside GatheredParameters. Here nothing has to go: what is
+    gathered there stays gathered in forwards."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

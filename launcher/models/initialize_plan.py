@@ -1,4 +1,4 @@
-"""Which initialisers write which tensors of a model, found out by running them all on meta stand-ins."""
+"""The plan of initialisation: which initialisers write which tensors, found by running them all on meta stand-ins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InitializerCall:
 
 @dataclass
 class InitializationPlan:
-    """What is written by whom. Holds names, not modules, so it does not keep the model alive."""
+    """The writers of each tensor. Holds names, not modules, so it does not keep the model alive."""
 
     owner_of_tied: dict[InitializedTensor, InitializedTensor] = field(default_factory=dict)
     """Every other place of a tied parameter -> the place whose module gives it its value."""

@@ -35,7 +35,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a stored tensor without reading it."""
+    """The facts about a stored tensor that are known without reading it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

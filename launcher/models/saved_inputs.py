@@ -1,4 +1,4 @@
-"""How the inputs of checkpointed blocks wait for the backward: split over an axis, in one buffer, on the host.
+"""Saved inputs of checkpointed blocks until the backward: split over an axis, in one buffer, on the host.
 
 On the host: while a block runs, its inputs are copied out, and when it has run, the device holds them no more. When
 the backward comes to a block, the copies in of the block before it start, and run beside the recomputation.
@@ -24,7 +24,7 @@ from launcher.models.host_copies import CopyLane, host_memory
 
 @dataclass(frozen=True)
 class SavedInputPolicy:
-    """What is done to a saved input; the answers of the JSON's `activation_checkpointing`.
+    """The treatment of a saved input; the answers of the JSON's `activation_checkpointing`.
 
     Attributes:
         axis: its ranks have the same inputs: each keeps 1/N (N: the degree). Degree 1 keeps all.
@@ -51,7 +51,7 @@ class SavedInput:
 
 
 class BlockInputs:
-    """What one run of a block saved.
+    """The inputs that one run of a block saved.
 
     Attributes:
         before: what was saved before this, if it still waits: the next that a backward needs.

@@ -1,4 +1,5 @@
-"""What a model's config says of how it computes: two models of the same shapes may compute different things."""
+"""Settings of a model's config that change how it computes: two models of the same shapes may compute different
+things."""
 
 from __future__ import annotations
 

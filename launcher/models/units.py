@@ -1,5 +1,5 @@
-"""Which modules are transformer blocks, the units that are gathered, reduced and checkpointed one by one; and which are
-the two ends of a model."""
+"""The transformer blocks of a model, which are the units that are gathered, reduced and checkpointed one by one, and the
+two ends of a model."""
 
 from __future__ import annotations
 

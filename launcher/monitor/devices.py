@@ -1,4 +1,4 @@
-"""What devices can do, by their data sheets: `devices.json`, one table for utilisation, memory estimates and plans."""
+"""Abilities of devices, by their data sheets: `devices.json`, one table for utilisation, memory estimates and plans."""
 
 from __future__ import annotations
 

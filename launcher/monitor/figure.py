@@ -1,4 +1,4 @@
-"""What all pictures of this project have in common; matplotlib without a screen."""
+"""The common style of all pictures of this project; matplotlib without a screen."""
 
 from __future__ import annotations
 

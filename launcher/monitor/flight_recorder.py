@@ -22,7 +22,7 @@ _BETWEEN = "\n"
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What a rank began last, and how long ago; `number` counts what it began with these ranks, `among`."""
+    """The last thing that a rank began, and how long ago; `number` counts what it began with these ranks, `among`."""
 
     number: int
     text: str

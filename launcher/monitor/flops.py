@@ -25,7 +25,7 @@ from launcher.monitor.clock import Moment, now, seconds_between
 
 @dataclass
 class Counts:
-    """What was measured, summed over the microbatches of a step.
+    """The counts, summed over the microbatches of a step.
 
     Attributes:
         flops, seconds: of each module's forward by its name, "" the whole model; what lies inside is counted in.

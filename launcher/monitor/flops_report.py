@@ -11,7 +11,7 @@ from launcher.monitor.flops import Counts
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What is known of the profiled step of one rank.
+    """The facts about the profiled step of one rank.
 
     Attributes:
         step: optimizer steps done before it.

@@ -1,4 +1,4 @@
-"""Whether the processors of this machine have instructions for 16-bit numbers, by what Linux says of them."""
+"""The check that the processors of this machine have instructions for 16-bit numbers, by what Linux says of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person watches while a run goes on: one live line on a terminal, plain lines elsewhere."""
+"""The progress of a run for people: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

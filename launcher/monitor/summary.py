@@ -25,7 +25,7 @@ _PACKAGES = ("launcher", "torch", "transformers", "datasets", "numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What one rank held, in bytes, and where it is on the axes that have several ranks."""
+    """The bytes that one rank held, and where it is on the axes that have several ranks."""
 
     rank: int
     coordinates: dict[str, int] = field(default_factory=dict)

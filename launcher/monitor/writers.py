@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: TensorBoard, CSV files, Weights & Biases, Comet. Each is a `MonitorWriter`."""
+"""Destinations for the numbers of a run: TensorBoard, CSV files, Weights & Biases, Comet. Each is a `MonitorWriter`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MonitorWriter:
 
 
 class Monitor:
-    """What `engine.monitor` is: sends events to every writer, as DeepSpeed's MonitorMaster does.
+    """The type of `engine.monitor`: sends events to every writer, as DeepSpeed's MonitorMaster does.
 
     Attributes:
         enabled: some writer of the JSON is on; the same on every rank, while only rank 0 has writers.

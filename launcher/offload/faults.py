@@ -1,4 +1,4 @@
-"""What a disk refuses, in words: the file, the key, the bytes, and what to do."""
+"""Faults of a disk, in words: the file, the key, the bytes, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a directory is, and which requests are best for it: what `launch bench io` shows."""
+"""A benchmark of a directory and of the requests that are best for it: what `launch bench io` shows."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SAMPLES = slice(None, None, WORDS - 1)  # the first and the last word of a page
 
 @dataclass
 class Extent:
-    """Where a key rests: a range of the file, and a checksum of every request in it."""
+    """The place of a key: a range of the file, and a checksum of every request in it."""
 
     offset: int
     size: int

@@ -1,4 +1,4 @@
-"""Which tensors rest where: each goes to the fastest tier with space left."""
+"""Placement of tensors: each goes to the fastest tier with space left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.offload.tier import Tier, memory
 
 @dataclass(frozen=True)
 class Placement:
-    """Where something rests, and on which device it is worked with.
+    """The place where something rests, and the device on which it is worked with.
 
     Args:
         device: that its memory is on while it has any.
@@ -63,7 +63,7 @@ def placed(sizes: Sequence[int], budgets: Sequence[TierBudget]) -> list[Placemen
 
 @dataclass
 class Placements:
-    """Where the shards of a run rest.
+    """The places where the shards of a run rest.
 
     Args:
         device: what the module computes on.

@@ -26,7 +26,7 @@ HUGE_PAGE = 2 << 20
 
 
 class Tier(Protocol):
-    """Where tensors rest under names. One thread uses it; futures complete in any order."""
+    """A storage for tensors under names. One thread uses it; futures complete in any order."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""From the JSON's `optimizer`, or the caller's own, to the factory of the inner torch optimizer."""
+"""The way from the JSON's `optimizer`, or the caller's own, to the factory of the inner torch optimizer."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Kernel = Callable[[dict[str, Any], Tensor | None], Callable[["Tile"], None]]
 
 @dataclass
 class FusedSlice:
-    """What is stepped: a slice of one parameter, all tensors 1-D, contiguous, of one length, in host memory.
+    """The slice that is stepped: a part of one parameter, all tensors 1-D, contiguous, of one length, in host memory.
 
     Args:
         weights: the master weights; stepped in place.

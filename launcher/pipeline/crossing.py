@@ -1,5 +1,5 @@
-"""What crosses between stages, and what the runtime asks of a model in stages (`StagedPart`): the border between what
-knows a kind of model and what runs any."""
+"""The tensors that cross between stages, and the interface of a model in stages (`StagedPart`): the border between code
+that knows a kind of model and code that runs any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Signature = tuple[Any, ...]  # of a batch: structure, shapes and dtypes
 @travels
 @dataclass(frozen=True)
 class TensorShape:
-    """What is known of a tensor."""
+    """The known facts about a tensor."""
 
     size: torch.Size
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class TensorShape:
 
 @dataclass
 class StageBoundary:
-    """What a stage leaves with, for batches of one signature. It goes with the first of them to the next stage.
+    """The tensors that leave a stage, for batches of one signature. It goes with the first of them to the next stage.
 
     Attributes:
         shapes: of the tensors.

@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What a run has.
+    """The inputs of a search: what a run has.
 
     Args:
         per_node: ranks of a node.
@@ -91,7 +91,7 @@ def judged(work: ModelWork, place: PlanSearch, layout: Layout, peak: int) -> Cho
 
 
 class _Hopeless:
-    """What need not be asked: what is too large at least, what takes more of everything than something that was too
+    """Layouts that need not be asked: those that are too large at least, what takes more of everything than something that was too
     large, and what was refused with a microbatch no larger."""
 
     def __init__(self, work: ModelWork, kept: BackwardBytes, memory: float) -> None:

@@ -1,4 +1,4 @@
-"""What the devices of this machine do: products, memory, links; a row for `devices.json`.
+"""Measurement of the devices of this machine: products, memory, links; a row for `devices.json`.
 
 Run by `launch bench device` once for every rank; rank 0 writes the row to the file that is the argument.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of a layout need, by the estimator."""
+"""The memory that the ranks of a layout need, by the estimator."""
 
 from __future__ import annotations
 

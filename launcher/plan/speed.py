@@ -1,4 +1,4 @@
-"""How long a step of a layout takes, on paper: what is computed, what is read and written, what crosses which link.
+"""The predicted time of a layout's step: what is computed, what is read and written, what crosses which link.
 
 It was compared with published runs of other programs (docs/plan.md), and with no run of this launcher on GPUs.
 

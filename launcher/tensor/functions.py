@@ -1,4 +1,4 @@
-"""What activations do at the borders of split layers: differentiable functions over the tp axis.
+"""Differentiable functions over the tp axis, for activations at the borders of split layers.
 
 function        forward                              backward
 enter           nothing                              all-reduce: each rank saw a part of what came after

@@ -118,7 +118,7 @@ def gather_logits(logits: Tensor) -> Tensor:
 
 
 class SplitHead:
-    """What a model with a split head knows of it.
+    """The facts that a model with a split head has about it.
 
     Args:
         model: the name of its class, for people.

@@ -28,7 +28,7 @@ from launcher.tensor.functions import (
 
 @dataclass
 class SequenceState:
-    """Whether the forward under way has its sequences sliced, and how long they are when whole."""
+    """The state of the forward under way: whether its sequences are sliced, and how long they are when whole."""
 
     active: bool = False
     length: int = 0
@@ -36,7 +36,7 @@ class SequenceState:
 
 @dataclass
 class SplitInfo:
-    """What a split module knows of its split.
+    """The facts that a split module has about its split.
 
     Args:
         axis: the tp axis.

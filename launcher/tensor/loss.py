@@ -35,7 +35,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the loss of a rank's columns is made of; see `vocab_parallel_cross_entropy`."""
+    """The inputs of the loss of a rank's columns; see `vocab_parallel_cross_entropy`."""
 
     start: int
     vocabulary: int

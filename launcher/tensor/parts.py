@@ -1,4 +1,4 @@
-"""How a dim is divided among the ranks of an axis: pure arithmetic."""
+"""The division of a dim among the ranks of an axis: pure arithmetic."""
 
 from __future__ import annotations
 

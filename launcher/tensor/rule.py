@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How one module or parameter is split.
+    """The split of one module or parameter.
 
     A number may be given as a string: then it names one of the model's config, as in `attn_config.kv_n_heads`.
 

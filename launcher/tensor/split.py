@@ -1,4 +1,4 @@
-"""Which elements of a logical parameter a rank of the tp axis holds.
+"""The elements of a logical parameter that a rank of the tp axis holds.
 
 Terms of this package:
 

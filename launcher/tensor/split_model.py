@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorParallelOptions:
-    """What the JSON says about the split layers.
+    """The options of the JSON about the split layers.
 
     Args:
         overlaps: input gradients are reduced while weight gradients are computed (`tp_overlap_comm`).

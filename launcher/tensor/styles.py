@@ -1,4 +1,4 @@
-"""What a style of a plan means: which mixin a module gets, and along which dim its parameters are split.
+"""The styles of a plan: which mixin a module gets, and along which dim its parameters are split.
 
 The names are those of transformers' plans (transformers/distributed/tensor_parallel.py); the rest are ours.
 """

@@ -1,4 +1,4 @@
-"""When and where linear layers compute the gradients of their weights.
+"""The place and time at which linear layers compute the gradients of their weights.
 
 At once, and autograd adds them up: what happens outside of everything here. Later (Qi et al. 2023, arXiv:2401.10241):
 a backward computes the gradients of inputs only, and leaves those of weights to `DeferredWeightGrads`. In place: where

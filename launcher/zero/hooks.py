@@ -1,4 +1,4 @@
-"""Where modules and autograd call us.
+"""The hooks through which modules and autograd call us.
 
 before a unit's forward    its parameters are unsharded, the next units' gathers start
 after it                   they are resharded, unless they are used again soon
@@ -55,7 +55,7 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class TrainingState(Enum):
-    """What a model is doing, as far as its hooks have been called.
+    """The state of a model, as far as its hooks have been called.
 
     IDLE: neither; gradients may wait for a step.
     FORWARD: from before the root module's forward to its end. The root unit is unsharded.

@@ -1,4 +1,4 @@
-"""Which parameter goes into which unit and which flat buffer."""
+"""The assignment of parameters to units and flat buffers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launcher.zero.slot import NO_OTHERS, ParamSlot
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """What the flat buffers of a model have in common: how they are sharded, and where their memory comes from.
+    """The layout that the flat buffers of a model share: how they are sharded, and where their memory comes from.
 
     Args:
         policy: what is sharded, in which dtypes.
@@ -50,7 +50,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """How the model of this rank differs from the whole one, where tensor or pipeline parallelism has split that.
+    """The differences of this rank's model from the whole one, where tensor or pipeline parallelism has split that.
 
     Args:
         splits: which elements of logical parameters are here, by name; those that are not named are whole.
@@ -69,7 +69,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class BufferPlacement:
-    """Where a flat buffer rests.
+    """The placement of a flat buffer.
 
     Args:
         params: its parameters.

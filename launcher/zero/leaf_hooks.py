@@ -20,7 +20,7 @@ torchs_register_hook: Any = Tensor.register_post_accumulate_grad_hook
 
 
 class Removable(Protocol):
-    """What stays until a model is plain again."""
+    """A hook that stays until a model is plain again."""
 
     def remove(self) -> None: ...
 

@@ -40,7 +40,8 @@ def live_models() -> list[ZeroModel]:
 
 @dataclass
 class StepCallbacks:
-    """What features do in a step, in this order; all are empty in a plain run (`features/attach.py` fills them).
+    """The callbacks of features in a step, in this order; all are empty in a plain run (`features/attach.py` fills
+    them).
 
     Attributes:
         before_step: before anything of the step: edited parameters are taken over.

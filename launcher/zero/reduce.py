@@ -1,4 +1,4 @@
-"""When to reduce gradients: unit by unit, while earlier units still compute their backward.
+"""Reduction of gradients: unit by unit, while earlier units still compute their backward.
 
 [Note: the order of reductions]
 
@@ -41,7 +41,7 @@ def order_of_reduction(units: list[Unit]) -> list[Unit]:
 
 
 class ReduceListener(Protocol):
-    """Who uses gradients as soon as they are reduced, in the last microbatch of a step."""
+    """A user of gradients as soon as they are reduced, in the last microbatch of a step."""
 
     def on_reduce_start(self, gradient: FlatGradient) -> None:
         """Its reduction has started."""
@@ -52,7 +52,7 @@ class ReduceListener(Protocol):
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """What becomes of the gradients of the coming backward. The engine makes one for each microbatch.
+    """The plan for the gradients of the coming backward. The engine makes one for each microbatch.
 
     Args:
         reduces: False keeps them on the leaves, as inside `no_sync`.

@@ -1,4 +1,4 @@
-"""What stands in a module while its parameter is sharded: true shape, dtype and name, no data."""
+"""A stand-in for a sharded parameter in its module: true shape, dtype and name, no data."""
 
 from __future__ import annotations
 

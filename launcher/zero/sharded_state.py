@@ -1,4 +1,4 @@
-"""What there is of a flat buffer's parameters on a rank, and what features may add to that."""
+"""The state of a flat buffer's parameters on a rank, and what features may add to that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.offload.offloaded import OffloadedTensor
 
 
 class ShardedState(Enum):
-    """What there is of a flat buffer's parameters in this rank's memory.
+    """The state of a flat buffer's parameters in this rank's memory.
 
     REPLICATED: all of them, for good: they are not sharded.
     SHARDED: the shard; modules show handles.

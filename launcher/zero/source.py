@@ -1,4 +1,4 @@
-"""Where parameters get their first values from: the model as it is, or a model on meta that is made unit by unit."""
+"""The source of the first values of parameters: the model as it is, or a model on meta that is made unit by unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When to unshard and when to reshard: follows the order of use recorded in an earlier iteration.
+"""Unsharding and resharding of units: follows the order of use recorded in an earlier iteration.
 
 The order of use is recorded once, from the start of a forward to the end of its backward (or of the forward alone,
 without gradients), and followed from then on: the next units are unsharded ahead of use. A unit that is used out of
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Following(Enum):
-    """What the unsharder does with the order of use.
+    """The use that the unsharder makes of the order of use.
 
     RECORDING: it writes the order down; nothing is unsharded ahead.
     FOLLOWING: it unshards ahead by the recorded order.

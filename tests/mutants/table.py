@@ -102,7 +102,7 @@ MUTANTS = {
         "        ahead = 0\n        for unit in self._order[self._next :]:\n",
         "        ahead = 0\n        for unit in self._order[self._next + 1 :]:\n",
         "the unit after the next one is gathered ahead, and the next one only when it is met",
-        near="zero/test_fetch.py zero/test_keys.py",
+        near="zero/test_unshard.py zero/test_keys.py",
     ),
     "last-gather-bucket-is-left-out": Mutant(
         "zero/flat.py",

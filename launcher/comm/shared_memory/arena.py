@@ -24,7 +24,7 @@ READ = 2  # a message's number plus this says that what it told of was read
 
 
 class ShmArena:
-    """What this rank shows, and what its peers do.
+    """The memory that this rank shows, and that its peers show.
 
     A place in a slot is a negative number: a message may name an address of its sender, too, and they are told apart.
     """
@@ -92,7 +92,7 @@ class ShmArena:
 
 @dataclass(frozen=True)
 class _SharedBuffer:
-    """What waits for its readers.
+    """A buffer that waits for its readers.
 
     Args:
         number: of the message that told them.

@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can read each other's memory: tried once, when the group is made."""
+"""The trial whether the ranks of a group can read each other's memory, made once, with the group."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _RING = 2 * BYTES + PLACES * _MESSAGE.size  # (messages, free places), ring
 
 @dataclass(frozen=True)
 class ShmQueueAddress:
-    """Where a mailbox is: a file descriptor of its process."""
+    """The address of a queue: a file descriptor of its process."""
 
     pid: int
     descriptor: int
@@ -174,7 +174,7 @@ class _Ring:
 
 
 class _Inbox:
-    """What came from one peer."""
+    """The messages that came from one peer."""
 
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring

@@ -208,7 +208,7 @@ class _Later:
 
 
 class _Reads:
-    """That every peer has read what was offered, which lives until then."""
+    """The wait until every peer has read what was offered, which lives until then."""
 
     def __init__(self, mailbox: ShmQueue, peers: list[int], number: int, offered: object) -> None:
         self._mailbox, self._peers, self._number, self._offered = mailbox, peers, number, offered

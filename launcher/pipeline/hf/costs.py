@@ -1,4 +1,4 @@
-"""What the blocks and the two ends of a Hugging Face model cost, from shapes alone: a model on meta is enough.
+"""Costs of the blocks and the two ends of a Hugging Face model, from shapes alone: a model on meta is enough.
 
 before   what runs in front of the blocks: embeddings; on the first virtual stage
 blocks   one after the other

@@ -1,4 +1,4 @@
-"""What the parts of a Hugging Face model take here: forward and backward of each alone, timed.
+"""Measured times of the parts of a Hugging Face model: forward and backward of each alone.
 
 The model runs its own forward, on one microbatch: parts get the arguments that they get in training, masks and
 positions as well. A part has memory only while it runs, so a model on meta needs that of its largest part.

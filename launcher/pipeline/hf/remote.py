@@ -1,4 +1,4 @@
-"""What stands for modules that run on other stages: no parameters, but what a model asks about them."""
+"""Stand-ins for modules that run on other stages: no parameters, but what a model asks about them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ BlockArgument = tuple[int, ArgumentPath]  # number of a block, and where in its 
 @travels
 @dataclass
 class StageInputs(StageBoundary):
-    """What earlier stages tell later ones of a model's forward.
+    """The facts that earlier stages tell later ones of a model's forward.
 
     Attributes:
         returns: class of a block -> what it returns, with a `TensorShape` for each tensor.
@@ -57,7 +57,7 @@ class StageOutputs(Exception):
 
 
 class Route:
-    """Of the forward under way.
+    """The route of the forward under way.
 
     Args:
         names: of the blocks.

@@ -134,7 +134,7 @@ def _one_more(offset: list[float], before: _Sums, first: list[int], least: int) 
 
 @dataclass(frozen=True)
 class Balance:
-    """What the stages of a cut have.
+    """The costs and parameters of the stages of a cut.
 
     Attributes:
         boundaries: [stages + 1], over the layers.

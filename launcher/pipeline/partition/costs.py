@@ -1,4 +1,4 @@
-"""What a layer costs by its shapes, and the ways to say so that `pipeline.partition` knows."""
+"""Costs of layers by their shapes, and the methods that `pipeline.partition` knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the forward and backward of a part of a model are timed, alone: `"partition": "profile"`.
+"""Measurement of the forward and backward of a part of a model, alone: `"partition": "profile"`.
 
 What ZeRO and the way between stages take is not in it.
 """
@@ -26,7 +26,7 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """How the run computes.
+    """The settings under which the run computes.
 
     Args:
         dtype: of floating-point parameters.

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 
 class ActionKind(StrEnum):
-    """What an action does for one microbatch at one virtual stage."""
+    """The kind of work that an action does for one microbatch at one virtual stage."""
 
     FORWARD = "F"
     BACKWARD = "B"  # all of it: gradients of the input and of the weights
@@ -68,7 +68,7 @@ class Action:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What every rank of a pipeline does in a step, in order.
+    """The actions of every rank of a pipeline in a step, in order.
 
     Args:
         name: as in `registry.SCHEDULES`.

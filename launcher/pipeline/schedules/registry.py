@@ -14,7 +14,7 @@ from launcher.pipeline.schedules.synchronous import gpipe, interleaved, one_f_on
 
 @dataclass(frozen=True)
 class ScheduleBuilder:
-    """How one schedule is made.
+    """The builder of one schedule.
 
     Args:
         make: (stages, microbatches, chunks) -> Schedule.

@@ -1,4 +1,4 @@
-"""What follows from who computes what: what ranks send each other, and when a rank changes its weights by itself.
+"""Transfers of a schedule: what ranks send each other, and when a rank changes its weights by itself.
 
 A SEND stands right after the action that makes what is sent, and does not wait. A RECV stands right before the action
 that needs what is received, and is the wait for it: receives are posted ahead, in the order in which they arrive

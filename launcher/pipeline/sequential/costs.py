@@ -1,4 +1,4 @@
-"""What the layers of a row cost, by a method of `pipeline.partition`."""
+"""Costs of the layers of a row, by a method of `pipeline.partition`."""
 
 from __future__ import annotations
 

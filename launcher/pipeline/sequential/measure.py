@@ -1,4 +1,4 @@
-"""What the layers of a row take here: forward and backward of each alone, timed."""
+"""Measured times of the layers of a row: forward and backward of each alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of a `PipelineModule` are made from, and which of them are one. DeepSpeed's names.
+"""Specifications of the layers of a `PipelineModule`, and which of them are one. DeepSpeed's names.
 
 home   the index of the layer whose module a layer runs: its own, unless it is tied to an earlier one
 """

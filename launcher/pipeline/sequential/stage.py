@@ -13,7 +13,7 @@ from launcher import checkpointing
 
 
 class LayerCall(NamedTuple):
-    """How a layer runs: the module of this name on the inputs, or function(module, inputs), or function(inputs)."""
+    """The call of a layer: the module of this name on the inputs, or function(module, inputs), or function(inputs)."""
 
     module: str | None
     function: Callable[..., Any] | None

@@ -25,7 +25,7 @@ from launcher.pipeline.sequential.stage import PipelineStage
 @travels
 @dataclass
 class BoundaryValues(StageBoundary):
-    """What a stage leaves with.
+    """The values that leave a stage.
 
     Attributes:
         structure: the nest, with a `TensorShape` for each tensor.

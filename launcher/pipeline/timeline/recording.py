@@ -1,4 +1,4 @@
-"""When the actions of a run ran, in files: our own record of a step, and the trace that Perfetto shows.
+"""Records of when the actions of a run ran, in files: our own record of a step, and the trace that Perfetto shows.
 
 A record: {"schedule", "stages", "chunks", "microbatches", "actions": [{"rank", "kind", "stage", "microbatch", "start",
 "end"}, ...]}; kinds F, B, I, W; `stage` is the virtual stage; times in seconds, of one clock for all ranks.

@@ -1,4 +1,4 @@
-"""What a schedule takes: its lists run with given costs, without a model. `Timeline` is also what a run measured."""
+"""Simulation of a schedule: its lists run with given costs, without a model. `Timeline` is also what a run measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launcher.pipeline.schedules.actions import (
 
 @dataclass(frozen=True)
 class MicrobatchCosts:
-    """What one microbatch takes, in any unit of time.
+    """The costs of one microbatch, in any unit of time.
 
     Args:
         forward, input, weight: for each virtual stage its F, I and W; a B takes I + W.
@@ -91,7 +91,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of a step ran.
+    """The times of all actions of a step.
 
     Args:
         name, stages, chunks, microbatches: of the schedule.

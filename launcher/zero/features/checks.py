@@ -1,4 +1,4 @@
-"""What `enable_sanity_checks` compares at each step: mistakes that would otherwise only show in the losses.
+"""The comparisons of `enable_sanity_checks` at each step: mistakes that would otherwise only show in the losses.
 
 - the order of collectives: ranks that gather different units at one time get each other's bytes without an error;
 - copies: parameters that several ranks hold, of dp or of tp, must be the same to the bit;

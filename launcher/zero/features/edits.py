@@ -1,4 +1,4 @@
-"""What a script does to parameters between steps: values that it edits, and `requires_grad` that it changes.
+"""Changes of parameters by a script between steps: values that it edits, and `requires_grad` that it changes.
 
 A parameter that is whole may be edited at any time: `p.clamp_()`, `nn.init.zeros_(p)`, `module.load_state_dict()`,
 `p.data = tensor`. Where the optimizer steps another copy of it (a 16-bit parameter, an offloaded optimizer), the next

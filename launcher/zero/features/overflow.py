@@ -1,4 +1,4 @@
-"""Which gradients are not finite, and on which ranks they became so."""
+"""The search for gradients that are not finite, and for the ranks on which they became so."""
 
 from __future__ import annotations
 

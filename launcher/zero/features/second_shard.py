@@ -12,7 +12,7 @@ from launcher.zero.flat import EXACT, FlatBuffer
 
 
 class SecondState(Enum):
-    """What the second shard has.
+    """The state of the second shard.
 
     STALE: values from before the last step, or none.
     FILLING: the same; the gather under way brings those of this step.

@@ -129,7 +129,7 @@ class GradientElsewhere:
 
 
 class LeafElsewhere(GradientElsewhere, WatchedLeaf):
-    """What a leaf becomes; copies of it are plain parameters."""
+    """The class that a leaf gets; copies of it are plain parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copy = nn.Parameter(self.data.clone(), self.requires_grad)
