@@ -1,5 +1,5 @@
-"""The transformer blocks of a model, which are the units that are gathered, reduced and checkpointed one by one, and the
-two ends of a model."""
+"""The transformer blocks of a model, which are the units that are gathered, reduced and checkpointed one by one, and
+its two ends."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def judged(work: ModelWork, place: PlanSearch, layout: Layout, peak: int) -> Cho
 
 
 class _Hopeless:
-    """Layouts that need not be asked: those that are too large at least, what takes more of everything than something that was too
-    large, and what was refused with a microbatch no larger."""
+    """Layouts that need not be asked: those that are too large at least, that take more of everything than one that
+    was too large, or that were refused with a microbatch no larger."""
 
     def __init__(self, work: ModelWork, kept: BackwardBytes, memory: float) -> None:
         self._work, self._kept, self._memory = work, kept, memory
