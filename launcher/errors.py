@@ -20,7 +20,7 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 class LauncherError(Exception):
-    """A mistake that a person can mend. The command line prints it without a traceback.
+    """A mistake that a person can fix. The command line prints it without a traceback.
 
     Args:
         what: one sentence with the offending value in it.

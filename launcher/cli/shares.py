@@ -158,7 +158,7 @@ def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
 
 
 def _check_crowd(job: Job, node: Node, ranks: int) -> None:
-    """Raise `ConfigError` where a node has more ranks than its cores can carry, and nobody has said so."""
+    """Raise `ConfigError` where a node has more ranks than its cores can carry, without `--oversubscribe`."""
     assert node.facts is not None
     most = RANKS_A_CORE * int(node.facts["cores"])
     if ranks > MOST_SLOTS or (ranks > most and not job.flags.oversubscribe):

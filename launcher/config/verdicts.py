@@ -111,7 +111,7 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[Path]:
 
 
 def _plain(path: Path, examined: Examined) -> tuple[Verdict, str]:
-    """Judge a key that nothing was said of."""
+    """Judge a key that no check mentioned."""
     now = next((new for new, old in examined.document.origins.items() if old == path), path)
     how = differs_at(Config, examined.document.tree, now)
     if how is not None:

@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on from a checkpoint: which one counts is told where the JSON has another."""
+"""The learning rate of a run that resumes from a checkpoint; a message names the one that counts if the JSON differs."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _nested(path: tuple[str, ...], keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, tree: Mapping[str, Any]) -> Config:
-    """Return the configuration of a JSON; keys without an effect are told."""
+    """Return the configuration of a JSON; keys without an effect are reported."""
     try:
         config = load({"train_batch_size": 1, **tree}, where=name)
     except ConfigProblems as error:

@@ -65,7 +65,7 @@ def numbers_of(group: dict[str, Any], scale: float, step: float, *, decoupled: b
 
 @lru_cache(maxsize=1)
 def loop() -> Callable[..., None] | None:
-    """Return `update`, compiled; None where that does not work here, which is told once."""
+    """Return `update`, compiled; None where that does not work here, which is logged once."""
     compiled: Callable[..., None] = torch.compile(update, dynamic=True, fullgraph=True)
     trial = [torch.zeros(1024) for _ in range(3)]
     low = torch.zeros(1024, dtype=torch.bfloat16)

@@ -131,8 +131,8 @@ def test_two_programs_meet_as_they_say(alone: pytest.MonkeyPatch, tmp_path: Path
         ("tcp://127.0.0.1:1", -1, -1, "RANK is missing"),
         (None, -1, 2, "RANK is missing"),
         (None, 1, -1, "WORLD_SIZE is missing"),
-        (None, 1, 2, "where ranks meet"),
-        ("env://", 1, 2, "where ranks meet"),
+        (None, 1, 2, "there is no rendezvous address"),
+        ("env://", 1, 2, "there is no rendezvous address"),
     ],
 )
 def test_half_of_it_is_an_error(

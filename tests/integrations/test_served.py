@@ -327,7 +327,7 @@ def test_a_linear_layer_in_tiles_is_the_layer() -> None:
     apart = TiledLinearReturnBias(10, 7, in_splits=2, out_splits=2, linear_cls=Apart, init_linear=whole)
     product, bias = apart(x)
     torch.testing.assert_close(product + bias, whole(x))
-    with pytest.raises(ConfigError, match="out_splits 8") as caught:
+    with pytest.raises(ConfigError, match="out_splits: 8") as caught:
         TiledLinear(10, 7, out_splits=8)
     assert isinstance(caught.value, RuntimeError)
 
