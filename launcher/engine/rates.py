@@ -1,4 +1,4 @@
-"""The learning rate of a run that resumes from a checkpoint; a message names the one that counts if the JSON differs."""
+"""The learning rate of a run that resumes from a checkpoint; a message says which counts if the JSON differs."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -61,8 +62,10 @@ def device(name: str) -> Device:
     """
     row, defaults = _measured(name) if name.endswith(".json") else _row(name), _table()["defaults"]
     if row is None:
-        known = ", ".join(str(each["names"][0]).lower().replace(" ", "-") for each in _table()["devices"])
-        raise ConfigError(f"unknown device {name!r}", where="--gpu", fix=f"one of {known}")
+        known = [str(each["names"][0]).lower().replace(" ", "-") for each in _table()["devices"]]
+        near = [one for one in known if name.lower() in one] or difflib.get_close_matches(name.lower(), known)
+        meant = f"did you mean {near[0]}? " if name and near else ""
+        raise ConfigError(f"unknown GPU {name!r}", where="--gpu", fix=f"{meant}known: {', '.join(known)}")
     shares = {**defaults, **row}
     return Device(
         title=row["title"],
