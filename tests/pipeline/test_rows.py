@@ -300,7 +300,7 @@ def refused(ctx: RankContext) -> list[str]:
 
 
 def test_what_contradicts_itself(pool: WorkerPool) -> None:
-    words = ("contradicts the model", "1 ranks along data, and the run has 2", "compile", "managed_gradient")
+    words = ("contradicts the model", "degree 1 along data, but the run has 2", "compile", "managed_gradient")
     for found in pool.run(refused, 2):
         for word, text in zip(words, found, strict=True):
             assert word in text, text

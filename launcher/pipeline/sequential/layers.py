@@ -149,7 +149,7 @@ class PipelineModule(nn.Module):
             wanted = self._topology.get_dim(axis) if self._topology else 0
             if wanted not in (0, degree):
                 raise ConfigError(
-                    f"the topology has {wanted} ranks along {axis}, but the run has {degree}",
+                    f"the topology has degree {wanted} along {axis}, but the run has {degree}",
                     where="PipelineModule(topology=...)",
                     fix="leave topology out and give num_stages, or start as many ranks as it has",
                 )
