@@ -192,7 +192,7 @@ def test_a_renamed_checkpoint_is_refused_by_both_names(pool: WorkerPool, saved: 
     (work / "global_step1").rename(work / "global_step11")
     for tag in ("global_step11", None):
         said, _ = pool.run(told_by, 1, work, b"", tag, None)[0]
-        assert f"{work}/global_step11/meta.json is of the checkpoint 'global_step1'" in said
+        assert f"{work}/global_step11/meta.json belongs to the checkpoint 'global_step1'" in said
         assert "is named 'global_step11'" in said and "name it global_step1" in said
     (work / "global_step11").rename(work / "global_step1")
     assert pool.run(told_by, 1, work, b"", "global_step1", None)[0] == ("loaded", True)

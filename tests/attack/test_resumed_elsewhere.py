@@ -205,7 +205,7 @@ def test_a_learning_rate_of_the_json_that_does_not_count_is_told(
 ) -> None:
     cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 8, "warmup_num_steps": 2}}
     step = {"type": "StepLR", "params": {"step_size": 2}}
-    cases = [(None, "the checkpoint's counts, 0.01"), (cosine, "continues with the JSON's present values"),
+    cases = [(None, "using the checkpoint's value, 0.01"), (cosine, "continues with the JSON's present values"),
              (step, "using the checkpoint's value, which its schedule keeps")]  # fmt: skip
     for number, (scheduler, told) in enumerate(cases):
         with subtests.test(told):

@@ -108,8 +108,8 @@ def test_on_several_hosts_the_message_says_where(tmp_path: Path) -> None:
 def test_a_rank_that_waited_for_one_that_had_ended_says_so() -> None:
     lost = record(1, message="RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:5033")
     text = describe(Failure(0, 100, 1, lost, left_before=(1,)), log_was_shown=True)
-    assert "rank 1 had ended before, without an error" in text and "fix: on every rank, call" in text
-    assert "ranks 1, 2 had ended" in describe(
+    assert "rank 1 ended earlier, without an error" in text and "fix: on every rank, call" in text
+    assert "ranks 1, 2 ended earlier" in describe(
         Failure(0, 100, 1, lost, left_before=(1, 2)), log_was_shown=True
     )
     assert "had ended" not in describe(Failure(0, 100, 1, lost), log_was_shown=True)

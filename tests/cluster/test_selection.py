@@ -41,8 +41,8 @@ def test_what_is_chosen(flags: dict[str, object], expected: dict[str, str]) -> N
     [
         ({"include": "w9"}, "'w9' is not a host of this run"),
         ({"include": "w0:7"}, "w0 has no slot 7"),
-        ({"include": "w0:"}, "is no slot"),
-        ({"include": "w0:a"}, "'a' in 'a' is no slot"),
+        ({"include": "w0:"}, "is neither a slot"),
+        ({"include": "w0:a"}, "'a' in 'a' is neither a slot"),
         ({"include": "w0", "exclude": "w1"}, "exclude each other"),
         ({"include": "w0", "num_gpus": 1}, "exclude each other"),
         ({"exclude": "w0@w1@me@w2"}, "leaves no slot of 3 hosts"),
