@@ -62,36 +62,36 @@ def configure(
     section = _section(deepspeed_config, {KEYS[name]: arguments[name] for name in KEYS if name in arguments})
     if section.contiguous_memory_optimization and section.number_checkpoints is None:
         raise ConfigError(
-            "one buffer for the saved inputs needs to know their number",
+            "a single buffer for the saved inputs needs their number",
             where="checkpointing.configure()",
             fix="pass num_checkpoints=N: the calls of checkpoint() in one forward",
         )
     if section.partition_activations and mpu_ is None:
         logger.warning(
-            "checkpointing.configure(): partition_activations splits inputs over model-parallel ranks; there is no "
-            "mpu_ to name them, so each rank keeps its own whole"
+            "checkpointing.configure(): partition_activations splits inputs over model-parallel ranks; "
+            "without mpu_ these ranks are unknown, so each rank keeps its inputs whole"
         )
     _checkpointer = Checkpointer.of(section, _axis(mpu_), section.number_checkpoints or 0)
     _arguments, unit = arguments, mpu_
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """`configure` again, with this `partition_activations`."""
+    """Call `configure` again, with this `partition_activations`."""
     configure(**{**_arguments, "partition_activations": partition_activation})
 
 
 def set_num_layers(nlayers: int) -> None:
-    """`configure` again, with this `num_checkpoints`."""
+    """Call `configure` again, with this `num_checkpoints`."""
     configure(**{**_arguments, "num_checkpoints": nlayers})
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return _checkpointer is not None
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args); only `args` are kept, and it runs again in backward, with the same random numbers.
+    """Return function(*args); only `args` are kept, and it runs again in backward, with the same random numbers.
 
     Inside a block that the JSON's section checkpoints, it only calls the function.
     """
@@ -111,7 +111,7 @@ def reset() -> None:
 
 
 def _section(config: Any, arguments: Mapping[str, Any]) -> ActivationCheckpointingConfig:
-    """The JSON's section with the arguments in it, checked as a whole."""
+    """Return the JSON's section with the arguments in it, checked as a whole."""
     loaded = config if isinstance(config, Config) or config is None else load(config)
     written = loaded.activation_checkpointing.given() if loaded and loaded.activation_checkpointing else {}
     tree = {"activation_checkpointing": {**written, **arguments}}

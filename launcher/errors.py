@@ -9,18 +9,18 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202
 
 
 def printable(text: str) -> str:
-    """The text with what would act on a terminal, or cannot be encoded, as an escape: `\\x1b`."""
+    """Return the text with what would act on a terminal, or cannot be encoded, as an escape: `\\x1b`."""
     return _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """The text on one line, and not longer than `most` characters."""
+    """Return the text on one line, and not longer than `most` characters."""
     line = text.replace("\n", "\\n").replace("\t", "\\t")
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 class LauncherError(Exception):
-    """A mistake that a person can mend. The command line prints it without a traceback.
+    """A mistake that a person can fix. The command line prints it without a traceback.
 
     Args:
         what: one sentence with the offending value in it.

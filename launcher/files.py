@@ -13,7 +13,7 @@ LARGEST = 16 << 20  # bytes; of what people write by hand
 def read_small(
     path: Path, what: str, *, where: str, fix: str, errors: str = "strict", largest: int = LARGEST
 ) -> str:
-    """The text of a file, without a byte-order mark.
+    """Return the text of a file, without a byte-order mark.
 
     Args:
         what: it is, for messages: "the config file".
@@ -29,10 +29,10 @@ def read_small(
         if stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"{path} is a directory", where=where, fix=fix)
         if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{what} {path} is a pipe or a device, and no file", where=where, fix=fix)
+            raise ConfigError(f"{what} {path} is a pipe or a device, not a file", where=where, fix=fix)
         if found.st_size > largest:
             size = f"{found.st_size >> 20:,} MiB" if found.st_size >> 20 else f"{found.st_size:,} bytes"
-            raise ConfigError(f"{what} {path} has {size}: it is something else", where=where, fix=fix)
+            raise ConfigError(f"{what} {path} has {size}, too large for such a file", where=where, fix=fix)
         return path.read_text(encoding="utf-8-sig", errors=errors)
     except ConfigError:
         raise

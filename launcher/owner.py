@@ -34,7 +34,7 @@ LAST = 1e11
 
 @dataclass(frozen=True)
 class Owner:
-    """Who writes to a directory.
+    """The process that writes to a directory.
 
     Attributes:
         host, space: the machine, and the name space of its process ids (a container has its own).
@@ -54,7 +54,7 @@ class Owner:
 
     @classmethod
     def read(cls, content: dict[str, Any]) -> Owner:
-        """From JSON.
+        """Read an owner from JSON.
 
         Raises:
             TypeError, ValueError: it is no owner.
@@ -69,9 +69,9 @@ class Owner:
             ("started", int),
         ):
             if type(getattr(owner, name)) is not kind:
-                raise TypeError(f"{name} is no {kind.__name__}")
+                raise TypeError(f"{name} is not a {kind.__name__}")
         if not (0 < owner.pid < 1 << 31 and 0 <= float(owner.since) < LAST):
-            raise ValueError("no process has this id, or no time this number")
+            raise ValueError("it is not a valid process id or time")
         return owner
 
     @classmethod
@@ -80,14 +80,14 @@ class Owner:
         return cls(*place, os.getpid(), _started(os.getpid()), time.time(), run)
 
     def is_here(self) -> bool:
-        """Whether its process could be seen from this one."""
+        """Return whether its process could be seen from this one."""
         return (self.host, self.space) == (socket.gethostname(), _space())
 
     def is_gone(self, path: Path) -> str | None:
-        """Why this owner of the lock `path` is no more; None: it may live."""
+        """Return why this owner of the lock `path` is no more; None: it may live."""
         if self.is_here():
             if self.boot != _boot():
-                return f"{self.host} was started again"
+                return f"{self.host} was restarted"
             alive = psutil.pid_exists(self.pid) and _started(self.pid) == self.started
             return None if alive else f"process {self.pid} has ended"
         silent = _age(path)
@@ -109,7 +109,7 @@ UNKNOWN = Owner("an unknown host", "", "", 0, 0, 0.0, "")
 
 
 def check_free(directory: Path, run: str = "") -> str | None:
-    """What is to be told before this run takes the directory; nothing is changed.
+    """Return what is to be told before this run takes the directory; nothing is changed.
 
     Raises:
         ConfigError: another run has it.
@@ -130,7 +130,7 @@ def check_free(directory: Path, run: str = "") -> str | None:
 
 
 def is_held(directory: Path, run: str) -> bool:
-    """Whether a process of this run has the directory: the agent that has started the ranks."""
+    """Return whether a process of this run has the directory: the agent that has started the ranks."""
     owner = _read(directory / FILE)
     return bool(run) and owner is not None and owner.run == run
 
@@ -159,7 +159,7 @@ class Ownership:
                 f"another run has taken over {self.directory}: {self._successor}. This one had been silent for more "
                 f"than {SILENT_S:.0f} s, and ends: both would write to the same files",
                 where="--output-dir",
-                fix="go on in another directory: --output-dir NEW --resume DIR",
+                fix="continue in another directory: --output-dir NEW --resume DIR",
             )
 
     def give_back(self) -> None:
@@ -204,16 +204,18 @@ def take(directory: Path, run: str, say: Callable[[str], None]) -> Ownership:
                 _move_away(path, before)
     except OSError as error:
         raise ConfigError(
-            f"no run can take {directory}: its lock {path} cannot be made: {error}",
+            f"no run can take {directory}: its lock {path} cannot be created: {error}",
             where="--output-dir",
-            fix="name a directory that can be written, on a file system with hard links",
+            fix="name a writable directory on a file system with hard links",
         ) from error
-    raise ConfigError(f"others take {directory} at the same time", where="--output-dir", fix="start again")
+    raise ConfigError(
+        f"another run is taking {directory} at the same time", where="--output-dir", fix="start again"
+    )
 
 
 @contextlib.contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Others that would take `directory` wait here, so that one of them removes the lock of a dead owner.
+    """Make others that would take `directory` wait here, so that one of them removes the lock of a dead owner.
 
     The lock of the operating system ends with its process. Some shared file systems have none for directories: there
     links alone decide, and two runs that follow one dead owner in the same millisecond may not see each other.
@@ -252,7 +254,7 @@ def _move_away(path: Path, gone: Owner | None) -> None:
 
 
 def _read(path: Path) -> Owner | None:
-    """Whose lock it is; None where there is none.
+    """Return the owner of the lock; None where there is none.
 
     Raises:
         ConfigError: it is no file that a run could have written.
@@ -262,7 +264,7 @@ def _read(path: Path) -> Owner | None:
             path,
             "the lock",
             where="--output-dir",
-            fix=f"no run of ours wrote it: remove {path}, or name another directory",
+            fix=f"launcher did not write it: remove {path}, or name another directory",
             largest=LARGEST,
         )
     except ConfigError as error:
@@ -276,7 +278,7 @@ def _read(path: Path) -> Owner | None:
 
 
 def _age(path: Path) -> float:
-    """Seconds since the last beat, by the clock of the file system."""
+    """Return the seconds since the last beat, by the clock of the file system."""
     probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         probe.touch()
@@ -302,7 +304,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> int:
-    """When a process was started, in ticks since the boot; 0 where there is none, or nobody says it."""
+    """Return when a process was started, in ticks since the boot; 0 where there is none, or nobody says it."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):

@@ -39,7 +39,7 @@ class Resuming:
 
     @classmethod
     def wanted(cls, args: argparse.Namespace, checkpoints: Path) -> Resuming | None:
-        """What `--resume` names; None: start anew.
+        """Return what `--resume` names; None: start anew.
 
         After a restart by the launcher, Slurm or Kubernetes it is this run's own newest checkpoint, where there is one.
 
@@ -55,7 +55,8 @@ class Resuming:
         return found
 
     def _check(self) -> None:
-        """A script's checkpoint says nothing of the data, and a damaged one without checksums may say anything."""
+        """Check a checkpoint: a script's says nothing of the data, and a damaged one without checksums may say
+        anything."""
         config, client = (self.meta.get(key) for key in ("config", "client_state"))
         lacks = [
             key for key in BATCH_KEYS if not isinstance(config, dict) or not isinstance(config.get(key), int)
@@ -65,25 +66,25 @@ class Resuming:
             raise CheckpointError(
                 f"The checkpoint was not written by a recipe: its meta.json has no {', '.join(lacks)}.",
                 where=str(self.directory / (self.tag or latest_tag(self.directory) or "")),
-                fix="name one of a recipe's run; a script's own is loaded by that script",
+                fix="name a checkpoint of a recipe; a script loads its own checkpoints",
             )
 
     @property
     def client_state(self) -> Mapping[str, Any]:
-        """Of the recipe."""
+        """Return the client state of the recipe."""
         found: Mapping[str, Any] = self.meta["client_state"]
         return found
 
 
 def written_batch(config: Config) -> dict[str, Any]:
-    """The batch keys as the JSON has them."""
+    """Return the batch keys as the JSON has them."""
     return {key: getattr(config, key) for key in BATCH_KEYS}
 
 
 def keep_batch(
     config: Config, resuming: Resuming, dp_degree: int, wanted: bool | None
 ) -> tuple[Config, str | None]:
-    """The JSON with the accumulation that keeps the checkpoint's global batch on another number of ranks.
+    """Return the JSON with the accumulation that keeps the checkpoint's global batch on another number of ranks.
 
     Args:
         wanted: `--keep-batch`; None keeps it where it divides and the JSON's batch keys are what they were.
@@ -117,12 +118,12 @@ def keep_batch(
         reason = (
             f"{TRAIN} {train} is written"
             if fixed
-            else f"{was[TRAIN]} is no multiple of {micro} x {dp_degree} ranks"
+            else f"{was[TRAIN]} is not a multiple of {micro} x {dp_degree} ranks"
         )
         raise ConfigError(
             f"the checkpoint's global batch, {was[TRAIN]} sequences, cannot be kept: {reason}",
             where="--keep-batch",
-            fix=f"write another {MICRO}, start another number of ranks, or say --no-keep-batch",
+            fix=f"write another {MICRO}, start another number of ranks, or pass --no-keep-batch",
         )
     way = "; --keep-batch keeps it" if divides else ""
     return config, (
@@ -206,7 +207,7 @@ def _place(wanted: str | None, checkpoints: Path) -> tuple[Path, str | None] | N
     if (path / "meta.json").is_file():
         return path.parent, path.name
     raise ConfigError(
-        f"--resume: {path} is no checkpoint",
+        f"--resume: {path} is not a checkpoint",
         where=f"--resume {wanted}",
         fix="name a run's output directory, its checkpoints directory, or one checkpoint in it",
     )

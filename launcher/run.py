@@ -150,7 +150,7 @@ class Run:
         """Values for `"auto"` keys of the JSON that the recipe decides and no flag has said.
 
         Args:
-            micro_batch: sequences that a rank takes at a time; fewer where `--batch-size` is no multiple of them.
+            micro_batch: sequences that a rank takes at a time; fewer where `--batch-size` is not a multiple of them.
         """
         values: dict[str, Any] = {
             "optimizer.params.lr": lr,

@@ -75,7 +75,7 @@ class Scratch:
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of its files."""
+    """Return the bytes of its files."""
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
@@ -86,7 +86,7 @@ def _is_ours(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _free_lock(path: Path) -> Iterator[bool]:
-    """Whether nobody holds the lock of a directory; it is held meanwhile."""
+    """Yield whether nobody holds the lock of a directory; it is held meanwhile."""
     try:
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:  # killed while all was removed

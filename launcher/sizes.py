@@ -8,7 +8,8 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def bytes_of(text: str | float) -> int:
-    """Bytes of a number, or of "80GiB", "24 GB", "5GB", "512M" or "4096"; K, M, G and T alone are powers of 1024.
+    """Return the bytes of a number, or of "80GiB", "24 GB", "5GB", "512M" or "4096"; K, M, G and T alone are powers of
+    1024.
 
     Raises:
         ValueError: it is no size.
@@ -17,11 +18,11 @@ def bytes_of(text: str | float) -> int:
         return int(text)
     found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{text!r} is no number of bytes; write for example 512M or 80GiB")
+        raise ValueError(f"{text!r} is not a number of bytes; write for example 512M or 80GiB")
     decimal = (found[3] or "").upper() == "B"
     return int(float(found[1]) * (1000 if decimal else 1024) ** _POWERS[found[2].upper()])
 
 
 def in_words(number: float) -> str:
-    """ "1.37 GiB", "10.6 MiB", "0.0 MiB"."""
+    """Return "1.37 GiB", "10.6 MiB", "0.0 MiB"."""
     return f"{number / (1 << 30):,.2f} GiB" if number >= 1 << 28 else f"{number / (1 << 20):,.1f} MiB"

@@ -27,7 +27,7 @@ def test_sizes(text: str | float, wanted: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "lots", "80 lots", "-1G", "1.2.3", "GiB", "5PB"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="no number of bytes"):
+    with pytest.raises(ValueError, match="not a number of bytes"):
         bytes_of(text)
 
 

@@ -24,7 +24,7 @@ _PIECE = 1 << 20  # read at a time: what was read is still in the cache when it 
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """What a file has to be.
+    """The size and checksums that a file must have.
 
     Attributes:
         blocks: the digest of each block of `BLOCK` bytes; None in checkpoints of the first format.
@@ -35,16 +35,16 @@ class FileChecksum:
 
     @classmethod
     def read(cls, content: Any) -> FileChecksum:
-        """From what `write` gave."""
+        """Read what `write` returned."""
         if isinstance(content, int):
             return cls(content)
         size, blocks = content["bytes"], content["xxh3"]
         if not (isinstance(size, int) and isinstance(blocks, list) and len(blocks) == -(-size // BLOCK)):
-            raise ValueError(f"{content} are no checksums of a file")
+            raise ValueError(f"{content} are not the checksums of a file")
         return cls(size, tuple(blocks))
 
     def write(self) -> dict[str, Any]:
-        """In JSON."""
+        """Return the checksums as JSON values."""
         return {"bytes": self.size, "xxh3": list(self.blocks or ())}
 
 
@@ -108,12 +108,12 @@ class HashingFileSystem(FileSystem):
 
 
 def digest(content: bytes) -> str:
-    """The checksum of a short text."""
+    """Return the checksum of a short text."""
     return cast(str, xxhash.xxh3_64_hexdigest(content))
 
 
 def check_sizes(directory: Path, stamps: Mapping[str, FileChecksum]) -> None:
-    """Whether all files are there and as long as they were.
+    """Check that all files are there and as long as they were.
 
     Raises:
         CheckpointError: one is not.
@@ -133,7 +133,7 @@ def check_sizes(directory: Path, stamps: Mapping[str, FileChecksum]) -> None:
 def check_blocks(
     directory: Path, stamps: Mapping[str, FileChecksum], share: int = 0, shares: int = 1
 ) -> None:
-    """Whether the bytes are what they were: of all blocks, or of one of `shares` shares of them.
+    """Check that the bytes are what they were: of all blocks, or of one of `shares` shares of them.
 
     Blocks are shared in the order of the files, so that ranks hash about what they read afterwards.
 
@@ -152,7 +152,7 @@ def check_blocks(
 
 
 def damaged(path: Path, place: str = "") -> CheckpointError:
-    """The error for a file whose bytes are not those that were written."""
+    """Return the error for a file whose bytes are not those that were written."""
     return CheckpointError(
         f"{path} is damaged: its checksum is wrong{place and f' {place}'}.",
         where=str(path),
@@ -161,7 +161,7 @@ def damaged(path: Path, place: str = "") -> CheckpointError:
 
 
 def _digests(path: Path, places: list[int]) -> Iterator[str]:
-    """The digests of consecutive blocks."""
+    """Yield the digests of consecutive blocks."""
     piece = memoryview(bytearray(_PIECE))
     with path.open("rb", buffering=0) as file:
         file.seek(places[0] * BLOCK)

@@ -88,7 +88,8 @@ def write_safetensors(
 
 
 def temporary_path(path: Path) -> Path:
-    """A place beside `path` for this process alone: several may write one file. What ended ones left is removed."""
+    """Return a place beside `path` for this process alone: several may write one file. What ended ones left is
+    removed."""
     mine = f".{path.name}.{socket.gethostname()}."
     with contextlib.suppress(OSError):
         for other in path.parent.glob(f"{mine}*.tmp"):
@@ -100,7 +101,7 @@ def temporary_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def temporary_file(path: Path) -> Iterator[Path]:
-    """A place to write, which becomes `path` when all went well."""
+    """Give a place to write, which becomes `path` when all went well."""
     place = temporary_path(path)
     try:
         yield place
@@ -161,7 +162,7 @@ class _Export:
         raise CheckpointError(
             f"The weights could not be written: {self.failure}",
             where=str(self.directory),
-            fix="make room or choose another directory, and export again",
+            fix="free some space or choose another directory, and export again",
         ) from self.failure
 
     def _publish(self) -> list[Path]:
@@ -196,7 +197,9 @@ class _Export:
 
 def _plan(name: str, dtype: torch.dtype, shape: Sequence[int], fetch: Fetch) -> _PlannedTensor:
     if dtype not in _DTYPE_NAMES:
-        raise CheckpointError(f"{name} is of {dtype}, which safetensors cannot hold.", fix="convert it first")
+        raise CheckpointError(
+            f"{name} has dtype {dtype}, which safetensors cannot hold.", fix="convert it first"
+        )
     return _PlannedTensor(name, dtype, tuple(shape), fetch)
 
 

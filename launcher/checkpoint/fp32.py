@@ -48,8 +48,8 @@ def write_script(directory: Path) -> None:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, **others: Any
 ) -> dict[str, Tensor]:
-    """The parameters (fp32) and persistent buffers of a checkpoint, whole; tied ones under each of their names, as one
-    tensor.
+    """Return the parameters (fp32) and persistent buffers of a checkpoint, whole; tied ones under each of their names,
+    as one tensor.
 
     Not collective, as all of this file: one rank may call it alone, and so may all of them.
 
@@ -65,7 +65,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def _stored(directory: Path, tag: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What a checkpoint has, each tensor once; other name of a tied one -> its name there."""
+    """Return what a checkpoint has, each tensor once; other name of a tied one -> its name there."""
     tag, meta = store.load_meta(directory, tag)
     entries = read_metadata(tags.tag_path(directory, tag)).state_dict_metadata.items()
     found = {
@@ -122,7 +122,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of the script beside the checkpoints, with DeepSpeed's arguments."""
+    """Return the command line of the script beside the checkpoints, with DeepSpeed's arguments."""
     parser = argparse.ArgumentParser(description="Write the weights of a checkpoint in fp32.")
     parser.add_argument("checkpoint_dir", help="the directory that holds `latest` and global_step*")
     parser.add_argument("output_dir", help="where the files go")

@@ -65,7 +65,7 @@ class CollectiveErrors:
         return self.together(lambda: work() if self.first else None)
 
     def agreed(self, what: str, value: str, otherwise: Disagreement = "Fail") -> str:
-        """The value of rank 0.
+        """Return the value of rank 0.
 
         Raises:
             TagsDiffer: another rank has another value, and `otherwise` is "Fail".
@@ -74,13 +74,13 @@ class CollectiveErrors:
         if len(set(values)) > 1 and otherwise != "Ignore":
             said = f"The ranks disagree about the {what}: {sorted(set(map(str, values)))}."
             if otherwise == "Fail":
-                raise TagsDiffer(said, fix="give all ranks the same one")
+                raise TagsDiffer(said, fix="pass the same value on every rank")
             if self.rank == 0:
-                warnings.warn(f"{said} That of rank 0 counts for all: {values[0]}.", stacklevel=4)
+                warnings.warn(f"{said} All ranks use the one of rank 0: {values[0]}.", stacklevel=4)
         return str(values[0])
 
     def of_sharing(self, value: T) -> list[T]:
-        """What the ranks say that share a directory; plain values."""
+        """Return what the ranks say that share a directory; plain values."""
         return [value] if self.alone else gather_plain(value, self.sharing)
 
     def _gather(self, value: str | None) -> list[str | None]:
@@ -88,7 +88,7 @@ class CollectiveErrors:
 
 
 def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """A group of all ranks, and one of the ranks of this node, both apart from those that training uses.
+    """Return a group of all ranks, and one of the ranks of this node, both apart from those that training uses.
 
     Ranks with the same GROUP_RANK (torchrun's number of the node) share a node; where it is not set, those with the
     same host name. Collective over all ranks. Without a process group: (None, None).
@@ -105,7 +105,7 @@ def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The operating system's error behind it, if there is one: torch.save reports what follows from it."""
+    """Return the operating system's error behind it, if there is one: torch.save reports what follows from it."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -65,7 +65,7 @@ def _memory_format(kind: object, name: str) -> _MEM_FORMAT_ENCODING:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What the checkpoint in `directory` holds: names, shapes, dtypes and where every chunk lies.
+    """Return what the checkpoint in `directory` holds: names, shapes, dtypes and where every chunk lies.
 
     Raises:
         CheckpointError: `.metadata` is missing or corrupted, or it refers to anything but tensors.
@@ -78,20 +78,20 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(
             f"{path} cannot be read: {error}",
             where=str(path),
-            fix="the checkpoint is incomplete or corrupted, or not ours; load another checkpoint (tag)",
+            fix="the checkpoint is incomplete, corrupted, or not written by launcher; load another checkpoint (tag)",
         ) from error
     metadata.storage_meta = StorageMeta()
     return metadata
 
 
 def shapes_of(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every stored tensor."""
+    """Return the name -> shape of every stored tensor."""
     entries = metadata.state_dict_metadata.items()
     return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def incomplete(metadata: Metadata) -> list[str]:
-    """Names of tensors whose stored chunks do not cover them."""
+    """Return the names of tensors whose stored chunks do not cover them."""
     return [
         name
         for name, entry in metadata.state_dict_metadata.items()
@@ -101,7 +101,7 @@ def incomplete(metadata: Metadata) -> list[str]:
 
 
 def covers(metadata: Metadata, name: str, wanted: torch.Tensor) -> bool:
-    """Whether the stored chunks of a tensor have every element of `wanted`: a whole tensor or a flat slice."""
+    """Return whether the stored chunks of a tensor have every element of `wanted`: a whole tensor or a flat slice."""
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
     if math.prod(entry.size) == sum(math.prod(chunk.sizes) for chunk in entry.chunks):
@@ -116,14 +116,14 @@ def covers(metadata: Metadata, name: str, wanted: torch.Tensor) -> bool:
 
 
 def _common(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> int:
-    """Elements that two boxes share."""
+    """Return the elements that two boxes share."""
     spans = zip(start, size, other, other_size, strict=True)
     return math.prod(max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in spans)
 
 
 def _validate(metadata: Any) -> None:
     if not isinstance(metadata, Metadata):
-        raise ValueError("it is not the metadata of a checkpoint")
+        raise ValueError("it is not checkpoint metadata")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{name} is not a tensor")
@@ -144,7 +144,7 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
-        """The bytes of one chunk. torch.load does not look at the checksums that torch.save writes; we do."""
+        """Return the bytes of one chunk. torch.load does not look at the checksums that torch.save writes; we do."""
         file.seek(sinfo.offset)
         chunk = io.BytesIO(file.read(sinfo.length))
         with zipfile.ZipFile(chunk) as archive:

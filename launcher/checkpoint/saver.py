@@ -38,13 +38,13 @@ class Saver:
 
     @property
     def node_local(self) -> bool:
-        """Each node has what its own ranks need."""
+        """Return whether each node has only what its own ranks need."""
         return self.config.use_node_local_storage
 
     def save(
         self, directory: Path, tag: str, tensors: TensorMap, meta: Mapping[str, Any], latest: bool
     ) -> None:
-        """`store.save` as the section says: now, or of a copy in the background."""
+        """Call `store.save` as the section says: now, or with a copy in the background."""
         self.wait()
         if not self.config.writer.decoupled:
             self._save(directory, tag, tensors, meta, latest)
@@ -56,19 +56,19 @@ class Saver:
         self.pending.append(self._thread.submit(self._save, directory, tag, copies, frozen, latest))
 
     def load(self, directory: Path, tag: str, tensors: TensorMap, strict: bool) -> None:
-        """`store.load` of what `find` found, after what is being written."""
+        """Call `store.load` with what `find` found, after what is being written."""
         self.wait()
         group, node = self._groups_of_ranks()
         store.load(directory, tag, tensors, group, strict, node=node, compared=True)
 
     def find(self, directory: Path, tag: str | None, missing_ok: bool) -> tuple[str, dict[str, Any]] | None:
-        """`store.find`, after what is being written."""
+        """Call `store.find`, after what is being written."""
         self.wait()
         group, node = self._groups_of_ranks()
         return store.find(directory, tag, missing_ok=missing_ok, group=group, node=node)
 
     def wait(self) -> None:
-        """Until the save in the background has ended. Raises its CheckpointError, on all ranks alike."""
+        """Wait until the save in the background has ended. Raises its CheckpointError, on all ranks alike."""
         while self.pending:
             self.pending.pop().result()
 
@@ -94,7 +94,7 @@ class Saver:
             )
 
     def _groups_of_ranks(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """(the ranks that save together, those of this node where each has its directory)."""
+        """Return (the ranks that save together, those of this node where each has its directory)."""
         if self._groups is None:
             apart = self.node_local or self.config.writer.decoupled
             group, node = node_groups() if apart else (None, None)
@@ -103,14 +103,14 @@ class Saver:
 
 
 def _on_host(tensor: torch.Tensor | FlatSlice) -> torch.Tensor | FlatSlice:
-    """A copy that training does not change."""
+    """Return a copy that training does not change."""
     if isinstance(tensor, FlatSlice):
         return tensor.with_data(tensor.data_1d.to("cpu", copy=True))
     return tensor.detach().to("cpu", copy=True)
 
 
 def _say_unread(pending: list[Future[None]]) -> None:
-    """At the end of the run: an error that nobody has asked for."""
+    """Report, at the end of the run, an error that nobody has asked for."""
     for future in pending:
         if future.done() and (error := future.exception()) is not None:
             print(f"The last checkpoint was not saved: {error}", file=sys.stderr, flush=True)

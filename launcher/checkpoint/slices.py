@@ -80,7 +80,7 @@ class FlatSlice(torch.Tensor):
         device: torch.device,
         firsts_only: bool = True,
     ) -> FlatSlice:
-        """A slice whose memory is asked for whenever it is read or written.
+        """Return a slice whose memory is asked for whenever it is read or written.
 
         Args:
             data: gives [stop - start], 1-D and contiguous, good until another slice is asked for.
@@ -92,11 +92,11 @@ class FlatSlice(torch.Tensor):
 
     @property
     def data_1d(self) -> torch.Tensor:
-        """The elements of the slice."""
+        """Return the elements of the slice."""
         return self._data()
 
     def with_data(self, data_1d: torch.Tensor) -> FlatSlice:
-        """The same slice with other memory."""
+        """Return the same slice with other memory."""
         return FlatSlice(data_1d, self.of, self.start, self.stop, firsts_only=self.firsts_only)
 
     @classmethod
@@ -104,8 +104,8 @@ class FlatSlice(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise ShardedParameterError(
-            f"{func} was called on a FlatSlice, which holds a part of a tensor only.",
-            fix="work with its data_1d",
+            f"{func} was called on a FlatSlice, which holds only a part of a tensor.",
+            fix="use its data_1d",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

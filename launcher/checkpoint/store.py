@@ -112,7 +112,7 @@ def find(
     group: dist.ProcessGroup | None = None,
     node: dist.ProcessGroup | None = None,
 ) -> tuple[str, dict[str, Any]] | None:
-    """`load_meta` on all ranks together, and every byte of the checkpoint compared with its checksum.
+    """Call `load_meta` on all ranks together, and compare every byte of the checkpoint with its checksum.
 
     Collective over `group`: all ranks find the same, or all raise. Ranks that share a directory share the work.
     """
@@ -138,7 +138,7 @@ def load_meta(
 def load_meta(
     directory: str | Path, tag: str | None = None, *, missing_ok: bool = False
 ) -> tuple[str, dict[str, Any]] | None:
-    """(tag, meta) of a checkpoint: of `tag`, or of the latest. Not collective.
+    """Return (tag, meta) of a checkpoint: of `tag`, or of the latest. Not collective.
 
     Args:
         missing_ok: where nothing was ever saved (there is no `latest`), return None.
@@ -150,7 +150,7 @@ def load_meta(
 
 
 def peek(directory: Path, tag: str | None) -> dict[str, Any]:
-    """The meta of a checkpoint that will be loaded, before its files are looked at. Not collective."""
+    """Return the meta of a checkpoint that will be loaded, before its files are looked at. Not collective."""
     chosen = tag if tag is not None else tags.tag_to_load(directory)[0]
     if chosen is None:
         raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
@@ -158,7 +158,8 @@ def peek(directory: Path, tag: str | None) -> dict[str, Any]:
 
 
 def has_latest(directory: Path) -> bool:
-    """Whether some checkpoint is the latest there; a `latest` that cannot be read counts, and is told on loading."""
+    """Return whether some checkpoint is the latest there; a `latest` that cannot be read counts, and is told on
+    loading."""
     return (directory / tags.LATEST_FILE).exists() or tags.tag_to_load(directory)[0] is not None
 
 
@@ -170,7 +171,7 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
             return None
         known = list_tags(path)
         raise CheckpointError(
-            f"{path} has no checkpoint that is the latest: there is no file {tags.LATEST_FILE!r}.",
+            f"{path} does not say which checkpoint is the latest: there is no file {tags.LATEST_FILE!r}.",
             where=str(path),
             fix=f"name the tag: {', '.join(known[-5:])}" if known else "check the directory",
         )
@@ -178,15 +179,15 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
     content = tags.read_meta(where)
     if content.tag not in (None, tags.tag_of(where)):
         raise CheckpointError(
-            f"{where / tags.META_FILE} is of the checkpoint {content.tag!r}, and its directory is named "
+            f"{where / tags.META_FILE} belongs to the checkpoint {content.tag!r}, but its directory is named "
             f"{tags.tag_of(where)!r}.",
             where=str(where),
-            fix=f"if the directory was renamed or copied, name it {content.tag}; if that file alone was put there, "
-            "restore its own",
+            fix=f"if the directory was renamed or copied, name it {content.tag}; if only that file was "
+            "copied there, restore the original",
         )
     check_sizes(where, content.files)
     if not content.checksums:
-        old = f"{where} has no checksums: it was written before there were any. Damage to it may not be noticed."
+        old = f"{where} has no checksums: it was written by a version that made none. Damage to it may go unnoticed."
         note = old if note is None else f"{note} {old}"
     if tell and note:
         warnings.warn(note, stacklevel=3)
@@ -281,7 +282,7 @@ class _CheckpointWriter(dcp.FileSystemWriter):
             raise CheckpointError(
                 f"The checkpoint could not be written{self._who}: {root_cause(error)}",
                 where=str(self.path),
-                fix="make room or save elsewhere; the checkpoints saved before are intact",
+                fix="free some space or save elsewhere; earlier checkpoints are intact",
             ) from error
 
 
@@ -297,13 +298,13 @@ def _check_arguments(tag: str, meta: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(meta), allow_nan=True)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"meta cannot be written as JSON: {error}", fix="give plain values") from error
+        raise CheckpointError(f"meta cannot be written as JSON: {error}", fix="pass plain values") from error
 
 
 def _check_visible(temporary: Path) -> None:
     if not temporary.is_dir():
         raise CheckpointError(
-            f"{temporary} was made by rank 0 and cannot be seen here.",
+            f"{temporary} was created by rank 0 but is not visible here.",
             where=str(temporary.parent),
             fix="save to a file system that all nodes share",
         )
@@ -317,7 +318,7 @@ def _check_separate(temporary: Path, ranks: CollectiveErrors) -> None:
     def look() -> None:
         if len(list(temporary.glob(".node-of-rank-*"))) != 1 or not mark.exists():
             raise CheckpointError(
-                f"{temporary.parent} is one directory for several nodes.",
+                f"{temporary.parent} is shared by several nodes.",
                 where="checkpoint.use_node_local_storage",
                 fix="save to a directory on each node's own disk, or write false: all nodes then save together",
             )
@@ -347,12 +348,12 @@ def _check_complete(metadata: Metadata) -> None:
     if names := incomplete(metadata):
         raise CheckpointError(
             f"The slices of {len(names)} tensors do not make up the whole: {', '.join(names[:5])}.",
-            fix="every element has to be on one of the ranks that save",
+            fix="every element must be on one of the ranks that save",
         )
 
 
 def _stamps_of_all(stamps: Stamps, ranks: CollectiveErrors) -> Stamps:
-    """Of all files in this rank's directory, in the order of the ranks that wrote them."""
+    """Return the stamps of all files in this rank's directory, in the order of the ranks that wrote them."""
     every = ranks.of_sharing({name: stamp.write() for name, stamp in stamps.items()})
     return {name: FileChecksum.read(content) for files in every for name, content in files.items()}
 
@@ -362,7 +363,7 @@ def _write_meta(temporary: Path, files: Stamps, meta: dict[str, Any], latest: bo
     there = {file.name: file.stat().st_size for file in temporary.iterdir()}
     if there != {name: stamp.size for name, stamp in files.items()}:
         raise CheckpointError(
-            f"The files of {temporary} are not those that were written: {sorted(there.items())}.",
+            f"The files of {temporary} differ from what was written: {sorted(there.items())}.",
             where=str(temporary),
             fix="let nothing else write there, and save again",
         )
@@ -390,6 +391,6 @@ def _check_fit(where: Path, metadata: Metadata, tensors: TensorMap, strict: bool
         raise CheckpointError(
             f"The checkpoint does not fit the model: {'; '.join(problems)}.",
             where=str(where),
-            fix="load it with the model that it was saved from, and one that was saved to node-local storage on the "
-            "same ranks of the same nodes",
+            fix="load it into the model that it was saved from; a checkpoint in node-local storage also "
+            "needs the same ranks on the same nodes",
         )

@@ -34,7 +34,7 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 @dataclass(frozen=True)
 class CheckpointMeta:
-    """What meta.json says.
+    """The content of meta.json.
 
     Attributes:
         meta: of the caller of `save`.
@@ -54,21 +54,21 @@ class CheckpointMeta:
 
 
 def check_tag(tag: str) -> str:
-    """`tag` itself, if it can name a directory on every system.
+    """Return `tag` itself, if it can name a directory on every system.
 
     Raises:
         CheckpointError: it has other characters than letters, digits, `_`, `-`, `.`, or is the word `latest`.
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST_FILE:
         raise CheckpointError(
-            f"{shortened(repr(tag))} cannot be the tag of a checkpoint.",
-            fix="use letters, digits, '_', '-' and '.', and begin with a letter or digit: global_step100",
+            f"{shortened(repr(tag))} is not a valid checkpoint tag.",
+            fix="use letters, digits, '_', '-' and '.', and start with a letter or digit, for example global_step100",
         )
     return tag
 
 
 def tag_path(directory: Path, tag: str) -> Path:
-    """Where the checkpoint `tag` is to be read from.
+    """Return where the checkpoint `tag` is to be read from.
 
     Raises:
         CheckpointError: there is no complete one.
@@ -83,7 +83,7 @@ def tag_path(directory: Path, tag: str) -> Path:
     raise CheckpointError(
         f"{directory} has no checkpoint with the tag {tag!r}.{why}",
         where=str(directory),
-        fix=f"load one of: {', '.join(tags[-5:])}" if tags else "it has none at all; check the directory",
+        fix=f"load one of: {', '.join(tags[-5:])}" if tags else "it has no checkpoints; check the directory",
     )
 
 
@@ -97,14 +97,14 @@ def refuse_foreign(path: Path) -> None:
     if universal or next(path.glob("*model_states.pt"), None) is not None:
         kind = "in DeepSpeed's universal layout" if universal else "of DeepSpeed's"
         raise CheckpointError(
-            f"{path} has a checkpoint {kind}, which is not read here.",
+            f"{path} has a checkpoint {kind}, which launcher cannot read.",
             where=str(path),
             fix="write its weights with DeepSpeed's zero_to_fp32.py --safe_serialization, and start from those",
         )
 
 
 def list_tags(directory: str | Path) -> list[str]:
-    """Tags of the complete checkpoints in `directory`, the oldest first. [] where there is no such
+    """Return the tags of the complete checkpoints in `directory`, the oldest first. [] where there is no such
     directory."""
     directory = Path(directory)
     if not directory.is_dir():
@@ -118,7 +118,7 @@ def list_tags(directory: str | Path) -> list[str]:
 
 
 def latest_tag(directory: str | Path) -> str | None:
-    """The tag that `latest` names; None where there is no such file.
+    """Return the tag that `latest` names; None where there is no such file.
 
     Raises:
         CheckpointError: the file cannot be read, or names no possible tag.
@@ -132,12 +132,12 @@ def latest_tag(directory: str | Path) -> str | None:
         if not os.path.lexists(path):
             return None
         raise CheckpointError(
-            f"{path} names no checkpoint: {error.what}", where=str(path), fix=fix
+            f"{path} does not name a checkpoint: {error.what}", where=str(path), fix=fix
         ) from error
 
 
 def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
-    """The tag that `latest` names, and what is to be told of it.
+    """Return the tag that `latest` names, and what is to be told of it.
 
     A save that is killed just before it moves `latest` leaves it behind the newest checkpoint; a damaged `latest` may
     name another one, too. Which of them it was cannot be known here, so it is told.
@@ -149,11 +149,11 @@ def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
     if named is None:
         if newest is None:
             return None, None
-        return newest, f"{file} is missing. The newest checkpoint of those that it named is loaded: {newest}."
+        return newest, f"{file} is missing. Loading the newest checkpoint that it named: {newest}."
     known = list_tags(directory)
     if known and named not in known and not (directory / named).is_dir():
         raise CheckpointError(
-            f"{file} names {named!r}, and there is no such checkpoint.",
+            f"{file} names {named!r}, but there is no such checkpoint.",
             where=str(file),
             fix=f"write one of these into it: {', '.join(known[-5:])}",
         )
@@ -162,8 +162,8 @@ def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
     if _saved_at(tag_path(directory, named)) == _saved_at(tag_path(directory, newest)):
         return named, None
     return named, (
-        f"{file} names {named}, and the newest checkpoint that a save made the latest is {newest}. {named} is loaded; "
-        f"if you have not written that name yourself, load {newest} by its name."
+        f"{file} names {named}, but the newest checkpoint that a save made the latest is {newest}. Loading "
+        f"{named}; if you did not write that name yourself, load {newest} by its name."
     )
 
 
@@ -184,7 +184,7 @@ def prune(directory: str | Path, keep: int) -> list[str]:
     To be called on one rank.
     """
     if keep < 1:
-        raise ValueError(f"keep={keep}: at least one checkpoint has to stay")
+        raise ValueError(f"keep={keep}: at least one checkpoint must be kept")
     directory = Path(directory)
     latest = latest_tag(directory)
     gone = [tag for tag in list_tags(directory)[:-keep] if tag != latest]
@@ -217,7 +217,7 @@ def temporary_path(directory: Path, tag: str) -> Path:
 
 
 def tag_of(path: Path) -> str:
-    """The tag of a directory, also while it is written or about to be replaced."""
+    """Return the tag of a directory, also while it is written or about to be replaced."""
     return path.name.removeprefix(_TMP).removeprefix(_OLD)
 
 
@@ -273,7 +273,7 @@ def _first_line(body: bytes) -> str:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """The content of a checkpoint's meta.json.
+    """Return the content of a checkpoint's meta.json.
 
     Raises:
         CheckpointError: it is damaged, or of a newer format.
@@ -289,7 +289,7 @@ def read_meta(path: Path) -> CheckpointMeta:
                 raise damaged(file)
         files = {str(name): FileChecksum.read(stamp) for name, stamp in content["files"].items()}
         if any((stamp.blocks is None) == (version == FORMAT) for stamp in files.values()):
-            raise ValueError(f"its files are not described as format {version} does")
+            raise ValueError(f"its list of files does not have the form of format {version}")
         if not isinstance(content["meta"], dict):
             raise TypeError("meta must be an object")
         saved_at, latest = int(content.get("saved_at_ns", 0)), content.get("latest")
@@ -303,7 +303,7 @@ def read_meta(path: Path) -> CheckpointMeta:
         ) from error
     if version not in (1, FORMAT):
         raise CheckpointError(
-            f"{file} is of format {version}; this version reads formats up to {FORMAT}.",
+            f"{file} has format {version}; this version reads formats up to {FORMAT}.",
             where=str(file),
             fix="load it with the version of launcher that wrote it, or another tag if the file is damaged",
         )
@@ -311,7 +311,7 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def _saved_at(path: Path) -> int:
-    """When a checkpoint was saved, in ns. A corrupted one counts as old."""
+    """Return when a checkpoint was saved, in ns. A corrupted one counts as old."""
     try:
         return read_meta(path).saved_at_ns
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What accelerate's YAML says of machines, as the flags of `launch`; flags that are written win."""
+"""The machine settings of accelerate's YAML, as flags of `launch`; flags that are written win."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _flags_of(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
         raise ConfigError(
             f"num_processes {ranks} is not a multiple of num_machines {nodes}",
             where=path,
-            fix="every machine has as many processes as every other",
+            fix="give every machine the same number of processes",
         )
     found: dict[str, Any] = {
         "num_gpus": None if ranks is None else ranks // nodes,
@@ -97,7 +97,7 @@ def _whole(tree: Mapping[str, Any], key: str, path: str) -> int | None:
 
 
 def variables(path: str) -> dict[str, str]:
-    """What accelerate's own launcher would tell the processes besides the JSON."""
+    """Return what accelerate's own launcher would tell the processes besides the JSON."""
     tree = checked(path)
     section = tree.get("deepspeed_config") or {}
     found = {"ACCELERATE_MIXED_PRECISION": precision_of(tree)}

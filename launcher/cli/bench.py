@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 io: measures a directory for offloading to NVMe: writes and reads a file there with requests of different sizes and
-numbers in flight, and prints the `aio` section that was best. Takes --size bytes of the disk for the time.
-device: measures products, memory and links of this machine's devices, for `launch plan --gpu FILE.json`."""
+numbers in flight, and prints the `aio` section that was best. It uses --size bytes of the disk meanwhile.
+device: measures matrix products, memory and links of this machine's devices, for `launch plan --gpu FILE.json`."""
 EPILOG = """\
 examples:
   launch bench io /local_nvme
@@ -33,27 +33,27 @@ examples:
 
 
 def bench_parser() -> FlagParser:
-    """The parser of `launch bench`."""
+    """Return the parser of `launch bench`."""
     parser = FlagParser(
         prog="launch bench",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    parser.add_argument("what", choices=["io", "device"], help="what is measured")
+    parser.add_argument("what", choices=["io", "device"], help="what to measure")
     parser.add_argument(
-        "path", nargs="?", metavar="PATH", help="io: the directory, as nvme_path would name it"
+        "path", nargs="?", metavar="PATH", help="io: the directory to measure, as in nvme_path"
     )
     parser.add_argument(
-        "--num-gpus", type=positive, default=1, metavar="N", help="device: ranks that measure (default: 1)"
+        "--num-gpus", type=positive, default=1, metavar="N", help="device: number of ranks (default: 1)"
     )
     parser.add_argument(
-        "--size", type=size, default="1G", metavar="N", help="of the file: 512M, 4G (default: 1G)"
+        "--size", type=size, default="1G", metavar="N", help="size of the file: 512M, 4G (default: 1G)"
     )
     parser.add_argument(
-        "--seconds", type=positive, default=60, metavar="S", help="time to measure (default: 60)"
+        "--seconds", type=positive, default=60, metavar="S", help="seconds to measure (default: 60)"
     )
     parser.add_argument(
-        "--out", metavar="FILE.json", help="write what was found there; never over a file that is there"
+        "--out", metavar="FILE.json", help="write the results to this file, which must not exist yet"
     )
     return parser
 
@@ -66,7 +66,7 @@ def bench(argv: Sequence[str]) -> int:
     if flags.what == "device":
         return _device(flags.num_gpus, flags.out)
     if flags.path is None:
-        raise ConfigError("no directory is named", fix="launch bench io /local_nvme")
+        raise ConfigError("the directory is missing", fix="launch bench io /local_nvme")
     from rich.console import Console
 
     from launcher.offload.measure import bench as made
@@ -116,7 +116,7 @@ def _write(out: str | None, text: str) -> None:
 
 
 def _show(console: Console, title: str, rows: list[IoMeasurement], chosen: IoMeasurement) -> None:
-    """The table: MB/s, and in percent of what the disk can do (the first row)."""
+    """Print the table: MB/s, and the percentage of what the disk can do (the first row)."""
     from rich.table import Table
 
     disk, *settings = rows
@@ -137,8 +137,8 @@ def _show(console: Console, title: str, rows: list[IoMeasurement], chosen: IoMea
         table.add_row(*cells, style="bold green" if row is chosen else None, end_section=row is disk)
     console.print(table)
     console.print(
-        "first row: what the disk can do with the largest requests; green: the fewest bytes in flight that are as fast"
-        " as the fastest",
+        "first row: the disk's limit with the largest requests; green: the fewest bytes in flight that "
+        "reach the top speed",
         markup=False,
     )
 

@@ -30,11 +30,11 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(*args, **{**kept, **kwargs, "allow_abbrev": False})
 
     def known_flags(self) -> dict[str, argparse.Action]:
-        """Every option string, such as `--num_gpus`, with its action."""
+        """Return every option string, such as `--num_gpus`, with its action."""
         return dict(self._option_string_actions)
 
     def canonical(self, token: str) -> str:
-        """`--max-steps=3` as this parser spells it; a token that is no known flag is returned unchanged."""
+        """Return `--max-steps=3` as this parser spells it; a token that is not a known flag is returned unchanged."""
         if not token.startswith("--"):
             return token
         name, equals, value = token.partition("=")
@@ -53,7 +53,7 @@ class FlagParser(argparse.ArgumentParser):
             if (
                 value == "--" and name in self._option_string_actions
             ):  # argparse would take it for no value at all
-                self.error(f"argument {name}: -- is no value")
+                self.error(f"argument {name}: -- is not a value")
         return super().parse_known_args(tokens, namespace)
 
     def parse_args(  # type: ignore[override]
@@ -78,7 +78,7 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(f"{kind} {name}", fix=fix)
 
     def error(self, message: str) -> NoReturn:
-        """argparse's own complaints (a missing value, a wrong type or choice) as a `ConfigError`."""
+        """Raise argparse's own complaints (a missing value, a wrong type or choice) as a `ConfigError`."""
         raise ConfigError(shortened(message, 300), fix=f"see `{self.prog} --help`")
 
     def _nearest(self, token: str) -> str | None:
@@ -88,23 +88,26 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def add_model_and_ranks(parser: FlagParser, *, ranks_needed: bool = False) -> None:
-    """What `launch memory-estimate` and `launch plan` ask alike: `--model`, and `--num-gpus` or `--hostfile`."""
-    parser.add_argument("--model", required=True, metavar="MODEL", help="what is trained")
+    """Add the flags that `launch memory-estimate` and `launch plan` share: `--model`, and `--num-gpus` or
+    `--hostfile`."""
+    parser.add_argument("--model", required=True, metavar="MODEL", help="the model to train")
     ranks = parser.add_mutually_exclusive_group(required=ranks_needed)
     default = "" if ranks_needed else " (default: 1)"
-    ranks.add_argument("--num-gpus", type=positive, metavar="N", help=f"ranks of all nodes{default}")
-    ranks.add_argument("-H", "--hostfile", metavar="PATH", help="as many ranks as its hosts have slots")
+    ranks.add_argument(
+        "--num-gpus", type=positive, metavar="N", help=f"number of ranks on all nodes{default}"
+    )
+    ranks.add_argument("-H", "--hostfile", metavar="PATH", help="use one rank for each slot of its hosts")
 
 
 def slots_of(hostfile: str) -> list[int]:
-    """Ranks of each host of a file."""
+    """Return the ranks of each host of a file."""
     from launcher.cluster.hostfile import read_hostfile
 
     return [len(host.slots) for host in read_hostfile(hostfile)]
 
 
 def value_of(tokens: Sequence[str], flag: str) -> str | None:
-    """The last value of `flag` among tokens that another parser owns; None where it is not there.
+    """Return the last value of `flag` among tokens that another parser owns; None where it is not there.
 
     Args:
         tokens: the recipe's arguments.
@@ -123,7 +126,7 @@ def value_of(tokens: Sequence[str], flag: str) -> str | None:
 
 
 def without(tokens: Sequence[str], *flags: str) -> list[str]:
-    """The tokens without these flags, which all take a value, and without their values."""
+    """Return the tokens without these flags, which all take a value, and without their values."""
     kept: list[str] = []
     skip = False
     for token in tokens:
@@ -137,12 +140,12 @@ def without(tokens: Sequence[str], *flags: str) -> list[str]:
 
 
 def positive(text: str) -> int:
-    """The type of a flag that counts: a whole number from 1."""
+    """Return the type of a flag that counts: a whole number from 1."""
     return _whole(text, 1)
 
 
 def whole(text: str) -> int:
-    """The type of a flag that counts what there may be none of: a whole number from 0."""
+    """Return the type of a flag that counts what there may be none of: a whole number from 0."""
     return _whole(text, 0)
 
 
@@ -154,7 +157,7 @@ def _whole(text: str, least: int) -> int:
 
 
 def number(text: str) -> float:
-    """The type of a flag that is a finite number from 0: 3e-4."""
+    """Return the type of a flag that is a finite number from 0: 3e-4."""
     try:
         found = float(text)
     except ValueError:
@@ -165,18 +168,18 @@ def number(text: str) -> float:
 
 
 def shown(text: str) -> str:
-    """What was typed, for a message: quoted, escaped and shortened."""
+    """Return what was typed, for a message: quoted, escaped and shortened."""
     return repr(text if len(text) <= 60 else f"{text[:50]}...")
 
 
 def size(text: str) -> int:
-    """The type of a flag that is a number of bytes: 512M, 80GiB."""
+    """Return the type of a flag that is a number of bytes: 512M, 80GiB."""
     try:
         found = bytes_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not found:
-        raise argparse.ArgumentTypeError(f"needs some bytes, not {shown(text)}")
+        raise argparse.ArgumentTypeError(f"needs a number of bytes, not {shown(text)}")
     return found
 
 

@@ -18,37 +18,37 @@ from launcher.errors import ConfigError, printable
 SSH_HELP = """\
 usage: launch ssh [-H HOSTS] [launcher flags] COMMAND
 
-Runs a shell command on every host at once; each line of output follows the host's name.
-Ends with 0, or the largest exit code. Example: launch ssh -H hosts 'nvidia-smi -L'"""
+Runs a shell command on every host at once; each line of output starts with the host's name.
+Exits with 0, or with the largest exit code. Example: launch ssh -H hosts 'nvidia-smi -L'"""
 REPORT_HELP = """\
 usage: launch report [-H HOSTS] [launcher flags]
 
-Prints versions, memory, devices and addresses of every host. Ends with 1 where one does not answer."""
+Prints versions, memory, devices and addresses of every host. Exits with 1 if one does not answer."""
 ROWS = ("host", "python", "executable", "cores", "memory", "gpus", "mask", "addresses")
 
 
 def report(argv: Sequence[str]) -> int:
-    """`launch report [launcher flags]`: a table of every host; 1 where one does not answer."""
+    """Run `launch report [launcher flags]`: print a table of every host; return 1 if one does not answer."""
     if {"-h", "--help"} & {*argv}:
         print(REPORT_HELP)
         return 0
     job = _job(argv)
     front_end = job.front_end()
-    nodes = front_end.crew.nodes
+    nodes = front_end.node_group.nodes
     try:
-        for _ in front_end.crew.connect(nodes, job.hello):
+        for _ in front_end.node_group.connect(nodes, job.hello):
             pass
         for node in nodes:
             print(printable(masked("\n".join(_lines(node)))))
     except KeyboardInterrupt:
         return 130
     finally:
-        front_end.crew.close()
+        front_end.node_group.close()
     return 1 if any(node.facts is None for node in nodes) else 0
 
 
 def ssh(argv: Sequence[str]) -> int:
-    """`launch ssh [launcher flags] COMMAND`: a shell command on every host at once, lines behind its name.
+    """Run `launch ssh [launcher flags] COMMAND`: a shell command on every host at once, lines behind its name.
 
     Returns:
         0, or the largest exit code.
@@ -65,7 +65,7 @@ def ssh(argv: Sequence[str]) -> int:
 
 
 def _job(argv: Sequence[str]) -> Job:
-    """The hosts that the launcher's flags name; nothing is run on them."""
+    """Return the hosts that the launcher's flags name; nothing is run on them."""
     flags = launch_parser().parse_args([*argv, "--no_python"])
     return Job(RunRequest(flags, ["true"]), flags, None, None)
 

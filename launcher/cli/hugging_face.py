@@ -1,4 +1,4 @@
-"""What scripts of Hugging Face's libraries find in their environment: `import deepspeed` is ours, and the JSON."""
+"""The environment for scripts of Hugging Face's libraries: `import deepspeed` is ours, and the JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _YES = {"1", "true", "yes", "on", "y", "t"}
 
 
 def variables(config: str | None) -> dict[str, str]:
-    """Variables for the ranks of a script.
+    """Return the variables for the ranks of a script.
 
     Args:
         config: `--config` of launch, if it was given: accelerate takes it for a script that names no JSON itself.
@@ -24,9 +24,9 @@ def variables(config: str | None) -> dict[str, str]:
     """
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES:
         raise ConfigError(
-            "ACCELERATE_USE_CPU is set: with it accelerate trains without ZeRO, and says nothing",
+            "ACCELERATE_USE_CPU is set: it makes accelerate train without ZeRO, silently",
             where="environment",
-            fix="unset it, and write launch --device cpu; or start the script with --no_deepspeed_shim",
+            fix="unset it, and use launch --device cpu; or start the script with --no_deepspeed_shim",
         )
     found = {"PYTHONPATH": with_shim(os.environ)["PYTHONPATH"], SWITCH: "1", TOLD: "1"}
     if config is not None:
@@ -38,5 +38,5 @@ def variables(config: str | None) -> dict[str, str]:
 
 
 def _plain(config: str) -> str:
-    """The JSON in base64: without comments, for accelerate reads it with Python's json."""
+    """Return the JSON in base64: without comments, for accelerate reads it with Python's json."""
     return in_base64({"zero_optimization": {"stage": 0}, **read(config).tree})

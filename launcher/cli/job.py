@@ -1,4 +1,4 @@
-"""From the command line to what a front end runs: the hosts, how each is reached, and what its agent is told."""
+"""The way from the command line to a front end: the hosts, how each is reached, and what its agent is told."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ class Job:
             NodeGroup(nodes, self.timeouts, admit),
             self.hello,
             self.judge,
-            self.plan,
+            self.assign_shares,
             meeting=meeting,
             max_restarts=restarts,
             min_nodes=least,
             max_nodes=flags.max_nodes,
-            patience=Timeouts(flags.hang_timeout, flags.term_grace),
+            timeouts=Timeouts(flags.hang_timeout, flags.term_grace),
             prepare=None if self.parcel is None else self._ship,
         )
 
@@ -147,7 +147,7 @@ class Job:
         return Node(host, index, self.command(host), dials=dials, here=here)
 
     def command(self, host: Host) -> list[str]:
-        """What is run on this machine to start the agent of a host."""
+        """Return what is run on this machine to start the agent of a host."""
         if self.is_here(host):
             return runners.HERE.command(host, self._settings())
         if self.flags.no_ssh:
@@ -155,7 +155,7 @@ class Job:
         return runners.command(self.runner, host, self._settings())
 
     def shell_command(self, host: Host, line: str) -> list[str]:
-        """What is run on this machine for a line of shell on a host."""
+        """Return what is run on this machine for a line of shell on a host."""
         if self.is_here(host):
             return ["sh", "-c", line]
         return [*runners.command("ssh", host, self._settings())[:-1], line]
@@ -170,7 +170,7 @@ class Job:
         )
 
     def hello(self, node: Node) -> Message:
-        """What an agent is told first."""
+        """Return the first message to an agent."""
         # A node that comes by itself has its own variables.
         own = self.is_here(node.host) or self.flags.no_ssh
         told = self.asked if own else {**environment.passed_on(os.environ), **self.asked}
@@ -190,20 +190,21 @@ class Job:
         }
 
     def _travels_open(self, node: Node) -> bool:
-        """Whether what an agent is told can be read on its way: on a TCP connection, which is signed and no more."""
+        """Return whether what an agent is told can be read on its way: on a TCP connection, which is signed and no
+        more."""
         return not node.here and (self.flags.no_ssh or node.dials)
 
-    def _ship(self, crew: NodeGroup, look_up: Callable[[], None]) -> None:
+    def _ship(self, node_group: NodeGroup, look_up: Callable[[], None]) -> None:
         assert self.parcel is not None
-        sync.ship(crew, self.parcel, look_up)
+        sync.ship(node_group, self.parcel, look_up)
 
     def there(self, node: Node, path: str) -> str:
-        """Where a node finds a file that is named here."""
+        """Return the path at which a node finds a file that is named here."""
         place = self.parcel.places.get(path) if self.parcel is not None else None
         return path if place is None else f"{node.copy}/{place}"
 
-    def plan(self, front_end: FrontEnd) -> list[NodeSpec]:
-        """The shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
+    def assign_shares(self, front_end: FrontEnd) -> list[NodeSpec]:
+        """Return the shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
 
         Raises:
             ConfigError: more ranks than devices, or degrees that do not make the number of ranks.
@@ -215,14 +216,14 @@ class Job:
         preflight.judge(nodes, preflight.NodeRequirements(self.needs, self.device, compare=len(nodes) > 1))
 
     def _files(self) -> list[str]:
-        """Absolute paths of the script and the configuration, where they are files of the user's."""
+        """Return the absolute paths of the script and the configuration, where they are files of the user's."""
         files = [self.run.target] if self.run.kind == "script" and not self.run.is_ours else []
         if self.source is not None and os.path.isabs(self.source):
             files.append(self.source)
         return files
 
     def is_here(self, host: Host) -> bool:
-        """Whether a host is this machine, which needs no ssh."""
+        """Return whether a host is this machine, which needs no ssh."""
         if self.flags.no_ssh:
             return host == self.hosts[0]
         return not self.flags.force_multi and host.name in (THIS_MACHINE, "127.0.0.1", socket.gethostname())

@@ -31,7 +31,7 @@ PEERS = {
     "machine-rank": "write --node_rank R, with --no_ssh",
     "m": "write --module before the module's name",
     "cpu": "write --device cpu",
-    "standalone": "leave it out: without --hostfile this machine alone is used",
+    "standalone": "leave it out: without --hostfile only this machine is used",
 }
 """Flags of torchrun, accelerate and the like -> what to write here."""
 
@@ -60,7 +60,7 @@ Dashes and underscores are the same: --num-gpus is --num_gpus.
 
 
 def launch_parser() -> FlagParser:
-    """The parser of everything that stands before the recipe's name."""
+    """Return the parser of everything that stands before the recipe's name."""
     parser = FlagParser(
         prog="launch",
         usage="launch [flags] --config DS.json [pretrain | finetune | RECIPE.py | SCRIPT.py] [its flags]\n"
@@ -99,13 +99,15 @@ def launch_parser() -> FlagParser:
         "--master_addr",
         type=_address,
         metavar="ADDR",
-        help="default: one of the first node that the others reach",
+        help="address of the first node (default: one that the other nodes can reach)",
     )
-    run.add_argument("--master_port", type=_port, metavar="PORT", help="default: a free port is picked")
+    run.add_argument(
+        "--master_port", type=_port, metavar="PORT", help="port of the first node (default: a free one)"
+    )
     _add_script_flags(parser)
     _add_output_flags(parser)
     _add_host_flags(parser)
-    refused = parser.add_argument_group("known, refused for now")
+    refused = parser.add_argument_group("known, but not implemented yet")
     for name, metavar in NOT_THERE_YET.items():
         if metavar is None:
             refused.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
@@ -117,15 +119,17 @@ def launch_parser() -> FlagParser:
 def _add_host_flags(parser: FlagParser) -> None:
     hosts = parser.add_argument_group("several machines")
     hosts.add_argument("-H", "--hostfile", metavar="PATH", help="lines of `NAME slots=COUNT`")
-    hosts.add_argument("-i", "--include", metavar="SPEC", help="only these: node1@node2:0,2-3")
-    hosts.add_argument("-e", "--exclude", metavar="SPEC", help="all but these")
-    hosts.add_argument("--num_nodes", type=_nodes, metavar="N", help="the first N hosts")
+    hosts.add_argument(
+        "-i", "--include", metavar="SPEC", help="use only these hosts and slots: node1@node2:0,2-3"
+    )
+    hosts.add_argument("-e", "--exclude", metavar="SPEC", help="use all hosts and slots but these")
+    hosts.add_argument("--num_nodes", type=_nodes, metavar="N", help="use the first N hosts")
     hosts.add_argument(
         "--launcher",
         metavar="NAME",
         help="how nodes are reached: ssh (default), pdsh, slurm, openmpi, mpich, impi",
     )
-    hosts.add_argument("--launcher_args", metavar="TEXT", help="more arguments for ssh, srun or mpirun")
+    hosts.add_argument("--launcher_args", metavar="TEXT", help="extra arguments for ssh, srun or mpirun")
     hosts.add_argument(
         "--submit",
         metavar="TEXT",
@@ -138,21 +142,22 @@ def _add_host_flags(parser: FlagParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="a variable for the ranks of all nodes",
+        help="set an environment variable on the ranks of all nodes",
     )
-    hosts.add_argument("--force_multi", action="store_true", help="reach this machine by the runner, too")
+    hosts.add_argument("--force_multi", action="store_true", help="use the runner for this machine, too")
     hosts.add_argument(
         "--no_ssh", action="store_true", help="you start this command on every node, with its own --node_rank"
     )
     hosts.add_argument(
         "--token_file",
         metavar="PATH",
-        help="what all nodes of --no_ssh must know is its first line (default: LAUNCHER_TOKEN; node 0 makes one)",
+        help="file whose first line is the token that all nodes of --no_ssh share (default: "
+        "LAUNCHER_TOKEN; node 0 makes one)",
     )
     hosts.add_argument(
         "--insecure",
         action="store_true",
-        help="--no_ssh without a token: whoever reaches the port runs code here",
+        help="run --no_ssh without a token: anyone who reaches the port can run code here",
     )
     hosts.add_argument("--node_rank", type=whole, metavar="R", help="which node this is, from 0")
     hosts.add_argument(
@@ -163,19 +168,20 @@ def _add_host_flags(parser: FlagParser) -> None:
         type=_seconds,
         default=12.0,
         metavar="S",
-        help="a node that is silent for so long is lost, and ends its ranks itself (default: 12)",
+        help="seconds of silence after which a node counts as lost and ends its own ranks (default: 12)",
     )
     hosts.add_argument(
         "--sync",
         nargs="?",
         const="",
         metavar="DIR",
-        help="send JSON and script to every node, with DIR what git does not ignore there, too, and run the copy",
+        help="send the JSON and the script to every node and run the copies; with DIR, send its files that "
+        "git does not ignore, too",
     )
     hosts.add_argument(
         "--dry_run",
         action="store_true",
-        help="print what each rank of each node would run, or submit, and end",
+        help="print what each rank of each node would run, or the job to submit, and exit",
     )
     ending = parser.add_argument_group("failures")
     ending.add_argument(
@@ -183,45 +189,45 @@ def _add_host_flags(parser: FlagParser) -> None:
         "--min_elastic_nodes",
         type=positive,
         metavar="N",
-        help="a restart may go on with N or more hosts where others do not come back (default: --max_nodes)",
+        help="restart with as few as N hosts when others do not come back (default: --max_nodes)",
     )
     ending.add_argument(
         "--max_nodes",
         "--max_elastic_nodes",
         type=positive,
         metavar="N",
-        help="use the first N hosts that are there, and keep the others in reserve (default: all)",
+        help="use the first N available hosts, and keep the others in reserve (default: all)",
     )
     ending.add_argument(
         "--elastic_training",
         action="store_true",
-        help="--min_nodes 1 and --max_restarts 100, where these do not say otherwise",
+        help="same as --min_nodes 1 --max_restarts 100, unless these are given",
     )
     ending.add_argument(
         "--term_grace",
         type=_seconds_or_never,
         default=0.0,
         metavar="S",
-        help="on SIGTERM, as a scheduler sends it, recipes have S seconds to save a checkpoint (default: 0, they end)",
+        help="on SIGTERM, as from a scheduler, give recipes S seconds to save a checkpoint (default: 0: end at once)",
     )
     ending.add_argument(
         "--hang_timeout",
         type=_seconds_or_never,
         default=600.0,
         metavar="S",
-        help="end a run in which no rank begins a collective for so long; 0 for never (default: 600)",
+        help="end a run in which no rank starts a collective for S seconds; 0: never (default: 600)",
     )
     ending.add_argument(
-        "--max_restarts", type=whole, metavar="N", help="start a failed run again up to N times (default: 0)"
+        "--max_restarts", type=whole, metavar="N", help="restart a failed run up to N times (default: 0)"
     )
 
 
 def _add_script_flags(parser: FlagParser) -> None:
     script = parser.add_argument_group("how a script is started")
+    script.add_argument("--module", action="store_true", help="the script is a module, as for `python -m`")
     script.add_argument(
-        "--module", action="store_true", help="the script is a module, as `python -m` takes it"
+        "--no_python", action="store_true", help="the script is an executable, run without Python"
     )
-    script.add_argument("--no_python", action="store_true", help="the script is a program of its own")
     script.add_argument(
         "--no_local_rank", action="store_true", help="do not append --local_rank=N to a script's arguments"
     )
@@ -233,22 +239,28 @@ def _add_script_flags(parser: FlagParser) -> None:
     script.add_argument(
         "--bind_cores_to_rank",
         action="store_true",
-        help="give each rank its own share of the cores, inside of one NUMA node where that is possible",
+        help="give each rank its own share of the cores, inside one NUMA node where possible",
     )
-    script.add_argument("--bind_core_list", metavar="LIST", help="cores to share out, e.g. 0-7,16-23")
+    script.add_argument(
+        "--bind_core_list", metavar="LIST", help="cores to divide among the ranks, e.g. 0-7,16-23"
+    )
 
 
 def _add_output_flags(parser: FlagParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--enable_each_rank_log", metavar="DIR", help="every rank's output to DIR only, none on the terminal"
+        "--enable_each_rank_log",
+        metavar="DIR",
+        help="write every rank's output to DIR only, not to the console",
     )
-    output.add_argument("--tee", type=_ranks, metavar="RANKS", help="show these ranks, too: 1,3 or all")
+    output.add_argument(
+        "--tee", type=_ranks, metavar="RANKS", help="print the output of these ranks, too: 1,3 or all"
+    )
     output.add_argument(
         "--log_level",
         choices=("debug", "info", "warning", "error", "critical"),
         default="info",
-        help="how much the launcher says (default: info)",
+        help="how much the launcher prints (default: info)",
     )
     output.add_argument("-q", "--quiet", action="store_true", help="same as --log_level error")
 

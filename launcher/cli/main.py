@@ -29,7 +29,7 @@ logger = logging.getLogger("launcher")
 
 
 def command() -> NoReturn:
-    """The command `launch`: `main`, and a quick end; taking torch apart takes seconds on a busy machine."""
+    """Run the command `launch`: `main`, and a quick end; taking torch apart takes seconds on a busy machine."""
     if _subcommand(sys.argv[1:]):
         gc.disable()  # they answer and end: a fifth of the time of large imports is a search for garbage
     try:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_error(text: str) -> None:
-    """`error: TEXT` on stderr, the first word red on a terminal."""
+    """Print `error: TEXT` to stderr, the first word red on a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -128,7 +128,7 @@ def _launch(argv: list[str]) -> int:
 
 
 def _join(flags: argparse.Namespace) -> NoReturn:
-    """Be a node of a run whose front end is on node 0."""
+    """Act as a node of a run whose front end is on node 0."""
     from launcher.cli.job import JOIN_S
     from launcher.cli.request import joining_place, joining_token
     from launcher.cluster import environment, handshake, join
@@ -140,7 +140,7 @@ def _join(flags: argparse.Namespace) -> NoReturn:
 
 
 def _checked_config(path: str | None, *, needed: bool) -> Config | None:
-    """The configuration, read and found right; None when none is named, and none is needed."""
+    """Return the configuration, read and found right; None when none is named, and none is needed."""
     if path is None:
         if needed:
             raise ConfigError(
@@ -153,7 +153,7 @@ def _checked_config(path: str | None, *, needed: bool) -> Config | None:
     config = load(path)
     if needed and config.zero_optimization.stage == "auto":
         raise ConfigError(
-            'zero_optimization.stage is "auto", and no recipe says which stage that is',
+            'zero_optimization.stage is "auto", and recipes have no value for it',
             where=config.where("zero_optimization.stage"),
             fix='write "stage": 0, 1, 2 or 3',
         )
@@ -169,7 +169,7 @@ def _find_config(flags: argparse.Namespace) -> None:
 
 
 def _is_yaml(path: str | None) -> bool:
-    """Whether it is accelerate's configuration, and not a JSON."""
+    """Return whether it is accelerate's configuration, and not a JSON."""
     if path is None:
         return False
     from launcher.config.root import is_yaml
@@ -178,7 +178,7 @@ def _is_yaml(path: str | None) -> bool:
 
 
 def _source(path: str) -> str:
-    """What the ranks read: the absolute path of the configuration, or its text in base64."""
+    """Return what the ranks read: the absolute path of the configuration, or its text in base64."""
     from launcher.config.root import LONGEST_NAME, in_base64, read
 
     if _is_yaml(path):

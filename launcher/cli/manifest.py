@@ -21,7 +21,7 @@ from launcher.errors import ConfigError, printable, shortened
 
 DESCRIPTION = """\
 Prints a manifest for Kubernetes that starts a run with one pod a node: a PyTorchJob of the Training Operator, or a
-JobSet. The image must have this package, with `launch` on its PATH."""
+JobSet. The image must contain this package, with `launch` on its PATH."""
 EPILOG = """\
 examples:
   launch manifest --kind jobset --image me/train:1 --num_nodes 4 --num_gpus 8 --volume data:/data \\
@@ -29,8 +29,9 @@ examples:
     --config ds_config.json pretrain --model /data/model --output-dir /data/run | kubectl apply -f -
   launch manifest --kind pytorchjob ... --min_nodes 2 --max_restarts 10 --term_grace 60 ...
 
-Launcher flags and the recipe's are those of `launch`. The JSON becomes a ConfigMap; what else a run reads, and its
---output-dir, must be in the image or on a volume. --max_restarts lets Kubernetes start a failed pod again as well.
+The flags of the launcher and the recipe are those of `launch`. The JSON becomes a ConfigMap; everything else that a
+run reads, and its --output-dir, must be in the image or on a volume. With --max_restarts, Kubernetes also restarts
+failed pods.
 """
 NOT_HERE = (
     *("hostfile", "include", "exclude", "launcher", "launcher_args", "submit", "ssh_port", "force_multi"),
@@ -45,31 +46,35 @@ _IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]{0,1023}", re.ASCII)
 
 
 def manifest_parser() -> FlagParser:
-    """The launcher's flags, and those of the manifest."""
+    """Return the launcher's flags, and those of the manifest."""
     parser = launch_parser()
     parser.prog, parser.description, parser.epilog = "launch manifest", DESCRIPTION, EPILOG
     parser.usage = (
         "launch manifest --kind KIND --image IMAGE --num_nodes N --num_gpus G [flags] [RECIPE] [its flags]"
     )
     own = parser.add_argument_group("the manifest")
-    own.add_argument("--kind", choices=tuple(KINDS), required=True, help="what starts the pods")
-    own.add_argument("--image", type=_image, required=True, metavar="IMAGE", help="of the container")
-    own.add_argument("--name", type=_name, default="launch", help="of the run (default: launch)")
-    own.add_argument("--namespace", type=_object, metavar="NAME", help="default: that of kubectl")
-    own.add_argument("--shm", type=_size, metavar="SIZE", help="most of /dev/shm: 16Gi")
+    own.add_argument(
+        "--kind", choices=tuple(KINDS), required=True, help="kind of object that starts the pods"
+    )
+    own.add_argument("--image", type=_image, required=True, metavar="IMAGE", help="image of the container")
+    own.add_argument("--name", type=_name, default="launch", help="name of the run (default: launch)")
+    own.add_argument(
+        "--namespace", type=_object, metavar="NAME", help="namespace of the run (default: kubectl's)"
+    )
+    own.add_argument("--shm", type=_size, metavar="SIZE", help="size limit of /dev/shm: 16Gi")
     own.add_argument(
         "--volume",
         type=_volume,
         action="append",
         default=[],
         metavar="CLAIM:PATH",
-        help="a PersistentVolumeClaim, and where it is mounted",
+        help="a PersistentVolumeClaim and its mount path",
     )
     own.add_argument(
         "--token_secret",
         type=_object,
         metavar="NAME",
-        help="a Secret whose key `token` all nodes must know (LAUNCHER_TOKEN)",
+        help="a Secret whose key `token` is the token of all nodes (LAUNCHER_TOKEN)",
     )
     own.add_argument(
         "--secret",
@@ -77,7 +82,7 @@ def manifest_parser() -> FlagParser:
         action="append",
         default=[],
         metavar="NAME=SECRET[:KEY]",
-        help="a variable for the ranks whose value is in a Secret (KEY: default NAME)",
+        help="an environment variable of the ranks with a value from a Secret (KEY: default NAME)",
     )
     return parser
 
@@ -103,7 +108,7 @@ def print_manifest(argv: Sequence[str]) -> int:
 
 
 def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]) -> PodOptions:
-    """What the flags say of the pods.
+    """Return the pods that the flags ask for.
 
     Args:
         own: the launcher's tokens and the manifest's.
@@ -111,13 +116,13 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
     """
     for name in NOT_HERE:
         if getattr(flags, name):
-            raise ConfigError(f"--{name} means nothing in a manifest", fix="leave it out")
+            raise ConfigError(f"--{name} has no meaning in a manifest", fix="leave it out")
     for name, meaning in (("num_nodes", "pods"), ("num_gpus", "ranks of a pod")):
         if getattr(flags, name) is None:
             raise ConfigError(f"--{name} is missing: the number of {meaning}")
     if flags.num_nodes > 1 and not (flags.token_secret or flags.token_file or flags.insecure):
         raise ConfigError(
-            "--token_secret is missing: pods let in who knows the token that it holds",
+            "--token_secret is missing: pods accept only those that know its token",
             fix='kubectl create secret generic launch-token --from-literal=token="$(openssl rand -hex 16)", then '
             "--token_secret launch-token",
         )
@@ -156,7 +161,9 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
 
 
 def _refused(name: str, where: str, fix: str) -> ConfigError:
-    return ConfigError(f"{name} looks like a secret, which a manifest does not hold", where=where, fix=fix)
+    return ConfigError(
+        f"{name} looks like a secret, and a manifest must not contain one", where=where, fix=fix
+    )
 
 
 def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
@@ -174,13 +181,13 @@ def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
         raise ConfigError("--config is missing", fix="add --config DS.json")
     if value_of(arguments, "--output-dir") is None:
         raise ConfigError(
-            "--output-dir is missing: a pod's own directories are gone with it",
-            fix=f"name one on a volume that all pods have: --volume CLAIM:/data ... {name} --output-dir /data/run",
+            "--output-dir is missing: a pod's own directories disappear with it",
+            fix=f"name one on a volume that all pods mount: --volume CLAIM:/data ... {name} --output-dir /data/run",
         )
 
 
 def _config_text(source: str | None) -> str | None:
-    """The JSON as it is written, found right.
+    """Return the JSON as it is written, found right.
 
     Raises:
         ConfigError: it is not, or has a secret, be it in a comment.

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from launcher.estimate.estimator import Estimator
 
 DESCRIPTION = """\
-Says what a run needs on each rank: parameters, gradients, optimizer, buffers and activations at the peak of a step, on
-the device, in host memory and on NVMe. Needs no GPU, no weights and little memory."""
+Estimates what a run needs on each rank at the peak of a step: parameters, gradients, optimizer, buffers, activations,
+on the device, in host memory and on NVMe. Needs no GPU, no weights and little memory."""
 EPILOG = """\
 examples:
   launch memory-estimate --config ds_configs/zero3.json --model meta-llama/Llama-3.1-8B --num-gpus 8 --gpu 80GiB
@@ -26,15 +26,15 @@ examples:
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 2 --seq-length 4096 --json
 
 --model: a Hugging Face id, a directory, or a config.json.
-The answer is put together from one block of each kind, traced. --dry-run lets the real engine take three steps as one
-rank of the run, with tensors that have no memory: slower, and exact.
-Where a run does not fit --gpu, the answer says what to change, in the order of what it costs; the exit code is 1.
+The estimate is made from a trace of one block of each kind. --dry-run lets the real engine take three steps as one
+rank of the run, with tensors that have no memory: slower, but exact.
+If a run does not fit --gpu, the output says what to change, the cheapest change first, and the exit code is 1.
 """
 EXIT_DOES_NOT_FIT = 1
 
 
 def estimate_parser() -> FlagParser:
-    """The parser of `launch memory-estimate`."""
+    """Return the parser of `launch memory-estimate`."""
     parser = FlagParser(
         prog="launch memory-estimate",
         description=DESCRIPTION,
@@ -43,13 +43,13 @@ def estimate_parser() -> FlagParser:
     add = parser.add_argument
     add("--config", required=True, metavar="DS.json", help="the run's configuration")
     add_model_and_ranks(parser)
-    add("--gpu", metavar="TYPE|BYTES", help="what a device is (h100, a100-40, l4, ...), or has: 80GiB, 24GB")
-    add("--seq-length", type=positive, metavar="L", help="tokens of a sequence (default: 2048)")
-    add("--rank", type=int, metavar="R", help="look at one rank (default: one of each pipeline stage)")
-    add("--compare", action="store_true", help="all stages and ways to offload, side by side")
-    add("--plot", metavar="FILE", help="draw the ranks as PNG or SVG")
-    add("--dry-run", action="store_true", help="rehearse the real engine")
-    add("--json", action="store_true", help="print one object for programs")
+    add("--gpu", metavar="TYPE|BYTES", help="GPU type (h100, a100-40, l4, ...), or its memory: 80GiB, 24GB")
+    add("--seq-length", type=positive, metavar="L", help="tokens per sequence (default: 2048)")
+    add("--rank", type=int, metavar="R", help="show this rank (default: one of each pipeline stage)")
+    add("--compare", action="store_true", help="compare all stages and kinds of offload")
+    add("--plot", metavar="FILE", help="draw the memory of the ranks as PNG or SVG")
+    add("--dry-run", action="store_true", help="run the real engine with tensors that have no memory")
+    add("--json", action="store_true", help="print a JSON object")
     return parser
 
 
@@ -64,7 +64,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
     config.dp_degree(world)  # raises where the degrees do not make the number of ranks
     if flags.rank is not None and not 0 <= flags.rank < world:
         raise ConfigError(
-            f"there is no rank {flags.rank} among {world}", where="--rank", fix="ranks begin with 0"
+            f"there is no rank {flags.rank} among {world}", where="--rank", fix="ranks start at 0"
         )
     from launcher.cli import memory_tables
     from launcher.estimate.estimator import Estimator
@@ -108,7 +108,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
 
 
 def memory_of(gpu: str) -> int:
-    """Bytes of a device, by its name or by their number.
+    """Return the bytes of a device, by its name or by their number.
 
     Raises:
         ConfigError: it is neither.
@@ -128,7 +128,7 @@ def _device_bytes(text: str) -> int:
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
-    """One entry of `per_rank`."""
+    """Return one entry of `per_rank`."""
     between, peak = found.between, found.at_peak
     return {
         "rank": found.rank,

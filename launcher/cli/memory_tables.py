@@ -1,4 +1,4 @@
-"""What `launch memory-estimate` shows people."""
+"""The tables that `launch memory-estimate` prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPONENTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
 def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int | None) -> None:
-    """Each rank that was looked at, by component."""
+    """Print each rank that was looked at, by component."""
     from rich.table import Table
 
     console = new_console()
@@ -31,10 +31,10 @@ def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int 
         table.add_row("total", in_words(one.between.total), in_words(one.at_peak.total), style="bold")
         console.print(table)
         phases = ", ".join(f"{phase} {in_words(peak)}" for phase, peak in one.peaks.items())
-        console.print(f"at most in each phase of a step: {phases}", markup=False)
+        console.print(f"peak of each phase of a step: {phases}", markup=False)
         if one.host or one.nvme:
             console.print(
-                f"beside the device: host {in_words(one.host)}, NVMe {in_words(one.nvme)}", markup=False
+                f"off the device: host {in_words(one.host)}, NVMe {in_words(one.nvme)}", markup=False
             )
     if device is not None:
         fullest = max(found, key=lambda one: one.peak)
@@ -44,7 +44,7 @@ def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int 
 
 
 def compare(variants: Sequence[Variant], device: int | None) -> None:
-    """Other ways of the same run, on their fullest ranks."""
+    """Print alternatives to the run, each on its most loaded rank."""
     from rich.table import Table
 
     table = Table(title="Alternatives (most loaded rank)", title_justify="left")
@@ -52,7 +52,7 @@ def compare(variants: Sequence[Variant], device: int | None) -> None:
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for one in variants:
         if not one.ranks:
-            table.add_row(one.name, f"cannot be: {one.refused}")
+            table.add_row(one.name, f"not possible: {one.refused}")
             continue
         fullest = max(one.ranks, key=lambda rank: rank.peak)
         cells = [fullest.between.model_states, fullest.peak, fullest.host, fullest.nvme]
@@ -62,23 +62,23 @@ def compare(variants: Sequence[Variant], device: int | None) -> None:
 
 
 def advise(found: tuple[list[str], Variant] | None) -> None:
-    """What to change so that the run fits."""
+    """Print what to change so that the run fits."""
     console = new_console()
     if found is None:
         console.print(
-            "nothing that was tried makes it fit: smaller microbatches, recomputation, every stage, all on the host. "
-            "More ranks, tensor_parallel or pipeline would",
+            "none of these makes it fit: smaller microbatches, recomputation, a higher stage, offload of "
+            "everything. Use more ranks, tensor_parallel or pipeline",
             markup=False,
         )
         return
     changes, variant = found
-    console.print(f"it fits with {in_words(variant.peak)} when the JSON says:", markup=False)
+    console.print(f"it fits in {in_words(variant.peak)} with these keys in the JSON:", markup=False)
     for change in changes:
         console.print(f"  {change}", markup=False)
 
 
 def as_json(variant: Variant, device: int | None) -> dict[str, Any]:
-    """One entry of `compare`."""
+    """Return one entry of `compare`."""
     if not variant.ranks:
         return {"name": variant.name, "refused": variant.refused}
     fullest = max(variant.ranks, key=lambda rank: rank.peak)

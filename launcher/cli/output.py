@@ -1,4 +1,4 @@
-"""How subcommands print and write."""
+"""Printing and writing of subcommands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDE = 170  # columns of a file
 
 
 def new_console() -> Console:
-    """Where tables go; in a file lines are long and not wrapped."""
+    """Return the console for tables; in a file lines are long and not wrapped."""
     from rich.console import Console
 
     made = Console(highlight=False, soft_wrap=True)
@@ -26,7 +26,7 @@ def new_console() -> Console:
 
 
 def config_of(given: str) -> str:
-    """What a subcommand reads for a configuration that was named; where that is an example, stderr says so."""
+    """Return what a subcommand reads for a configuration that was named; where that is an example, stderr says so."""
     path, found = find_config(given)
     if found:
         print(f"launch: {printable(found)}", file=sys.stderr)
@@ -34,7 +34,7 @@ def config_of(given: str) -> str:
 
 
 def must_be_new(path: str | Path, flag: str) -> None:
-    """Before long work: raise `ConfigError` where the file is already there."""
+    """Raise `ConfigError`, before long work, if the file is already there."""
     if Path(path).exists():
         raise ConfigError(f"{path} is already there", where=flag, fix="name a new file")
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Tries all layouts of a run (tensor and pipeline degrees, ZeRO stage, microbatch, schedule, checkpointing, offload),
-drops what does not fit, predicts the step of what does, and says why the first is as it is. Needs no GPU.
-Experimental: the step is a prediction on paper, compared with published runs of other programs and with none of this
-launcher on GPUs. Measure the first few before a long run."""
+drops those that do not fit, predicts the step time of the others, and explains the choice of the best one. Needs no
+GPU. Experimental: step times are predictions on paper, compared with published runs of other programs but with no run
+of this launcher on GPUs. Measure the best few before a long run."""
 EPILOG = """\
 examples:
   launch plan --model meta-llama/Llama-3.1-8B --num-gpus 8 --gpu h100
@@ -35,7 +35,7 @@ SHOWN = 0.005  # the least part of a step's time that is shown
 
 
 def plan_parser() -> FlagParser:
-    """The parser of `launch plan`."""
+    """Return the parser of `launch plan`."""
     parser = FlagParser(
         prog="launch plan",
         description=DESCRIPTION,
@@ -43,31 +43,41 @@ def plan_parser() -> FlagParser:
     )
     add = parser.add_argument
     add_model_and_ranks(parser, ranks_needed=True)
-    add("--gpu", required=True, metavar="TYPE", help="what a device is: h100, a100, a100-40, l40s, ...")
+    add("--gpu", required=True, metavar="TYPE", help="GPU type: h100, a100, a100-40, l40s, ...")
     add(
         "--gpus-per-node",
         type=positive,
         metavar="N",
-        help="devices of a node (default: as the maker builds it)",
+        help="GPUs in a node (default: the usual number for this GPU)",
     )
-    add("--memory", type=size, metavar="BYTES", help="of a device, if it is not the data sheet's: 40GiB")
+    add(
+        "--memory",
+        type=size,
+        metavar="BYTES",
+        help="memory of a GPU, if it differs from the data sheet: 40GiB",
+    )
     add(
         "--global-batch",
         type=positive,
         metavar="B",
-        help="sequences of a step (default: by the number of devices)",
+        help="sequences per step (default: depends on the number of devices)",
     )
     add(
         "--seq-length",
         type=positive,
         metavar="L",
-        help="tokens of a sequence (default: 4096, or what the model can)",
+        help="tokens per sequence (default: 4096, or the model's maximum)",
     )
-    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of parameters (default: bf16)")
-    add("--top", type=positive, default=10, metavar="K", help="how many are shown (default: 10)")
-    add("--write", metavar="DS.json", help="write the configuration of the first")
-    add("--html", metavar="FILE", help="write a report with pictures")
-    add("--plot", metavar="FILE", help="draw time against memory (.svg, .png)")
+    add(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="dtype of the parameters (default: bf16)",
+    )
+    add("--top", type=positive, default=10, metavar="K", help="number of layouts to show (default: 10)")
+    add("--write", metavar="DS.json", help="write the configuration of the best layout")
+    add("--html", metavar="FILE", help="write a report with plots")
+    add("--plot", metavar="FILE", help="plot time against memory (.svg, .png)")
     add("--json", action="store_true", help="print one object for programs")
     return parser
 
@@ -132,20 +142,21 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def default_batch(world: int, sequence: int) -> int:
-    """Sequences of a step: some 16,384 tokens a device, between 0.5 M and 16.8 M in all; as many for each device."""
+    """Return the sequences of a step: some 16,384 tokens a device, between 0.5 M and 16.8 M in all; as many for each
+    device."""
     tokens = min(MOST_TOKENS, max(LEAST_TOKENS, TOKENS_OF_A_RANK * world))
     sequences = max(1, tokens // sequence)
     return -(-sequences // world) * world if sequences >= world else sequences
 
 
 def _ranks(flags: argparse.Namespace, as_built: int) -> tuple[int, int]:
-    """All ranks, and those of a node."""
+    """Return all ranks, and those of a node."""
     if flags.hostfile is None:
         return flags.num_gpus, min(flags.num_gpus, flags.gpus_per_node or as_built)
     slots = slots_of(flags.hostfile)
     if len(set(slots)) > 1:
         raise ConfigError(
-            f"hosts have between {min(slots)} and {max(slots)} slots, and a plan needs as many on each",
+            f"hosts have between {min(slots)} and {max(slots)} slots, but a plan needs the same number on each",
             where=flags.hostfile,
             fix="leave hosts out, or lower their slots",
         )
@@ -171,7 +182,7 @@ def _show(inputs: dict[str, Any], place: PlanSearch, choices: Sequence[Choice], 
         style = "bold" if choice is choices[0] else None
         table.add_row(*cells, choice.layout.in_words(), parts, style=style)
     console.print(table)
-    reached = place.device.calibrated_on or "default shares of the peaks"
+    reached = place.device.calibrated_on or "default fractions of the peaks"
     console.print(f"Predicted from the data sheet of {place.device.title} and {reached}.", markup=False)
     console.print("\nVariations of the best layout:", markup=False)
     for line in why:
@@ -200,7 +211,7 @@ def _nothing(flags: argparse.Namespace, inputs: dict[str, Any], refused: Any) ->
         print(json.dumps({"inputs": inputs, "choices": [], "why": []}, indent=2))
         return EXIT_NOTHING_FITS
     print(
-        f"{_title(inputs)}: nothing fits. More devices, a shorter --seq-length, or another --global-batch may."
+        f"{_title(inputs)}: nothing fits; try more devices, a shorter --seq-length, or another --global-batch."
     )
     for line in sorted(set(refused))[:3]:
         print(f"  refused: {line}")

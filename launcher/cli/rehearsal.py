@@ -28,7 +28,7 @@ FOUND = "FOUND_THERE"
 
 
 def rehearse(job: Job) -> Iterator[str]:
-    """The lines to print.
+    """Yield the lines to print.
 
     Raises:
         ConfigError: degrees that do not make the number of ranks.
@@ -52,7 +52,7 @@ def rehearse(job: Job) -> Iterator[str]:
     ranks = (
         f"{sum(counts)} {'rank' if sum(counts) == 1 else 'ranks'}"
         if known
-        else "a rank for each device found there"
+        else "one rank for each device found there"
     )
     yield f"Nothing is started. On {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}, {ranks}, in {os.getcwd()}:"
     for host, count, first in zip(hosts, counts, accumulate(counts[:-1], initial=0), strict=True):
@@ -65,7 +65,7 @@ def rehearse(job: Job) -> Iterator[str]:
 
 
 def _host(job: Job, host: Host) -> Host:
-    """With the slots that it would use, as far as they can be seen from here."""
+    """Return a host with the slots that it would use, as far as they can be seen from here."""
     if host.slots:
         return host
     count = 0
@@ -84,7 +84,7 @@ def _device(job: Job, hosts: list[Host]) -> str:
 
 
 def _way(job: Job, host: Host) -> str:
-    """How it is reached."""
+    """Return how the host is reached."""
     if job.is_here(host):
         return ""
     if job.flags.no_ssh:
@@ -94,7 +94,7 @@ def _way(job: Job, host: Host) -> str:
 
 
 def _command(job: Job, share: NodeSpec, local_rank: int, known: bool) -> list[str]:
-    """`NAME=VALUE ... PROGRAM ARGUMENTS`."""
+    """Return `NAME=VALUE ... PROGRAM ARGUMENTS`."""
     identity = share.identity(local_rank)
     unknown = [] if share.master_port else ["MASTER_PORT"]
     if not known:

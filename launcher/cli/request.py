@@ -1,4 +1,4 @@
-"""What the command line asks for: which program, on which hosts, and into which directory."""
+"""The request of a command line: which program, on which hosts, and into which directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MANY = 100
 
 
 class RunRequest:
-    """What is to be run, from the part of the command line that starts with the recipe's name."""
+    """The program to run, from the part of the command line that starts with the recipe's name."""
 
     def __init__(self, flags: argparse.Namespace, recipe: list[str]) -> None:
         name, *self.arguments = recipe or [DEFAULT_RECIPE]
@@ -38,12 +38,12 @@ class RunRequest:
 
     @property
     def asks_for_help(self) -> bool:
-        """`--help` of a script is answered by one plain process, without ranks."""
+        """Return whether a script is asked for `--help`, which one plain process answers, without ranks."""
         return self.kind == "script" and bool({"-h", "--help"} & set(self.arguments))
 
 
 def hosts_of(flags: argparse.Namespace, runner: str) -> list[Host]:
-    """The hosts that are named by a hostfile, or by the scheduler; else this machine."""
+    """Return the hosts that are named by a hostfile, or by the scheduler; else this machine."""
     if flags.hostfile:
         return read_hostfile(flags.hostfile)
     if flags.no_ssh and flags.num_nodes:
@@ -59,13 +59,13 @@ def hosts_of(flags: argparse.Namespace, runner: str) -> list[Host]:
         raise ConfigError(
             f"--launcher {flags.launcher} needs hosts",
             fix="name them: --hostfile PATH"
-            + (", or start inside of an allocation" if runner == "slurm" else ""),
+            + (", or start inside an allocation" if runner == "slurm" else ""),
         )
     return [Host(THIS_MACHINE, ())]
 
 
 def joining_place(flags: argparse.Namespace) -> tuple[str, int]:
-    """Address and port at which nodes that come by themselves (`--no_ssh`) find node 0.
+    """Return the address and port at which nodes that come by themselves (`--no_ssh`) find node 0.
 
     Raises:
         ConfigError: the flags do not say it, or not which node this is.
@@ -90,7 +90,7 @@ def check_node_rank(flags: argparse.Namespace, hosts: int) -> None:
 
 
 def joining_token(flags: argparse.Namespace) -> str:
-    """What nodes that come by themselves must know; ranks do not get it.
+    """Return what nodes that come by themselves must know; ranks do not get it.
 
     Raises:
         ConfigError: there is none, or one that is easily guessed.
@@ -101,7 +101,7 @@ def joining_token(flags: argparse.Namespace) -> str:
 
 
 def restarts_of(flags: argparse.Namespace) -> tuple[int, int | None]:
-    """How often a run is started again, and the fewest nodes on which; None: no fewer."""
+    """Return how often a run is started again, and the fewest nodes on which; None: no fewer."""
     if not flags.elastic_training:
         return flags.max_restarts or 0, flags.min_nodes
     return MANY if flags.max_restarts is None else flags.max_restarts, flags.min_nodes or 1
@@ -133,7 +133,8 @@ def check_bounds(flags: argparse.Namespace, hosts: int) -> None:
 
 
 def selected(hosts: list[Host], flags: argparse.Namespace) -> list[Host]:
-    """Those hosts and slots that the flags choose; where slots are seen late, the number of hosts is chosen already."""
+    """Return those hosts and slots that the flags choose; where slots are seen late, the number of hosts is chosen
+    already."""
     late = not flags.hostfile
     filtered = flags.include or flags.exclude
     chosen = select(
@@ -147,7 +148,7 @@ def selected(hosts: list[Host], flags: argparse.Namespace) -> list[Host]:
 
 
 def _new_directory(base: Path) -> Path:
-    """`base`, or `base-2`, ...: the first that nobody has, also where another run begins in the same second."""
+    """Return `base`, or `base-2`, ...: the first that nobody has, also where another run begins in the same second."""
     for number in itertools.count(1):
         candidate = base if number == 1 else base.with_name(f"{base.name}-{number}")
         with suppress(FileExistsError):
@@ -167,7 +168,7 @@ def run_directory(wanted: str | None, recipe: str) -> Path:
         return _new_directory(base).resolve()
     except OSError as error:
         raise ConfigError(
-            f"the run's directory cannot be made: {error}",
+            f"cannot create the run's directory: {error}",
             where="--output-dir",
-            fix="name one that can be written",
+            fix="name a writable directory",
         ) from None

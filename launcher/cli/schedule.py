@@ -35,26 +35,28 @@ docs/schedules.md describes the schedules.
 
 
 def schedule_parser() -> FlagParser:
-    """The parser of `launch schedule`."""
+    """Return the parser of `launch schedule`."""
     parser = FlagParser(
         prog="launch schedule",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the schedule; --trace brings it along")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="name of the schedule; not needed with --trace"
+    )
     parser.add_argument("--stages", type=positive, metavar="P", help="ranks of the pipeline")
-    parser.add_argument("--microbatches", type=positive, metavar="M", help="of a step")
-    parser.add_argument("--chunks", type=positive, metavar="V", help="virtual stages of a rank (interleaved)")
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="microbatches per step")
+    parser.add_argument("--chunks", type=positive, metavar="V", help="model chunks per rank (interleaved)")
     parser.add_argument(
         "--costs",
         metavar="F,I,W",
-        help="time of forward, input gradient and weight gradient of a microbatch: of a rank's whole share (default:"
-        " 1,1,1), or of every virtual stage, separated by /",
+        help="time of forward, input gradient and weight gradient of a microbatch, for a rank's whole "
+        "share (default: 1,1,1) or for every virtual stage, separated by /",
     )
     parser.add_argument(
         "--transfer", type=_time, default=0.0, metavar="T", help="time of a transfer (default: 0)"
     )
-    parser.add_argument("--trace", metavar="RUN.json", help="a measured step, drawn under the predicted one")
+    parser.add_argument("--trace", metavar="RUN.json", help="measured step to draw below the predicted one")
     parser.add_argument(
         "--out", metavar="FILE", help="write a picture (.svg), or a trace for Perfetto (.json)"
     )
@@ -84,7 +86,7 @@ def schedule(argv: Sequence[str]) -> int:
 
 
 def _made(flags: argparse.Namespace, measured: Timeline | None) -> PipelineSchedule:
-    """The schedule asked for, or the measured one; both must be the same where both are named."""
+    """Return the schedule asked for, or the measured one; both must be the same where both are named."""
     from launcher.pipeline.schedules import schedule as make
 
     wanted = {"NAME": flags.name, "--stages": flags.stages, "--microbatches": flags.microbatches}
@@ -95,7 +97,7 @@ def _made(flags: argparse.Namespace, measured: Timeline | None) -> PipelineSched
             there = (found | {"--chunks": measured.chunks})[flag]
             if value not in (None, there):
                 raise ConfigError(
-                    f"{flag} is {value}, the run had {there}", where=flags.trace, fix=f"leave {flag} out"
+                    f"{flag} is {value}, but the run had {there}", where=flags.trace, fix=f"leave {flag} out"
                 )
         wanted, chunks = found, measured.chunks
     missing = [flag for flag, value in wanted.items() if value is None]
@@ -120,7 +122,7 @@ def _costs(flags: argparse.Namespace, made: PipelineSchedule) -> MicrobatchCosts
     except argparse.ArgumentTypeError as error:
         raise ConfigError(
             f"--costs {text}: {error}",
-            fix="F,I,W, for example 1,1,1; or that for each virtual stage, separated by /",
+            fix="F,I,W, for example 1,1,1; or three numbers for each virtual stage, separated by /",
         ) from None
     if len(rows) == 1:
         shared = [number / made.chunks for number in rows[0]]
@@ -132,7 +134,7 @@ def _costs(flags: argparse.Namespace, made: PipelineSchedule) -> MicrobatchCosts
 def _told(
     flags: argparse.Namespace, made: PipelineSchedule, predicted: Timeline, measured: Timeline | None
 ) -> list[str]:
-    """The lines under the grid."""
+    """Return the lines under the grid."""
     lines = []
     for called, shown in (("predicted" if measured else "simulated", predicted), ("measured", measured)):
         if shown is not None:
@@ -154,13 +156,13 @@ def _told(
         versions = " ".join(map(str, made.weight_versions))
         lines.append(
             f"asynchronous: NOT equal to training on one process; versions of the weights, by rank: {versions}; "
-            "the bubble is that of a step that drains, as in a run here; a stream of steps has it once"
+            "the bubble is that of a step that drains, as in a run here; a stream of steps would have it only once"
         )
     return lines
 
 
 def _closed_form(flags: argparse.Namespace, made: PipelineSchedule) -> str:
-    """The bubble by formula, in the words of the line before."""
+    """Return the bubble by formula, in the words of the line before."""
     from launcher.pipeline.timeline.bubble import bubble_time
 
     costs = _costs(flags, made)
@@ -187,17 +189,17 @@ def _write(out: Path, made: PipelineSchedule, predicted: Timeline, measured: Tim
     elif out.suffix == ".json":
         text = json.dumps(trace(predicted, *([measured] if measured else []))) + "\n"
     else:
-        raise ConfigError(f"--out {out}: of no known type", fix="FILE.svg or FILE.json")
+        raise ConfigError(f"--out {out}: unknown file type", fix="FILE.svg or FILE.json")
     write(out, text, "--out", over=True)
     print(f"written: {out}")
 
 
 def _time(text: str) -> float:
-    """The type of a time: a finite number from 0."""
+    """Return the type of a time: a finite number from 0."""
     try:
         number = float(text)
     except ValueError:
         number = -1.0
     if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"needs a number from 0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"needs a number of at least 0, not {text!r}")
     return number

@@ -1,4 +1,4 @@
-"""From nodes that are ready to the share of each: which slots, how many ranks, and what these are told."""
+"""The share of each node that is ready: which slots, how many ranks, and what these are told."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ logger = logging.getLogger("launcher")
 
 
 def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
-    """The shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
+    """Return the shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
 
     Raises:
         ConfigError: more ranks than devices, or degrees that do not make the number of ranks.
     """
-    device, hosts = _choose(job, front_end.crew.nodes)
+    device, hosts = _choose(job, front_end.node_group.nodes)
     hosts = allowed(job, hosts, is_restart=front_end.restarts > 0)
-    node_of = {node.name: node for node in front_end.crew.nodes}
-    nodes = front_end.crew.nodes = [node_of[host.name] for host in hosts]
+    node_of = {node.name: node for node in front_end.node_group.nodes}
+    nodes = front_end.node_group.nodes = [node_of[host.name] for host in hosts]
     counts = [len(host.slots) for host in hosts]
     total = sum(counts)
     for node, count in zip(nodes, counts, strict=True):
         _check_crowd(job, node, count)
-    front_end.speech.places = places(job, total)
+    front_end.log_options.places = places(job, total)
     _check_binding(job, counts)
     if job.output_dir is None:
         job.output_dir = run_directory(value_of(job.run.arguments, "--output-dir"), job.run.name)
@@ -53,8 +53,8 @@ def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
     same = common(job, job.output_dir, device)
     shown = [] if job.flags.enable_each_rank_log else _shown(job, total)
     firsts = accumulate(counts[:-1], initial=0)
-    front_end.speech.shown = _names(hosts, shown) if shown != [0] else {}
-    front_end.speech.shows_rank_0 = shown == [0]
+    front_end.log_options.shown = _names(hosts, shown) if shown != [0] else {}
+    front_end.log_options.shows_rank_0 = shown == [0]
     _say_what_starts(job, nodes, counts, device)
     logger.info("run directory: %s", job.output_dir)
     masked = device == "cuda" and (job.flags.hostfile or job.flags.include or job.flags.exclude)
@@ -76,7 +76,7 @@ def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
 
 
 def places(job: Job, total: int) -> Sequence[str]:
-    """What people call each rank by its place on the mesh; empty where a script's model may still say so.
+    """Return what people call each rank by its place on the mesh; empty where a script's model may still say so.
 
     Raises:
         ConfigError: the degrees do not make the number of ranks.
@@ -92,7 +92,7 @@ def places(job: Job, total: int) -> Sequence[str]:
 
 
 def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
-    """What the shares of all nodes have in common."""
+    """Return what the shares of all nodes have in common."""
     flags, run = job.flags, job.run
     to_files = flags.enable_each_rank_log
     variables = {
@@ -132,7 +132,7 @@ def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
 
 
 def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
-    """The kind of device, and the hosts with the slots that are used there: where nobody has said them, all.
+    """Return the kind of device, and the hosts with the slots that are used there: where nobody has said them, all.
 
     Raises:
         ConfigError: more ranks are wanted than there are devices.
@@ -148,7 +148,7 @@ def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
         wanted = job.flags.num_gpus
         if device == "cuda" and wanted is not None and wanted > gpus:
             raise ConfigError(
-                f"{wanted} ranks are wanted and {_spoken(node)} shows {gpus} CUDA devices",
+                f"{wanted} ranks were requested, but {_spoken(node)} has {gpus} visible CUDA devices",
                 where=f"--num_gpus {wanted}",
                 fix=f"write --num_gpus {gpus}, or --device cpu to run the ranks on the CPU",
             )
@@ -158,7 +158,7 @@ def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
 
 
 def _check_crowd(job: Job, node: Node, ranks: int) -> None:
-    """Raise `ConfigError` where a node has more ranks than its cores can carry, and nobody has said so."""
+    """Raise `ConfigError` where a node has more ranks than its cores can carry, without `--oversubscribe`."""
     assert node.facts is not None
     most = RANKS_A_CORE * int(node.facts["cores"])
     if ranks > MOST_SLOTS or (ranks > most and not job.flags.oversubscribe):
@@ -171,7 +171,7 @@ def _check_crowd(job: Job, node: Node, ranks: int) -> None:
 
 
 def allowed(job: Job, hosts: list[Host], *, is_restart: bool) -> list[Host]:
-    """The hosts with as many slots as the JSON's `elasticity` allows; only a restart leaves some unused.
+    """Return the hosts with as many slots as the JSON's `elasticity` allows; only a restart leaves some unused.
 
     Raises:
         ConfigError: it does not allow so many ranks, nor, after a restart, fewer.
@@ -191,7 +191,7 @@ def allowed(job: Job, hosts: list[Host], *, is_restart: bool) -> list[Host]:
 
 
 def _check_binding(job: Job, counts: Sequence[int]) -> None:
-    """The nodes bind cores themselves; mistakes that can be seen here are told before anything starts."""
+    """Report mistakes of binding that can be seen here before anything starts; the nodes bind cores themselves."""
     flags = job.flags
     if (flags.bind_cores_to_rank or flags.bind_core_list) and job.is_here(job.hosts[0]):
         listed = cores.parse_core_list(flags.bind_core_list) if flags.bind_core_list else cores.usable_cores()
@@ -199,7 +199,7 @@ def _check_binding(job: Job, counts: Sequence[int]) -> None:
 
 
 def _shown(job: Job, total: int) -> list[int]:
-    """Ranks whose output goes to the terminal: rank 0, and those of `--tee`.
+    """Return the ranks whose output goes to the terminal: rank 0, and those of `--tee`.
 
     Raises:
         ConfigError: there is no such rank.
@@ -235,7 +235,7 @@ def _say_what_starts(job: Job, nodes: Sequence[Node], counts: Sequence[int], dev
 
 
 def _names(hosts: Sequence[Host], shown: Sequence[int]) -> dict[int, str]:
-    """How each shown rank's lines begin."""
+    """Return how each shown rank's lines begin."""
     host_of = [host.name for host in hosts for _ in host.slots]
     return {rank: f"{host_of[rank]}:{rank}: " if len(hosts) > 1 else f"{rank}: " for rank in shown}
 

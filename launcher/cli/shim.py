@@ -14,8 +14,8 @@ from launcher.errors import ConfigError
 from launcher.integrations.surface import DIRECTORY, PACKAGE, SWITCH
 
 DESCRIPTION = """\
-`import deepspeed` gives this package's engine in programs that `launch` does not start: torchrun, accelerate launch,
-notebooks. An installed DeepSpeed is not touched, and is there again without the shim."""
+Makes `import deepspeed` use this engine in programs that `launch` does not start: torchrun, accelerate launch,
+notebooks. An installed DeepSpeed is not touched; without the shim it is imported again."""
 EPILOG = f"""\
 examples:
   launch shim run -- accelerate launch --config_file accelerate.yaml train.py      only that command
@@ -23,7 +23,7 @@ examples:
   launch shim install                                        every program of this Python environment
   launch shim remove
 
-{SWITCH}=0 switches an installed shim off for one command.
+{SWITCH}=0 disables an installed shim for one command.
 """
 FILE = "launcher_deepspeed_shim.pth"
 """In site-packages: Python runs such a file's lines that begin with `import` when it starts."""
@@ -36,14 +36,14 @@ def shim_parser() -> FlagParser:
         choices=("status", "path", "run", "install", "remove"),
         nargs="?",
         default="status",
-        help="status: what `import deepspeed` gives in this environment (default)",
+        help="status: show what `import deepspeed` imports in this environment (default)",
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="of run: -- COMMAND ...")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="for run: -- COMMAND ...")
     return parser
 
 
 def shim(argv: Sequence[str]) -> int:
-    """`launch shim [ACTION]`; `run` becomes the command."""
+    """Run `launch shim [ACTION]`; `run` becomes the command."""
     action, *command = argv or ["status"]
     flags = shim_parser().parse_args([action])
     if command and flags.action != "run":
@@ -66,16 +66,16 @@ def shim(argv: Sequence[str]) -> int:
 
 
 def with_shim(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with the shim before all other packages."""
+    """Return the environment with the shim before all other packages."""
     found = os.pathsep.join(filter(None, [str(DIRECTORY), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": found}
 
 
 def status() -> str:
-    """What `import deepspeed` gives in this environment."""
+    """Return what `import deepspeed` gives in this environment."""
     if place().exists():
-        return f"installed in {place()}: `import {PACKAGE}` gives launcher's engine in this environment"
-    return f"not installed: `import {PACKAGE}` gives launcher's engine only in what `launch` starts"
+        return f"installed in {place()}: `import {PACKAGE}` imports launcher's engine in this environment"
+    return f"not installed: `import {PACKAGE}` imports launcher's engine only in what `launch` starts"
 
 
 def place() -> Path:
@@ -84,7 +84,7 @@ def place() -> Path:
 
 def _run(command: Sequence[str]) -> None:
     if not command:
-        raise ConfigError("no command is named", fix="launch shim run -- accelerate launch train.py")
+        raise ConfigError("the command is missing", fix="launch shim run -- accelerate launch train.py")
     sys.stdout.flush()
     try:
         os.execvpe(command[0], list(command), with_shim(os.environ))

@@ -48,7 +48,7 @@ def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> i
     directory = Path(value_of(run.arguments, "--output-dir") or Path("runs") / run.name).absolute()
     if printable(str(directory)) != str(directory) or "\n" in str(directory):
         raise ConfigError(
-            f"{str(directory)!r} has a character that #SBATCH cannot have",
+            f"{str(directory)!r} contains a character that #SBATCH lines cannot have",
             where="--output-dir",
             fix="name a directory without it",
         )
@@ -59,7 +59,8 @@ def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> i
     command = ["sbatch", *shlex.split(flags.submit), str(script)]
     if flags.dry_run:
         print(
-            f"Nothing is submitted. {shlex.join(command)} would be, and {script} would be:\n\n{masked(text)}",
+            f"Nothing is submitted. The command would be {shlex.join(command)}, "
+            f"and {script} would be:\n\n{masked(text)}",
             end="",
         )
         return 0
@@ -74,7 +75,7 @@ def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> i
         raise ConfigError(
             f"{shortened(str(script))} cannot be written: {error.strerror}",
             where="--output-dir",
-            fix="name a directory that can be written",
+            fix="name a writable directory",
         ) from None
     try:
         # Slurm passes the variables of sbatch on to the job.
@@ -88,8 +89,8 @@ def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> i
 
 
 def by_name(own: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
-    """The launcher's tokens with `--export NAME` for what has a value of these, and every name once: a value that a
-    later `--export` replaces may be a secret, too."""
+    """Return the launcher's tokens with `--export NAME` for what has a value of these, and every name once: a value
+    that a later `--export` replaces may be a secret, too."""
     kept: dict[str, tuple[str, ...]] = {}
     tokens = iter(own)
     for position, token in enumerate(tokens):
@@ -105,7 +106,7 @@ def by_name(own: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
 
 
 def batch_script(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str], directory: Path) -> str:
-    """The text of the script."""
+    """Return the text of the script."""
     own = list(argv[: len(argv) - len(run.arguments) - 1])
     inside = without(own, "--submit", "--num_nodes", "--launcher")
     rest = list(run.arguments)

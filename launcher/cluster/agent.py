@@ -120,7 +120,7 @@ class Agent:
         return 0
 
     def _listen(self) -> list[Message]:
-        """Obey what has come."""
+        """Obey the messages that have come."""
         messages = self._in.read()
         for message in messages:
             self._heard = time.monotonic()
@@ -280,7 +280,7 @@ class Agent:
         )
 
     def _is_hurried(self) -> bool:
-        """Whether the front end, while the ranks have their grace, wants them killed."""
+        """Return whether the front end, while the ranks have their grace, wants them killed."""
         return any(message["do"] == "stop" and not message["grace_s"] for message in self._listen())
 
     def _deserted(self) -> bool:
@@ -300,4 +300,4 @@ class Agent:
 
 
 if __name__ == "__main__":
-    sys.exit("the front end starts this: launch --hostfile ...")
+    sys.exit("the front end starts this program: launch --hostfile ...")

@@ -35,7 +35,7 @@ logger = logging.getLogger("launcher")
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended."""
+    """The outcome of a run."""
 
     exit_code: int
     message: str | None = None
@@ -44,7 +44,7 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class EndCause:
-    """Why a run ends before its time."""
+    """The cause that ends a run before its time."""
 
     time: float
     """Seconds since the epoch, by the front end's clock."""
@@ -57,7 +57,7 @@ class EndCause:
 
 @dataclass
 class LogOptions:
-    """How the ranks of a run are spoken of."""
+    """The form in which messages name the ranks of a run."""
 
     several: bool = False
     """Hosts are named."""
@@ -83,23 +83,32 @@ class Attempt:
     """Ranks of all nodes, from their start to their end.
 
     Args:
-        crew: the nodes, connected.
+        node_group: the nodes, connected.
         shares: what each runs.
-        speech: how to speak of the ranks.
-        patience: see `Timeouts`.
+        log_options: how to speak of the ranks.
+        timeouts: see `Timeouts`.
         signals: those that the front end gets.
     """
 
     def __init__(
         self,
-        crew: NodeGroup,
+        node_group: NodeGroup,
         shares: Sequence[NodeSpec],
-        speech: LogOptions,
-        patience: Timeouts,
+        log_options: LogOptions,
+        timeouts: Timeouts,
         signals: Signals,
     ) -> None:
-        self.crew, self.shares, self.speech, self.patience = crew, shares, speech, patience
-        self.signals, self.console, self.log_dir = signals, ConsoleWriter(speech.shown), shares[0].log_dir
+        self.node_group, self.shares, self.log_options, self.timeouts = (
+            node_group,
+            shares,
+            log_options,
+            timeouts,
+        )
+        self.signals, self.console, self.log_dir = (
+            signals,
+            ConsoleWriter(log_options.shown),
+            shares[0].log_dir,
+        )
         self.causes: list[EndCause] = []
         self._stalled: dict[Node, float] = {}
         self._hurried = False
@@ -113,14 +122,14 @@ class Attempt:
         size = self.console.size if self.shares[0].shown else None
         number = None
         try:
-            for node in self.crew.nodes:
+            for node in self.node_group.nodes:
                 node.running, node.complete, node.pids = False, False, []
-            (first, share), *self._waiting = zip(self.crew.nodes, self.shares, strict=True)
+            (first, share), *self._waiting = zip(self.node_group.nodes, self.shares, strict=True)
             self._start(first, replace(share, terminal=size))
             size = self._watch(size)
         except Interrupted as error:
             number = error.number
-            if number == signal.SIGTERM and self.patience.term_grace_s:
+            if number == signal.SIGTERM and self.timeouts.term_grace_s:
                 self._let_finish()
         unclean = self._end(patient=number is None)
         self._show_the_rest(patient=number is None)
@@ -130,13 +139,13 @@ class Attempt:
             return RunOutcome(
                 128 + number, f"stopped by {number.name}{how}; logs: {self.log_dir}{left}"
             ), None
-        unfinished = [node for node in self.crew.nodes if not node.complete]
+        unfinished = [node for node in self.node_group.nodes if not node.complete]
         if not self.causes and not unfinished:
             return RunOutcome(0), None
         if not self.causes:
             silent = ", ".join(node.name for node in unfinished)
             return RunOutcome(
-                1, f"nobody said how the ranks of {silent} ended; logs: {self.log_dir}{left}"
+                1, f"no report says how the ranks of {silent} ended; logs: {self.log_dir}{left}"
             ), None
         cause = min(self.causes, key=lambda c: c.time)
         return RunOutcome(cause.exit_code, cause.message + left), cause
@@ -147,22 +156,24 @@ class Attempt:
         node.send("start", share=asdict(share))
 
     def _watch(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
-        """Until every node has ended well, or one has not."""
+        """Wait until every node has ended well, or one has not."""
         failing = False
-        while any(node.running for node in self.crew.nodes) and not (failing or self.causes):
+        while any(node.running for node in self.node_group.nodes) and not (failing or self.causes):
             self.console.flush()
-            for node, message in self.crew.events():
+            for node, message in self.node_group.events():
                 failing = failing or message["is"] == "failing"
                 self._take(node, message)
             self.signals.look_up()
             stalled = [
-                self._stalled[node] for node in self.crew.nodes if node.running and node in self._stalled
+                self._stalled[node]
+                for node in self.node_group.nodes
+                if node.running and node in self._stalled
             ]
-            if self.patience.hang_s and stalled and min(stalled) >= self.patience.hang_s:
+            if self.timeouts.hang_s and stalled and min(stalled) >= self.timeouts.hang_s:
                 self.causes.append(self._hang())
             if size is not None and self.console.size not in (None, size):
                 size = self.console.size or size
-                self.crew.nodes[0].send("resize", rows=size[0], columns=size[1])
+                self.node_group.nodes[0].send("resize", rows=size[0], columns=size[1])
         return size
 
     def _take(self, node: Node, message: Message) -> None:
@@ -185,7 +196,7 @@ class Attempt:
             case "refused":
                 node.running = False
                 error = ConfigError(message["what"], where=message["where"], fix=message["fix"])
-                host = f"{node.name}: " if self.speech.several else ""
+                host = f"{node.name}: " if self.log_options.several else ""
                 self.causes.append(EndCause(time.time(), f"{host}{error}", 2, node, can_retry=False))
             case "ended":
                 node.running, node.complete = False, message["complete"]
@@ -198,7 +209,7 @@ class Attempt:
                 node.running = False
                 ranks = (
                     f"{node.name} was lost: {node.lost}"
-                    if self.speech.several
+                    if self.log_options.several
                     else f"the agent was lost: {node.lost}"
                 )
                 self.causes.append(EndCause(time.time() - LOSS_COMES_FIRST_S, ranks, 1, node, lost=True))
@@ -207,27 +218,27 @@ class Attempt:
         """Pass SIGTERM on, and wait for ranks that save a checkpoint, until another signal comes."""
         self._waiting = []
         self.signals.held = True
-        logger.warning("SIGTERM: ranks have %g s to save a checkpoint", self.patience.term_grace_s)
-        self.crew.tell(self.crew.nodes, "signal", number=int(signal.SIGTERM))
-        until = time.monotonic() + self.patience.term_grace_s
+        logger.warning("SIGTERM: ranks have %g s to save a checkpoint", self.timeouts.term_grace_s)
+        self.node_group.tell(self.node_group.nodes, "signal", number=int(signal.SIGTERM))
+        until = time.monotonic() + self.timeouts.term_grace_s
         while (
-            any(node.running for node in self.crew.nodes)
+            any(node.running for node in self.node_group.nodes)
             and time.monotonic() < until
             and len(self.signals.numbers) < 2
         ):
             self.console.flush()
-            for node, message in self.crew.events():
+            for node, message in self.node_group.events():
                 self._take(node, message)
 
     def _hang(self) -> EndCause:
         """Ask every rank what it does, and say it."""
-        asked = [node for node in self.crew.nodes if node.running]
-        self.crew.tell(asked, "stacks")
+        asked = [node for node in self.node_group.nodes if node.running]
+        self.node_group.tell(asked, "stacks")
         states: list[hang.RankState] = []
         answered: set[Node] = set()
         until = time.monotonic() + STACKS_S
         while len(answered) < len(asked) and time.monotonic() < until:
-            for node, message in self.crew.events():
+            for node, message in self.node_group.events():
                 if message["is"] == "stacks":
                     answered.add(node)
                     states += [hang.RankState(host=node.name, **state) for state in message["states"]]
@@ -240,9 +251,9 @@ class Attempt:
     def _failed(self, node: Node, failure: Failure, when: float) -> EndCause:
         message = describe(
             failure,
-            log_was_shown=failure.rank == 0 and self.speech.shows_rank_0,
-            place=self.speech.places[failure.rank] if self.speech.places else "",
-            host=node.name if self.speech.several else "",
+            log_was_shown=failure.rank == 0 and self.log_options.shows_rank_0,
+            place=self.log_options.places[failure.rank] if self.log_options.places else "",
+            host=node.name if self.log_options.several else "",
         )
         mistake = failure.record is not None and failure.record.kind in SAID
         return EndCause(when, message, exit_code(failure), node, can_retry=not mistake)
@@ -253,18 +264,18 @@ class Attempt:
         Args:
             patient: what ranks have printed last is waited for, at whatever speed it is read.
         """
-        self.signals.held = self.crew.ending = True
+        self.signals.held = self.node_group.ending = True
         self._waiting = []
-        grace = self.crew.timeouts.grace_s
-        running = [node for node in self.crew.nodes if node.running]
-        self.crew.tell(running, "stop", grace_s=grace, patient=patient)
+        grace = self.node_group.timeouts.grace_s
+        running = [node for node in self.node_group.nodes if node.running]
+        self.node_group.tell(running, "stop", grace_s=grace, patient=patient)
         began = time.monotonic()
         deadline = began + grace + AFTER_GRACE_S
         # Nodes that have missed heartbeats already are probably gone, too: where this machine is cut off, all are.
-        doubtful = [node for node in running if began - node.heard > 2.5 * self.crew.timeouts.beat_s]
+        doubtful = [node for node in running if began - node.heard > 2.5 * self.node_group.timeouts.beat_s]
         while self._waits_for(running, patient=patient and not self._hurried, deadline=deadline):
             self.console.flush()
-            for node, message in self.crew.events():
+            for node, message in self.node_group.events():
                 self._take(node, message)
             if time.monotonic() - began > DOUBTFUL_S:
                 for node in doubtful:
@@ -272,21 +283,22 @@ class Attempt:
                         node.give_up("it has not answered for a while")
             if len(self.signals.numbers) > (0 if patient else 1) and not self._hurried:
                 self._hurried = True
-                self.crew.tell(running, "stop", grace_s=0.0, patient=False)
+                self.node_group.tell(running, "stop", grace_s=0.0, patient=False)
                 deadline = min(deadline, time.monotonic() + HURRY_S)
         for node in running:
             if node.running:
                 waited = time.monotonic() - began
-                node.give_up(f"it did not say within {waited:.0f} s that its ranks had ended")
-        return [node for node in self.crew.nodes if node.lost is not None]
+                node.give_up(f"it did not confirm within {waited:.0f} s that its ranks had ended")
+        return [node for node in self.node_group.nodes if node.lost is not None]
 
     def _waits_for(self, running: Sequence[Node], *, patient: bool, deadline: float) -> bool:
-        """Whether some node may still say how its ranks ended: until the deadline, and as long as it has output."""
+        """Return whether some node may still say how its ranks ended: until the deadline, and as long as it has
+        output."""
         still = [node for node in running if node.running]
-        silence_s = self.crew.timeouts.silence_s
+        silence_s = self.node_group.timeouts.silence_s
         for node in still:
             if node in self._over and not node.here and time.monotonic() - node.heard > silence_s:
-                node.give_up(f"nothing was heard of it for {silence_s:g} s while it sent its last output")
+                node.give_up(f"nothing was heard from it for {silence_s:g} s while it sent its last output")
         now = time.monotonic()
         return any(now < deadline or (patient and node in self._over) for node in still if node.running)
 
@@ -296,7 +308,7 @@ class Attempt:
         until = time.monotonic() + (float("inf") if patient else LAST_OUTPUT_S)
         asked = len(self.signals.numbers)
         while not self.console.finished and time.monotonic() < until and len(self.signals.numbers) == asked:
-            for _ in self.crew.events():
+            for _ in self.node_group.events():
                 pass
         self.console.flush()
 
@@ -305,10 +317,10 @@ class Attempt:
             return ""
         names = ", ".join(f"{node.name} ({_processes(node.pids)})" for node in unclean)
         return (
-            f"\n  could not be cleaned from here: {names}; ranks there end by themselves within "
-            f"{self.crew.timeouts.silence_s + self.crew.timeouts.grace_s:g} s"
+            f"\n  could not be cleaned up from here: {names}; ranks there end by themselves within "
+            f"{self.node_group.timeouts.silence_s + self.node_group.timeouts.grace_s:g} s"
         )
 
 
 def _processes(pids: Sequence[int]) -> str:
-    return f"processes {', '.join(map(str, pids))}" if pids else "it has not said which processes"
+    return f"processes {', '.join(map(str, pids))}" if pids else "its processes are unknown"

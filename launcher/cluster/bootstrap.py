@@ -24,8 +24,8 @@ def arrive(hello):  # type: ignore[no-untyped-def]
         names = ", ".join(missing)
         problem(
             hello,
-            f"{names} is not set there, and secrets do not travel over a stream that is not encrypted",
-            f"set {names} on that node, or let ssh reach it",
+            f"{names} is not set there, and secrets are not sent over an unencrypted connection",
+            f"set {names} on that node, or connect to it by ssh",
         )
     if list(sys.version_info[:2]) != hello["python"]:
         version, wanted = [".".join(map(str, v)) for v in (sys.version_info[:3], hello["python"])]

@@ -1,4 +1,4 @@
-"""What the user sees of the ranks: rank 0 as it prints, or whole lines of several ranks behind their names."""
+"""The view of the ranks on the console: rank 0 as it prints, or whole lines of several ranks behind their names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ConsoleWriter:
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Rows and columns, where output of rank 0 goes to a terminal as it comes."""
+        """Return the rows and columns, where output of rank 0 goes to a terminal as it comes."""
         return None if self._names else size_of(self._out)
 
     def show(self, rank: int, data: bytes, then: Callable[[], None] = lambda: None) -> None:
@@ -74,7 +74,7 @@ class ConsoleWriter:
 
     @property
     def finished(self) -> bool:
-        """Whether all is printed."""
+        """Return whether all is printed."""
         return self._thread is None or not self._thread.is_alive()
 
     def _write(self, data: bytes, then: Callable[[], None] = lambda: None) -> None:

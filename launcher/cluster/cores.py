@@ -1,4 +1,4 @@
-"""Which cores and how many threads a rank gets: its own, inside of one NUMA node where that is possible."""
+"""The cores and threads of a rank: its own, inside one NUMA node where possible."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SYSTEM = Path("/sys/devices/system")
 
 
 def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may run on, ascending."""
+    """Return the numbers of the cores that this process may run on, ascending."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def parse_core_list(text: str) -> list[int]:
-    """`0-3,8` -> [0, 1, 2, 3, 8].
+    """Parse `0-3,8` into [0, 1, 2, 3, 8].
 
     Raises:
         ConfigError: not a list of numbers and ranges, or a core that this process may not use.
@@ -41,7 +41,7 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def share_cores(cores: Sequence[int], ranks: int, system: Path = SYSTEM) -> list[list[int]]:
-    """Equal shares, one per rank; what does not divide is left over.
+    """Return equal shares, one per rank; what does not divide is left over.
 
     No share lies in two NUMA nodes where that costs a rank at most a quarter of its cores: memory of another node is
     slower for every one of them. Hyperthreads of one core go to the same rank where they can.
@@ -52,7 +52,7 @@ def share_cores(cores: Sequence[int], ranks: int, system: Path = SYSTEM) -> list
     each = len(cores) // ranks
     if each == 0:
         raise ConfigError(
-            f"{len(cores)} cores cannot be shared out to {ranks} ranks",
+            f"{len(cores)} cores cannot be divided among {ranks} ranks",
             where="--bind_cores_to_rank",
             fix=f"start at most {len(cores)} ranks or leave the flag out",
         )
@@ -65,12 +65,12 @@ def share_cores(cores: Sequence[int], ranks: int, system: Path = SYSTEM) -> list
 
 
 def _cut(cores: Sequence[int], size: int) -> list[list[int]]:
-    """Whole shares of `size` cores, each ascending."""
+    """Return whole shares of `size` cores, each ascending."""
     return [sorted(cores[at : at + size]) for at in range(0, len(cores) - size + 1, size)]
 
 
 def _by_node(cores: Sequence[int], system: Path) -> list[list[int]]:
-    """The cores of each NUMA node, hyperthreads side by side; last those of which no node is known."""
+    """Return the cores of each NUMA node, hyperthreads side by side; last those of which no node is known."""
     node_of: dict[int, int] = {}
     for file in system.glob("node/node[0-9]*/cpulist"):
         for core in _listed(file):  # none, where a node has memory only
@@ -81,13 +81,13 @@ def _by_node(cores: Sequence[int], system: Path) -> list[list[int]]:
 
 
 def _first_thread(core: int, system: Path) -> int:
-    """The lowest of the hyperthreads that share a core with this one."""
+    """Return the lowest of the hyperthreads that share a core with this one."""
     siblings = _listed(system / f"cpu/cpu{core}/topology/thread_siblings_list")
     return min(siblings, default=core)
 
 
 def _listed(file: Path) -> tuple[int, ...]:
-    """The numbers in a file of Linux's, `0-3,8`; none where it is empty or not there."""
+    """Return the numbers in a file of Linux's, `0-3,8`; none where it is empty or not there."""
     try:
         text = file.read_text(encoding="ascii").strip()
     except OSError:
@@ -96,5 +96,5 @@ def _listed(file: Path) -> tuple[int, ...]:
 
 
 def threads(ranks: int, shares: Sequence[Sequence[int]] | None) -> int:
-    """OMP_NUM_THREADS of a rank: the cores it is bound to, or its part of those of the machine."""
+    """Return OMP_NUM_THREADS of a rank: the cores it is bound to, or its part of those of the machine."""
     return len(shares[0]) if shares else max(1, len(usable_cores()) // ranks)

@@ -1,4 +1,4 @@
-"""For runners whose command forwards no input (pdsh): the agent waits for a TCP connection, and that is its stream.
+"""A runner whose command forwards no input (pdsh): the agent waits for a TCP connection, and that is its stream.
 
 What runs first on the node makes a token, and tells it together with its port through the runner's output, which only
 the front end reads; the connection then begins with a handshake (`handshake.py`).
@@ -28,14 +28,14 @@ told = {{"is": "dial", "port": server.getsockname()[1], "key": token, "addresses
 os.write(1, b"\\x1e" + json.dumps(told).encode() + b"\\n")
 found = next(callers(server, token, time.monotonic() + {LISTEN_S}), None)
 if found is None:
-    raise SystemExit("the front end has not come within {LISTEN_S:g} s")
+    raise SystemExit("the front end did not connect within {LISTEN_S:g} s")
 server.close()
 serve_at(*found)
 """
 
 
 def one_line() -> str:
-    """The listener, as a line that no shell and no pattern of pdsh changes."""
+    """Return the listener, as a line that no shell and no pattern of pdsh changes."""
     source = Path(handshake.__file__).read_text(encoding="utf-8") + _LISTENER
     text = base64.b64encode(zlib.compress(source.encode(), 9)).decode()
     return f'import base64, zlib; exec(zlib.decompress(base64.b64decode("{text}")))'
@@ -58,5 +58,5 @@ def dial(told: Message, host: str) -> tuple[socket.socket, handshake.SignedSessi
             return connection, handshake.call(connection, told["key"], FRONT_END, DIAL_S)
         except (OSError, ValueError) as failed:
             connection.close()
-            error = OSError(f"something else answers there: {failed}")
+            error = OSError(f"another program answers there: {failed}")
     raise error

@@ -1,4 +1,4 @@
-"""Which variables go from this machine to the ranks on others, and the file `.deepspeed_env`.
+"""The variables that go from this machine to the ranks on others, and the file `.deepspeed_env`.
 
 They travel in the first line of the control stream: byte for byte, past every shell, and not where `ps` shows them.
 """
@@ -61,7 +61,7 @@ _SKIPPED = re.compile(r"[ \t\r]*(?:#[^\n]*)?(?:\n|\Z)")
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """What goes to other nodes without being asked for."""
+    """Return what goes to other nodes without being asked for."""
     return {
         name: value
         for name, value in environment.items()
@@ -70,7 +70,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """What `.deepspeed_env` and `--export` say; the flag has the last word.
+    """Return the variables of `.deepspeed_env` and `--export`; the flag has the last word.
 
     Args:
         exports: `NAME` (its value here) or `NAME=VALUE`.
@@ -87,7 +87,7 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
                 Path(path),
                 "the file of variables",
                 where="DS_ENV_FILE" if "DS_ENV_FILE" in environment else FILE,
-                fix="write lines of NAME=VALUE into a file",
+                fix="write a file with lines of the form NAME=VALUE",
                 errors="surrogateescape",
             )
             found |= parse_file(text, path)
@@ -95,7 +95,7 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
         name, equals, value = export.partition("=")
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{shortened(masked(name))!r} is no name of a variable",
+                f"{shortened(masked(name))!r} is not a valid variable name",
                 where="--export",
                 fix="write NAME or NAME=VALUE",
             )
@@ -117,7 +117,7 @@ def _put(found: dict[str, str], name: str, value: str) -> None:
 
 
 def parse_file(text: str, name: str) -> dict[str, str]:
-    """`NAME=VALUE` lines; comments, blank lines, `export` and quotes as in a shell, but nothing is expanded.
+    """Parse `NAME=VALUE` lines; comments, blank lines, `export` and quotes as in a shell, but nothing is expanded.
 
     Inside double quotes a backslash takes the next character as it is, and quoted values may have several lines.
 
@@ -137,7 +137,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
             line = text[position:].split("\n", 1)[0].strip()
             line = shortened(masked(line.partition("=")[0])) + ("=..." if "=" in line else "")
             raise ConfigError(
-                f"{line!r} sets no variable",
+                f"{line!r} does not set a variable",
                 where=f"{name}:{number}",
                 fix="write NAME=VALUE, quoted where needed",
             )
@@ -147,7 +147,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
             value = match["single"] if match["single"] is not None else match["plain"].rstrip()
         if "\0" in value:
             raise ConfigError(
-                f"the value of {shortened(match['name'])} has a NUL character, which no variable can hold",
+                f"the value of {shortened(match['name'])} has a NUL character, which a variable cannot hold",
                 where=f"{name}:{text.count(chr(10), 0, position) + 1}",
                 fix="delete it; a file of text has none",
             )
@@ -157,5 +157,5 @@ def parse_file(text: str, name: str) -> dict[str, str]:
 
 
 def of_mpi() -> list[str]:
-    """Prefixes of what mpirun and srun tell the agent, which ranks must not take for themselves."""
+    """Return the prefixes of what mpirun and srun tell the agent, which ranks must not take for themselves."""
     return ["OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "MPIR_CVAR_"]

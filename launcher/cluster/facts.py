@@ -1,4 +1,4 @@
-"""What an agent finds on its node: versions, memory, devices, files, and how the others reach it."""
+"""The facts that an agent finds on its node: versions, memory, devices, files, and how the others reach it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("launcher", "torch", "transformers")
 
 
 def collect(hello: Message) -> Message:
-    """The facts that the front end judges (`preflight.py`).
+    """Return the facts that the front end judges (`preflight.py`).
 
     Args:
         hello: `needs` are files that the run reads, `count_gpus` whether devices matter.
@@ -45,7 +45,7 @@ def collect(hello: Message) -> Message:
 
 
 def addresses() -> list[str]:
-    """Of this node, those first by which it is known to others."""
+    """Return the addresses of this node, those first by which it is known to others."""
     server = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     found = [
         (address.family == socket.AF_INET6, address.address)
@@ -58,7 +58,7 @@ def addresses() -> list[str]:
 
 
 def interface_towards(addr: str, port: int) -> str | None:
-    """The network interface by which this node talks to `addr`; None where that is not known."""
+    """Return the network interface by which this node talks to `addr`; None where that is not known."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(addr, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -73,8 +73,8 @@ def interface_towards(addr: str, port: int) -> str | None:
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str | None]:
-    """Of installed packages, by the names of their directories: to import importlib.metadata takes longer than all of
-    an agent's other work."""
+    """Return the versions of installed packages, by the names of their directories: to import importlib.metadata takes
+    longer than all of an agent's other work."""
     found: dict[str, str | None] = dict.fromkeys(packages)
     for place in reversed(sys.path):  # the first one counts
         with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def _versions(packages: Sequence[str]) -> dict[str, str | None]:
 
 
 def digest(path: Path) -> str | None:
-    """Of a file's content; None where it cannot be read."""
+    """Return the digest of a file's content; None where it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -94,7 +94,7 @@ def digest(path: Path) -> str | None:
 
 
 def _digest_of_package() -> str:
-    """Of the code of this package: versions alone do not tell two work trees apart."""
+    """Return the digest of the code of this package: versions alone do not tell two work trees apart."""
     package: Any = Path(__file__).resolve().parent
     text = b"".join(path.read_bytes() for path in sorted(package.glob("*.py")))
     return hashlib.sha256(text).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Which rank failed first, and how to say it."""
+"""The rank that failed first, and the message about it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a rank wrote about its own failure (see `rank.py`)."""
+    """The record that a rank wrote about its own failure (see `rank.py`)."""
 
     kind: str
     """`mendable` or `diverged` (of a LauncherError), `exception`, or `exit` (sys.exit with a non-zero code)."""
@@ -69,7 +69,7 @@ class Failure:
 
 
 def read_record(path: str) -> ErrorRecord | None:
-    """The record at `path`, or None where the rank left none (it was killed, or ran on)."""
+    """Return the record at `path`, or None where the rank left none (it was killed, or ran on)."""
     try:
         message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
@@ -82,7 +82,7 @@ def read_record(path: str) -> ErrorRecord | None:
 def first_failure(
     exit_codes: Mapping[int, int], records: Mapping[int, ErrorRecord], pids: Mapping[int, int], seen_at: float
 ) -> Failure:
-    """The rank whose failure came first; the others mostly fail because of it.
+    """Return the rank whose failure came first; the others mostly fail because of it.
 
     Args:
         exit_codes: non-zero exit codes of the ranks that were dead when the failure was seen.
@@ -98,7 +98,7 @@ def first_failure(
 
 
 def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: str = "") -> str:
-    """The message for the terminal, without the leading `error:`.
+    """Return the message for the terminal, without the leading `error:`.
 
     Args:
         failure: the first failure.
@@ -128,8 +128,8 @@ def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: st
 
 
 def exit_code(failure: Failure) -> int:
-    """What the launcher exits with: 2 for a mistake that can be mended, 1 for an exception and for numbers that are not
-    finite, however the rank ended after it; else the rank's code, 128 + n for signal n, never 0."""
+    """Return what the launcher exits with: 2 for a mistake that can be mended, 1 for an exception and for numbers that
+    are not finite, however the rank ended after it; else the rank's code, 128 + n for signal n, never 0."""
     if failure.record is not None and failure.record.kind in _CODES:
         return _CODES[failure.record.kind]
     if failure.exit_code is None or failure.exit_code == 0:
@@ -148,7 +148,7 @@ def append_to_logs(records: Mapping[int, ErrorRecord], logs: Mapping[int, Path])
 
 
 def is_full(directory: Path) -> bool:
-    """Whether a log cannot grow there."""
+    """Return whether a log cannot grow there."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(1 << 16))
@@ -159,7 +159,7 @@ def is_full(directory: Path) -> bool:
 
 
 def with_tail(failure: Failure, log: Path) -> Failure:
-    """The failure with the last lines of the rank's log."""
+    """Return the failure with the last lines of the rank's log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 16384))
@@ -179,31 +179,32 @@ def signal_name(number: int) -> str:
 def _manner(failure: Failure) -> str:
     code = failure.exit_code
     if code is None:
-        return "failed while leaving"
+        return "failed while exiting"
     if code >= 0:
         return f"ended with exit code {code}"
     if failure.memory_killer:
-        return f"was killed by the kernel for memory ({signal_name(-code)}; {failure.memory_killer})"
+        return f"was killed by the kernel for lack of memory ({signal_name(-code)}; {failure.memory_killer})"
     return f"was killed by {signal_name(-code)}"
 
 
 def _advice(failure: Failure) -> list[str]:
     if failure.disk_full:
-        full = f"  the disk of {Path(failure.log).parent} is full: what ranks print cannot be kept"
-        return [full, "  fix: make room there, or name another --output-dir"]
+        full = f"  the disk of {Path(failure.log).parent} is full: the output of the ranks cannot be saved"
+        return [full, "  fix: free some space there, or name another --output-dir"]
     message = failure.record.message if failure.record is not None else ""
     if failure.left_before and any(words in message for words in LOST):
         ranks = ", ".join(map(str, failure.left_before))
         who = f"rank {ranks}" if len(failure.left_before) == 1 else f"ranks {ranks}"
         return [
-            f"  {who} had ended before, without an error, and this rank waited for it",
-            "  fix: call on every rank what needs all of them: save_checkpoint(), save_16bit_model(), collectives",
+            f"  {who} ended earlier, without an error, while this rank waited for it",
+            "  fix: on every rank, call everything that needs all ranks: save_checkpoint(), "
+            "save_16bit_model(), collectives",
         ]
     if failure.exit_code != -signal.SIGKILL:
         return []
     if failure.memory_killer:
         return [f"  fix: {ALLOWANCE}"]
-    return ["  if the kernel's memory killer did it, `dmesg | tail` says so: use less memory per rank"]
+    return ["  if the kernel's OOM killer did it, `dmesg | tail` shows it: use less memory per rank"]
 
 
 def _ended(failure: Failure, log: str) -> Sequence[str]:

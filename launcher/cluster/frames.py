@@ -27,7 +27,7 @@ class _Frame(NamedTuple):
 
 
 def package_of(file: str) -> str | None:
-    """The library that a file belongs to; None for the user's own."""
+    """Return the library that a file belongs to; None for the user's own."""
     found = _PACKAGE.match(file)
     if found:
         return found["package"]
@@ -37,7 +37,7 @@ def package_of(file: str) -> str | None:
 
 
 def folded(traceback: str) -> list[str]:
-    """The lines of a traceback (or of a chain of them), without most of what libraries did."""
+    """Return the lines of a traceback (or of a chain of them), without most of what libraries did."""
     shown: list[str] = []
     frames: list[_Frame] = []
     for line in traceback.splitlines():
@@ -54,14 +54,14 @@ def folded(traceback: str) -> list[str]:
 
 
 def last_own_line(traceback: str) -> str | None:
-    """`file:line, in function` of the last frame of the user's own code; None where there is none."""
+    """Return `file:line, in function` of the last frame of the user's own code; None where there is none."""
     frames = [_FRAME.fullmatch(line) for line in traceback.splitlines()]
     own = [found for found in frames if found and package_of(found["file"]) is None]
     return f"{own[-1]['file']}:{own[-1]['line']}, in {own[-1]['name']}" if own else None
 
 
 def _fold(frames: list[_Frame]) -> list[str]:
-    """Runs of library frames become one line each; the last two stay where the error was raised there."""
+    """Fold runs of library frames into one line each; the last two stay where the error was raised there."""
     runs = [(own, list(run)) for own, run in groupby(frames, key=lambda frame: frame.package is None)]
     if all(not own for own, _ in runs):
         return [

@@ -24,52 +24,58 @@ logger = logging.getLogger("launcher")
 
 Hello = Callable[[Node], Message]
 Judge = Callable[[Sequence[Node]], None]
-RunPlan = Callable[["FrontEnd"], list[NodeSpec]]
+ShareAssigner = Callable[["FrontEnd"], list[NodeSpec]]
 Prepare = Callable[[NodeGroup, Callable[[], None]], None]
 
 
 class FrontEnd:
-    """Runs one job on the nodes of a crew.
+    """Runs one job on the nodes of a node_group.
 
     Args:
-        crew: the nodes, not connected yet.
+        node_group: the nodes, not connected yet.
         hello: what an agent is told first.
         judge: raises a LauncherError where nodes that have answered, or have not, cannot be used.
-        plan: the shares, one a node; it may set the attributes below.
+        assign_shares: the shares, one a node; it may set the attributes below.
         meeting: the rendezvous that the user asked for.
         max_restarts: how often a failed run is started again.
         min_nodes: a restart goes on with so many nodes where others do not come back; None: with `max_nodes`.
         max_nodes: the first so many that are there are used, the others wait in reserve; None: all.
-        patience: see `Timeouts`.
-        prepare: called for nodes that are ready, before `plan`, with what is to be called while it waits.
+        timeouts: see `Timeouts`.
+        prepare: called for nodes that are ready, before `assign_shares`, with what is to be called while it waits.
 
     Attributes:
-        speech: how to speak of the ranks; `plan` may fill it in.
+        log_options: how to speak of the ranks; `assign_shares` may fill it in.
         restarts: how many there have been.
     """
 
     def __init__(
         self,
-        crew: NodeGroup,
+        node_group: NodeGroup,
         hello: Hello,
         judge: Judge,
-        plan: RunPlan,
+        assign_shares: ShareAssigner,
         *,
         meeting: rendezvous.RendezvousOptions,
         max_restarts: int = 0,
         min_nodes: int | None = None,
         max_nodes: int | None = None,
-        patience: Timeouts,
+        timeouts: Timeouts,
         prepare: Prepare | None = None,
     ) -> None:
-        self.crew, self.hello, self.judge, self.plan, self.meeting = crew, hello, judge, plan, meeting
-        self.max_restarts, self.patience = max_restarts, patience
+        self.node_group, self.hello, self.judge, self.assign_shares, self.meeting = (
+            node_group,
+            hello,
+            judge,
+            assign_shares,
+            meeting,
+        )
+        self.max_restarts, self.timeouts = max_restarts, timeouts
         self.prepare = prepare
-        self.max_nodes = max_nodes or len(crew.everyone)
+        self.max_nodes = max_nodes or len(node_group.everyone)
         self.min_nodes = min_nodes or self.max_nodes
         self.restarts = 0
         self._chosen: list[Node] = []
-        self.speech = LogOptions(several=len(crew.nodes) > 1 or not crew.nodes[0].here)
+        self.log_options = LogOptions(several=len(node_group.nodes) > 1 or not node_group.nodes[0].here)
         self._signals = Signals()
 
     def run(self) -> RunOutcome:
@@ -83,35 +89,35 @@ class FrontEnd:
         processes.adopt_orphans()
         with self._signals.heeded():
             try:
-                for _ in self.crew.connect(self.crew.everyone, self.hello):
+                for _ in self.node_group.connect(self.node_group.everyone, self.hello):
                     self._signals.look_up()
                 met = self._meet()  # with all: a mistake in the hostfile is no lost node
                 self._choose()
                 self._prepare()
-                return self._attempts(self.plan(self), met)
+                return self._attempts(self.assign_shares(self), met)
             except Interrupted as error:
                 return RunOutcome(
                     128 + error.number, f"stopped by {error.number.name} before any rank had started"
                 )
             finally:
                 self._signals.held = True
-                self.crew.close()
+                self.node_group.close()
                 # pdsh and mpirun leave the ssh that they started.
                 processes.end_descendants(0, except_for=others)
 
     def _meet(self) -> rendezvous.RendezvousAddress:
-        """Where the ranks meet.
+        """Return where the ranks meet.
 
         Raises:
             LauncherError: a node is not ready.
         """
-        met = rendezvous.meet(self.crew, self.meeting, self._signals.look_up)
-        self.judge(self.crew.nodes)
+        met = rendezvous.meet(self.node_group, self.meeting, self._signals.look_up)
+        self.judge(self.node_group.nodes)
         return met
 
     def _prepare(self) -> None:
         if self.prepare is not None:
-            self.prepare(self.crew, self._signals.look_up)
+            self.prepare(self.node_group, self._signals.look_up)
 
     def _attempts(self, shares: list[NodeSpec], met: rendezvous.RendezvousAddress) -> RunOutcome:
         while True:
@@ -119,19 +125,21 @@ class FrontEnd:
                 replace(share, master_addr=met.addr, master_port=met.port, attempt=self.restarts)
                 for share in shares
             ]
-            outcome, cause = Attempt(self.crew, shares, self.speech, self.patience, self._signals).run()
+            outcome, cause = Attempt(
+                self.node_group, shares, self.log_options, self.timeouts, self._signals
+            ).run()
             if cause is None or not cause.can_retry or self.restarts >= self.max_restarts:
                 return outcome
             self.restarts += 1
             logger.warning("%s", outcome.message)
             logger.warning("restart %d of %d", self.restarts, self.max_restarts)
-            self._signals.held = self.crew.ending = False
+            self._signals.held = self.node_group.ending = False
             self._bring_back()
             changed = self._choose()
             met = self._meet()
             self._prepare()
             if changed:
-                shares = self.plan(self)
+                shares = self.assign_shares(self)
 
     def _bring_back(self) -> None:
         """Connect again to the nodes that are not there.
@@ -139,30 +147,34 @@ class FrontEnd:
         Raises:
             LauncherError: too few of them answer.
         """
-        crew = self.crew
-        if any(node.lost is not None for node in crew.nodes):
+        node_group = self.node_group
+        if any(node.lost is not None for node in node_group.nodes):
             # What is left there ends by itself; it must not meet what is started now.
-            self._pause(crew.timeouts.grace_s)
-        absent = [node for node in crew.everyone if not _is_there(node)]
+            self._pause(node_group.timeouts.grace_s)
+        absent = [node for node in node_group.everyone if not _is_there(node)]
         for node in absent:
             if node.lost is not None or node.command:
-                crew.forget(node)
+                node_group.forget(node)
         began = time.monotonic()
-        for _ in crew.connect(absent, self.hello):
+        for _ in node_group.connect(absent, self.hello):
             self._signals.look_up()
-            enough = sum(map(_is_there, crew.everyone)) >= self.min_nodes
-            if enough and time.monotonic() - began > crew.timeouts.return_s:
+            enough = sum(map(_is_there, node_group.everyone)) >= self.min_nodes
+            if enough and time.monotonic() - began > node_group.timeouts.return_s:
                 break
-        if sum(map(_is_there, crew.everyone)) < self.min_nodes:
-            self.judge(crew.everyone)
+        if sum(map(_is_there, node_group.everyone)) < self.min_nodes:
+            self.judge(node_group.everyone)
 
     def _choose(self) -> bool:
-        """Which nodes the next attempt runs on; whether they are others than before. `plan` may then leave some out,
-        which stays so while they are the same."""
-        before, self._chosen = self._chosen, [n for n in self.crew.everyone if _is_there(n)][: self.max_nodes]
+        """Choose the nodes of the next attempt, and return whether they are others than before.
+
+        `assign_shares` may then leave some out, which stays so while they are the same."""
+        before, self._chosen = (
+            self._chosen,
+            [n for n in self.node_group.everyone if _is_there(n)][: self.max_nodes],
+        )
         if before == self._chosen:
             return False
-        self.crew.nodes = list(self._chosen)
+        self.node_group.nodes = list(self._chosen)
         for word, some, others in (("without", before, self._chosen), ("with", self._chosen, before)):
             names = [node.name for node in some if node not in others]
             if before and names:
@@ -172,7 +184,7 @@ class FrontEnd:
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            for _ in self.crew.events():
+            for _ in self.node_group.events():
                 pass
             self._signals.look_up()
 

@@ -1,4 +1,4 @@
-"""How many CUDA devices torch would see in a rank, without importing torch."""
+"""The number of CUDA devices that torch would see in a rank, without importing torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _COUNT = "import torch; print(torch.cuda.device_count())"
 
 
 def count() -> int:
-    """CUDA devices that this environment shows to a rank: 0 where torch is built without, or is not installed."""
+    """Return the number of CUDA devices that this environment shows to a rank: 0 without torch, or without CUDA in it.
+    it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return 0
@@ -27,7 +28,7 @@ def count() -> int:
 
 
 def _cuda_devices() -> int:
-    """Asks the driver, which knows CUDA_VISIBLE_DEVICES in all its spellings."""
+    """Ask the driver, which knows CUDA_VISIBLE_DEVICES in all its spellings."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -42,11 +42,11 @@ class MessageSigner:
         self._key, self._count = key, 0
 
     def closed(self, text: bytes) -> bytes:
-        """`text` behind its signature."""
+        """Return `text` behind its signature."""
         return self._next(text) + text
 
     def opened(self, line: bytes) -> bytes:
-        """The text of a line.
+        """Return the text of a line.
 
         Raises:
             ValueError: it is not what the other side has sent next.
@@ -62,7 +62,7 @@ class MessageSigner:
 
 
 class SignedSession:
-    """What a handshake has made: seals for what is sent and for what comes, and what the caller says it is."""
+    """The result of a handshake: seals for what is sent and for what comes, and what the caller says it is."""
 
     def __init__(self, token: str, nonces: tuple[str, str], claim: str, is_caller: bool) -> None:
         caller, listener = (
@@ -78,7 +78,7 @@ def proof(token: str, role: str, nonces: tuple[str, str], claim: str) -> str:
 
 
 def call(connection: socket.socket, token: str, claim: str, limit_s: float) -> SignedSession:
-    """The caller's side, on a connected socket.
+    """Return the caller's side, on a connected socket.
 
     Raises:
         OSError: the other side is silent or gone.
@@ -97,7 +97,7 @@ def call(connection: socket.socket, token: str, claim: str, limit_s: float) -> S
 
 
 def read_line(connection: socket.socket, until: float) -> str:
-    """A line without its end; not a byte more is taken.
+    """Return a line without its end; not a byte more is taken.
 
     Raises:
         OSError: it did not come until then (time.monotonic).
@@ -155,7 +155,8 @@ class PendingConnection:
 def callers(
     server: socket.socket, token: str, until: float = float("inf")
 ) -> Iterator[tuple[socket.socket, SignedSession]]:
-    """Those who have proved themselves at a listening socket, as (connection, session), until then (time.monotonic).
+    """Yield those who have proved themselves at a listening socket, as (connection, session), until then
+    (time.monotonic).
 
     Nobody waits for a stranger that says nothing, half a line or garbage: all are listened to at once, each has
     `ANSWER_S`, and of too many the oldest goes.

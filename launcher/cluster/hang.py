@@ -19,7 +19,7 @@ _OURS = re.compile(
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of a rank that may hang."""
+    """The known state of a rank that may hang."""
 
     rank: int
     host: str
@@ -38,10 +38,10 @@ class RankState:
 
 
 def describe(states: Sequence[RankState], log_dir: str) -> str:
-    """The report for the terminal."""
+    """Return the report for the terminal."""
     shown = [s for s in states if s.number is not None]
     if not shown:
-        return "no rank has made progress for a while, and none said where it is"
+        return "no rank has made progress for a while, and none reported where it is"
     stalled = min(s.since_s for s in shown)
     lines = [f"no rank has made progress for {stalled:.0f} s"]
     operation, _ = Counter(s.operation for s in shown).most_common(1)[0]
@@ -63,7 +63,7 @@ def write(states: Sequence[RankState], log_dir: str) -> None:
 
 
 def place(stack: str) -> str | None:
-    """`data.py:88 in next_batch`: where the main thread is, outside of what only waits for other ranks."""
+    """Return `data.py:88 in next_batch`: where the main thread is, outside of what only waits for other ranks."""
     threads = re.split(r"\n(?=(?:Current t|T)hread 0x)", "\n" + stack.strip())
     current = [thread for thread in threads if thread.startswith("Current thread")] or threads[-1:]
     frames = [match for line in current[0].splitlines() if (match := _FRAME.match(line))]
@@ -90,7 +90,7 @@ def _other(state: RankState, most: RankState) -> str:
         return "has shown nothing yet"
     alike = state.among and state.among == most.among  # else their numbers say nothing of each other
     never = alike and state.number < (most.number or 0)
-    return f"{'never entered it, its last is' if never else 'was last in'} {state.operation}"
+    return f"{'never entered it, its last was' if never else 'was last in'} {state.operation}"
 
 
 def _at(state: RankState) -> str:

@@ -32,7 +32,7 @@ class Host:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """The hosts of a file, in its order.
+    """Return the hosts of a file, in its order.
 
     Raises:
         ConfigError: there is no such file, or a line is wrong; with its number and text.
@@ -47,7 +47,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def parse_hostfile(text: str, name: str) -> list[Host]:
-    """The same of a text; `name` is what errors call it."""
+    """Return the same of a text; `name` is what errors call it."""
     hosts: list[Host] = []
     lines: dict[str, int] = {}
     ranks = 0
@@ -58,13 +58,15 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
         where = f"{name}:{number}: {shortened(line.strip())}"
         match = _LINE.fullmatch(entry)
         if match is None:
-            raise ConfigError(f"{shortened(entry)!r} names no host with its slots", where=where, fix=FORM)
+            raise ConfigError(
+                f"{shortened(entry)!r} does not name a host and its slots", where=where, fix=FORM
+            )
         host = match["name"]
         if host.startswith("-") or len(host) > LONGEST_NAME or printable(host) != host:
-            raise ConfigError(f"{shortened(host)!r} cannot be a host's name", where=where, fix=FORM)
+            raise ConfigError(f"{shortened(host)!r} is not a valid host name", where=where, fix=FORM)
         if host in lines:
             raise ConfigError(
-                f"the host {shortened(host)} stands twice",
+                f"the host {shortened(host)} is listed twice",
                 where=where,
                 fix=f"delete this line or line {lines[host]}",
             )
@@ -89,7 +91,7 @@ def _slots(text: str, where: str) -> tuple[int, ...]:
             raise ConfigError(f"slots={shortened(text)}: {TOO_MANY}", where=where, fix=FORM)
         return tuple(range(int(text)))
     if "," not in text and "-" not in text:
-        raise ConfigError(f"slots={shortened(text)} is no number", where=where, fix=FORM)
+        raise ConfigError(f"slots={shortened(text)} is not a number", where=where, fix=FORM)
     return numbers(text, where)
 
 
@@ -103,7 +105,7 @@ def check_size(nodes: int, ranks: int, where: str) -> None:
 
 
 def numbers(text: str, where: str, noun: str = "slot") -> tuple[int, ...]:
-    """`0,2,5-7` -> (0, 2, 5, 6, 7), ascending, each once.
+    """Parse `0,2,5-7` into (0, 2, 5, 6, 7), ascending, each once.
 
     Raises:
         ConfigError: not a list of numbers and ranges.
@@ -113,7 +115,7 @@ def numbers(text: str, where: str, noun: str = "slot") -> tuple[int, ...]:
         match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part)
         if match is None or (match[2] and int(match[2]) < int(match[1])):
             raise ConfigError(
-                f"{shortened(part)!r} in {shortened(text)!r} is no {noun} and no range of {noun}s",
+                f"{shortened(part)!r} in {shortened(text)!r} is neither a {noun} nor a range of {noun}s",
                 where=where,
                 fix="write e.g. 0,2,5-7",
             )

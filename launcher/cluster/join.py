@@ -36,7 +36,7 @@ logger = logging.getLogger("launcher")
 
 
 def token_of(environment: Mapping[str, str], file: str | None, *, insecure: bool, makes: bool) -> str:
-    """What all nodes of a run must know.
+    """Return what all nodes of a run must know.
 
     Args:
         environment: may have it as LAUNCHER_TOKEN.
@@ -50,7 +50,7 @@ def token_of(environment: Mapping[str, str], file: str | None, *, insecure: bool
     if insecure:
         if file is not None:
             raise ConfigError("--insecure and --token_file exclude each other")
-        logger.warning("--insecure: whoever reaches the port of node 0 can run code on every node")
+        logger.warning("--insecure: anyone who reaches the port of node 0 can run code on every node")
         return ""
     token, where = environment.get(TOKEN, ""), TOKEN
     if file is not None:
@@ -59,9 +59,10 @@ def token_of(environment: Mapping[str, str], file: str | None, *, insecure: bool
         return _printed(secrets.token_hex(16))
     if not token:
         raise ConfigError(
-            "nodes that come by themselves must know the token of the run, and none is named",
+            "nodes that connect by themselves need the token of the run, and none is given",
             where=where,
-            fix=f"set {TOKEN} to what node 0 prints as it starts, or name a file with one on all: --token_file PATH",
+            fix=f"set {TOKEN} to the token that node 0 prints when it starts, or give all nodes a file with "
+            "one: --token_file PATH",
         )
     if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
         raise ConfigError(
@@ -102,7 +103,7 @@ def _printed(token: str) -> str:
 
 
 class JoinServer:
-    """Where nodes knock.
+    """The server to which nodes connect.
 
     Args:
         addr: of this machine, as the others know it.
@@ -158,7 +159,7 @@ class JoinServer:
 def knock(
     addr: str, port: int, node_rank: int, token: str, patience_s: float
 ) -> tuple[socket.socket, SignedSession]:
-    """A connection to the front end, which may start later than this node, or want it later.
+    """Return a connection to the front end, which may start later than this node, or want it later.
 
     Args:
         patience_s: how long nobody may open.
@@ -172,7 +173,7 @@ def knock(
             connection = socket.create_connection((addr, port), timeout=ANSWER_S)
         except UnicodeError:
             raise ConfigError(
-                f"{shortened(addr)!r} is no name of a host", where="--master_addr", fix="name node 0"
+                f"{shortened(addr)!r} is not a host name", where="--master_addr", fix="name node 0"
             ) from None
         except OSError as error:
             if time.monotonic() > deadline:
@@ -193,7 +194,7 @@ def knock(
 
 
 def _wanted(connection: socket.socket, place: str, node_rank: int, token: str) -> SignedSession | None:
-    """The session with the front end where it takes this node now.
+    """Return the session with the front end where it takes this node now.
 
     Raises:
         ConfigError: it does not know the token, or of such a node.
@@ -204,13 +205,13 @@ def _wanted(connection: socket.socket, place: str, node_rank: int, token: str) -
         said = json.loads(session.takes.opened(line.encode()))
     except (OSError, ValueError):
         raise ConfigError(
-            f"{place} did not take this node: it does not know the same token",
+            f"{place} rejected this node: it has another token",
             where=f"--master_addr, --master_port, {TOKEN}",
             fix=f"start the same command on every node, with the same {TOKEN} (or --insecure)",
         ) from None
     if not said["known"]:
         raise ConfigError(
-            f"{place} did not take this node: it knows of no node {node_rank}",
+            f"{place} rejected this node: the run has no node {node_rank}",
             where="--node_rank, --num_nodes",
             fix="start the same command on every node, with node ranks from 0",
         )

@@ -21,7 +21,7 @@ INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 @dataclass(frozen=True)
 class PodOptions:
-    """What the pods of a run have in common."""
+    """The options that the pods of a run have in common."""
 
     name: str
     image: str
@@ -67,7 +67,7 @@ class WorkloadKind:
 
 
 def manifest(kind: str, pods: PodOptions) -> str:
-    """The text for `kubectl apply -f -`: the configuration, and the run."""
+    """Return the text for `kubectl apply -f -`: the configuration, and the run."""
     items = [KINDS[kind].build(pods)]
     if pods.config is not None:
         metadata = _metadata(pods, f"{pods.name}-config")
@@ -139,7 +139,7 @@ def _restart_policy(pods: PodOptions) -> str:
 
 
 def _pod(kind: WorkloadKind, pods: PodOptions) -> Object:
-    """The specification of a pod, without its restart policy."""
+    """Return the specification of a pod, without its restart policy."""
     shared = {"medium": "Memory"} | ({"sizeLimit": pods.shared_memory} if pods.shared_memory else {})
     volumes: list[Object] = [{"name": "shm", "emptyDir": shared}]
     mounts: list[Object] = [{"name": "shm", "mountPath": "/dev/shm"}]
@@ -188,5 +188,5 @@ def _variables(kind: WorkloadKind, pods: PodOptions) -> list[Object]:
 
 
 def _plain(text: str) -> str:
-    """The text without anything that Kubernetes would expand: it takes $(NAME) for a variable, and $$ for $."""
+    """Return the text without anything that Kubernetes would expand: it takes $(NAME) for a variable, and $$ for $."""
     return text.replace("$", "$$")

@@ -64,7 +64,7 @@ class LocalRanks:
             raise ConfigError(
                 f"the ranks cannot be started: {error}",
                 where=f"{share.log_dir}, {sys.executable}",
-                fix="see that the run's directory can be written on every node",
+                fix="make sure that the run's directory is writable on every node",
             ) from None
 
     @property
@@ -72,7 +72,7 @@ class LocalRanks:
         return [process.pid for process in self._processes]
 
     def poll(self) -> bool | None:
-        """None while they run; then whether all went well."""
+        """Return None while they run; then whether all went well."""
         codes = [process.poll() for process in self._processes]
         if any(codes):
             return False
@@ -82,7 +82,7 @@ class LocalRanks:
         return True
 
     def output(self) -> list[tuple[int, bytes]]:
-        """(rank, what it printed since) of the ranks that are shown."""
+        """Return (rank, what it printed since) of the ranks that are shown."""
         pieces = []
         for shown, file in self._outputs.items():
             if data := file.read(PIECE):
@@ -92,7 +92,7 @@ class LocalRanks:
         return pieces
 
     def resize(self, rows: int, columns: int) -> None:
-        """The user's terminal has another size now."""
+        """Note that the user's terminal has another size now."""
         if self._terminal is not None:
             self._terminal.resize(rows, columns)
 
@@ -107,7 +107,7 @@ class LocalRanks:
             process.poll()
 
     def stalled_s(self) -> float | None:
-        """For how long no rank of this node has begun anything; None where none has ever."""
+        """Return for how long no rank of this node has begun anything; None where none has ever."""
         signs = (
             [flight_recorder.read(self._watched / f"{r}.beacon") for r in self._every()]
             if self._watched
@@ -116,11 +116,11 @@ class LocalRanks:
         return min((sign.since_s for sign in signs if sign is not None), default=None)
 
     def request_stacks(self) -> None:
-        """Every rank writes where its threads are; `states` reads it a moment later."""
+        """Have every rank write where its threads are; `states` reads it a moment later."""
         processes.signal_all(self.pids, rank.SHOW_STACKS)
 
     def states(self) -> list[dict[str, Any]]:
-        """What each rank does: the fields of `hang.RankState` but for the host."""
+        """Return what each rank does: the fields of `hang.RankState` but for the host."""
         found: list[dict[str, Any]] = []
         if self._watched is None:
             return found
@@ -152,7 +152,7 @@ class LocalRanks:
             file.close()
 
     def failure(self) -> Failure | None:
-        """After `finish`: the first failure of what failed before it; None where nothing had."""
+        """Return, after `finish`, the first failure of what failed before it; None where nothing had."""
         share = self.share
         found = {r: read_record(str(share.record(r))) for r in self._every()}
         records: dict[int, ErrorRecord] = {r: record for r, record in found.items() if record is not None}
@@ -226,7 +226,7 @@ class LocalRanks:
         )
 
     def _devices(self) -> dict[str, str]:
-        """The mask that shows the chosen slots only."""
+        """Return the mask that shows the chosen slots only."""
         slots = self.share.slots
         if slots is None:
             return {}

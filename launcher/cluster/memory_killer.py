@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process because memory ran out."""
+"""Detection of processes that the kernel killed because memory ran out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
-ALLOWANCE = "use less memory per rank, or allow the job more"
+ALLOWANCE = "use less memory per rank, or give the job more"
 
 
 def kills() -> int | None:
-    """How many processes of this one's control group have been killed for memory; None where nothing counts them."""
+    """Return how many processes of this one's control group have been killed for memory; None where nothing counts
+    them."""
     for file in _counters():
         try:
             match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
@@ -23,15 +24,15 @@ def kills() -> int | None:
 
 
 def evidence(pid: int, kills_before: int | None) -> str | None:
-    """What says that process `pid` was killed for memory; None where nothing does.
+    """Return the evidence that process `pid` was killed for memory; None if there is none.
 
     Args:
         kills_before: `kills()` before it started.
     """
     now = kills()
     if now is not None and kills_before is not None and now > kills_before:
-        return "its control group counts it"
-    return "the kernel's log says so" if _in_kernel_log(pid) else None
+        return "its cgroup reports it"
+    return "the kernel's log reports it" if _in_kernel_log(pid) else None
 
 
 def _counters() -> list[Path]:

@@ -113,11 +113,11 @@ class Node:
             self.writer.send({"do": do, **more})
 
     def descriptors(self) -> list[int]:
-        """What to wait for until there is something to read."""
+        """Return what to wait for until there is something to read."""
         return [self.reader.fd] if self.connected and not self.reader.ended else []
 
     def read(self) -> list[Message]:
-        """Messages that have come. Notices when the connection has ended: `lost` then says why."""
+        """Return the messages that have come. Notices when the connection has ended: `lost` then says why."""
         if not self.connected:
             return []
         messages = self.reader.read()
@@ -135,7 +135,7 @@ class Node:
         return messages
 
     def give_up(self, why: str) -> None:
-        """The node is not waited for any more."""
+        """Stop waiting for the node."""
         self.lost = self.lost or why
         self.running = False
         self.close()
@@ -177,7 +177,7 @@ class Node:
         self.writer.send_plain(self._first)
 
     def complaint(self) -> str:
-        """The last thing that the command said which started the agent."""
+        """Return the last thing that the command said which started the agent."""
         said = self._errors.decode(errors="replace").splitlines()
         lines = [line for line in said if line.strip() and not any(text in line for text in IDLE_TALK)]
         noise = self.reader.noise if self._process is not None else []
@@ -193,7 +193,7 @@ class Node:
 
     def _why_ended(self) -> str:
         if self.reader.forged:
-            return "its connection carried a line that its agent has not signed: somebody stands in between"
+            return "its connection carried a line that its agent did not sign: someone is tampering with it"
         if self._process is None:
             return "the connection ended"
         try:

@@ -18,7 +18,7 @@ logger = logging.getLogger("launcher")
 
 @dataclass(frozen=True)
 class NodeTimeouts:
-    """How long things may take, in seconds."""
+    """The time limits of nodes, in seconds."""
 
     connect_s: float = 9.0
     """From the start of a connection until the agent answers."""
@@ -33,7 +33,7 @@ class NodeTimeouts:
 
     @property
     def beat_s(self) -> float:
-        """How often each side says that it is alive."""
+        """Return how often each side says that it is alive."""
         return self.silence_s / 6
 
 
@@ -94,7 +94,7 @@ class NodeGroup:
             arriving.clear()
 
     def events(self) -> Iterator[tuple[Node, Message]]:
-        """What the nodes of the attempt say within one turn; `{"is": "lost"}`, once, for one that has gone (see
+        """Yield what the nodes of the attempt say within one turn; `{"is": "lost"}`, once, for one that has gone (see
         `Node.lost`). Other nodes arrive meanwhile, and are held in reserve."""
         if self.admit is not None:
             self.admit(self.everyone)
@@ -126,7 +126,7 @@ class NodeGroup:
             node.send(do, **more)
 
     def forget(self, node: Node) -> None:
-        """A lost node may be connected to again."""
+        """Let a lost node be connected to again."""
         node.close()
         node.lost = node.facts = None
         self._told_lost.discard(node)
@@ -145,7 +145,7 @@ class NodeGroup:
             heeded = node.connected and node.facts is not None and not (node.here or self.ending)
             if heeded and now - node.heard > self.timeouts.silence_s:
                 node.give_up(
-                    f"nothing was heard of it for {self.timeouts.silence_s:g} s: it is cut off, frozen or down"
+                    f"nothing was heard from it for {self.timeouts.silence_s:g} s: it is cut off, frozen or down"
                 )
             if node.lost is None:
                 continue
@@ -156,9 +156,9 @@ class NodeGroup:
                 yield node, {"is": "lost"}
 
     def _arrives(self, node: Node, message: Message) -> bool:
-        """Whether the message is about the arrival of a node, which is then noted."""
+        """Return whether the message is about the arrival of a node, which is then noted."""
         if message["is"] == "here":
             node.facts = {**message["facts"], "arrived": time.time()}
             if node not in self.nodes and node not in self._arriving:
-                logger.info("%s is there, the next restart can use it", node.name)
+                logger.info("%s is available; the next restart can use it", node.name)
         return message["is"] in ("here", "problem")

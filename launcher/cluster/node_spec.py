@@ -10,7 +10,7 @@ from typing import IO
 
 
 def open_log(path: Path, *, keep: bool) -> IO[bytes]:
-    """A log for writing, unbuffered. What ranks print may be nobody else's business.
+    """Return a log for writing, unbuffered. What ranks print may be nobody else's business.
 
     Args:
         keep: go on after what it holds already, as a restart does.
@@ -66,7 +66,8 @@ class NodeSpec:
         return Path(self.log_dir) / f"{self.log_prefix}rank{self.first_rank + local_rank}.log"
 
     def record(self, local_rank: int) -> Path:
-        """Where a rank writes how it failed. Scripts of two runs may share a directory of logs, and no failure."""
+        """Return where a rank writes how it failed. Scripts of two runs may share a directory of logs, and no
+        failure."""
         suffix = f".{self.run[:8]}.error.json" if self.run else ".error.json"
         return self.log(local_rank).with_suffix(suffix)
 
@@ -74,7 +75,7 @@ class NodeSpec:
         return [*([f"--local_rank={local_rank}"] if self.append_local_rank else []), *self.arguments]
 
     def identity(self, local_rank: int) -> dict[str, str]:
-        """The variables that tell a rank who it is."""
+        """Return the variables that tell a rank who it is."""
         return {
             "RANK": str(self.first_rank + local_rank),
             "LOCAL_RANK": str(local_rank),

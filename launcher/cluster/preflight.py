@@ -1,4 +1,4 @@
-"""Whether all nodes are ready, from what their agents found: one table of everything that is wrong, host by host."""
+"""The check that all nodes are ready, from what their agents found: one table of all problems, host by host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_MEMORY = 256 << 20  # bytes for each rank: less cannot even import torch
 
 @dataclass(frozen=True)
 class NodeRequirements:
-    """What a run needs of its nodes."""
+    """The requirements of a run on its nodes."""
 
     files: Mapping[str, str | None]
     """Digests, here, of the files that the ranks read."""
@@ -28,7 +28,7 @@ class NodeRequirements:
 
 
 def judge(nodes: Sequence[Node], needs: NodeRequirements) -> None:
-    """Raises:
+    """Refuse nodes that are not ready.
     ConfigError: some node is not ready; nothing has been started.
     """
     walls = _walls(nodes)
@@ -58,7 +58,7 @@ def refuse(rows: Sequence[tuple[str, str]], hosts: int) -> None:
 
 
 def _wrong(node: Node, nodes: Sequence[Node], needs: NodeRequirements) -> Iterator[str]:
-    """What is wrong with one node."""
+    """Yield what is wrong with one node."""
     facts = node.facts
     if node.lost is not None or facts is None:
         yield _why_unreachable(node)
@@ -67,32 +67,32 @@ def _wrong(node: Node, nodes: Sequence[Node], needs: NodeRequirements) -> Iterat
         if digest is None:
             yield f"there is no file {path} (copy it there, or share the directory)"
         elif needs.files.get(path) not in (None, digest):
-            yield f"{path} is another file there than here"
+            yield f"{path} differs from the file here"
     if needs.compare:
         for package in PACKAGES:
             usual = _most([other.facts["versions"][package] for other in nodes if other.facts])
             version = facts["versions"][package]
             if version != usual:
-                yield f"{package} is {version or 'not installed'}, on the others it is {usual or 'not installed'}"
+                yield f"{package} is {version or 'not installed'}, on the other hosts it is {usual or 'not installed'}"
         if facts["source"] != _most([other.facts["source"] for other in nodes if other.facts]):
-            yield "its launcher is another version than that of the others"
+            yield "its launcher version differs from that of the others"
         skew = facts["clock"] - facts["arrived"]
         if abs(skew) > CLOCK_S:
             yield f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'} (run an NTP service)"
     if facts["memory"] < LEAST_MEMORY * max(1, len(node.host.slots)):
-        yield f"{facts['memory'] >> 20} MiB of memory are free for {len(node.host.slots)} ranks"
+        yield f"{facts['memory'] >> 20} MiB of memory are free, too little for {len(node.host.slots)} ranks"
     if needs.device == "cuda" and facts["gpus"] == 0:
         yield "no CUDA device is visible (--device cpu runs on the CPU)"
     elif needs.device != "cpu" and 0 < facts["gpus"] <= max(node.host.slots, default=0):
         mask = f", CUDA_VISIBLE_DEVICES={facts['mask']}" if facts["mask"] is not None else ""
-        yield f"{facts['gpus']} CUDA devices are visible, slot {max(node.host.slots)} is wanted{mask}"
+        yield f"{facts['gpus']} CUDA devices are visible, but slot {max(node.host.slots)} was requested{mask}"
 
 
 WALL = "is there a firewall? ranks talk to one another on any port"
 
 
 def _walls(nodes: Sequence[Node]) -> dict[str, list[str]]:
-    """Who cannot reach whom, told of the host that is to blame where that can be seen.
+    """Return who cannot reach whom, reported for the host that is to blame where that can be seen.
 
     A host that none of several others reach, who reach one another, is behind a wall itself.
     """
@@ -119,21 +119,21 @@ def _walls(nodes: Sequence[Node]) -> dict[str, list[str]]:
 
 
 def few(names: Sequence[str]) -> str:
-    """All names, or of many the first and the last ones."""
+    """Return all names, or of many the first and the last ones."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ..., {names[-1]}"
 
 
 HINTS = {
-    "Name or service not known": "no such name: see the hostfile, or ~/.ssh/config",
-    "Could not resolve hostname": "no such name: see the hostfile, or ~/.ssh/config",
+    "Name or service not known": "unknown host name: check the hostfile and ~/.ssh/config",
+    "Could not resolve hostname": "unknown host name: check the hostfile and ~/.ssh/config",
     "Permission denied (": "ssh needs a password there: put your key into its ~/.ssh/authorized_keys",
-    "Host key verification failed": "connect once by hand and accept its key",
+    "Host key verification failed": "connect once by hand and accept the host key",
     "Connection refused": "nothing listens there: is sshd running, and is --ssh_port right?",
     "Connection timed out": "no answer: is the machine up, and does the network reach it?",
-    "No route to host": "no way there: is the machine up and connected?",
-    "cannot execute": f"is {sys.executable} there? --venv_script prepares the shell",
-    "not found": f"is {sys.executable} there? --venv_script prepares the shell",
-    "No such file": f"is {sys.executable} there? --venv_script prepares the shell",
+    "No route to host": "no route: is the machine up and connected?",
+    "cannot execute": f"is {sys.executable} installed there? --venv_script can set up the shell",
+    "not found": f"is {sys.executable} installed there? --venv_script can set up the shell",
+    "No such file": f"is {sys.executable} installed there? --venv_script can set up the shell",
 }
 
 
@@ -144,7 +144,7 @@ def _why_unreachable(node: Node) -> str:
 
 
 def _most(values: Sequence[str | None]) -> str | None:
-    """What most have; of equally frequent ones the first."""
+    """Return what most have; of equally frequent ones the first."""
     return Counter(values).most_common(1)[0][0]
 
 

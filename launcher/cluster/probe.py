@@ -1,4 +1,4 @@
-"""Whether nodes reach one another: each opens a port, says a word to whoever connects, and tries the ports of others.
+"""The check that nodes reach one another: each opens a port, says a word to who connects, and tries the others' ports.
 
 The word tells that it was the right node that answered: the same private address is often found on many machines.
 """
@@ -79,7 +79,7 @@ def _bound(addr: str, port: int) -> socket.socket:
 
 
 def _say_to_all(server: socket.socket, word: bytes) -> None:
-    """Until `server` is shut down."""
+    """Answer everybody until `server` is shut down."""
     with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as sockets:
         sockets.enter_context(server)
         waiting.register(server, selectors.EVENT_READ)
@@ -118,7 +118,7 @@ class ProbeClient:
                 threading.Thread(target=_note, args=(said, address, target), daemon=True).start()
 
     def found(self) -> list[Message] | None:
-        """Of each target the `addresses` that answered, and `why` another did not; None while tries go on."""
+        """Return for each target the `addresses` that answered, and `why` another did not; None while tries go on."""
         took = time.monotonic() - self._began
         if took < REACH_S + NAMES_S and any(
             WAITING in said.values() and not (None in said.values() and took > SETTLE_S)
@@ -139,7 +139,7 @@ def _note(said: dict[str, str | None], address: str, target: Message) -> None:
 
 
 def why_not(address: str, port: int, word: str) -> str | None:
-    """Why the node with that word cannot be reached at an address; None where it can."""
+    """Return why the node with that word cannot be reached at an address; None where it can."""
     try:
         with socket.create_connection((address, port), timeout=REACH_S) as connection:
             heard = connection.recv(len(word), socket.MSG_WAITALL)
@@ -147,4 +147,4 @@ def why_not(address: str, port: int, word: str) -> str | None:
         return WAITING
     except OSError as error:
         return error.strerror or str(error)
-    return None if heard == word.encode() else "something else answers there"
+    return None if heard == word.encode() else "another program answers there"

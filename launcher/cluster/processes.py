@@ -32,7 +32,7 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def descendants(except_for: Iterable[int] = ()) -> list[psutil.Process]:
-    """All living processes below this one, without the trees of `except_for` (process ids)."""
+    """Return all living processes below this one, without the trees of `except_for` (process ids)."""
     spared = set(except_for)
     found: list[psutil.Process] = []
     for child in psutil.Process().children():
@@ -49,7 +49,8 @@ def descendants(except_for: Iterable[int] = ()) -> list[psutil.Process]:
 def end_descendants(
     grace_s: float, except_for: Iterable[int] = (), hurry: Callable[[], bool] | None = None
 ) -> None:
-    """SIGTERM to every process below this one, `grace_s` seconds or until `hurry`, then SIGKILL until none is left."""
+    """Send SIGTERM to every process below this one, wait `grace_s` seconds or until `hurry`, then SIGKILL until none is
+    left."""
     spared = list(except_for)
     remaining = descendants(spared)
     for process in remaining:

@@ -74,10 +74,10 @@ def become(program: str, arguments: list[str]) -> NoReturn:
         why = getattr(error, "strerror", None) or str(error)
         fixes = {
             errno.EACCES: f"chmod +x {program}",
-            errno.ENOENT: "see that it is on this machine, and on its PATH or named by its path, as its interpreter is",
-            errno.ENOEXEC: "write the program that runs it into its first line: #!/bin/sh",
+            errno.ENOENT: "make sure that it and its interpreter are on this machine, on PATH or given by path",
+            errno.ENOEXEC: "write its interpreter into its first line: #!/bin/sh",
         }
-        fix = fixes.get(getattr(error, "errno", 0), "name a program that runs by itself")
+        fix = fixes.get(getattr(error, "errno", 0), "name an executable program")
         text = f"the program {program} cannot be run: {why}\n  where: --no_python\n  fix: {fix}"
         record("mendable", OSError(text))
         os._exit(2)
@@ -103,7 +103,7 @@ def leave(failed_with: list[int]) -> None:
 
 
 def say_last() -> None:
-    """What the script has left is deleted, and files are flushed, as at the end of any Python."""
+    """Delete what the script has left, and flush files, as at the end of any Python."""
     if "threading" in sys.modules:  # daemons that miss something now have nothing to say
         sys.modules["threading"].excepthook = lambda *_: None  # type: ignore[attr-defined]
     for module in [found for found in gc.get_objects() if type(found) is types.ModuleType]:
@@ -156,7 +156,7 @@ def record(kind: str, error: BaseException) -> None:
 
 
 def _script_traceback(error: BaseException) -> str:
-    """The traceback without the frames of this file and of runpy."""
+    """Return the traceback without the frames of this file and of runpy."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (
         __file__,

@@ -1,4 +1,4 @@
-"""Where the ranks meet: an address of the first node that all others reach, and a port that is free there.
+"""The meeting point of the ranks: an address of the first node that all others reach, and a port that is free there.
 
 The same look at the network lets nodes try one another, in a ring and across it, so that a firewall is named before
 any rank waits behind it. What each found is left in `Node.tries`, for `preflight.py` to judge.
@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """What the user asked for; None is to be found."""
+    """The address and port that the user asked for; None is to be found."""
 
     addr: str | None = None
     port: int | None = None
@@ -29,13 +29,13 @@ class RendezvousOptions:
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """What the ranks get as MASTER_ADDR and MASTER_PORT."""
+    """The values that the ranks get as MASTER_ADDR and MASTER_PORT."""
 
     addr: str
     port: int
 
 
-def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]) -> RendezvousAddress:
+def meet(node_group: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]) -> RendezvousAddress:
     """Choose, and let those nodes try one another that are there; `look_up` is called while waiting.
 
     What is returned can be used if `preflight.judge` then finds all nodes ready.
@@ -43,9 +43,9 @@ def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]
     Raises:
         ConfigError: the wanted address or port cannot be used.
     """
-    first = crew.nodes[0]
-    there = [node for node in crew.nodes if node.facts is not None and node.lost is None]
-    alone = len(crew.nodes) == 1
+    first = node_group.nodes[0]
+    there = [node for node in node_group.nodes if node.facts is not None and node.lost is None]
+    alone = len(node_group.nodes) == 1
     addr = wanted.addr or (LOOPBACK if alone else "")
     words = {node: f"{secrets.token_hex(4)}-{node.index}" for node in there}
     for node in there:
@@ -53,7 +53,7 @@ def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]
         port = wanted.port or 0 if node is first else 0
         node.send("listen", addr=addr if alone else "", port=port, word=words[node])
     ports: dict[Node, int] = {}
-    for node, answer in _answers(crew, there, "listening", look_up).items():
+    for node, answer in _answers(node_group, there, "listening", look_up).items():
         if "problem" in answer:
             raise ConfigError(
                 f"{addr or node.name}:{wanted.port or 'any port'} cannot be used: {answer['problem']}",
@@ -70,7 +70,7 @@ def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]
             for target in targets
         ]
         node.send("reach", targets=tried)
-    for node, answer in _answers(crew, list(ports), "reached", look_up).items():
+    for node, answer in _answers(node_group, list(ports), "reached", look_up).items():
         node.tries = [
             ConnectionAttempt(target.name, ports[target], tuple(found["addresses"]), found["why"])
             for target, found in zip(who_tries[node], answer["found"], strict=True)
@@ -79,8 +79,8 @@ def meet(crew: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]
 
 
 def partners(node: Node, nodes: Sequence[Node], first: Node) -> list[Node]:
-    """Whom a node tries: the first one, its next in the ring, and the one across the ring. Three tries for each node
-    find a machine that is walled off as all pairs would, and do not grow with the square of their number."""
+    """Return the nodes that a node tries: the first one, its next in the ring, and the one across. Three tries for each
+    node node find a machine that is walled off as all pairs would, and do not grow with the square of their number."""
     here, count = nodes.index(node), len(nodes)
     chosen = [first, nodes[(here + 1) % count], nodes[(here + max(2, count // 2)) % count]]
     return [other for other in dict.fromkeys(chosen) if other is not node and other in nodes]
@@ -94,7 +94,7 @@ def _places(target: Node, first: Node, wanted: RendezvousOptions) -> list[str]:
 
 
 def _agreed(first: Node, there: Sequence[Node], wanted: RendezvousOptions) -> str:
-    """The address of the first node that all others reach, or else most; the tries of the rest then fail."""
+    """Return the address of the first node that all others reach, or else most; the tries of the rest then fail."""
     if first not in there:
         return wanted.addr or first.name
     tried = {node: t for node in there for t in node.tries if t.target == first.name}
@@ -108,12 +108,12 @@ def _agreed(first: Node, there: Sequence[Node], wanted: RendezvousOptions) -> st
 
 
 def _answers(
-    crew: NodeGroup, nodes: Sequence[Node], kind: str, look_up: Callable[[], None]
+    node_group: NodeGroup, nodes: Sequence[Node], kind: str, look_up: Callable[[], None]
 ) -> Mapping[Node, Message]:
-    """What all say, but for those that are lost meanwhile."""
+    """Return the answers of all nodes but those that are lost meanwhile."""
     found: dict[Node, Message] = {}
     while any(node not in found and node.lost is None for node in nodes):
-        for node, message in crew.events():
+        for node, message in node_group.events():
             if message["is"] == kind:
                 found[node] = message
         look_up()

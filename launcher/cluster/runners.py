@@ -20,7 +20,7 @@ from launcher.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """What the user said about how nodes are reached."""
+    """The user's options about how nodes are reached."""
 
     extra: Sequence[str] = ()
     """`--launcher_args`, for the runner's own command."""
@@ -43,12 +43,12 @@ class Runner:
 
 
 def command(name: str, host: Host, settings: RunnerOptions) -> list[str]:
-    """The command that starts the agent on a host."""
+    """Return the command that starts the agent on a host."""
     return RUNNERS[name].command(host, settings)
 
 
 def check_runner(name: str) -> None:
-    """Raises:
+    """Check that a runner is known and installed.
     ConfigError: there is no such runner, or its program is not installed here.
     """
     if name not in RUNNERS:
@@ -72,13 +72,13 @@ def _pdsh(host: Host, settings: RunnerOptions) -> list[str]:
 
 
 def _python(settings: RunnerOptions) -> list[str]:
-    """Python with the agent's one line, as arguments that no shell reads."""
+    """Return Python with the agent's one line, as arguments that no shell reads."""
     start = [settings.python, "-c", ONE_LINE]
     return ["sh", "-c", _shell_line(settings)] if settings.venv_script else start
 
 
 def _shell_line(settings: RunnerOptions, code: str = ONE_LINE) -> str:
-    """The same for a shell."""
+    """Return the same for a shell."""
     start = "exec " + shlex.join([settings.python, "-c", code])
     return f". {shlex.quote(settings.venv_script)} && {start}" if settings.venv_script else start
 

@@ -1,4 +1,4 @@
-"""What is a secret, by its name and by what its value looks like; texts and configurations without the values.
+"""Recognition of secrets, by name and by the look of a value; texts and configurations without the values.
 
 Peers and ranks choose the texts, so every pattern takes time in proportion to their length: it starts at something
 that cannot stand in the part that repeats, and what repeats is possessive or short (`tests/attack/test_secrets.py`).
@@ -75,12 +75,12 @@ _hidden: set[str] = set()
 
 
 def has_secret(text: str) -> bool:
-    """Whether something in it looks like a token."""
+    """Return whether something in it looks like a token."""
     return _VALUES.search(text) is not None
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a variable looks as if nobody else may read its value."""
+    """Return whether a variable looks as if nobody else may read its value."""
     if _VALUES.search(value):
         return True
     words = _words(name)
@@ -94,7 +94,8 @@ def is_secret(name: str, value: str = "") -> bool:
 
 
 def is_secret_setting(name: str, value: object) -> bool:
-    """The same of a program's flag, or a key of a JSON. Most with TOKEN or KEY in their names say something else."""
+    """Return the same of a program's flag, or a key of a JSON. Most with TOKEN or KEY in their names say something
+    else."""
     if not isinstance(value, str) or not value or value.lower() in ("auto", "none", "true", "false"):
         return False
     if _VALUES.search(value):
@@ -108,12 +109,12 @@ def is_secret_setting(name: str, value: object) -> bool:
 
 
 def secrets_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that look like secrets."""
+    """Return those that look like secrets."""
     return {name: value for name, value in variables.items() if is_secret(name, value)}
 
 
 def secret_arguments(tokens: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(flag, value) of a command line's secrets: `--flag VALUE`, `--flag=VALUE`, `flag=VALUE`."""
+    """Yield (flag, value) of a command line's secrets: `--flag VALUE`, `--flag=VALUE`, `flag=VALUE`."""
     for token, following in zip(tokens, [*tokens[1:], ""], strict=False):
         name, equals, value = token.partition("=")
         if not equals and token.startswith("-"):
@@ -125,7 +126,7 @@ def secret_arguments(tokens: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def without_secrets(tree: Any) -> Any:
-    """A configuration for a file that others may read."""
+    """Return a configuration for a file that others may read."""
     if isinstance(tree, Mapping):
         return {
             key: MASK if is_secret_setting(str(key), value) else without_secrets(value)
@@ -137,12 +138,12 @@ def without_secrets(tree: Any) -> Any:
 
 
 def shown(name: str, value: str) -> str:
-    """The value of a variable as people may see it."""
+    """Return the value of a variable as people may see it."""
     return MASK if is_secret(name, value) else value
 
 
 def hide(values: Iterable[str]) -> None:
-    """From now on `masked` leaves these out, in every form in which programs print them."""
+    """Make `masked` leave these out from now on, in every form in which programs print them."""
     for value in values:
         if len(value) >= SHORTEST:
             lines = [line.strip() for line in value.splitlines()]
@@ -151,26 +152,27 @@ def hide(values: Iterable[str]) -> None:
 
 
 def hide_inherited(environment: Mapping[str, str]) -> None:
-    """`hide` the secrets of an environment: not what people would miss in a message, such as paths and numbers."""
+    """Call `hide` for the secrets of an environment: not what people would miss in a message, such as paths and
+    numbers."""
     found = secrets_of(environment).values()
     hide(v for v in found if len(v) >= SHORTEST_LINE and not v.isdecimal() and not v.startswith("/"))
 
 
 def masked(text: str) -> str:
-    """A text for people, without the values that are hidden, and without what looks like a token in itself."""
+    """Return a text for people, without the values that are hidden, and without what looks like a token in itself."""
     for value in sorted(_hidden, key=len, reverse=True):
         text = text.replace(value, MASK)
     return _VALUES.sub(MASK, text)
 
 
 def _words(name: str) -> list[str]:
-    """`hfToken2` and `HF-TOKEN` -> HF, TOKEN."""
+    """Split `hfToken2` and `HF-TOKEN` into HF, TOKEN."""
     parts = re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)
     return [part.upper() for part in parts if part]
 
 
 def _forms(value: str) -> set[str]:
-    """A value as it is, as repr, JSON, a shell and a URL write it, and as repr writes it in JSON or in repr."""
+    """Return a value as it is, as repr, JSON, a shell and a URL write it, and as repr writes it in JSON or in repr."""
     once = {value} | _escaped(value) | {quote(value, safe=""), quote(value), quote_plus(value)}
     return once.union(*map(_escaped, once))
 

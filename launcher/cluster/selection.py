@@ -1,4 +1,4 @@
-"""Which hosts and slots of those that there are: `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, and masks.
+"""Selection among the hosts and slots: `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, and masks.
 
 A filter is `NODE(@NODE)*`, a node `NAME` or `NAME:SLOTS`, slots `0,2,5-7`. The result keeps the order of the hosts.
 """
@@ -21,7 +21,7 @@ def select(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
 ) -> list[Host]:
-    """The hosts and slots that a run uses, in the order of `hosts`.
+    """Return the hosts and slots that a run uses, in the order of `hosts`.
 
     Raises:
         ConfigError: the flags contradict each other, name what is not there, or leave nothing.
@@ -56,7 +56,7 @@ def select(
 
 
 def first_slots(host: Host, count: int) -> Host:
-    """The host with its first `count` slots.
+    """Return the host with its first `count` slots.
 
     Raises:
         ConfigError: it has fewer.
@@ -70,7 +70,7 @@ def first_slots(host: Host, count: int) -> Host:
 
 
 def first_ranks(hosts: Sequence[Host], count: int) -> list[Host]:
-    """The first `count` slots of the hosts, in their order; hosts of which none is left are left out."""
+    """Return the first `count` slots of the hosts, in their order; hosts of which none is left are left out."""
     chosen: list[Host] = []
     for host in hosts:
         slots = host.slots[:count]
@@ -81,7 +81,7 @@ def first_ranks(hosts: Sequence[Host], count: int) -> list[Host]:
 
 
 def _parse(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
-    """{host: slots} of a filter."""
+    """Return {host: slots} of a filter."""
     there = {host.name: host.slots for host in hosts}
     found: dict[str, set[int]] = {}
     for node in _nodes(text, there):
@@ -91,7 +91,7 @@ def _parse(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, 
             name = name or node
             near = difflib.get_close_matches(name, there, n=1)
             raise ConfigError(
-                f"{shortened(name)!r} is no host of this run",
+                f"{shortened(name)!r} is not a host of this run",
                 where=where,
                 fix=f"did you mean {near[0]!r}?" if near else f"hosts: {_few(list(there))}",
             )
@@ -105,7 +105,7 @@ def _parse(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, 
 
 
 def _nodes(text: str, there: dict[str, tuple[int, ...]]) -> list[str]:
-    """The nodes of a filter; `@` divides them, but may also be a part of a host's name (`user@host`)."""
+    """Return the nodes of a filter; `@` divides them, but may also be a part of a host's name (`user@host`)."""
     nodes: list[str] = []
     parts = text.split("@")
     at = 0
@@ -123,7 +123,7 @@ def _few(names: list[str]) -> str:
 
 
 def masked_devices(mask: str | None, slots: Sequence[int], where: str) -> str | None:
-    """The mask of devices that a node's ranks get; None leaves the environment as it is.
+    """Return the mask of devices that a node's ranks get; None leaves the environment as it is.
 
     Args:
         mask: the mask that a user or a scheduler has set on the node: ids or UUIDs; None where there is none. Slot
@@ -139,7 +139,7 @@ def masked_devices(mask: str | None, slots: Sequence[int], where: str) -> str | 
     shown = [entry.strip() for entry in mask.split(",") if entry.strip()]
     if slots and max(slots) >= len(shown):
         raise ConfigError(
-            f"slot {max(slots)} is wanted and the mask of devices shows {len(shown)}: {shortened(mask)!r}",
+            f"slot {max(slots)} was requested, but the device mask shows {len(shown)}: {shortened(mask)!r}",
             where=where,
             fix="use fewer slots there, or change the mask",
         )

@@ -16,7 +16,7 @@ class Interrupted(Exception):
 
 
 class Signals:
-    """What has come.
+    """The signals that have come.
 
     Attributes:
         numbers: in order.

@@ -1,4 +1,4 @@
-"""On a node: copies of what `--sync` ships. Contents are kept by their SHA-256, so that none is sent twice.
+"""A node's copies of what `--sync` ships. Contents are kept by their SHA-256, so that none is sent twice.
 
     contents/DIGEST     each content once
     copies/NAME/        files as they were shipped; NAME stands for all their names, permissions and contents
@@ -49,7 +49,7 @@ class SyncedCopy:
         self._scratch: Scratch | None = None
 
     def missing(self) -> list[str]:
-        """Digests of contents that are not there, or not as they were.
+        """Return the digests of contents that are not there, or not as they were.
 
         Raises:
             OSError: the place cannot be made or read.
@@ -61,7 +61,7 @@ class SyncedCopy:
         return [digest for digest in wanted if _digest_of(self._contents / digest) != digest]
 
     def take(self, digest: str, data: str | None) -> None:
-        """A piece of a content, in base64; None after the last.
+        """Take a piece of a content, in base64; None after the last.
 
         Raises:
             OSError: it cannot be written.
@@ -164,7 +164,7 @@ class SyncedCopyWriter:
         self._do(lambda: {"is": "lacks", "digests": self._store.missing()})
 
     def news(self) -> list[Message]:
-        """What there is to say since."""
+        """Return the messages since the last call."""
         return [self._said.get() for _ in range(self._said.qsize())]
 
     def take(self, digest: str, data: str | None) -> None:

@@ -14,22 +14,22 @@ from launcher.cluster.wire import Message
 logger = logging.getLogger("launcher")
 
 
-def ship(crew: NodeGroup, parcel: SyncManifest, look_up: Callable[[], None]) -> None:
+def ship(node_group: NodeGroup, parcel: SyncManifest, look_up: Callable[[], None]) -> None:
     """Give all nodes a copy that have none (`Node.copy`); `look_up` is called while waiting.
 
     Raises:
         ConfigError: a node cannot keep it, or something has changed or gone here meanwhile.
     """
     manifest = parcel.manifest()
-    without = [node for node in crew.nodes if node.copy is None]
+    without = [node for node in node_group.nodes if node.copy is None]
     sizes = {entry.digest: entry.size for entry in parcel.entries.values()}
     sent = dict.fromkeys(without, 0)
     pieces: dict[Node, Iterator[Message]] = {}
     problems: list[tuple[str, str]] = []
     waiting = set(without)
-    crew.tell(without, "copy", manifest=manifest)
+    node_group.tell(without, "copy", manifest=manifest)
     while waiting:
-        for node, message in crew.events():
+        for node, message in node_group.events():
             match message["is"]:
                 case "lacks":
                     sent[node] = sum(sizes[digest] for digest in message["digests"])
@@ -50,14 +50,14 @@ def ship(crew: NodeGroup, parcel: SyncManifest, look_up: Callable[[], None]) -> 
             elif node in pieces:
                 _send_some(node, pieces)
         look_up()
-    refuse(problems, len(crew.nodes))
+    refuse(problems, len(node_group.nodes))
     if without:
         files = "1 file" if len(parcel.entries) == 1 else f"{len(parcel.entries)} files"
         logger.info("sync: %s, %s; sent %s", files, spoken(parcel.size), _told(sent))
 
 
 def _send_some(node: Node, pieces: dict[Node, Iterator[Message]]) -> None:
-    """As much as the stream takes now, and a little more."""
+    """Send as much as the stream takes now, and a little more."""
     while not node.writer.full:
         piece = next(pieces[node], None)
         if piece is None:
@@ -68,7 +68,7 @@ def _send_some(node: Node, pieces: dict[Node, Iterator[Message]]) -> None:
 
 
 def _told(sent: dict[Node, int]) -> str:
-    """`1.2 MiB to node1, node2; nothing to node3`."""
+    """Return `1.2 MiB to node1, node2; nothing to node3`."""
     to: dict[int, list[str]] = {}
     for node, size in sent.items():
         to.setdefault(size, []).append(node.name)

@@ -1,4 +1,4 @@
-"""What `--sync` ships: the configuration, the script and the files of a directory, by the SHA-256 of their content.
+"""The manifest of `--sync`: the configuration, the script and the files of a directory, by their SHA-256.
 
 In a git work tree the files are those that git does not ignore, committed or not; elsewhere all but `__pycache__`.
 """
@@ -53,17 +53,17 @@ class SyncManifest:
 
     @property
     def size(self) -> int:
-        """Bytes; equal contents count once."""
+        """Return the bytes; equal contents count once."""
         return sum({entry.digest: entry.size for entry in self.entries.values()}.values())
 
     def manifest(self) -> Message:
-        """What a node is told first."""
+        """Return the first message to a node."""
         entries = {name: entry.to_json() for name, entry in sorted(self.entries.items())}
         digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
         return {"name": digest[:16], "entries": entries, "directory": self.directory}
 
     def pieces(self, digests: Iterable[str]) -> Iterator[Message]:
-        """The contents, for a control stream."""
+        """Yield the contents, for a control stream."""
         for digest in digests:
             path = self.sources[digest]
             try:
@@ -95,7 +95,7 @@ def pack(files: Sequence[str], directory: str | None, cwd: str) -> SyncManifest:
             raise ConfigError(f"there is no directory {directory}", where="--sync", fix="name a directory")
         if not Path(cwd).is_relative_to(root):
             raise ConfigError(
-                f"the working directory {cwd} is not in {root}, so its copy has no place to start in",
+                f"the working directory {cwd} is not in {root}, so its copy would have no working directory",
                 where="--sync",
                 fix=f"start in {root}, or name a directory above both",
             )
@@ -120,10 +120,10 @@ def _check_amount(found: dict[str, Path]) -> None:
         largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:3]
         named = ", ".join(f"{path} ({spoken(sizes[path])})" for path in largest)
         raise ConfigError(
-            f"{len(sizes)} files of {spoken(total)} are too much to ship: at most {MOST_FILES} files of "
+            f"{len(sizes)} files of {spoken(total)} are too much to send: at most {MOST_FILES} files of "
             f"{spoken(MOST_BYTES)}; the largest: {named}",
             where="--sync",
-            fix="let git ignore what the run does not need, or put data where all hosts find it",
+            fix="make git ignore what the run does not need, or put data where all hosts find it",
         )
 
 
@@ -132,7 +132,7 @@ def _entry(path: Path) -> SyncEntry:
         if path.is_symlink():
             return SyncEntry(link=os.readlink(path))
         if not path.is_file():
-            raise ConfigError(f"{path} is no file that can be shipped", where="--sync")
+            raise ConfigError(f"{path} is not a regular file", where="--sync")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             facts = os.fstat(file.fileno())
@@ -142,12 +142,12 @@ def _entry(path: Path) -> SyncEntry:
 
 
 def _listed(root: Path) -> list[str]:
-    """Names of the files of a directory, relative to it."""
+    """Return the names of the files of a directory, relative to it."""
     in_git = any((place / ".git").exists() for place in (root, *root.parents))
     names = _not_ignored(root) if in_git else _all_of(root)
     if not names:
-        left_out = ": git ignores all that is there" if in_git else ""
-        raise ConfigError(f"no file of {root} is to be shipped{left_out}", where="--sync")
+        left_out = ": git ignores everything there" if in_git else ""
+        raise ConfigError(f"there is no file to send in {root}{left_out}", where="--sync")
     return names
 
 
@@ -160,9 +160,9 @@ def _not_ignored(root: Path) -> list[str]:
         asked, said = None, f"git cannot be started: {error.strerror}"
     if asked is None or asked.returncode != 0:
         raise ConfigError(
-            f"which files of {root} git ignores cannot be found out: {said}",
+            f"cannot find out which files of {root} git ignores: {said}",
             where="--sync",
-            fix="mend what git says; only in a directory outside of git all files are shipped",
+            fix="fix what git reports; all files are sent only from a directory outside of git",
         )
     names: list[str] = []
     for name in dict.fromkeys(os.fsdecode(asked.stdout).split("\0")):
@@ -186,7 +186,7 @@ def _all_of(root: Path) -> list[str]:
 
 
 def spoken(size: int) -> str:
-    """Bytes as people write them."""
+    """Return the bytes as people write them."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}"

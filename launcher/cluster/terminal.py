@@ -81,7 +81,7 @@ class PseudoTerminal:
         self.resize(*size)
 
     def read(self) -> bytes:
-        """What was written since the last call."""
+        """Return what was written since the last call."""
         ready, _, _ = select.select([self._master], [], [], 0)
         data = b""
         if ready:
@@ -104,7 +104,7 @@ class PseudoTerminal:
 
 
 def size_of(descriptor: int) -> tuple[int, int] | None:
-    """Rows and columns of a terminal; None for what is none."""
+    """Return the rows and columns of a terminal; None for what is none."""
     try:
         packed = fcntl.ioctl(descriptor, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
     except OSError:

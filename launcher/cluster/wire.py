@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 
 def encoded(message: Message, seal: MessageSigner | None = None, mark: bytes = MARK) -> bytes:
-    """A line with its mark and its end."""
+    """Return a line with its mark and its end."""
     text = json.dumps(message).encode()
     return mark + (text if seal is None else seal.closed(text)) + b"\n"
 
@@ -52,7 +52,7 @@ class MessageReader:
         os.set_blocking(fd, False)
 
     def read(self) -> list[Message]:
-        """What has arrived since; of much only a part, so that the caller can do something else in between."""
+        """Return what has arrived since; of much only a part, so that the caller can do something else in between."""
         messages: list[Message] = []
         taken = 0
         while not self.ended and taken < ENOUGH:
@@ -100,7 +100,7 @@ class MessageWriter:
 
     @property
     def full(self) -> bool:
-        """Whether so much waits that more output of ranks should stay where it is."""
+        """Return whether so much waits that more output of ranks should stay where it is."""
         return len(self._waiting) > ENOUGH
 
     @property
@@ -113,7 +113,7 @@ class MessageWriter:
             self.flush()
 
     def send_plain(self, message: Message) -> None:
-        """A line without a mark, for who does not know of marks yet."""
+        """Send a line without a mark, for who does not know of marks yet."""
         self._waiting += encoded(message, self._seal, mark=b"")
         self.flush()
 

@@ -15,7 +15,7 @@ TRANSPORT = "LAUNCHER_CPU_TRANSPORT"  # "sockets": never read the memory of othe
 def choose(
     device: torch.device, group: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None
 ) -> Transports:
-    """How the ranks of `group` reach each other; what was chosen is said by `str`. Collective.
+    """Return the transport between the ranks of `group`; its `str` says what was chosen. Collective.
 
     Args:
         device: of this rank.
@@ -37,7 +37,7 @@ def choose(
 
 
 def plain_transports(group: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> Transports:
-    """What any process group can do, and nothing is tried: NCCL between devices, sockets between CPUs."""
+    """Return the transports of any process group, without a trial: NCCL between devices, sockets between CPUs."""
     from launcher.comm.gloo import GlooTransport
     from launcher.comm.nccl import NcclTransport
 

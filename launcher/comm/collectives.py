@@ -27,7 +27,7 @@ B = TypeVar("B", Tensor, Sequence[Tensor])
 
 
 def _timed(start: Callable[Concatenate[B, P], Pending]) -> Callable[Concatenate[B, P], Pending]:
-    """The collective `start`, timed while somebody observes (`observe.py`)."""
+    """Return the collective `start`, timed while somebody observes (`observe.py`)."""
 
     @wraps(start)
     def begin(buffer: B, *args: P.args, **kwargs: P.kwargs) -> Pending:
@@ -126,7 +126,7 @@ def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axi
 
 
 def profiled(axis: Axis, tag: str, op: str) -> AbstractContextManager[Any]:
-    """The profiler range of what is sent along an axis; none where nothing is."""
+    """Return the profiler range of what is sent along an axis; none where nothing is."""
     return nullcontext() if axis.group is None else record_function(f"{tag}/{op}")
 
 
@@ -138,7 +138,7 @@ def _note(op: str, tag: str, axis: Axis, like: Tensor, numel: int, rounds: int =
 
 
 def _numel(full: Tensor, axis: Axis, within: slice) -> int:
-    """Elements of a buffer of all ranks that take part."""
+    """Return the elements of a buffer of all ranks that take part."""
     return axis.degree * len(range(*within.indices(full.numel() // axis.degree)))
 
 

@@ -38,7 +38,7 @@ def stop_log() -> None:
 
 
 def read_log() -> CommsLog | None:
-    """The log with everything that was waited for; None: comms_logger is off. Call it now and then on CUDA."""
+    """Return the log with everything that was waited for; None: comms_logger is off. Call it now and then on CUDA."""
     if _log is not None:
         for timing in _unread:
             record = timing.record

@@ -46,13 +46,13 @@ class Axis:
 
     @classmethod
     def over(cls, name: str, group: dist.ProcessGroup | None = None) -> Axis:
-        """An axis of a process group that others have made, over which nothing is tried; None: of all ranks."""
+        """Return an axis of a process group that others have made, over which nothing is tried; None: of all ranks."""
         group = group or dist.group.WORLD
         assert group is not None, "torch.distributed has been started"
         return cls(name, group.size(), group.rank(), group, plain_transports(group))
 
     def transport(self, tensor: Tensor) -> Transport:
-        """The way that a tensor goes."""
+        """Return the way that a tensor goes."""
         return self._alone if self.transports is None else self.transports.of(tensor)
 
     @cached_property
@@ -61,18 +61,18 @@ class Axis:
 
     @cached_property
     def members(self) -> str:
-        """The ranks along the axis, for people: "ranks 0,2", "ranks 0,8,...,56"."""
+        """Return the ranks along the axis, for people: "ranks 0,2", "ranks 0,8,...,56"."""
         ranks = dist.get_process_group_ranks(self.group) if self.group is not None else []
         few = ranks if len(ranks) <= MANY else [*ranks[:2], "...", ranks[-1]]
         return f"ranks {','.join(map(str, few))}" if ranks else self.name
 
     @cached_property
     def peers(self) -> list[int]:
-        """Coordinates of the other ranks."""
+        """Return the coordinates of the other ranks."""
         return peers_of(self.rank, self.degree)
 
     def span(self, numel: int) -> slice:
-        """This rank's slice of a flat buffer of `numel` elements, which the degree must divide."""
+        """Return this rank's slice of a flat buffer of `numel` elements, which the degree must divide."""
         size = numel // self.degree
         return slice(self.rank * size, (self.rank + 1) * size)
 
@@ -89,7 +89,7 @@ class Mesh:
 
     @classmethod
     def planned(cls, device: torch.device, world_size: int, rank: int, **degrees: int) -> Mesh:
-        """The mesh that one rank of a run would see, where there is no run.
+        """Return the mesh that one rank of a run would see, where there is no run.
 
         Args:
             degrees: as of `build`; all that are not 1.
@@ -137,7 +137,7 @@ class Mesh:
         return self.axes["dp"]
 
     def split_dp(self, size: int) -> tuple[Axis, Axis]:
-        """Two axes inside dp: `shard`, groups of `size` neighbours, and `replicate`, across these groups.
+        """Return two axes inside dp: `shard`, groups of `size` neighbours, and `replicate`, across these groups.
 
         Every rank must call it; `size` must divide the degree of dp.
         """
@@ -149,15 +149,15 @@ class Mesh:
         return shard, replicate
 
     def with_levels(self, shard: Axis, node: int) -> Axis:
-        """The axis `shard`, which lies innermost in dp, with gathers in two hops: across nodes of `node` ranks of dp,
-        then inside each. Every rank must call it; `node` must divide its degree."""
+        """Return the axis `shard`, which lies innermost in dp, with gathers in two hops: across nodes of `node` ranks
+        of dp, then inside each. Every rank must call it; `node` must divide its degree."""
         sizes = {"": self.dp.degree // shard.degree, "across": shard.degree // node, "inside": node}
         across, inside = self._inside_dp(**sizes)
         return replace(shard, levels=(across, inside))
 
     def part_of(self, name: str, coordinates: Sequence[int]) -> Axis:
-        """An axis of some coordinates of the axis `name`, in their order; on the other ranks it has degree 1. Every
-        rank must call it."""
+        """Return an axis of some coordinates of the axis `name`, in their order; on the other ranks it has degree 1.
+        Every rank must call it."""
         whole = self.axes[name]
         if len(coordinates) == whole.degree:
             return whole
@@ -167,7 +167,7 @@ class Mesh:
         return axis if whole.rank in coordinates else Axis(name)
 
     def _inside_dp(self, **sizes: int) -> list[Axis]:
-        """An axis for each size; together they are dp, outermost first. One without a name is left out."""
+        """Return an axis for each size; together they are dp, outermost first. One without a name is left out."""
         degrees = [self.axes[name].degree for name in AXES]
         place = AXES.index("dp")
         shape = (*degrees[:place], *sizes.values(), *degrees[place + 1 :])
@@ -185,7 +185,7 @@ class Mesh:
 
 
 def warning_of_tp_over_nodes(degree: int, world: int, node: int) -> str | None:
-    """What tensor parallelism over several nodes costs; None where every group of neighbours is inside one node.
+    """Return what tensor parallelism over several nodes costs; None where every group of neighbours is inside one node.
 
     Args:
         degree: of the tp axis.
@@ -217,7 +217,7 @@ def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str,
 
 
 def _line(name: str, device: torch.device, ranks: torch.Tensor, dim: int) -> Axis:
-    """This rank's line along dimension `dim` of the mesh, with process groups of its own."""
+    """Return this rank's line along dimension `dim` of the mesh, with process groups of its own."""
     degree = ranks.shape[dim]
     if degree == 1:
         return Axis(name)
@@ -230,7 +230,7 @@ def _line(name: str, device: torch.device, ranks: torch.Tensor, dim: int) -> Axi
 
 
 def _on_paper(name: str, rank: int, ranks: torch.Tensor, dim: int) -> Axis:
-    """A rank's line along dimension `dim` of the mesh, without process groups."""
+    """Return a rank's line along dimension `dim` of the mesh, without process groups."""
     place = (ranks == rank).nonzero()
     if ranks.shape[dim] == 1 or not len(place):
         return Axis(name)
@@ -238,6 +238,6 @@ def _on_paper(name: str, rank: int, ranks: torch.Tensor, dim: int) -> Axis:
 
 
 def _twin(ranks: torch.Tensor, dim: int) -> dist.ProcessGroup | None:
-    """A second process group of this rank's line along dimension `dim` of the mesh; every rank must call it."""
+    """Return a second process group of this rank's line along dimension `dim` of the mesh; every rank must call it."""
     lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
     return dist.new_subgroups_by_enumeration(lines)[0]

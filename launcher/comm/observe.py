@@ -1,4 +1,4 @@
-"""How long collectives take: from their start, by the wait for them, to its end. Off, nothing is measured."""
+"""Times of collectives: from their start, by the wait for them, to its end. Off, nothing is measured."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Timing:
         self._waited = now(self._device)
 
     def end_wait(self) -> None:
-        """It is done: everybody who observes is told."""
+        """Tell everybody who observes that it is done."""
         self._ended = now(self._device)
         for observer in observers:
             observer(self)
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the wait; compute that overlapped is in it."""
+        """Return the time from the start to the end of the wait; compute that overlapped is in it."""
         return seconds_between(self._started, self._ended)
 
     @property
     def blocked(self) -> float:
-        """The wait: what the collective cost this rank."""
+        """Return the wait: what the collective cost this rank."""
         return seconds_between(self._waited, self._ended)
 
 

@@ -17,7 +17,7 @@ from launcher.comm.record import CollectiveRecord, keep_record
 
 @dataclass
 class P2PChannel:
-    """What two ranks send each other.
+    """The messages that two ranks send each other.
 
     Args:
         axis: of the ranks.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Waitable(Protocol):
-    """What can be waited for."""
+    """An object that can be waited for."""
 
     def wait(self) -> Any: ...
 

@@ -19,7 +19,7 @@ PAIRS, TUPLE = "__pairs__", "__tuple__"
 
 
 def encode(value: Any) -> Any:
-    """`value` made of what JSON can hold; what it cannot hold otherwise is left for json to refuse."""
+    """Return `value` made of what JSON can hold; what it cannot hold otherwise is left for json to refuse."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and not {PAIRS, TUPLE} & value.keys():
             return {key: encode(inner) for key, inner in value.items()}
@@ -32,7 +32,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given; a subclass of dict or tuple comes back as a plain one."""
+    """Return what `encode` was given; a subclass of dict or tuple comes back as a plain one."""
     if isinstance(value, dict):
         if value.keys() == {PAIRS}:
             return {decode(key): decode(inner) for key, inner in value[PAIRS]}
@@ -45,7 +45,7 @@ def decode(value: Any) -> Any:
 
 
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank of the group passes, by rank. Collective.
+    """Return what every rank of the group passes, by rank. Collective.
 
     Args:
         value: numbers, texts, None, and lists, tuples and dicts of them.
@@ -64,7 +64,7 @@ def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any
 
 
 def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """What the first rank of the group passes; the others' values are not read. Collective."""
+    """Return what the first rank of the group passes; the others' values are not read. Collective."""
     first, device = dist.get_rank(group) == 0, _get_object_coll_device(group)
     content = packed(value).to(device) if first else None
     size = torch.tensor([0 if content is None else len(content)], device=device)
@@ -76,7 +76,7 @@ def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> 
 
 
 def packed(value: Any) -> Tensor:
-    """[bytes] uint8 on the CPU; `unpacked` gives the value.
+    """Return the value as [bytes] uint8 on the CPU; `unpacked` gives the value back.
 
     Raises:
         TypeError: JSON cannot hold it.

@@ -23,7 +23,7 @@ MIDDLE = 8  # added to codes of 4 bits, which are stored in halves of unsigned b
 
 
 def packed_bytes(numel: int, bits: int) -> int:
-    """Bytes of so many packed values."""
+    """Return the bytes of so many packed values."""
     return _code_bytes(numel, bits) + 4 * _blocks(numel)
 
 
@@ -85,7 +85,7 @@ def quantized_reduce_scatter(
     accumulate: bool = False,
     bits: int = 4,
 ) -> Pending:
-    """`reduce_scatter` in one hop: rank r gets every rank's slice r quantised and sums them in `out`'s dtype.
+    """Start `reduce_scatter` in one hop: rank r gets every rank's slice r quantised and sums them in `out`'s dtype.
 
     This rank's own slice takes part as it is. Sums are in rank order.
     """

@@ -1,4 +1,4 @@
-"""What is kept of every collective: a record for those who count, and a word for who watches this process."""
+"""The record of every collective: one for those who count, and a word for who watches this process."""
 
 from __future__ import annotations
 

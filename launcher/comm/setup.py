@@ -15,7 +15,7 @@ BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 
 
 def pick_device(wanted: str = "auto") -> torch.device:
-    """The device of this rank: `auto` is this rank's GPU where there is one, else the CPU.
+    """Return the device of this rank: `auto` is this rank's GPU where there is one, else the CPU.
 
     Args:
         wanted: "auto", "cpu" or "cuda".
@@ -82,7 +82,7 @@ def init_distributed(
             raise
         place = init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
-            f"another program listens at {place}, where the ranks wanted to meet",
+            f"another program listens at {place}, the rendezvous address of the ranks",
             where="--master_port",
             fix="leave it out, and a free port is picked and held; or name another "
             "(MASTER_PORT, where `launch` does not start the ranks)",

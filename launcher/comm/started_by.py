@@ -60,7 +60,7 @@ def take_ranks(environment: MutableMapping[str, str] | None = None, port: int = 
     world, local = _number(env[starter.world]), _number(env.get(starter.local_world))
     if "MASTER_ADDR" not in env and local != world:
         raise ConfigError(
-            f"{starter.command} started {world} ranks on several machines, and nothing says where they meet",
+            f"{starter.command} started {world} ranks on several machines, but there is no rendezvous address",
             where="MASTER_ADDR",
             fix=f"set MASTER_ADDR to the host of the first rank, or write `launch --hostfile ...` in the place of "
             f"{starter.command}",
@@ -88,13 +88,14 @@ def take_arguments(init_method: str | None, rank: int, world_size: int) -> None:
     lacking = [name for name, number in said.items() if number is None]
     if lacking:
         raise ConfigError(
-            f"init_distributed() was told {_told(init_method, rank, world_size)}, and nothing says {lacking[0]}",
+            f"init_distributed() was called with {_told(init_method, rank, world_size)}, but {lacking[0]} is missing",
             where="init_distributed()",
             fix=f"pass {lacking[0].lower()}=, or set {lacking[0]}; `launch` and torchrun set both",
         )
     if said["WORLD_SIZE"] != 1 and init_method in (None, "env://") and "MASTER_ADDR" not in env:
         raise ConfigError(
-            f"init_distributed() was told {_told(init_method, rank, world_size)}, and nothing says where ranks meet",
+            f"init_distributed() was called with {_told(init_method, rank, world_size)}, but there is no "
+            "rendezvous address",
             where="MASTER_ADDR",
             fix='pass init_method="tcp://HOST:PORT" or "file:///PATH", or set MASTER_ADDR and MASTER_PORT',
         )
@@ -102,7 +103,8 @@ def take_arguments(init_method: str | None, rank: int, world_size: int) -> None:
 
 
 def _said(name: str, number: int, init_method: str | None) -> int | None:
-    """By the argument, else by the address (`tcp://host:port?rank=0&world_size=2`), else by the environment."""
+    """Return it by the argument, else by the address (`tcp://host:port?rank=0&world_size=2`), else by the
+    environment."""
     if number >= 0:
         return number
     query = parse_qs(urlsplit(init_method or "").query).get(name.lower())
@@ -120,7 +122,7 @@ def check_arguments(rank: int, world_size: int, here: tuple[int, int]) -> None:
     asked = (here[0] if rank < 0 else rank, here[1] if world_size < 0 else world_size)
     if asked != here:
         raise ConfigError(
-            f"rank {asked[0]} of {asked[1]} was asked for, and there is a process group, in which this is rank "
+            f"rank {asked[0]} of {asked[1]} was requested, but in the existing process group this is rank "
             f"{here[0]} of {here[1]}",
             where="init_distributed()",
             fix="leave the arguments out, or call it before anything else starts torch.distributed",
@@ -128,6 +130,6 @@ def check_arguments(rank: int, world_size: int, here: tuple[int, int]) -> None:
 
 
 def _number(text: str | None) -> int:
-    """0 where there is none; srun writes `4`, and `4(x2)` for two nodes of four."""
+    """Return the number, 0 where there is none; srun writes `4`, and `4(x2)` for two nodes of four."""
     digits = (text or "").partition("(")[0].partition(",")[0]
     return int(digits) if digits.isdecimal() else 0

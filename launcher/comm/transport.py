@@ -38,7 +38,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather_slices(self, slices: list[Tensor]) -> Pending:
-        """The same for slices that lie anywhere."""
+        """Return the same for slices that lie anywhere."""
 
     @abstractmethod
     def reduce_scatter(self, full: Tensor, out: Tensor, within: slice, *, accumulate: bool) -> Pending:
@@ -65,12 +65,12 @@ class Transport(ABC):
         """Receive what the rank `source` sends next in this direction into a contiguous tensor."""
 
     def slices(self, full: Tensor, within: slice) -> list[Tensor]:
-        """These elements of every slice."""
+        """Return these elements of every slice."""
         return [part[within] for part in full.chunk(self.degree)]
 
     @cached_property
     def peers(self) -> list[int]:
-        """The other ranks, nearest successor first."""
+        """Return the other ranks, nearest successor first."""
         return peers_of(self.rank, self.degree)
 
 
@@ -88,11 +88,11 @@ class Transports:
 
     @classmethod
     def alike(cls, transport: Transport) -> Transports:
-        """The same for both."""
+        """Return the same for both."""
         return cls(transport, transport)
 
     def of(self, tensor: Tensor) -> Transport:
-        """The one that a tensor goes by."""
+        """Return the one that a tensor goes by."""
         return self.host if tensor.device.type == "cpu" else self.device
 
     def __str__(self) -> str:
@@ -134,5 +134,5 @@ class Alone(Transport):
 
 
 def peers_of(rank: int, degree: int) -> list[int]:
-    """The other ranks of an axis, nearest successor first: no two ranks start with the same peer."""
+    """Return the other ranks of an axis, nearest successor first: no two ranks start with the same peer."""
     return [(rank + step) % degree for step in range(1, degree)]

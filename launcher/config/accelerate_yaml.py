@@ -72,7 +72,7 @@ def read_yaml(path: str | Path) -> Document:
     doubled = sorted(set(section) & set(SECTIONS)) + ["mixed_precision"] * (precision_of(tree) != "no")
     if doubled:
         raise ConfigError(
-            f"{', '.join(doubled)} beside {FILE}: only one of the two can say it",
+            f"{', '.join(doubled)} beside {FILE}: only one of the two may set it",
             where=str(path),
             fix=f"write {'it' if len(doubled) == 1 else 'them'} into {section[FILE]}, and delete the key here",
         )

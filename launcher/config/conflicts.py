@@ -1,4 +1,4 @@
-"""What cannot stand together: all that is wrong by more than one key, and is known before anything starts.
+"""Conflicts: all that is wrong by more than one key, and is known before anything starts.
 
 Most rules are rows of the two tables, `WITHIN` one section and `ACROSS` several; what has to compute is a function in
 the same table. A key that says "auto" is not known yet: its rules are asked again when it is (`resolve.py`).
@@ -93,7 +93,7 @@ def _param_groups(config: Config) -> Iterator[Found]:
     lists = {key: values for key, values in used.items() if isinstance(getattr(params, key), tuple)}
     for key, values in lists.items():
         if len(values) != len(lists[first := next(iter(lists))]):
-            what = f"has {len(values)} values and {first} has {len(lists[first])}: there is one for each param group"
+            what = f"has {len(values)} values and {first} has {len(lists[first])}: each param group needs one"
             yield Found((key, first), what, "write as many in both, or one number").below(PARAMS)
             return
     for low, high in CYCLES.items():
@@ -115,7 +115,7 @@ def _split_rules(config: Config) -> Iterator[Found]:
 def _of_split_rule(rule: LayerPattern) -> Iterator[Found]:
     autos = [key for key, value in rule if value == AUTO]
     for key in autos:
-        yield Found((key,), '"auto" says nothing in a rule', "write the value, or delete the key")
+        yield Found((key,), '"auto" has no meaning in a rule', "write the value, or delete the key")
     for key, kind in (("gather_output", "column"), ("grad_allreduce", "skip")):
         if getattr(rule, key) and rule.partition_type != kind and not autos:
             what = f'{key} is for partition_type "{kind}", and this one is "{rule.partition_type}"'
@@ -124,10 +124,10 @@ def _of_split_rule(rule: LayerPattern) -> Iterator[Found]:
         return
     nested = [i for i, size in enumerate(rule.shape) if isinstance(size, tuple)]
     if rule.dim >= len(rule.shape):
-        what = f"dim {rule.dim} is split, and shape has dims 0 to {len(rule.shape) - 1}"
+        what = f"dim {rule.dim} is split, but shape has dims 0 to {len(rule.shape) - 1}"
         yield Found(("shape", "partition_dim"), what, "write partition_dim, or a longer shape")
     elif nested not in ([], [rule.dim]):
-        what = f"dim {rule.dim} is split, and the list of sizes stands at dim {nested[-1]}"
+        what = f"dim {rule.dim} is split, but the list of sizes is at dim {nested[-1]}"
         yield Found(("shape", "partition_dim"), what, "write the list of sizes at partition_dim")
 
 
@@ -145,19 +145,17 @@ def _curriculum(config: Config) -> Iterator[Found]:
 
 def _of_curriculum(metric: SeqlenConfig) -> Iterator[tuple[str, str, str]]:
     yield from ((key, "", "write it") for key in metric.missing())
-    chooses = (
-        "needs DeepSpeed's index files of the data: here sequences are cut to the length, not chosen by it"
-    )
+    chooses = "needs DeepSpeed's index files of the data: here sequences are truncated to a length, not selected by it"
     for key in ("index_to_sample_path", "index_to_metric_path"):
         if getattr(metric, key) is not None:
-            yield key, chooses, "delete it to cut every sequence to the present length"
+            yield key, chooses, "delete it to truncate every sequence to the current length"
     if metric.difficulty_type == "percentile":
         yield "difficulty_type", f'"percentile" {chooses}', 'write "value", and difficulties in tokens'
     if metric.clustering_type == "schedule_based":
         yield "clustering_type", f'"schedule_based" {chooses}', 'write "single_cluster"'
     if metric.schedule_type == "custom":
         others = 'use "fixed_linear", "fixed_root" or "fixed_discrete"'
-        yield "schedule_type", '"custom" needs a function of Python, which JSON cannot hold', others
+        yield "schedule_type", '"custom" needs a Python function, which JSON cannot hold', others
     low, high, pace = metric.min_difficulty, metric.max_difficulty, metric.schedule_config
     if isinstance(low, int) and isinstance(high, int) and high < low:
         yield "max_difficulty", f"{high} is below min_difficulty {low}", "swap the two"
@@ -166,7 +164,7 @@ def _of_curriculum(metric: SeqlenConfig) -> Iterator[tuple[str, str, str]]:
         key = "schedule_config.max_step"
         if len(lengths) != len(ends) + 1:
             what = f"has {len(ends)} entries for {len(lengths)} of difficulty"
-            yield key, what, "write one entry less: the last difficulty has no end"
+            yield key, what, "write one entry fewer: the last difficulty has no end"
         elif list(ends) != sorted(set(ends)):
             yield key, "must rise", "write the last step of each difficulty, in order"
 
@@ -191,7 +189,7 @@ def _elastic(config: Config) -> Iterator[Found]:
     wrong = list(_elastic_numbers(section))
     yield from (found.below("elasticity") for found in wrong)
     if not missing and not wrong and section.batch is None:
-        what = f"allows no batch size that whole microbatches fill on {section.value_of('min_gpus')} to "
+        what = f"allows no batch size made of whole microbatches on {section.value_of('min_gpus')} to "
         what += f"{section.value_of('max_gpus')} GPUs"
         yield Found(("elasticity.max_train_batch_size",), what, "raise it, or change min_gpus and max_gpus")
 
@@ -203,7 +201,7 @@ def _elastic_numbers(section: ElasticityConfig) -> Iterator[Found]:
         yield Found(("max_gpus", "min_gpus"), f"{most} is below min_gpus {least}", "swap the two")
     nodes, sizes = section.value_of("version") == 0.2, section.value_of("micro_batch_sizes")
     if not nodes and per_model > 1:
-        what = f"{per_model} needs version 0.2: version 0.1 knows no model parallelism"
+        what = f"{per_model} needs version 0.2: version 0.1 has no model parallelism"
         yield Found(("model_parallel_size", "version"), what, 'write "version": 0.2')
     elif nodes and per_node % per_model:
         what = f"{per_model} does not divide num_gpus_per_node {per_node}"
@@ -218,22 +216,23 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
     *(
         Rule((f"{ZERO}.{section}.device", f"{ZERO}.{section}.nvme_path"),
              lambda device, path: device == "nvme" and not path,
-             'is "nvme", and nvme_path says no directory', 'write "nvme_path": "/a/directory/on/the/nvme"')
+             'is "nvme", but nvme_path is missing', 'write "nvme_path": "/a/directory/on/the/nvme"')
         for section in ("offload_param", "offload_optimizer")
     ),
     Rule((f"{ZERO}.offload_optimizer.device", STAGE),
          lambda device, stage: device != "none" and stage == 0,
-         f"{ZERO}.offload_optimizer asks for optimizer state elsewhere, but {STAGE} 0 does not shard it",
+         f"{ZERO}.offload_optimizer moves optimizer state off the device, but {STAGE} 0 does not shard it",
          f'write "stage": 1, 2 or 3, or delete {ZERO}.offload_optimizer'),
     *(
         Rule((f"{ZERO}.{key}", STAGE), lambda value, stage, off=off: value > off and stage != 3,
-             f"{key} needs sharded parameters, and at stage {{1}} they are not", 'write "stage": 3, or delete the key')
+             f"{key} needs sharded parameters, and stage {{1}} does not shard them",
+             'write "stage": 3, or delete the key')
         for key, off in (("zero_hpz_partition_size", 1), ("zero_quantized_weights", False),
                          ("zero_quantized_nontrainable_weights", False))
     ),
     *(
         Rule((f"{ZERO}.{key}", STAGE), lambda value, stage: value > 0 and stage == 0,
-             f"{key} is about shards, and at stage 0 there are none", "delete it")
+             f"{key} applies to shards, and stage 0 has none", "delete it")
         for key in ("mics_shard_size", "zero_quantized_gradients")
     ),
     Rule((f"{ZERO}.zero_quantized_gradients", f"{ZERO}.reduce_scatter"),
@@ -241,16 +240,16 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
          "zero_quantized_gradients quantises a reduce-scatter, and reduce_scatter is false", "delete one of them"),
     Rule((f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"),
          lambda mics, hpz: mics > 0 and hpz > 1,
-         "mics_shard_size and zero_hpz_partition_size both say in which groups parameters are gathered",
-         "keep one: MiCS where a group has room for all state, hpZ where it has room for parameters"),
+         "mics_shard_size and zero_hpz_partition_size both set the groups in which parameters are gathered",
+         "keep one: MiCS if a group can hold all state, hpZ if it can hold only the parameters"),
     Rule((f"{ZERO}.mics_hierarchical_params_gather", f"{ZERO}.mics_shard_size"),
          lambda hierarchical, mics: hierarchical and mics < 0,
-         "mics_hierarchical_params_gather is about the groups of mics_shard_size, and there are none",
+         "mics_hierarchical_params_gather applies to the groups of mics_shard_size, and there are none",
          "delete it, or write mics_shard_size"),
     Rule(("fp16.min_loss_scale", "fp16.loss_scale", "fp16.enabled"),
          lambda least, scale, on: on and least == 0 and scale == 0,
-         "fp16.min_loss_scale is 0 and fp16.loss_scale is 0 (dynamic): the scale would fall to nothing",
-         "write a min_loss_scale from 1, or a fixed loss_scale"),
+         "fp16.min_loss_scale is 0 and fp16.loss_scale is 0 (dynamic): the scale could fall to zero",
+         "write a min_loss_scale of at least 1, or a fixed loss_scale"),
     Rule(("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
          lambda states, weights: states and not weights,
          "bf16.bf16_optimizer_states is true and bf16.bf16_master_weights_and_grads is false: moments have the dtype "
@@ -258,10 +257,10 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
          "set bf16_master_weights_and_grads to true, or bf16_optimizer_states to false"),
     Rule(("comms_logger.prof_all", "comms_logger.prof_ops", "comms_logger.enabled"),
          lambda every, named, on: on and not every and not named,
-         "comms_logger is enabled, and prof_all is false with no operation in prof_ops",
+         "comms_logger is enabled, but prof_all is false and prof_ops names no operation",
          'set prof_all to true, or name operations: "prof_ops": ["all_reduce"]'),
     Rule(("compile.enabled", "compile.disable"), lambda on, off: on is not None and on == off,
-         "enabled and disable are both {0}, and one is the other's opposite",
+         "enabled and disable are both {0}, but they are opposites",
          "keep one of compile.enabled and compile.disable"),
     Rule(("compile.kwargs", "compile.backend"), lambda keywords, _: "backend" in keywords,
          "kwargs holds a backend, which has a key of its own", "write compile.backend"),
@@ -308,7 +307,7 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
 ACROSS: tuple[Rule | RuleFunction, ...] = (
     _batch,
     Rule(("fp16.enabled", "bf16.enabled"), lambda fp16, bf16: fp16 and bf16,
-         "fp16.enabled and bf16.enabled are both true, and parameters have one dtype",
+         "fp16.enabled and bf16.enabled are both true, but parameters have one dtype",
          "set one of fp16.enabled and bf16.enabled to false"),
     *(
         Rule(("torch_autocast.enabled", f"{section}.enabled", "torch_autocast.dtype"),
@@ -320,26 +319,26 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
     *(
         Rule(("data_types.param_dtype", f"{section}.enabled"),
              lambda dtype, on, section=section: dtype is not None and (dtype == section) != on,
-             f"data_types.param_dtype contradicts {section}.enabled, which says what parameters are",
-             f"leave param_dtype out, or let {section}.enabled say the same")
+             f"data_types.param_dtype contradicts {section}.enabled, which sets the dtype of parameters",
+             f"leave param_dtype out, or make it agree with {section}.enabled")
         for section in ("fp16", "bf16")
     ),
     Rule((f"{TENSOR}.dtype", "bf16.enabled", "fp16.enabled", DEGREE),
          lambda dtype, bf16, fp16, tp: tp > 1 and dtype not in (None, "fp16" if fp16 else "bf16" if bf16 else "fp32"),
-         f"{TENSOR}.dtype contradicts fp16.enabled and bf16.enabled, which say what parameters are",
-         "leave dtype out, or let them say the same"),
+         f"{TENSOR}.dtype contradicts fp16.enabled and bf16.enabled, which set the dtype of parameters",
+         "leave dtype out, or make them agree"),
     Rule((f"{TENSOR}.sequence_parallel", "activation_checkpointing.partition_activations", DEGREE),
          lambda sliced, partitioned, degree: sliced and partitioned and degree > 1,
-         f"{TENSOR}.sequence_parallel gives each rank a slice of a block's inputs, and partition_activations is for "
-         "inputs that all ranks have",
+         f"{TENSOR}.sequence_parallel gives each rank a slice of a block's inputs, but "
+         "partition_activations is for inputs that all ranks hold",
          "delete activation_checkpointing.partition_activations: the saved inputs are split already"),
     Rule(("managed_gradient_accumulation", STAGES), lambda managed, stages: not managed and (stages or 1) > 1,
          f"managed_gradient_accumulation is false, and {STAGES} above 1 needs all microbatches of a step at once",
          f"set managed_gradient_accumulation to true, or {STAGES} to 1"),
     Rule(("pipeline.activation_checkpoint_interval", "activation_checkpointing.number_checkpoints"),
          lambda interval, number: interval and number is not None,
-         "pipeline.activation_checkpoint_interval and activation_checkpointing.number_checkpoints both say which "
-         "blocks are recomputed", "delete one of them"),
+         "pipeline.activation_checkpoint_interval and activation_checkpointing.number_checkpoints both choose "
+         "which blocks are recomputed", "delete one of them"),
     Rule((NORM, "gradient_clipping"), lambda norm, clipping: not norm and clipping != 0,
          f"{NO_NORM} gradient_clipping needs the norm", "set gradient_clipping to 0, or compute_grad_norm to true"),
     Rule((NORM, "fp16.enabled"), lambda norm, fp16: not norm and fp16,
@@ -348,12 +347,12 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
          f"{NO_NORM} bf16.check_grad_overflow needs the norm",
          "set bf16.check_grad_overflow to false, or compute_grad_norm to true"),
     Rule(("gradient_clipping", SCHEDULE), lambda clipping, schedule: clipping != 0 and schedule == "pipedream",
-         f"{PIPEDREAM} gradient_clipping (1.0 where it is left out) needs the norm of all stages",
+         f"{PIPEDREAM} gradient_clipping (1.0 if left out) needs the norm of all stages",
          'write "gradient_clipping": 0, or "schedule": "2bw"'),
     *(
         Rule((key, SCHEDULE, f"{key.partition('.')[0]}.enabled"),
              lambda value, schedule, on: value in (True, "fp16") and schedule == "pipedream" and on,
-             f"{PIPEDREAM} with {key} an overflow on one lets all of them leave an update out",
+             f"{PIPEDREAM} with {key} an overflow on one stage makes all of them skip an update",
              f'{fix}, or "schedule": "2bw"')
         for key, fix in (
             ("fp16.enabled", 'write "bf16": {{"enabled": true}}'),
@@ -367,7 +366,7 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
          f"raise gradient_accumulation_steps, or lower {STAGES}"),
     *(
         Rule((key, "elasticity"), other,
-             f"elasticity.enabled says the batch, and {key} says another",
+             f"elasticity.enabled sets the batch size, and {key} sets another",
              f'delete {key}, or write "ignore_non_elastic_batch_info": true in elasticity')
         for key, other in (
             (TRAIN, lambda train, section: section.only_batch and train not in (None, section.only_batch.train)),
@@ -376,10 +375,10 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
     ),
     Rule(("elasticity.model_parallel_size", STAGES, DEGREE, "elasticity.enabled"),
          lambda size, stages, degree, on: on and (size != stages * (degree or 1) if stages else size % (degree or 1)),
-         f"elasticity.model_parallel_size (1 where it is left out) is not {STAGES} x {DEGREE}", "write their product"),
+         f"elasticity.model_parallel_size (1 if left out) is not {STAGES} x {DEGREE}", "write their product"),
     Rule((f"{PARAMS}.cycle_momentum", "optimizer.type", "scheduler.type"),
          lambda on, kind, schedule: on and schedule in TORCH and not {"betas", "momentum"} & {*TYPES[kind].keywords},
-         "is true unless it is written, and the optimizer {1} has no momentum",
+         "is true by default, but the optimizer {1} has no momentum",
          'write "cycle_momentum": false, or use an optimizer with momentum'),
     *(
         Rule(("optimizer.type", DEGREE), lambda kind, degree, wanted=wanted: kind == wanted and degree > 1,
@@ -388,13 +387,13 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
         for wanted in ("Lamb", "Muon")
     ),
     Rule((SCHEDULE, STAGE), lambda schedule, stage: schedule in ASYNCHRONOUS and stage == 3,
-         f"{SCHEDULE} keeps older weights, and that is not implemented for {STAGE} 3",
+         f"{SCHEDULE} keeps older weights, which is not implemented for {STAGE} 3",
          'write "stage": 2 or less, or "schedule": "1f1b"'),
     Rule(("compile", DEGREE), lambda section, degree: section.on and degree > 1,
          "compile is not implemented over tensor-parallel ranks yet", 'delete compile, or write "autotp_size": 1'),
     Rule((f"{ZERO}.offload_optimizer.device", "optimizer.type"),
          lambda device, kind: device == "nvme" and kind in ("Lamb", "Muon"),
-         "the optimizer needs whole parameters at a time, and brings in a part of them",
+         "the optimizer needs whole parameters, but is given only parts of them",
          'write "device": "cpu", or another optimizer'),
 )  # fmt: skip
 """Keys of several sections."""

@@ -1,4 +1,4 @@
-"""What old JSON says, written the way of today: `convert` rewrites a document and tells every change.
+"""Rewrite old JSON with today's keys: `convert` rewrites a document and reports every change.
 
 Simple cases are lines of the two tables; the others are functions of `RULES`, in the order in which they run.
 A rule fires only where it knows what was meant: anything else is left for the checks to refuse.
@@ -48,9 +48,9 @@ DROPPED = {
     "sparse_gradients": "gradients of embeddings travel dense; the numbers are the same",
     "cuda_visible_devices": "DeepSpeed never read it; the environment's CUDA_VISIBLE_DEVICES chooses the GPUs",
     "seed": "DeepSpeed never read it; the flag --seed of the recipes sets the seed",
-    "zero_optimization.legacy_stage1": "there is one stage 1",
+    "zero_optimization.legacy_stage1": "there is only one stage 1",
     "zero_optimization.grad_hooks": "never was a key of DeepSpeed's code",
-    "zero_optimization.offload_optimizer.buffer_size": "never acted here; it is a key of offload_param",
+    "zero_optimization.offload_optimizer.buffer_size": "never had an effect here; it is a key of offload_param",
 }
 """Path -> why it can be left out without changing what is trained."""
 
@@ -85,7 +85,7 @@ def _renamed(work: Rewriter) -> None:
 def _dropped(work: Rewriter) -> None:
     for path, why in DROPPED.items():
         if work.has(path):
-            work.drop(path, f"left out: {why}")
+            work.drop(path, f"removed: {why}")
 
 
 def _boolean_zero(work: Rewriter) -> None:
@@ -98,7 +98,7 @@ def _boolean_zero(work: Rewriter) -> None:
             tree["allgather_bucket_size"] = size
         work.put("zero_optimization", tree, f'write {{"stage": {int(written)}}}')
     if work.has("allgather_size"):
-        left_out = "left out: it only went with the old switch"
+        left_out = "removed: it only went with the old switch"
         moved = "write `zero_optimization.allgather_bucket_size`"
         work.drop("allgather_size", moved if written is True else left_out)
 
@@ -115,9 +115,9 @@ def _cpu_offload(work: Rewriter) -> None:
         if work.switch(path) is None:
             continue
         if work.switch(path) is False:
-            work.drop(path, f"left out: without `{section}` nothing is offloaded")
+            work.drop(path, f"removed: without `{section}` nothing is offloaded")
         elif work.get(new) is not None:
-            work.problem(path, f"stands beside `{new}`, which replaced it", f"delete `{old}`")
+            work.problem(path, f"is written beside `{new}`, which replaced it", f"delete `{old}`")
         else:
             tree = {"device": "cpu"} | ({"pin_memory": pin} if as_switch(pin) is not None else {})
             work.replace(path, new, tree, f'write `{new}`: {{"device": "cpu"}}')
@@ -128,25 +128,25 @@ def _zero_sizes(work: Rewriter) -> None:
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         path = f"zero_optimization.{key}"
         if work.get(path) == 0 and not isinstance(work.get(path), bool):
-            work.drop(path, "left out: no bucket holds 0 elements; it has its default")
+            work.drop(path, "removed: no bucket holds 0 elements; it has its default")
 
 
 def _fp16_switch(work: Rewriter) -> None:
     """Rename the switch of Megatron's files, `"fp16": {"fp16": true}`."""
     if work.switch("fp16.fp16") is not None:
         if work.has("fp16.enabled"):
-            work.drop("fp16.fp16", "left out: `fp16.enabled` says it")
+            work.drop("fp16.fp16", "removed: `fp16.enabled` replaces it")
         else:
             work.move("fp16.fp16", "fp16.enabled", "write `fp16.enabled`")
     if work.get("fp16.type") == "fp16":
-        work.drop("fp16.type", "left out: the section's name says it")
+        work.drop("fp16.type", "removed: the section's name implies it")
 
 
 def _checkpoint_activations(work: Rewriter) -> None:
     """Read a key of Megatron's, which DeepSpeed never read: off it asks for nothing, on it is what people meant."""
     value, new = work.switch("checkpoint_activations"), "activation_checkpointing"
     if value is False:
-        work.drop("checkpoint_activations", f"left out: without `{new}` nothing is recomputed")
+        work.drop("checkpoint_activations", f"removed: without `{new}` nothing is recomputed")
     elif value is True and not work.has(new):
         work.replace("checkpoint_activations", new, {}, f"write `{new}`: {{}}; DeepSpeed never read it")
 
@@ -157,7 +157,7 @@ def _fp32_allreduce(work: Rewriter) -> None:
         new = "communication_data_type"
         work.replace("fp32_allreduce", new, "fp32", f'write `{new}`: "fp32"')
     elif value is not None:
-        work.drop("fp32_allreduce", "left out: `communication_data_type` says it")
+        work.drop("fp32_allreduce", "removed: `communication_data_type` replaces it")
 
 
 def _amp(work: Rewriter) -> None:
@@ -168,7 +168,7 @@ def _amp(work: Rewriter) -> None:
     level = amp.get("opt_level", "O1")
     on = as_switch(amp.get("enabled"))
     if on is False or amp.get("enabled") in (None, "auto") or level == "O0":
-        work.drop("amp", "left out: Apex is off")
+        work.drop("amp", "removed: Apex is off")
     elif on and level in ("O1", "auto") and not work.has("torch_autocast"):
         tree = {"enabled": True, "dtype": "float16"}
         work.replace("amp", "torch_autocast", tree, "Apex O1 is `torch_autocast` in float16")
@@ -192,7 +192,7 @@ def _curriculum(work: Rewriter) -> None:
     if not isinstance(section, dict) or not section.keys() <= CURRICULUM:
         return
     if as_switch(section.get("enabled", False)) is False:
-        work.drop(old, "left out: it is off")
+        work.drop(old, "removed: it is off")
         return
     if section.get("curriculum_type", "seqlen") != "seqlen" or work.has(new):
         return
@@ -224,7 +224,7 @@ def _compression(work: Rewriter) -> None:
     if not isinstance(section, dict) or not section.keys() <= COMPRESSION:
         return
     if section and all(_is_off(technique) for technique in section.values()):
-        work.drop("compression_training", "left out: no technique of it is on")
+        work.drop("compression_training", "removed: none of its techniques is on")
 
 
 def _is_off(technique: Any) -> bool:
@@ -279,25 +279,25 @@ RULES: tuple[Callable[[Rewriter], None], ...] = (
 def converted_paths() -> Iterator[tuple[str, str]]:
     """List (old path, what becomes of it), for the documentation."""
     yield from ((old, f"`{new}`") for old, new in RENAMED.items())
-    yield from ((path, f"left out: {why}") for path, why in DROPPED.items())
+    yield from ((path, f"removed: {why}") for path, why in DROPPED.items())
     yield from OTHERS.items()
 
 
 OTHERS = {
     "zero_optimization: true": '`zero_optimization`: {"stage": 1}',
-    "allgather_size": "`zero_optimization.allgather_bucket_size`, with the switch above; else left out",
+    "allgather_size": "`zero_optimization.allgather_bucket_size`, with the switch above; else removed",
     "zero_optimization.cpu_offload": '`zero_optimization.offload_optimizer`: {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": '`zero_optimization.offload_param`: {"device": "cpu"}',
     "zero_optimization.cpu_offload_params": '`zero_optimization.offload_param`: {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": "`pin_memory` of the offload section",
-    "zero_optimization.reduce_bucket_size: 0": "left out: it has its default",
+    "zero_optimization.reduce_bucket_size: 0": "removed: it has its default",
     "fp16.fp16": "`fp16.enabled`",
-    "checkpoint_activations": "`activation_checkpointing`: {} when true, else left out",
+    "checkpoint_activations": "`activation_checkpointing`: {} when true, else removed",
     "fp32_allreduce": '`communication_data_type`: "fp32"',
     "amp": "`torch_autocast` in float16 for O1, `fp16` for O2 and O3",
     "optimizer.type: OneBitAdam, ZeroOneAdam, OneBitLamb": "Adam, Adam, Lamb, without compression",
     "curriculum_learning": "`data_efficiency.data_sampling.curriculum_learning` with the metric `seqlen`",
     "monitor_config": "its members at the top",
-    "compression_training": "left out, when no technique of it is on",
+    "compression_training": "removed, when none of its techniques is on",
 }
 """What the functions of RULES do, in words."""

@@ -64,7 +64,7 @@ class Document:
 
 
 class Rewriter:
-    """Edits a copy of a document. Paths are dotted; each change is told under the path that was written."""
+    """Edits a copy of a document. Paths are dotted; each change is reported under the path that was written."""
 
     def __init__(self, document: Document) -> None:
         self.document = replace(
@@ -158,7 +158,7 @@ class Rewriter:
                 self.document.places[now], self.document.origins[now] = place, path
 
     def problem(self, path: str, what: str, fix: str) -> None:
-        """Note a mistake that no rewriting can mend."""
+        """Note a mistake that no rewriting can fix."""
         self.document.problems.append(Problem(_keys(path), what, fix))
 
     def _delete(self, path: Path) -> None:

@@ -43,11 +43,11 @@ class ElasticityConfig(Section):
     """
 
     without_effect: ClassVar[dict[str, str]] = {
-        "min_time": "a run changes its ranks at a restart only, and nothing restarts one to change them",
+        "min_time": "the number of ranks changes only at a restart, and no run is restarted to change it",
     }
     differs: ClassVar[dict[str, str]] = {
         "enabled": "DeepSpeed had it until 0.19.6; 0.19.8 refuses the section",
-        "version": "0.2, too, refuses numbers of ranks that are not allowed; DeepSpeed takes another batch size there",
+        "version": "0.2 also refuses numbers of ranks that are not allowed; DeepSpeed uses another batch size there",
         "model_parallel_size": "must be pipeline stages x tensor-parallel ranks of this file",
     }
 
@@ -151,7 +151,7 @@ def solve(
     triple = BatchTriple(batch.train, micro, batch.train // micro // dp_degree)
     for key, value in zip(BATCH_KEYS, triple, strict=True):
         if given.get(key) not in (None, value) and not section.value_of("ignore_non_elastic_batch_info"):
-            what = f"{given[key]} ({sources.get(key, 'given')}) contradicts elasticity, which says {value}"
+            what = f"{given[key]} ({sources.get(key, 'given')}) contradicts elasticity, which sets {value}"
             fix = 'leave it out, or write "ignore_non_elastic_batch_info": true in elasticity'
             raise BatchError(Problem((key,), what, fix))
     return triple

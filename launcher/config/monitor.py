@@ -37,7 +37,7 @@ class CsvMonitorConfig(Section):
     value. The metrics are those of `tensorboard`."""
 
     differs: ClassVar[dict[str, str]] = {
-        "enabled": f"{_WITH_LOSS}; a run that goes on does not repeat the header",
+        "enabled": f"{_WITH_LOSS}; a resumed run does not repeat the header",
     }
 
     enabled: bool = False
@@ -126,7 +126,7 @@ def _operations(names: Any) -> Any:
         raise complaint(f"must be a list of operations, not {show(names)}", 'write ["all_reduce", ...]')
     for name in names:
         if name not in OPERATIONS:
-            raise complaint(f"names {show(name)}, which is no operation", f"use {', '.join(OPERATIONS)}")
+            raise complaint(f"names {show(name)}, which is not an operation", f"use {', '.join(OPERATIONS)}")
     return tuple(names)
 
 
@@ -139,7 +139,7 @@ class FlopsProfilerConfig(Section):
     """
 
     differs: ClassVar[dict[str, str]] = {
-        "enabled": "counts the backward too, instead of taking it for twice the forward; operations are counted one "
+        "enabled": "counts the backward too, instead of assuming twice the forward; operations are counted one "
         "step before their time is measured, so that counting does not slow what is timed",
     }
 
@@ -176,9 +176,9 @@ class CommsLoggerConfig(Section):
     """
 
     differs: ClassVar[dict[str, str]] = {
-        "enabled": "collectives go on overlapping with compute while they are timed, and the time that a rank was "
-        "blocked stands beside; overlap_comm false gives the time of each by itself",
-        "debug": "names the unit and the phase that asked, not the Python function",
+        "enabled": "collectives keep overlapping with compute while they are timed, and the time that a "
+        "rank was blocked is shown too; overlap_comm false times each one by itself",
+        "debug": "names the unit and the phase that started it, not the Python function",
     }
 
     enabled: bool = False
@@ -212,7 +212,7 @@ class ThroughputConfig(Section):
     """Wait for the device at both ends; false measures how fast work is handed to it."""
 
     differs: ClassVar[dict[str, str]] = {
-        "enabled": "nothing is measured, nor waited for, where `steps_per_print` asks for no line"
+        "enabled": "nothing is measured or waited for unless `steps_per_print` asks for lines"
     }
 
 

@@ -16,10 +16,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class OffloadConfig(Section):
-    """What both offload sections have."""
+    """The keys that both offload sections have."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Where the shards rest: on the device, in host memory or on NVMe."""
+    """Where the shards are stored: on the device, in host memory or on NVMe."""
 
     nvme_path: str | None = None
     """Directory on the NVMe; needed when `device` is "nvme"."""
@@ -28,14 +28,14 @@ class OffloadConfig(Section):
     """Host buffers are page-locked where there is a GPU (DeepSpeed's default since August 2026; false before)."""
 
     device_budget: WholeNumber | None = None
-    """Bytes a rank that stay on the device, before anything goes elsewhere. Not in DeepSpeed."""
+    """Bytes per rank that stay on the device before anything is offloaded. Not in DeepSpeed."""
 
     host_budget: WholeNumber | None = None
-    """Bytes a rank that stay in host memory when `device` is "nvme". Not in DeepSpeed."""
+    """Bytes per rank that stay in host memory when `device` is "nvme". Not in DeepSpeed."""
 
 
 class OffloadParamConfig(OffloadConfig):
-    """Parameters rest elsewhere than on the device. Stage 3."""
+    """Store parameters off the device. Stage 3."""
 
     differs: ClassVar[dict[str, str]] = {
         "buffer_size": "a parameter may be larger; buffers are as large as what is read, and are not reserved",
@@ -46,24 +46,24 @@ class OffloadParamConfig(OffloadConfig):
     gathered from forward to backward count, too."""
 
     buffer_size: Count = 100_000_000
-    """`buffer_count` times so many elements, at most; one unit always."""
+    """At most `buffer_count` times this many elements are read ahead; one unit always is."""
 
     max_in_cpu: WholeNumber = 1_000_000_000
-    """Elements a rank that stay in host memory when `device` is "nvme", unless `host_budget` says how many bytes."""
+    """Elements per rank that stay in host memory when `device` is "nvme", unless `host_budget` says how many bytes."""
 
 
 class OffloadOptimizerConfig(OffloadConfig):
-    """Optimizer state rests elsewhere than on the device, and the CPU steps it. Stages 1 to 3."""
+    """Store optimizer state off the device; the CPU steps it. Stages 1 to 3."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        "super_offload": "what is offloaded is stepped on the CPU by all threads, during the backward where nothing "
-        "about the whole gradient has to be known first",
+        "super_offload": "offloaded state is stepped on the CPU by all threads, during the backward if the "
+        "step needs no value of the whole gradient",
         "cpuadam_cores_perc": "OMP_NUM_THREADS says how many threads step",
-        "fast_init": "states are written when a step has made them; there is nothing to write before",
+        "fast_init": "states are written once a step has created them; there is nothing to write before",
     }
     differs: ClassVar[dict[str, str]] = {
         "device": '"nvme" works at stages 1 to 3; DeepSpeed: at stage 3',
-        "ratio": "works at stages 1 to 3, buffer by buffer; DeepSpeed: at stage 3",
+        "ratio": "works at stages 1 to 3, buffer by buffer; DeepSpeed: only at stage 3",
         "pipeline_read": "on by default",
         "pipeline_write": "on by default",
     }

@@ -18,7 +18,7 @@ _EIGHT_BIT = ("lr", "betas", "eps", "weight_decay", "min_8bit_size")
 
 
 class OptimizerType(NamedTuple):
-    """What is known of an optimizer.
+    """One optimizer type.
 
     Attributes:
         lr: learning rate when none is written.
@@ -94,7 +94,7 @@ TYPES: dict[str, OptimizerType] = {**TORCH, **OWN, **FROM_PACKAGES}
 """Types that can be used."""
 
 NOT_ON_SHARDS: dict[str, str] = {
-    "LBFGS": "needs the loss again and again within a step",
+    "LBFGS": "evaluates the loss several times within a step",
     "SparseAdam": "needs sparse gradients, and gradients are flat buffers here",
     "Adafactor": "keeps row and column means of whole matrices, which are not cut as parameters are",
 }
@@ -137,7 +137,7 @@ def _decays(betas: tuple[float, float]) -> tuple[float, float]:
 
 
 class OptimizerParams(Section):
-    """Keywords of the optimizer. None: not written, the class's own default holds."""
+    """Keywords of the optimizer. None means not written: the class's own default applies."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "set_grad_none": "gradients are flat buffers that the next backward overwrites; there is nothing to set",
@@ -147,14 +147,15 @@ class OptimizerParams(Section):
         "torch_adam": "Adam is always torch's here; the key only changes AdamW's default weight decay to torch's 0.01",
         "fp32_optimizer_states": "on every device, not only for the CPU Adam of offload; moments are never float16, "
         "in which an eps of 1e-8 is 0",
-        "max_coeff": "the trust ratio is of the whole parameter at every stage; DeepSpeed's Lamb under ZeRO takes the "
+        "max_coeff": "the trust ratio is computed over the whole parameter at every stage; DeepSpeed's "
+        "Lamb under ZeRO takes the "
         "norms of the flat partition of a rank",
-        "ns_method": "gradients are clipped before the momentum, as in plain PyTorch, and DeepSpeed's ZeRO clips the "
-        "orthogonalised update; on CPUs the iteration runs in float32",
+        "ns_method": "gradients are clipped before the momentum, as in plain PyTorch, while DeepSpeed's "
+        "ZeRO clips the orthogonalised update; on CPUs the iteration runs in float32",
     }
 
     lr: Annotated[float, Field(ge=0)] = 1e-3
-    """Learning rate. Muon: of matrices and of Adam's share; left out: 0.02 and 3e-4."""
+    """Learning rate. Muon: for matrices and for the parameters of Adam; 0.02 and 3e-4 if left out."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay; 0 for Adam and AdamW when left out, as in DeepSpeed; 0.01 for AdamW with torch_adam."""
@@ -265,7 +266,7 @@ class OptimizerParams(Section):
 
 
 class OptimizerConfig(Section):
-    """Which optimizer, and its keywords."""
+    """The optimizer and its keywords."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "legacy_fusion": "it chooses between two of DeepSpeed's fp16 wrappers, which compute the same",

@@ -33,7 +33,7 @@ def _compiles(pattern: str) -> str:
         re.compile(pattern)
     except re.error as error:
         at = f" at character {error.pos + 1}" if error.pos is not None else ""
-        what = f"{show(pattern)} is no regular expression: {error.msg}{at}"
+        what = f"{show(pattern)} is not a regular expression: {error.msg}{at}"
         raise complaint(what, r'write for example ".*\\.o_proj\\.weight$"') from None
     return pattern
 
@@ -69,7 +69,7 @@ class LayerPattern(Section):
     """One rule. The first one with a pattern that matches a parameter's name says how that parameter is split."""
 
     differs: ClassVar[dict[str, str]] = {
-        "patterns": "required; a rule that no parameter matches is an error, as is a text that is no pattern",
+        "patterns": "required; a rule that no parameter matches is an error, as is an invalid pattern",
     }
 
     patterns: Annotated[tuple[Annotated[str, AfterValidator(_compiles)], ...], BeforeValidator(_patterns)]
@@ -103,11 +103,11 @@ class LayerPattern(Section):
 
 
 class PartitionConfig(Section):
-    """Own rules; they come before the plan of the model."""
+    """Your own rules; they come before the plan of the model."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "embedding_partition_dim": "DeepSpeed does not read it, either; embeddings are split over the vocabulary",
-        "lm_head_patterns": "the head is what the model's get_output_embeddings() gives, whatever its name",
+        "lm_head_patterns": "the head is what the model's get_output_embeddings() returns, whatever its name",
     }
     differs: ClassVar[dict[str, str]] = {
         "use_default_specs": "true: the model's own plan splits what no rule matches; DeepSpeed leaves that whole "
@@ -120,7 +120,7 @@ class PartitionConfig(Section):
     """What no rule matches is split as the model's own plan says; false: it stays whole."""
 
     strict_mode: bool = False
-    """A linear layer that neither a rule nor the plan speaks of is an error; false: it stays whole."""
+    """A linear layer that neither a rule nor the plan covers is an error; false: it stays whole."""
 
     tp_size: Count = 1
     """1, or the same as `autotp_size`."""
@@ -132,7 +132,7 @@ class PartitionConfig(Section):
     """DeepSpeed knows output heads by these names."""
 
     layer_specs: tuple[LayerPattern, ...] = Field(default=())
-    """Rules in order: for each parameter the first that matches counts."""
+    """Rules in order: for each parameter the first match applies."""
 
 
 class TpConfig(Section):
@@ -177,12 +177,12 @@ class TensorParallelConfig(Section):
     }
     differs: ClassVar[dict[str, str]] = {
         "dtype": "another dtype than that of fp16 and bf16 is an error; in DeepSpeed's training it does nothing",
-        "tp_overlap_comm": "true unless it is written false",
+        "tp_overlap_comm": "true by default",
         "sequence_parallel": "a key of this launcher; DeepSpeed has none for it",
     }
 
     autotp_size: WholeNumber = 0
-    """Ranks that share a layer; 0 and 1: none do. It must divide the number of ranks."""
+    """Number of ranks that share each layer; 0 and 1: layers are not split. It must divide the number of ranks."""
 
     dtype: Dtype | None = None
     """Dtype of the split layers; null: that of the model. It follows from `fp16` and `bf16`; another one is refused."""
@@ -197,8 +197,8 @@ class TensorParallelConfig(Section):
     all-reduce; as many bytes are sent."""
 
     vocab_parallel_lm_head: bool | None = None
-    """True: the output head must be split over the vocabulary, and no rank ever has all logits while it trains; a model
-    with which that cannot be is an error. False: logits are gathered. Null: split where the model allows it."""
+    """True: the output head must be split over the vocabulary, and no rank ever has all logits while it trains; a
+    model that does not allow it is an error. False: logits are gathered. Null: split where the model allows it."""
 
     vocab_parallel_ce_backend: Annotated[Literal["torch", "liger"], AfterValidator(_is_here)] = "torch"
     """Code of the loss on split logits. "liger" is refused."""
@@ -222,7 +222,7 @@ class TensorParallelConfig(Section):
     """DeepSpeed can leave loaded weights in host memory until they are split."""
 
     replace_with_kernel_inject: bool = False
-    """DeepSpeed can put kernels for inference in."""
+    """DeepSpeed can inject inference kernels."""
 
     @property
     def degree(self) -> int:
@@ -235,9 +235,9 @@ TYPE = "type:"
 CHUNKS = {"interleaved": 2, "zbv": 2}
 """Schedule -> virtual stages of a rank unless `chunks` says otherwise; those not named have one."""
 ASYNCHRONOUS = {
-    "pipedream": "weights change after each microbatch, on each stage by itself; a microbatch sees on stage k of P "
-    "weights of up to P - 1 - k updates ago, in its forward and in its backward",
-    "2bw": "all microbatches of a step see the weights of one update ago; the first step sees the first weights",
+    "pipedream": "each stage updates its weights after every microbatch; on stage k of P a microbatch sees "
+    "weights that are up to P - 1 - k updates old, in its forward and in its backward",
+    "2bw": "all microbatches of a step see weights that are one update old; the first step sees the initial weights",
 }
 """Schedules whose gradients are those of older weights -> of which ones."""
 
@@ -259,7 +259,7 @@ def _method(value: Any) -> Any:
     try:
         re.compile(method.removeprefix(TYPE))
     except re.error as error:
-        what = f"{show(method.removeprefix(TYPE))} is no regular expression: {error.msg}"
+        what = f"{show(method.removeprefix(TYPE))} is not a regular expression: {error.msg}"
         raise complaint(what, 'write for example "type:decoderlayer"') from None
     return method
 
@@ -281,23 +281,23 @@ def idle_share(schedule: str, stages: int, microbatches: int, chunks: int) -> fl
 
 
 class PipelineConfig(Section):
-    """The blocks of a Hugging Face causal LM, or the layers of a `PipelineModule`, are dealt out to stages of ranks.
+    """The blocks of a Hugging Face causal LM, or the layers of a `PipelineModule`, are divided among stages of ranks.
 
     A microbatch goes through the stages one after the other; a step has `gradient_accumulation_steps` of them. All
     ranks are stages x data-parallel ranks x `tensor_parallel.autotp_size`, and ZeRO shards what a stage holds over its
-    data-parallel ranks. Arguments of a PipelineModule hold where a key is left out.
+    data-parallel ranks. If a key is left out, the argument of a PipelineModule applies.
     """
 
     without_effect: ClassVar[dict[str, str]] = {
-        "use_reentrant": "checkpoints have one flavour; gradients are the same",
+        "use_reentrant": "there is only one kind of checkpointing; gradients are the same",
         "pipe_partitioned": "each tensor-parallel rank sends whole activations to its own rank of the next stage",
         "grad_partitioned": "each tensor-parallel rank sends whole gradients to its own rank of the stage before",
     }
     differs: ClassVar[dict[str, str]] = {
-        "stages": "is the degree, for a Hugging Face model too; DeepSpeed reads it and does nothing",
-        "partition": "deals layers out; DeepSpeed reads it and does nothing",
+        "stages": "sets the degree, for a Hugging Face model too; DeepSpeed reads it and does nothing",
+        "partition": "divides the layers; DeepSpeed reads it and does nothing",
         "seed_layers": "acts on a PipelineModule; DeepSpeed reads it and does nothing",
-        "schedule": "a key of this launcher; DeepSpeed has 1f1b alone",
+        "schedule": "a key of this launcher; DeepSpeed has only 1f1b",
         "chunks": "a key of this launcher",
         "reduce_per_microbatch": "a key of this launcher; DeepSpeed refuses stage 2 in a pipeline",
         "gather_per_microbatch": "a key of this launcher; DeepSpeed refuses stage 3 in a pipeline",
@@ -307,7 +307,7 @@ class PipelineConfig(Section):
     """Stages: groups of ranks that each hold a part of the layers. Null: 1, or what a PipelineModule says."""
 
     partition: Annotated[str, BeforeValidator(_method)] = "best"
-    """What is made even among the stages: "best" the estimated operations of a forward, "uniform" the number of layers,
+    """What is balanced among the stages: "best" the estimated operations of a forward, "uniform" the number of layers,
     "parameters" their elements, "type:REGEX" the layers whose class name matches, "profile" the times that rank 0
     measures before the cut (of a PipelineModule with the first rows of initialize(training_data=...))."""
 
@@ -316,7 +316,8 @@ class PipelineConfig(Section):
     `base_seed` and i; first values never depend on the cut."""
 
     activation_checkpoint_interval: WholeNumber = 0
-    """So many neighbouring layers of a stage are recomputed together in backward. 0: what `activation_checkpointing`,
+    """Number of neighbouring layers of a stage that are recomputed together in backward. 0: what
+    `activation_checkpointing`,
     or the PipelineModule, says."""
 
     pipe_partitioned: bool = True
@@ -327,14 +328,14 @@ class PipelineConfig(Section):
     """The same for the gradients that go back."""
 
     use_reentrant: bool = True
-    """DeepSpeed has two flavours of checkpointing."""
+    """DeepSpeed has two kinds of checkpointing."""
 
     schedule: Annotated[
         Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "pipedream", "2bw"], BeforeValidator(lower)
     ] = "1f1b"
     """The order of work: "gpipe" all forwards first (arXiv:1811.06965); "1f1b" each forward after a backward, which
     keeps at most as many microbatches as stages (arXiv:2006.09503); "interleaved" several chunks a rank
-    (arXiv:2104.04473); "zb-h1" and "zbv" put off weight gradients to fill the gaps (arXiv:2401.10241).
+    (arXiv:2104.04473); "zb-h1" and "zbv" postpone weight gradients to fill the gaps (arXiv:2401.10241).
     Two are experimental: asynchronous, and NOT equal to training in one process, for gradients are those of older
     weights. "pipedream" (SOSP 2019) updates after every microbatch, which counts as a batch of its own; its backward
     sees the weights of its forward, kept for it: up to P - k versions on stage k of P. "2bw" (arXiv:2006.09503)
@@ -342,7 +343,7 @@ class PipelineConfig(Section):
     versions."""
 
     chunks: Count | None = None
-    """Parts of the model that a rank has, which are not neighbours. Null: 2 for "interleaved" and "zbv", else 1."""
+    """Model chunks (virtual stages) per rank; they are not neighbours. Null: 2 for "interleaved" and "zbv", else 1."""
 
     reduce_per_microbatch: bool = False
     """ZeRO stages 2 and 3 reduce gradients after every microbatch, and hold a shard of them. False: once a step, with

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: all of it at once, each with its place and a way out."""
+"""The problems of a configuration: all of them at once, each with its place and a way out."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def in_words(error: ErrorDetails) -> tuple[str, str | None]:
         return "required key is missing", "add it"
     if kind not in _MUST_BE:
         return f"{show(given)} is not valid: {error['msg']}", None
-    fix = "delete it to have the default" if kind == "greater_than_equal" else _nearly(given, kind, context)
+    fix = "delete it to use the default" if kind == "greater_than_equal" else _nearly(given, kind, context)
     return f"must be {_MUST_BE[kind](context)}, not {show(given)}", fix
 
 

@@ -1,4 +1,4 @@
-"""How a run divides its ranks and its batch.
+"""The division of a run into ranks and batches.
 
 Ranks are pipeline stages x data-parallel ranks x tensor-parallel ranks; train_batch_size is micro batch x accumulation
 x data-parallel ranks.
@@ -180,7 +180,7 @@ def _too_little(accumulation: int | None) -> Problem:
 
 
 def _no_solution(given: Mapping[str, int | None], dp_degree: int, sources: Mapping[str, str]) -> Problem:
-    """Name the equation with its numbers, and the nearest numbers that solve it."""
+    """Return the name the equation with its numbers, and the nearest numbers that solve it."""
     terms = []
     for key in BATCH_KEYS:
         value = given.get(key)

@@ -183,7 +183,7 @@ class Tokens:
         brief = shortened(word)
         if word in _PYTHON_WORDS:
             raise NotAValueError(f"`{word}` is Python, not JSON", f"write `{_PYTHON_WORDS[word]}`")
-        raise NotAValueError(f"`{brief}` is not a value", f'write the value meant, or text: `"{brief}"`')
+        raise NotAValueError(f"`{brief}` is not a value", f'write the intended value, or text: `"{brief}"`')
 
 
 def read_file(path: Path, name: str | None = None) -> Document:
@@ -217,7 +217,7 @@ class _Parser(Tokens):
             self.found.tree = self.members((), "", self.at)
         else:
             kind = {"": "empty", "[": "a list"}.get(self.peek(), "no JSON object")
-            raise self.error(f"the config is {kind}, and must be a JSON object", "start the file with `{`")
+            raise self.error(f"the config is {kind}, but must be a JSON object", "start the file with `{`")
         if self.peek():
             raise self.error("there is more text after the closing `}`", "delete it, or check the braces")
         return self.found

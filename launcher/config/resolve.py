@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ResolvedAuto(NamedTuple):
-    """What an "auto", or a batch key that was left out, became."""
+    """The value that an "auto", or a batch key that was left out, became."""
 
     path: str
     value: Any
@@ -97,7 +97,7 @@ def _answer(
     if name == "scheduler.params.warmup_max_lr" and config.optimizer is not None:
         return ResolvedAuto(name, tree["optimizer"]["params"]["lr"], "the optimizer's learning rate")
     if key in section.auto_needs_value or type(section).model_fields[key].is_required():
-        return Problem(path, '"auto" has no value: nothing in this run says it', "write the value")
+        return Problem(path, '"auto" has no value: nothing in this run sets it', "write the value")
     default = defaults_at(config, path).get(key, type(section).model_fields[key].get_default())
     return ResolvedAuto(name, default, "the key's default")
 
@@ -207,15 +207,15 @@ class _Completion:
         lacks = [key for key in ("optimizer", "scheduler") if not self.tree.get(key)]
         if "optimizer" in lacks:
             self.tree["optimizer"] = {"type": OPTIMIZER, "params": {"lr": AUTO, "weight_decay": AUTO}}
-            what = f"is not in the JSON: it is {OPTIMIZER}, the recipe's"
+            what = f"is not in the JSON: the recipe uses {OPTIMIZER}"
             self.notes.append(Note(("optimizer",), "differs", what))
         if "scheduler" in lacks and (scheduled or "optimizer" in lacks):
             params = {"total_num_steps": AUTO, WARMUP: AUTO, "warmup_type": "linear"}
             self.tree["scheduler"] = {"type": SCHEDULE, "params": params}
-            what = f"is not in the JSON: it is {SCHEDULE}, the recipe's"
+            what = f"is not in the JSON: the recipe uses {SCHEDULE}"
             self.notes.append(Note(("scheduler",), "differs", what))
         elif "scheduler" in lacks:
-            what = "is not in the JSON: the learning rate stays as it is; --warmup-steps brings a schedule"
+            what = "is not in the JSON: the learning rate is constant; --warmup-steps adds a schedule"
             self.notes.append(Note(("scheduler",), "differs", what))
 
     def say(self, flag: str, value: Any) -> None:
@@ -234,20 +234,20 @@ class _Completion:
                 self.write(("scheduler", "params", PEAKS[schedule]), value, flag)
         elif flag == "--weight-decay" and "weight_decay" not in TYPES[kind].keywords:
             self.refuse(
-                ("optimizer", "type"), f"{flag} is said, and {kind} has no weight decay", f"drop {flag}"
+                ("optimizer", "type"), f"{flag} is given, but {kind} has no weight decay", f"drop {flag}"
             )
         elif flag == "--weight-decay":
             self.write(DECAY, value, flag)
         elif scheduler is not None and WARMUP not in params:
             self.refuse(
-                ("scheduler", "type"), f"{flag} is said, and {schedule} has no {WARMUP}", f"drop {flag}"
+                ("scheduler", "type"), f"{flag} is given, but {schedule} has no {WARMUP}", f"drop {flag}"
             )
         else:
             self.write(("scheduler", "params", WARMUP), value, flag)
 
     def say_batch(self, flag: str, value: int) -> None:
         if self.config.elasticity.on:
-            what = f"{flag} is said, and elasticity chooses the batch size"
+            what = f"{flag} is given, but elasticity chooses the batch size"
             self.refuse(("elasticity",), what, f"drop {flag}")
             return
         self.write((TRAIN,), value, flag)
@@ -272,7 +272,7 @@ class _Completion:
         if written is None or written == AUTO:
             return True
         if written != value:
-            what = f"is {show(written)}, and {flag} says {show(value)}"
+            what = f"is {show(written)}, but {flag} is {show(value)}"
             self.refuse(path, what, f'drop {flag}, or write "auto" there')
         return False
 

@@ -61,7 +61,8 @@ class Config(Section):
 
     without_effect: ClassVar[dict[str, str]] = {
         "zero_force_ds_cpu_optimizer": "every elementwise optimizer here can step offloaded state",
-        "vocabulary_size": "the model says how many tokens it knows; DeepSpeed only warns about odd numbers",
+        "vocabulary_size": "the model has its vocabulary size; DeepSpeed only warns about sizes that are "
+        "not multiples of 8",
         "seq_parallel_communication_data_type": "it is for gradients over ranks that share a sequence, and a "
         "sequence_parallel_size above 1 is refused",
     }
@@ -123,7 +124,7 @@ class Config(Section):
     """Largest global gradient norm; 0 never clips. Default 1.0 since DeepSpeed of June 2026, 0 before."""
 
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = "mean"
-    """What the gradients of the data-parallel ranks become: their mean, or their sum (microbatches are averaged)."""
+    """How gradients are combined over the data-parallel ranks: mean or sum (microbatches are averaged)."""
 
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced; null: the one they have."""
@@ -187,21 +188,21 @@ class Config(Section):
     """The line about samples per second."""
 
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
-    """What the engine says: its lines of steps_per_print are "info". Null: as the program has set the logger
-    "launcher"."""
+    """Log level of the engine; the lines of steps_per_print are "info". Null: the level that the program has set for
+    the logger "launcher"."""
 
     dump_state: bool = False
-    """Print what the engine is made of, once, on rank 0."""
+    """Print a description of the engine, once, on rank 0."""
 
     disable_python_gc: bool = False
     """Python's cyclic garbage collector is off from initialize() to engine.destroy(). The recipes collect before
     evaluations and checkpoints; a loop of your own calls engine.collect_python_gc()."""
 
     vocabulary_size: Count | None = None
-    """DeepSpeed warns about a size that is no multiple of 8."""
+    """DeepSpeed warns about a size that is not a multiple of 8."""
 
     zero_allow_untested_optimizer: bool = False
-    """Take a caller's optimizer that is not of torch.optim; it must work element by element."""
+    """Accept a caller's optimizer that is not from torch.optim; it must be elementwise."""
 
     zero_force_ds_cpu_optimizer: bool = True
     """DeepSpeed refuses other optimizers than its own with offload; without offload it says nothing."""

@@ -1,4 +1,4 @@
-"""What several keys say together: the form of a rule, and the remarks, on what is worth a word though nothing is wrong.
+"""Rules over several keys: the form of a rule, and the remarks, on what is worth a word though nothing is wrong.
 
 What is wrong stands in `conflicts.py`, in the same form.
 """
@@ -93,7 +93,7 @@ DIFFICULTY_STEP = f"{LEARNING}.curriculum_metrics.seqlen.schedule_config.difficu
 
 
 def _left_open(config: Config) -> Iterator[Found]:
-    """Name defaults that surprise, and a stage that nobody has said yet."""
+    """Yield the name defaults that surprise, and a stage that nobody has said yet."""
     params = value_at(config, PARAMS)
     if isinstance(params, WarmupParams) and "warmup_type" not in params.model_fields_set:
         what = 'is not set: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
@@ -116,17 +116,17 @@ def _growing_momentum(config: Config) -> Iterator[Found]:
     most = max(most) if isinstance(most, tuple) else most
     if cycles and most and rate > 0 and size and (steps := (1 / most - 1) / rate * size) < float("inf"):
         at = up + (up if down is None else down) + int(steps)
-        what = f"momentum grows, and reaches 1 at optimizer step {at}: end before it"
+        what = f"momentum grows and reaches 1 at optimizer step {at}: end the run before that"
         yield Found((f"{PARAMS}.decay_mom_rate",), what)
 
 
 def _elastic(config: Config) -> Iterator[Found]:
-    """Name the batch that elasticity chooses."""
+    """Yield the name the batch that elasticity chooses."""
     batch = config.elasticity.batch if config.elasticity.on else None
     if batch is not None:
         ranks = few(config.elasticity.world_sizes or ())
         yield Found(
-            ("elasticity.enabled",), f"says the batch: {batch.train} sequences a step on {ranks} ranks"
+            ("elasticity.enabled",), f"sets the batch: {batch.train} sequences per step on {ranks} ranks"
         )
 
 
@@ -153,11 +153,11 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
          lambda kind, decoupled, decay: kind == "Adam" and decoupled and decay,
          '"Adam" decays weights as AdamW does, because params.adam_w_mode is true'),
     Rule(("optimizer.type",), lambda kind: kind == "Lion",
-         "Lion leaves a weight alone whose gradient and momentum are 0; DeepSpeed's moves it by lr"),
+         "Lion does not change a weight whose gradient and momentum are 0; DeepSpeed's moves it by lr"),
     Rule(("optimizer.type",), lambda kind: TYPES[kind].package == "bitsandbytes",
-         "8-bit moments cannot be saved free of topology: save_checkpoint refuses them"),
+         "8-bit moments cannot be saved independently of the topology: save_checkpoint refuses them"),
     Rule((f"{PARAMS}.warmup_num_steps",), lambda steps: steps in (0, 1),
-         "is taken as 2, as in DeepSpeed: the first two steps have the rate of the beginning"),
+         "is taken as 2, as in DeepSpeed: the first two steps have the initial rate"),
     Rule((f"{PARAMS}.warmup_num_steps", f"{PARAMS}.total_num_steps"), lambda steps, total: total <= steps,
          "the warm-up of {0} steps is not over at total_num_steps {1}"),
     *(
@@ -178,31 +178,31 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
          lambda _, device, stage: device != "none" and stage < 3,
          "has no effect at stage {2}: only stage 3 shards parameters", kind="no effect"),
     Rule(("tensor_parallel.sequence_parallel", DEGREE), lambda on, degree: on and degree <= 1,
-         "does nothing while autotp_size leaves every layer on one rank"),
+         "has no effect while autotp_size leaves every layer on one rank"),
     Rule(("pipeline.schedule", "pipeline.stages"), lambda name, stages: name != "1f1b" and stages == 1,
-         "does nothing while one stage has all layers"),
+         "has no effect while one stage has all layers"),
     Rule(("pipeline.schedule",), lambda name: name in ASYNCHRONOUS,
          "is asynchronous: NOT equal to training in one process"),
     _idle_ranks,
     *(
         Rule((f"pipeline.{key}", STAGE), lambda on, stage, least=least: on and stage < least,
-             f"does nothing below {STAGE} {least}")
+             f"has no effect below {STAGE} {least}")
         for key, least in (("reduce_per_microbatch", 2), ("gather_per_microbatch", 3))
     ),
     Rule((BLOCKS, f"{BLOCKS}.number_checkpoints"), lambda _, number: number is None,
-         "is written: all transformer blocks are recomputed in backward"),
+         "is present: all transformer blocks are recomputed in backward"),
     Rule((BLOCKS, f"{BLOCKS}.number_checkpoints"), lambda _, number: number is not None,
-         "is written: at most {1} transformer blocks are recomputed in backward"),
+         "is present: at most {1} transformer blocks are recomputed in backward"),
     Rule((f"{BLOCKS}.partition_activations", DEGREE), lambda on, degree: on and degree <= 1,
-         "acts with tensor parallelism: one tensor-parallel rank keeps the whole inputs"),
+         "has an effect only with tensor parallelism: one tensor-parallel rank keeps the whole inputs"),
     Rule(("compile", "compile.backend"), lambda section, backend: section.on and backend is None,
-         "is written: torch.compile (inductor) compiles each transformer block"),
+         "is present: torch.compile (inductor) compiles each transformer block"),
     Rule(("compile", "compile.backend"), lambda section, backend: section.on and backend is not None,
-         "is written: torch.compile ({1}) compiles each transformer block"),
+         "is present: torch.compile ({1}) compiles each transformer block"),
     Rule(("gradient_predivide_factor", "prescale_gradients"), lambda factor, prescales: prescales and factor != 1,
          "is not used: prescale_gradients divides by the number of ranks"),
     Rule(("comet.api_key",), lambda key: key is not None,
-         "is for whoever reads this file; the environment variable COMET_API_KEY keeps it out"),
+         "is visible to everyone who reads this file; use the environment variable COMET_API_KEY instead"),
     Rule(("wall_clock_breakdown", "flops_profiler.enabled"), lambda times, profiles: profiles and not times,
          "is on, because flops_profiler.enabled needs its times"),
     Rule((f"{LEARNING}.enabled", "data_efficiency.enabled"), lambda learns, on: learns and not on,
@@ -211,7 +211,7 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
          lambda learns, samples, on: learns and on and not samples,
          "is off, because data_efficiency.data_sampling.enabled is false"),
     Rule((DIFFICULTY_STEP, "data_efficiency"), lambda step, section: section.curriculum and step and step % 8,
-         "{0} is no multiple of 8: tensor cores of GPUs are used less well"),
+         "{0} is not a multiple of 8: the tensor cores of GPUs are less efficient"),
     _elastic,
     Rule(("elasticity.num_gpus_per_node", "elasticity.version", "elasticity.enabled"),
          lambda number, version, on: on and version == 0.1 and number > 1,

@@ -25,8 +25,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 def _is_start(epoch: int) -> int:
     if epoch != -1:
-        what = f"{epoch} needs an `initial_lr` in every param group, which a fresh optimizer has not"
-        raise complaint(what, "delete it; a checkpoint keeps the place of the schedule")
+        what = f"{epoch} needs an `initial_lr` in every param group, which a new optimizer does not have"
+        raise complaint(what, "delete it; checkpoints save the position of the schedule")
     return epoch
 
 
@@ -34,7 +34,7 @@ class TorchParams(SchedulerParams):
     """The key that torch's schedules share."""
 
     last_epoch: Annotated[int, BeforeValidator(whole), AfterValidator(_is_start)] = -1
-    """Only -1, the start: checkpoints keep the place by themselves."""
+    """Only -1, the start: checkpoints save the position."""
 
     def keywords(self) -> dict[str, Any]:
         """Return what torch's class is called with."""
@@ -110,7 +110,7 @@ class CosineAnnealingWarmRestartsParams(TorchParams):
     """Optimizer steps of the first cosine."""
 
     T_mult: Count = 1
-    """Each cosine is so many times as long as the one before."""
+    """Length of each cosine as a multiple of the one before."""
 
     eta_min: Rate = 0.0
     """Lowest rate."""
@@ -173,7 +173,7 @@ class OneCycleLRParams(TorchParams):
     """Share of the steps that go up."""
 
     anneal_strategy: Literal["cos", "linear"] = "cos"
-    """Shape of both ways."""
+    """Shape of both halves."""
 
     cycle_momentum: bool = True
     """Momentum (or the first of betas) goes the other way."""
@@ -219,10 +219,10 @@ TORCH: dict[str, type[TorchParams]] = {
 """Class of torch.optim.lr_scheduler -> its keywords."""
 
 NEED_PYTHON: dict[str, str] = {
-    "LambdaLR": "needs a function of Python",
-    "MultiplicativeLR": "needs a function of Python",
-    "SequentialLR": "needs schedules that Python has built",
-    "ChainedScheduler": "needs schedules that Python has built",
+    "LambdaLR": "needs a Python function",
+    "MultiplicativeLR": "needs a Python function",
+    "SequentialLR": "needs schedules built in Python",
+    "ChainedScheduler": "needs schedules built in Python",
     "ReduceLROnPlateau": "needs a metric at each step, which only the training loop has",
 }
 """Classes of torch.optim.lr_scheduler that a JSON cannot say -> why."""
@@ -232,8 +232,8 @@ class DeepSpeedParams(SchedulerParams):
     """The key that DeepSpeed's schedules share."""
 
     last_batch_iteration: Annotated[int, BeforeValidator(whole), Field(ge=-1)] = -1
-    """Iteration to go on from; -1 is the start. Otherwise the first optimizer step keeps the optimizer's own rate, and
-    the next one has that of the iteration after this one. Checkpoints keep the place by themselves."""
+    """Iteration to resume from; -1 is the start. Otherwise the first optimizer step keeps the optimizer's own rate, and
+    the next one has that of the iteration after this one. Checkpoints save the position."""
 
 
 class WarmupParams(DeepSpeedParams):
@@ -357,7 +357,7 @@ ParamsClass: TypeAlias = type[SchedulerParams]
 
 
 class SchedulerConfig(Section):
-    """Which schedule, and its keywords. It is stepped inside engine.step(), after each optimizer step."""
+    """The schedule and its keywords. It is stepped inside engine.step(), after each optimizer step."""
 
     type: str
     """DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest or OneCycle, or a class of

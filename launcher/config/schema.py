@@ -1,4 +1,4 @@
-"""What keys there are, and what to say of one that is unknown, misplaced, not implemented, or a script's own."""
+"""The schema of keys, and what to say of one that is unknown, misplaced, not implemented, or a script's own."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ _ITS_OWN = (
 )
 """Sections whose keys have names that are found nowhere else. One of them at the top level is misplaced."""
 
-FOREIGN = "is no key of DeepSpeed's: nothing here reads it"
+FOREIGN = "is not a DeepSpeed key: nothing here reads it"
 
 _STAGES = 'write "pipeline": {"stages": N}'
 _SPLITS = 'write "tensor_parallel": {"autotp_size": N}'
@@ -149,12 +149,12 @@ def stranger(root: type[Section], key: str, value: Any, beside: Mapping[str, Any
     instead = OTHER_NAMES.get(plain(key))
     if instead is not None:
         if value in (0, 1, None, False) and plain(key).endswith("parallel_size"):
-            return Note(path, "foreign", f"is a name of Megatron's, and {show(value)} asks for nothing")
-        return Problem(path, "is a name of another library's, which DeepSpeed does not read", instead)
+            return Note(path, "foreign", f"is a Megatron key, and {show(value)} turns nothing on")
+        return Problem(path, "is a key of another library, which DeepSpeed does not read", instead)
     if isinstance(value, dict):
         inner = next((name for name in value if name in root.model_fields and name not in beside), None)
         if inner is not None:
-            what = f"is no section of DeepSpeed's, and `{inner}` in it is not read"
+            what = f"is not a DeepSpeed section, and `{inner}` in it is not read"
             return Problem(path, what, f"write `{inner}` at the top level")
     problem = unknown_key(root, root, known_keys(), path, value)
     if problem.suggestion is not None or is_comment(key, ""):
@@ -185,7 +185,7 @@ def unknown_key(
             siblings = [name for name in siblings if root.sections_of(name) or known_at((name,))]
     if cls is not None and dotted(path) in implemented_paths(root):
         kind = cls.__name__.removesuffix("Params")
-        return Problem(path, f"{kind} has no such key, another type has", _choices(siblings))
+        return Problem(path, f"{kind} does not have this key; another type does", _choices(siblings))
     if plain(key).lstrip("_/#").startswith("comment"):
         return Problem(path, "unknown key", "write comments as `// text`")
     if (synonym := SYNONYMS.get(plain(key), "")) in siblings:

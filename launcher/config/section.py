@@ -177,7 +177,7 @@ NO_NUMBER = ("int_type", "float_type")  # kinds of pydantic's errors
 
 
 class _Building:
-    """Whether the schema of a section is being made."""
+    """A flag that is set while the schema of a section is being made."""
 
     now = False
 

@@ -19,13 +19,13 @@ class ActivationCheckpointingConfig(Section):
     """
 
     differs: ClassVar[dict[str, str]] = {
-        "number_checkpoints": "so many blocks are checkpointed; DeepSpeed only sizes a buffer with it",
+        "number_checkpoints": "limits how many blocks are checkpointed; DeepSpeed only sizes a buffer with it",
         "contiguous_memory_optimization": "needs neither `partition_activations` nor `number_checkpoints`",
         "profile": "times are printed every `steps_per_print` steps, or once at the end, not at every checkpoint",
     }
 
     number_checkpoints: Count | None = None
-    """At most how many blocks, spread evenly over the depth, are checkpointed; null: all."""
+    """Largest number of blocks that are checkpointed, spread evenly over the depth; null: all."""
 
     partition_activations: bool = False
     """Each tensor-parallel rank keeps 1/N of the saved inputs, and gathers them before it recomputes. With one
@@ -97,7 +97,7 @@ def _writes_something(value: Any) -> Any:
 
 
 class ParallelWriteConfig(Section):
-    """Who writes which layers in DeepSpeed's pipelines."""
+    """The writers of the layers in DeepSpeed's pipelines."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "pipeline_stage": "every rank always writes its own slice of every tensor",
@@ -118,7 +118,7 @@ class WriterConfig(Section):
         "data_parallel": "every rank always writes its own slice of every tensor",
     }
     differs: ClassVar[dict[str, str]] = {
-        "decoupled": "a thread of each rank writes a copy of the state, for several steps if need be; "
+        "decoupled": "a thread of each rank writes a copy of the state, over several steps if needed; "
         "DeepSpeed: another process, and the next optimizer step waits for it",
     }
 
@@ -152,11 +152,11 @@ class CheckpointConfig(Section):
 
     without_effect: ClassVar[dict[str, str]] = {
         "load_universal": "every checkpoint loads on any number of ranks at any stage; DeepSpeed's own are not read",
-        "checkpoint_serialization": "the files are of torch.distributed.checkpoint, which has one format",
+        "checkpoint_serialization": "torch.distributed.checkpoint writes the files, and has one format",
     }
     differs: ClassVar[dict[str, str]] = {
         "tag_validation": "ranks that disagree all save under rank 0's tag; in DeepSpeed each saves under its own",
-        "use_node_local_storage": "such a checkpoint loads on the same ranks of the same nodes only",
+        "use_node_local_storage": "such a checkpoint loads only on the same ranks of the same nodes",
     }
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_any_case)] = "Warn"
@@ -167,8 +167,8 @@ class CheckpointConfig(Section):
     """DeepSpeed needs it to load on other topologies; here every checkpoint does."""
 
     use_node_local_storage: bool = False
-    """The directory of checkpoints is another one on each node. Each holds what the ranks of its node need, with
-    metadata of its own, and is complete when all nodes have written. Nodes are told apart by GROUP_RANK, or by
+    """Each node has its own directory of checkpoints. It holds what the ranks of the node need, with its own
+    metadata, and is complete when all nodes have written. Nodes are distinguished by GROUP_RANK, or by
     their host names."""
 
     parallel_write: ParallelWriteConfig = Field(default_factory=ParallelWriteConfig.model_construct)
@@ -248,7 +248,7 @@ class SeqlenConfig(Section):
 
 
 class CurriculumMetricsConfig(Section):
-    """What makes a sequence hard."""
+    """The measures of how hard a sequence is."""
 
     seqlen: SeqlenConfig | None = None
     """Its length."""
@@ -269,12 +269,12 @@ class CurriculumLearningConfig(Section):
     """DeepSpeed's directory for clusters of sequences."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        "data_cluster_path": "sequences are cut, not chosen, so there are no clusters to write"
+        "data_cluster_path": "sequences are truncated, not selected, so there are no clusters to write"
     }
 
 
 class DataSamplingConfig(Section):
-    """Which data is trained on."""
+    """The choice of the data that is trained on."""
 
     enabled: bool = False
     """The keys of this section count; false: none of them, `curriculum_learning` included."""
@@ -311,7 +311,8 @@ class DataEfficiencyConfig(Section):
     differs: ClassVar[dict[str, str]] = {
         "enabled": "false turns off what is inside; DeepSpeed looks at the inner switches only",
         "seed": "orders initialize(training_data=...) only; the recipes have a flag for it",
-        "data_sampling": "`seqlen` cuts sequences to the present length; DeepSpeed chooses sequences by index files",
+        "data_sampling": "`seqlen` truncates sequences to the current length; DeepSpeed selects sequences "
+        "by index files",
     }
 
     @property

@@ -1,4 +1,4 @@
-"""What becomes of every key: the verdict on each one of a file, and what every "auto" and every default became."""
+"""The verdict on each key of a file, and what every "auto" and every default became."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[Path]:
 
 
 def _plain(path: Path, examined: Examined) -> tuple[Verdict, str]:
-    """Judge a key that nothing was said of."""
+    """Judge a key that no check mentioned."""
     now = next((new for new, old in examined.document.origins.items() if old == path), path)
     tree = examined.document.tree
     if (how := differs_at(Config, tree, now)) is not None:
         return "used differently", how
     if (why := idle_at(Config, tree, now)) is not None:
         return "no effect", why
-    return "used", "asks for nothing" if known_at(now) is not None else ""
+    return "used", "turns nothing on" if known_at(now) is not None else ""
 
 
 OF_HIDDEN_SIZE = {
@@ -207,16 +207,14 @@ def _section(
 def _auto(root: Config, section: Section, path: Path) -> Explained:
     name, key = dotted(path), str(path[-1])
     if name in OF_HIDDEN_SIZE:
-        return Explained(
-            name, OF_HIDDEN_SIZE[name], "of the model; Hugging Face's Trainer does the same", True
-        )
+        return Explained(name, OF_HIDDEN_SIZE[name], "from the model, as in Hugging Face's Trainer", True)
     if name == "scheduler.params.warmup_max_lr" and root.optimizer is not None:
         return Explained(name, _json(root.optimizer.params.lr), "the optimizer's learning rate", True)
     field = type(section).model_fields[key]
     if key in section.auto_needs_value or field.is_required():
-        return Explained(name, "open", "the run must give it: there is no safe default", True)
+        return Explained(name, "open", "the run must set it: there is no safe default", True)
     default = defaults_at(root, path).get(key, field.get_default())
-    return Explained(name, _json(default), "the default, where the run gives no other", True)
+    return Explained(name, _json(default), "the default, unless the run sets another value", True)
 
 
 def _json(value: Any) -> str:

@@ -82,24 +82,24 @@ class ZeroConfig(Section):
         "round_robin_gradients": "gradients are never copied per rank",
         "contiguous_gradients": "gradients always share a flat buffer",
         "load_from_fp32_weights": "checkpoints keep float32 weights",
-        "use_multi_rank_bucket_allreduce": "one reduce-scatter brings every rank its part",
+        "use_multi_rank_bucket_allreduce": "one reduce-scatter gives every rank its part",
         "elastic_checkpoint": "elastic checkpointing is deprecated; every checkpoint loads on any number of ranks",
         "parameter_alignment": "parameters always start at multiples of 16 elements of their flat buffer",
-        "stage3_use_all_reduce_for_fetch_params": "parameters come by all-gather, half the bytes of an all-reduce",
+        "stage3_use_all_reduce_for_fetch_params": "parameters are all-gathered, with half the bytes of an all-reduce",
         "stage3_allgather_sequential": "a unit is gathered straight into the buffer it is used from, without a copy",
-        "memory_efficient_linear": "no saved weight outlives its use, in linear layers as everywhere else",
+        "memory_efficient_linear": "no layer keeps a saved weight longer than it is used",
         "pipeline_loading_checkpoint": "a rank reads its own slices of a checkpoint, never the whole",
-        "zenflow": "every step updates every weight, exactly; what offload_optimizer moved is stepped on the CPU, "
-        "during the backward where nothing about the whole gradient has to be known first",
-        "save_muon_momentum_buffer_in_memory": "Muon's momentum rests where the other optimizer state does",
+        "zenflow": "every step updates every weight, exactly; offloaded state is stepped on the CPU, "
+        "during the backward if the step needs no value of the whole gradient",
+        "save_muon_momentum_buffer_in_memory": "Muon's momentum is stored with the other optimizer state",
     }
     differs: ClassVar[dict[str, str]] = {
         "stage3_gather_16bit_weights_on_model_save": "whole weights are always written, one unit in memory at a time",
         "ignore_unused_parameters": "false is an error at every stage; DeepSpeed: at stage 2 only",
-        "mics_shard_size": "works at stages 1 to 3; DeepSpeed before 0.19: at stage 3, since then refused",
+        "mics_shard_size": "works at stages 1 to 3; DeepSpeed before 0.19: only at stage 3; newer versions refuse it",
         "mics_hierarchical_params_gather": "nodes are LOCAL_WORLD_SIZE ranks; inside one node a gather is one hop",
-        "zero_hpz_partition_size": "the second gather in a step stays in the group, that of another microbatch's "
-        "forward too",
+        "zero_hpz_partition_size": "after its first gather in a step a parameter is gathered inside the "
+        "group, in the forward of later microbatches too",
         "zero_quantized_weights": "blocks of 256 values, 8 bits and a float32 scale each; gathers for checkpoints, "
         "exports and GatheredParameters are exact, and so are those inside an hpZ group",
         "zero_quantized_gradients": "at stages 1 to 3, in one hop of 4-bit blocks over all ranks of the shard axis; "
@@ -107,8 +107,8 @@ class ZeroConfig(Section):
         "zero_quantized_nontrainable_weights": "checkpoints hold the quantised values, unpacked",
         "leaf_module": "only modules around or beside transformer blocks change the units",
         "stage3_module_granularity_threshold": "only modules around or beside transformer blocks change the units",
-        "compute_grad_norm": "at every stage; a flag for each parameter, who got a gradient, still travels",
-        "enable_sanity_checks": "what is checked: the order of collectives, equal copies, finite gradients",
+        "compute_grad_norm": "at every stage; a flag for each parameter, whether it got a gradient, is still sent",
+        "enable_sanity_checks": "checks the order of collectives, equal copies and finite gradients",
     }
     differs_where: ClassVar[dict[str, Callable[[Any, Mapping[str, Any]], bool]]] = {
         "stage3_gather_16bit_weights_on_model_save": lambda value, tree: (
@@ -136,13 +136,13 @@ class ZeroConfig(Section):
     """Gradients that are sharded are reduce-scattered; false all-reduces them and keeps the shard."""
 
     reduce_bucket_size: Count = 500_000_000
-    """Most gradient elements that are being reduced at a time, and in one collective."""
+    """Maximum number of gradient elements that are being reduced at a time, and in one collective."""
 
     allgather_partitions: bool = True
     """Updated parameters that are not sharded come back by all-gather; false: by a broadcast from each rank."""
 
     allgather_bucket_size: Count = 500_000_000
-    """Most elements of one all-gather of updated parameters."""
+    """Maximum number of elements of one all-gather of updated parameters."""
 
     overlap_comm: Annotated[bool, BeforeValidator(null_is_true)] = True
     """Communication runs while the backward still computes. Left out or null: true at every stage."""
@@ -157,19 +157,19 @@ class ZeroConfig(Section):
     """Optimizer state rests in host memory or on NVMe."""
 
     sub_group_size: WholeNumber = 1_000_000_000
-    """Most elements that the optimizer updates at a time; 0: one parameter at a time."""
+    """Maximum number of elements that the optimizer updates at a time; 0: one parameter at a time."""
 
     stage3_prefetch_bucket_size: WholeNumber = 50_000_000
-    """Most elements gathered ahead of the module that runs; 0 gathers nothing ahead."""
+    """Maximum number of elements gathered ahead of the module that runs; 0 gathers nothing ahead."""
 
     stage3_param_persistence_threshold: WholeNumber = 100_000
     """Parameters with fewer elements stay gathered."""
 
     stage3_model_persistence_threshold: WholeNumber = sys.maxsize
-    """Most elements that may stay gathered because of `stage3_param_persistence_threshold`."""
+    """Maximum number of elements that may stay gathered because of `stage3_param_persistence_threshold`."""
 
     stage3_max_live_parameters: WholeNumber = 1_000_000_000
-    """Most elements that are gathered at a time."""
+    """Maximum number of elements that are gathered at a time."""
 
     stage3_max_reuse_distance: WholeNumber = 1_000_000_000
     """A gathered parameter is kept when it is used again within so many elements."""
@@ -190,7 +190,7 @@ class ZeroConfig(Section):
     """DeepSpeed can pad parameters to 16 bytes; here they always start at multiples of 16 elements."""
 
     mics_shard_size: Annotated[int, BeforeValidator(_group_size)] = -1
-    """MiCS (arXiv:2205.00119): what the stage shards is sharded inside groups of so many neighbouring ranks, and
+    """MiCS (arXiv:2205.00119): what the stage shards is sharded inside groups of this many neighbouring ranks, and
     gradients are summed over the groups once a step. A divisor of the data-parallel ranks; -1: one group of all."""
 
     mics_hierarchical_params_gather: bool = False
@@ -198,7 +198,7 @@ class ZeroConfig(Section):
     node."""
 
     zero_hpz_partition_size: Count = 1
-    """hpZ of ZeRO++ (arXiv:2306.10209), stage 3: gathered parameters are kept in a second shard inside groups of so
+    """hpZ of ZeRO++ (arXiv:2306.10209), stage 3: gathered parameters are kept in a second shard inside groups of this
     many neighbouring ranks (those of a node), and the backward gathers from there. 1: off."""
 
     zero_quantized_weights: bool = False
@@ -206,7 +206,7 @@ class ZeroConfig(Section):
     module computes with is off by at most 1/254 of the largest magnitude in a block of 256 values."""
 
     zero_quantized_nontrainable_weights: bool = False
-    """Stage 3: shards of frozen parameters rest as 8-bit integers, and are gathered so."""
+    """Stage 3: shards of frozen parameters are stored as 8-bit integers, and gathered in that form."""
 
     zero_quantized_gradients: bool = False
     """qgZ of ZeRO++: gradients are reduce-scattered as 4-bit integers, an eighth of the bytes of float32. A term is off
@@ -216,8 +216,8 @@ class ZeroConfig(Section):
     """Stage 3: modules that are fetched as one."""
 
     stage3_module_granularity_threshold: WholeNumber = 0
-    """Modules whose parameters divided by one more than the number of modules inside that have any is at most this
-    are fetched as one; 0: none."""
+    """A module is gathered as one unit if its parameters, divided by one more than the number of modules inside it
+    that have any, are at most this; 0: none."""
 
     stage3_use_all_reduce_for_fetch_params: bool = False
     """DeepSpeed can fetch by all-reduce; here parameters always come by all-gather."""
@@ -229,7 +229,7 @@ class ZeroConfig(Section):
     """DeepSpeed replaces torch's linear function so that it lets go of its weight; here none is kept."""
 
     override_module_apply: bool = True
-    """Stage 3: `Module.apply(fn)` calls fn with whole parameters, and rank 0's changes are kept. False: fn meets
+    """Stage 3: `Module.apply(fn)` calls fn with whole parameters, and rank 0's changes are kept. False: fn gets
     sharded parameters."""
 
     log_trace_cache_warnings: bool = False
@@ -246,7 +246,7 @@ class ZeroConfig(Section):
     """DeepSpeed can keep Muon's momentum in memory while other state is on NVMe."""
 
     elastic_checkpoint: bool = False
-    """DeepSpeed's old layout for other numbers of ranks; here every checkpoint is for any."""
+    """DeepSpeed's old layout for other numbers of ranks; here every checkpoint loads on any number."""
 
     round_robin_gradients: bool = False
     """DeepSpeed spreads the copies of gradients over ranks; here every rank reduces all units alike."""

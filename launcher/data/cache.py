@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
-    """`$LAUNCHER_CACHE`, else `~/.cache/launcher`."""
+    """Return `$LAUNCHER_CACHE`, else `~/.cache/launcher`."""
     return Path(os.environ.get("LAUNCHER_CACHE") or Path.home() / ".cache" / "launcher")
 
 
 def cache_key(*parts: object) -> str:
-    """A name of 32 hex digits for everything a cached result depends on."""
+    """Return a name of 32 hex digits for everything a cached result depends on."""
     digest = hashlib.sha256()
     for part in parts:
         text = str(part).encode()
@@ -51,7 +51,7 @@ def build_once(final: Path, build: Callable[[Path], None]) -> Path:
         if damaged:
             if (wrong := fault(final)) is None:
                 return final
-            logger.warning("%s: %s; it is made again", final, wrong)
+            logger.warning("%s: %s; making it again", final, wrong)
         if alone:
             for stale in final.parent.glob(f".{final.name}.tmp-*"):
                 shutil.rmtree(stale, ignore_errors=True)
@@ -71,7 +71,7 @@ def build_once(final: Path, build: Callable[[Path], None]) -> Path:
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """Of the files of a directory that `build_once` has built, by their paths in it.
+    """Return the checksums of the files of a directory that `build_once` has built, by their paths in it.
 
     Raises:
         ValueError: there are none that can be read, in words for people.
@@ -89,7 +89,7 @@ def checksums(directory: Path) -> dict[str, str]:
 
 
 def fault(directory: Path) -> str | None:
-    """What is wrong with the files of a directory that `build_once` has built; None: they are as they were."""
+    """Return what is wrong with the files of a directory that `build_once` has built; None: they are as they were."""
     try:
         for name, wanted in checksums(directory).items():
             path = directory / name
@@ -141,7 +141,7 @@ def _sync(directory: Path) -> None:
 
 
 def _replace(temporary: Path, final: Path) -> None:
-    """Who reads the damaged files at this moment goes on with them."""
+    """Replace a damaged directory; who reads its files at this moment goes on with them."""
     doomed = temporary.with_name(f"{temporary.name}-damaged")
     os.rename(final, doomed)
     _rename(temporary, final)

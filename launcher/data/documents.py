@@ -9,7 +9,7 @@ IGNORED = -100
 
 
 def positions(starts: np.ndarray) -> np.ndarray:
-    """The place of each token in its document.
+    """Return the place of each token in its document.
 
     Args:
         starts: bool [n], true where a document begins. The row itself begins one.
@@ -22,7 +22,7 @@ def positions(starts: np.ndarray) -> np.ndarray:
 
 
 def starts_after(ids: np.ndarray, separator: int) -> np.ndarray:
-    """Bool [n]: the tokens of a row that follow a `separator`."""
+    """Return bool [n]: the tokens of a row that follow a `separator`."""
     starts = np.zeros(len(ids), dtype=bool)
     starts[1:] = ids[:-1] == separator
     return starts

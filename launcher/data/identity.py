@@ -1,4 +1,4 @@
-"""Which data a place in them is of: what a checkpoint notes, and what has changed when a run goes on from it."""
+"""The identity of the data: what a checkpoint notes of them, and what has changed when a run goes on from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identity:
-    """What a place in the data (`GlobalBatchLoader.state_dict`) means something in.
+    """The settings in which a place in the data (`GlobalBatchLoader.state_dict`) has a meaning.
 
     Attributes:
         digest: of the tokens of the whole data set, whatever the length of a sequence; None where it is not known.
@@ -32,46 +32,48 @@ class Identity:
         return cls(getattr(dataset, "digest", None), length, len(dataset), seed, apart)
 
     def write(self) -> dict[str, Any]:
-        """In JSON."""
+        """Return the identity as JSON values."""
         return asdict(self)
 
     def is_other(self, was: Mapping[str, Any] | None) -> bool:
-        """Whether a checkpoint that noted `was` had another data set: its place means nothing in this one."""
+        """Return whether a checkpoint that noted `was` had another data set: its place means nothing in this one."""
         before = was and was.get("digest")
         return before is not None and self.digest is not None and before != self.digest
 
     def changes(self, was: Mapping[str, Any] | None, place: Mapping[str, Any]) -> list[str]:
-        """What is to be told, a line each, where a run goes on at `place` of the data that a checkpoint noted."""
+        """Return remarks, a line each, for a run that goes on at `place` of the data that a checkpoint noted.
+        noted."""
         at = f"sequence {place['samples']:,} of epoch {place['epoch']}"
         if was is None:
             return [
-                f"the checkpoint does not say which data it was trained on; going on at {at} of those named now"
+                f"the checkpoint does not say which data it was trained on; continuing at {at} of the current data"
             ]
         if self.is_other(was):
             return [
-                f"--dataset is another one than in the checkpoint, which was at {at}: it is read from its beginning"
+                f"--dataset is not that of the checkpoint, which was at {at}: reading it from its beginning"
             ]
         lines = []
         length, count, seed = was.get("seq_length"), was.get("sequences"), was.get("seed")
         if length != self.seq_length:
             lines.append(
-                f"--seq-length is {self.seq_length} and was {length} in the checkpoint: going on at {at}, which is "
-                "other text now; some is read twice in this epoch, and some not at all"
+                f"--seq-length is {self.seq_length} and was {length} in the checkpoint: continuing at {at}, "
+                "which is other text now; some text is read twice in this epoch, and some not at all"
             )
         elif count != self.sequences:
             lines.append(
-                f"the data have {self.sequences:,} sequences and had {count:,} in the checkpoint: going on at {at}, "
-                "which is another one now; some are read twice in this epoch, and some not at all"
+                f"the data have {self.sequences:,} sequences and had {count:,} in the checkpoint: "
+                f"continuing at {at}, which is another sequence now; some are read twice in this epoch, and "
+                "some not at all"
             )
         if seed != self.seed:
             lines.append(
-                f"--seed is {self.seed} and was {seed} in the checkpoint: going on at {at} in another order; some "
+                f"--seed is {self.seed} and was {seed} in the checkpoint: continuing at {at} in another order; some "
                 "sequences are read twice in this epoch, and some not at all"
             )
         if was.get("document_mask", False) != self.document_mask:
             before, now = ("without", "with") if self.document_mask else ("with", "without")
             lines.append(
-                f"the checkpoint was trained {before} --document-mask, and the run goes on {now} it: its losses are "
+                f"the checkpoint was trained {before} --document-mask, and the run continues {now} it: its losses are "
                 "not comparable with the earlier ones"
             )
         return lines

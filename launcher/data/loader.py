@@ -81,21 +81,21 @@ class GlobalBatchLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one whole epoch."""
+        """Return the optimizer steps of one whole epoch."""
         whole, rest = divmod(len(self.dataset), self.global_batch)
         return whole + (1 if rest and not self.drop_last else 0)
 
     @property
     def microbatches_per_step(self) -> int:
-        """Microbatches of one rank in one step: the gradient accumulation."""
+        """Return the microbatches of one rank in one step: the gradient accumulation."""
         return self.global_batch // (self.micro_batch * self.dp_degree)
 
     def __len__(self) -> int:
-        """Microbatches of one rank in one whole epoch."""
+        """Return the microbatches of one rank in one whole epoch."""
         return self.steps_per_epoch * self.microbatches_per_step
 
     def __iter__(self) -> Iterator[Batch]:
-        """Microbatches of this rank, from the present place to the end of the epoch."""
+        """Yield the microbatches of this rank, from the present place to the end of the epoch."""
         epoch = self.epoch
         while self.epoch == epoch:
             *first, last = self._microbatches()
@@ -104,14 +104,14 @@ class GlobalBatchLoader:
             yield last
 
     def steps(self) -> Iterator[list[Batch]]:
-        """One list of microbatches for each optimizer step, epoch after epoch without end."""
+        """Yield one list of microbatches for each optimizer step, epoch after epoch without end."""
         while True:
             microbatches = self._microbatches() if self.reads else []
             self._advance()
             yield microbatches
 
     def global_indices(self) -> np.ndarray:
-        """Indices into the dataset of the next step's global batch, over all ranks: int64 [global_batch]."""
+        """Return the indices into the dataset of the next step's global batch, over all ranks: int64 [global_batch]."""
         order = self._epoch_order()
         indices = order[self.samples : self.samples + self.global_batch]
         return np.concatenate([indices, order[: self.global_batch - len(indices)]])
@@ -122,7 +122,7 @@ class GlobalBatchLoader:
             self.epoch, self.samples = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The place in the data, in sequences over all ranks: any topology may continue from it."""
+        """Return the place in the data, in sequences over all ranks: any topology may continue from it."""
         return {"epoch": self.epoch, "samples": self.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def _as_batch(item: torch.Tensor | Batch) -> Batch:
 def _check_numbers(count: int, global_batch: int, micro_batch: int, dp_rank: int, dp_degree: int) -> None:
     if min(global_batch, micro_batch, dp_degree) < 1 or global_batch % (micro_batch * dp_degree):
         raise ConfigError(
-            f"A global batch of {global_batch} cannot be dealt to {dp_degree} data-parallel ranks "
+            f"A global batch of {global_batch} cannot be divided among {dp_degree} data-parallel ranks "
             f"in microbatches of {micro_batch}.",
             where="train_batch_size",
             fix=f"Make it a multiple of {micro_batch} x {dp_degree}.",

@@ -102,7 +102,7 @@ def pack(
         raise ConfigError(f"A sequence of {seq_length} tokens cannot be packed.", where="--seq-length")
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no eos_token to stand between documents.",
+            f"The tokenizer {tokenizer.name_or_path!r} has no eos_token to separate documents.",
             where="--tokenizer",
             fix="Set eos_token in its tokenizer_config.json.",
         )
@@ -122,7 +122,7 @@ def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
             largest = max(largest, int(array.max()))
             if array.min() < 0 or largest > np.iinfo(dtype).max:
                 raise ConfigError(
-                    f"The tokenizer {tokenizer.name_or_path!r} gives ids from {array.min()} to {largest}, but its "
+                    f"The tokenizer {tokenizer.name_or_path!r} produces ids from {array.min()} to {largest}, but its "
                     f"vocabulary ends with {largest_id(tokenizer)}.",
                     where="--tokenizer",
                     fix="Repair its tokenizer.json, or name another tokenizer.",
@@ -146,7 +146,7 @@ def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
 
 
 def _token_chunks(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Ids of the whole stream, some PIECE_CHARS characters of text at a time."""
+    """Yield the ids of the whole stream, some PIECE_CHARS characters of text at a time."""
     pieces: list[str] = []
     ends: list[bool] = []
     waiting = 0
@@ -180,7 +180,7 @@ def _texts(dataset: Dataset) -> Iterator[str]:
 
 
 def _cut(text: str) -> list[str]:
-    """A long document in pieces of at most PIECE_CHARS characters, cut after a newline where there is one."""
+    """Return a long document in pieces of at most PIECE_CHARS characters, cut after a newline where there is one."""
     pieces = []
     start = 0
     while len(text) - start > PIECE_CHARS:

@@ -107,7 +107,7 @@ def load_sft(
     split: str = "train",
     packed: bool = False,
 ) -> SftDataset:
-    """Instruction data for `finetune`.
+    """Load instruction data for `finetune`.
 
     Every conversation, completion and text ends with <eos>. Conversations go through the tokenizer's chat
     template, else the plain one: `role:\\ncontent\\n\\n` for each message, with <eos> after the content
@@ -128,7 +128,7 @@ def load_sft(
     """
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"The tokenizer {tokenizer.name_or_path!r} is no fast tokenizer with an eos_token.",
+            f"The tokenizer {tokenizer.name_or_path!r} is not a fast tokenizer with an eos_token.",
             where="--tokenizer",
             fix="Use a tokenizer with a tokenizer.json that names its eos_token.",
         )
@@ -147,13 +147,13 @@ def load_sft(
     n_dropped = len(encoded) - len(kept)
     if n_truncated or n_dropped:
         logger.warning(
-            "%s: of %d rows %d were cut to %d tokens, %d were left out (nothing to learn in them)",
+            "%s: of %d rows, %d were truncated to %d tokens and %d were dropped (no tokens to learn)",
             dataset, len(encoded), n_truncated, seq_length, n_dropped,
         )  # fmt: skip
     items = _packed(kept, seq_length) if packed else kept
     if not items:
         raise ConfigError(
-            f"Nothing to learn in {len(encoded)} rows of {dataset!r} with sequences of {seq_length} tokens.",
+            f"No tokens to learn in {len(encoded)} rows of {dataset!r} with sequences of {seq_length} tokens.",
             where="--seq-length",
             fix="Give more rows, or another --seq-length (a prompt alone may fill it).",
         )
@@ -165,7 +165,7 @@ def load_sft(
 
 
 def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Segment]:
-    """The text of a row in order, marked as learned or not.
+    """Return the text of a row in order, marked as learned or not.
 
     Raises:
         ConfigError: the row is of no accepted kind.
@@ -187,7 +187,7 @@ def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: 
 
 
 def prompt_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What a model reads before it answers: `text`, as the user's message where there is a chat template."""
+    """Return what a model reads before it answers: `text`, as the user's message where there is a chat template."""
     if tokenizer.chat_template:
         text = _render([{"role": "user", "content": text}], tokenizer, for_answer=True)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -233,7 +233,7 @@ def _plain(messages: Sequence[Mapping[str, str]], eos: str) -> list[Segment]:
 def _templated(
     messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[Segment]:
-    """What the chat template adds for each of the assistant's messages is learned, the rest is not."""
+    """Encode with the chat template: what it adds for each of the assistant's messages is learned, the rest is not."""
     whole = _render(messages, tokenizer)
     parts: list[Segment] = []
     position = 0
@@ -244,10 +244,10 @@ def _templated(
         answered = _render(messages[: i + 1], tokenizer)
         if not (whole.startswith(answered) and answered.startswith(prompt)):
             raise ConfigError(
-                "The tokenizer's chat template changes earlier messages when later ones follow, so what the "
-                "assistant said cannot be told from the rest.",
+                "The tokenizer's chat template changes earlier messages when later ones follow, so the "
+                "assistant's tokens cannot be told from the others.",
                 where=where,
-                fix="Split the conversation in rows that end with each answer, or use prompt and completion.",
+                fix="Split the conversation into rows that end with each answer, or use prompt and completion.",
             )
         parts += [
             Segment(whole[position : len(prompt)], False),

@@ -31,7 +31,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 
 def load_text(dataset: str, *, split: str = "train") -> Dataset:
-    """Documents of `dataset`, one row each, in the column `text`.
+    """Load the documents of `dataset`, one row each, in the column `text`.
 
     Args:
         dataset: `stdlib` (Python's documentation topics and the sources of its standard library), a Hugging
@@ -51,7 +51,7 @@ def load_text(dataset: str, *, split: str = "train") -> Dataset:
 
 
 def load_rows(dataset: str) -> Dataset:
-    """Rows as they are in `dataset`, with all their columns (see `load_text` for the names)."""
+    """Return the rows as they are in `dataset`, with all their columns (see `load_text` for the names)."""
     if dataset == "stdlib":
         return _documents(_stdlib_documents())
     path = Path(dataset).expanduser()
@@ -81,7 +81,7 @@ def text_column(rows: Dataset, dataset: str) -> Dataset:
 
 
 def hold_out(rows: Dataset, split: str, *, where: str, min_eval_chars: int = 8192) -> Dataset:
-    """The `train` or the `eval` part of the documents, cut at the same place by every process.
+    """Return the `train` or the `eval` part of the documents, cut at the same place by every process.
 
     Whole documents are held out from the end. Where that would take more than twice the share (one huge
     document), the document is cut at the end of a line.
@@ -125,7 +125,7 @@ def _cut_document(rows: Dataset, index: int, held: int, split: str) -> Dataset:
 
 
 def _lengths(rows: Dataset) -> np.ndarray:
-    """Bytes of each document [n], read from the Arrow offsets and not from the text."""
+    """Return the bytes of each document [n], read from the Arrow offsets and not from the text."""
     if rows._indices is not None:
         rows = rows.flatten_indices()
     lengths = pc.fill_null(pc.binary_length(rows.data.column("text")), 0)
@@ -133,22 +133,22 @@ def _lengths(rows: Dataset) -> np.ndarray:
 
 
 def _documents(texts: list[str], kind: pa.DataType | None = None) -> Dataset:
-    """Texts in memory as rows; the fingerprint is of the contents, so every process has the same."""
+    """Return texts in memory as rows; the fingerprint is of the contents, so every process has the same."""
     table = pa.table({"text": pa.array(texts, type=kind or pa.large_string())})
     return Dataset(table, fingerprint=cache_key(*texts)[:16])
 
 
 def _stdlib_documents() -> list[str]:
-    """Python's own documentation topics, then the sources of its library in the order of their paths."""
+    """Return Python's own documentation topics, then the sources of its library in the order of their paths."""
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_path("stdlib"))
     sources = [path for path in sorted(root.rglob("*.py")) if _is_library(path.relative_to(root))]
     if not sources:
         raise ConfigError(
-            f"This Python has no sources of its standard library in {root}.",
+            f"This Python does not have the sources of its standard library in {root}.",
             where="--dataset stdlib",
-            fix="Use a Python that has them, or name other text: " + ACCEPTED + ".",
+            fix="Use a Python that has them, or another data set: " + ACCEPTED + ".",
         )
     documents = [topics[name] for name in sorted(topics)]
     documents += [path.read_text(encoding="utf-8", errors="replace") for path in sources]
@@ -156,7 +156,8 @@ def _stdlib_documents() -> list[str]:
 
 
 def _is_library(path: Path) -> bool:
-    """Not a test, not an installed package, not a file that differs by machine or repeats the topics."""
+    """Return whether a path is not a test, an installed package, or a file that differs by machine or repeats the
+    topics. topics."""
     if _NOT_LIBRARY & set(path.parts) or path.parts[0].startswith("config-"):
         return False
     return not path.name.startswith("_sysconfigdata") and path.parts != ("pydoc_data", "topics.py")
@@ -169,7 +170,7 @@ def _load_local(path: Path) -> Dataset:
         files = [path] if path.suffix in SUFFIXES else []
     if not files:
         raise ConfigError(
-            f"There is no text of a kind that can be read in {str(path)!r}.",
+            f"There is no text file of a supported kind in {str(path)!r}.",
             where="--dataset",
             fix=f"{ACCEPTED}.",
         )
@@ -188,18 +189,18 @@ def _load_files(kind: str, paths: list[Path]) -> Dataset:
 
 
 def _decoded(path: Path) -> str:
-    """The text of a file; what is not UTF-8 in it is replaced, and told."""
+    """Return the text of a file; what is not UTF-8 in it is replaced, and told."""
     raw = path.read_bytes()
     text = raw.decode("utf-8", errors="replace")
     places = text.count(REPLACED) - raw.count(REPLACED.encode())
     if places:
-        _tell(f"{path} is not UTF-8 in {places:,} places: there it is read as {REPLACED} (U+FFFD)")
+        _tell(f"{path} is not UTF-8 in {places:,} places: these are read as {REPLACED} (U+FFFD)")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 @cache
 def _tell(text: str) -> None:
-    """Once, though the splits are read one after the other."""
+    """Log once, though the splits are read one after the other."""
     logger.warning("%s", text)
 
 
@@ -218,7 +219,7 @@ def valid_text(rows: Dataset, dataset: str) -> Iterator[None]:
         raise ConfigError(
             f"{max(1, len(wrong)):,} rows of {dataset!r} are not UTF-8{first}: {error.reason}",
             where="--dataset",
-            fix="convert the file: iconv -c -f utf-8 -t utf-8 OLD > NEW leaves the wrong bytes out",
+            fix="convert the file: iconv -c -f utf-8 -t utf-8 OLD > NEW drops the invalid bytes",
         ) from None
 
 
@@ -240,7 +241,7 @@ def _load_hub(name: str) -> Dataset:
 
 
 def _read(failure: str, *args: Any, **kwargs: Any) -> Dataset:
-    """`datasets.load_dataset(..., split="train")`; its many kinds of errors become one naming the data."""
+    """Call `datasets.load_dataset(..., split="train")`; its many kinds of errors become one naming the data."""
     try:
         return load_dataset(*args, split="train", **kwargs)
     except Exception as error:

@@ -29,7 +29,7 @@ _SAVED = (
 
 
 def load_tokenizer(name: str | None, model_dir: str | None, vocab_size: int) -> PreTrainedTokenizerFast:
-    """The tokenizer for a model whose embedding has `vocab_size` rows.
+    """Return the tokenizer for a model whose embedding has `vocab_size` rows.
 
     Args:
         name: a Hugging Face id or a directory (`--tokenizer`); None: the model's own.
@@ -64,7 +64,7 @@ def load_tokenizer(name: str | None, model_dir: str | None, vocab_size: int) -> 
 
 
 def byte_tokenizer(vocab_size: int = BYTE_VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Ids 0..255 are the bytes of UTF-8; <pad>, <bos>, <eos>, <unk> are 256..259. Decoding is exact.
+    """Return the ids 0..255 are the bytes of UTF-8; <pad>, <bos>, <eos>, <unk> are 256..259. Decoding is exact.
 
     Raises:
         ConfigError: `vocab_size` is below 260.
@@ -82,7 +82,7 @@ def byte_tokenizer(vocab_size: int = BYTE_VOCAB_SIZE) -> PreTrainedTokenizerFast
 def train_tokenizer(
     dataset: Dataset, n_tokens: int, cache_dir: str | Path | None = None
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of exactly `n_tokens` tokens, trained on column `text` (`--train-tokenizer N`).
+    """Return a byte-level BPE of exactly `n_tokens` tokens, trained on column `text` (`--train-tokenizer N`).
 
     Ids 0..259 are those of `byte_tokenizer`. Trained once and cached, so every rank has the same.
 
@@ -119,7 +119,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of what decides the ids: not of padding and truncation, which calls set and leave behind."""
+    """Return a hash of what decides the ids: not of padding and truncation, which calls set and leave behind."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
@@ -151,7 +151,7 @@ def _train(dataset: Dataset, n_tokens: int) -> PreTrainedTokenizerFast:
         vocab.setdefault(token, len(vocab))
     if len(vocab) < n_tokens:
         raise ConfigError(
-            f"The data set has pairs for {len(vocab)} tokens only, {n_tokens} were asked for.",
+            f"The data set has enough pairs for only {len(vocab)} tokens, but {n_tokens} were requested.",
             where="--train-tokenizer",
             fix=f"Ask for at most {len(vocab)} tokens, or give more text.",
         )
@@ -159,7 +159,7 @@ def _train(dataset: Dataset, n_tokens: int) -> PreTrainedTokenizerFast:
 
 
 def _own_tokenizer(model_dir: str | None) -> str | None:
-    """Where the model's own tokenizer is; None for a bare config or a directory without one."""
+    """Return where the model's own tokenizer is; None for a bare config or a directory without one."""
     if model_dir is None:
         return None
     path = Path(model_dir).expanduser()
@@ -177,7 +177,7 @@ def _texts(dataset: Dataset) -> Iterator[list[str]]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The character by which byte-level BPE (GPT-2, Radford et al. 2019) writes each byte -> that byte."""
+    """Return the character by which byte-level BPE (GPT-2, Radford et al. 2019) writes each byte -> that byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {chr(byte): byte for byte in printable}

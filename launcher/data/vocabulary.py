@@ -24,12 +24,12 @@ class TokenData(Protocol):
 
 
 def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id that it may give. Ids may have gaps, so it is no matter of how many tokens there are."""
+    """Return the largest id that it may give. Ids may have gaps, so it is no matter of how many tokens there are."""
     return max([*tokenizer.get_vocab().values(), *tokenizer.all_special_ids])
 
 
 def dtype_of(largest: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest dtype in which ids up to `largest` are stored."""
+    """Return the smallest dtype in which ids up to `largest` are stored."""
     return np.dtype("<u2" if largest <= np.iinfo("<u2").max else "<u4")
 
 

@@ -25,8 +25,8 @@ class AccumulationMixin:
         return cast("EngineCore", self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present microbatch is the last of a step; with `managed_gradient_accumulation: false` only the
-        caller knows, and the answer is False."""
+        """Return whether the present microbatch is the last of a step; with `managed_gradient_accumulation: false` only
+        the caller knows, and the answer is False."""
         if self._boundary is not None:
             return self._boundary
         core = self._core()
@@ -39,7 +39,7 @@ class AccumulationMixin:
         """Say it explicitly, from now on; counting is off."""
         if not self._core().managed_gradient_accumulation():
             raise MisplacedCallError(
-                "set_gradient_accumulation_boundary() has nothing to say: every step() is a boundary",
+                "set_gradient_accumulation_boundary() has no effect: every step() is a boundary",
                 where="managed_gradient_accumulation is false",
                 fix="call step() where an optimizer step is due, or set the key to true",
             )
@@ -52,7 +52,7 @@ class AccumulationMixin:
         per_step = micro * dp
         if train_batch_size < per_step or train_batch_size % per_step:
             raise ConfigError(
-                f"train_batch_size {train_batch_size} is no multiple of {per_step} "
+                f"train_batch_size {train_batch_size} is not a multiple of {per_step} "
                 f"(micro batch {micro} x {dp} ranks)",
                 fix=f"use a multiple of {per_step}",
             )
@@ -71,7 +71,7 @@ class AccumulationMixin:
         if not self._syncs:
             raise MisplacedCallError(
                 "no_sync context manager reentry is unsupported: it and coalesce_grad_reduction() cannot be nested",
-                fix="enter one of them, once",
+                fix="enter only one of them, once",
             )
         self._set_syncs(False)
         try:
@@ -85,8 +85,8 @@ class AccumulationMixin:
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """The backwards of one step, at every stage: they only accumulate, and their gradients are reduced together
-        when the `with` ends. Then comes step(). The whole gradient is held meanwhile.
+        """Reduce the gradients of one step's backwards together, at every stage: inside they only accumulate, and they
+        are reduced when the `with` ends. Then comes step(). The whole gradient is held meanwhile.
 
         Raises:
             MisplacedCallError: inside another `no_sync()` or `coalesce_grad_reduction()`.
@@ -98,4 +98,4 @@ class AccumulationMixin:
         reducer.flush()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Nothing is left to do: gradients are reduced while backward goes on, and all have been when step() begins."""
+        """Do nothing: gradients are reduced while backward goes on, and all have been when step() begins."""

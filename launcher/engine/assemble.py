@@ -209,7 +209,7 @@ def mark_leaves(model: nn.Module, config: Config) -> None:
 
 
 def resolve(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:
-    """The JSON without "auto", for a mesh and a model."""
+    """Return the JSON without "auto", for a mesh and a model."""
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     values = {**(autos_of_hidden_size(hidden) if isinstance(hidden, int) else {}), **auto}
     return loaded.resolve(dp_degree=mesh.dp.degree, auto=values)
@@ -248,7 +248,7 @@ def split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
 
 
 def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Blocks, and the embedding and the head, which are used at the two ends of the model only."""
+    """Return the blocks, and the embedding and the head, which are used at the two ends of the model only."""
     names = {module: name for name, module in model.named_modules()}
     first, last = ([(names[end], end)] if end is not None and end in names else [] for end in ends_of(model))
     return [*first, *blocks, *last]
@@ -276,7 +276,8 @@ def _dataloader(
     seed: int,
     in_stages: bool,
 ) -> Any:
-    """In random order; for a model in stages as the rows lie, as DeepSpeed's pipeline engine takes them."""
+    """Return a loader in random order; for a model in stages as the rows lie, as DeepSpeed's pipeline engine takes
+    them. them."""
     if data is None:
         return None
     from launcher.engine.loaders import loader_of, share_of

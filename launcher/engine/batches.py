@@ -1,4 +1,4 @@
-"""What train_batch() and eval_batch() do with data: endless epochs, the way to the device, the loss of an output."""
+"""Data of train_batch() and eval_batch(): endless epochs, the way to the device, the loss of an output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.errors import ConfigError
 
 
 def forever(loader: Any, epochs: int | None = None) -> Iterator[Any]:
-    """The loader's batches, epoch after epoch, each in another order.
+    """Yield the loader's batches, epoch after epoch, each in another order.
 
     Raises:
         ConfigError: the loader has no batch, or `epochs` of them are over.
@@ -21,9 +21,9 @@ def forever(loader: Any, epochs: int | None = None) -> Iterator[Any]:
     for epoch in count():
         if epoch == epochs:
             raise ConfigError(
-                f"all {epochs} passes over training_data are over",
+                f"all {epochs} passes over training_data are done",
                 where="data_efficiency.data_sampling.num_epochs",
-                fix="raise it, or end the loop before",
+                fix="raise it, or end the loop earlier",
             )
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
@@ -36,17 +36,17 @@ def forever(loader: Any, epochs: int | None = None) -> Iterator[Any]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on `device`."""
+    """Return the batch with every tensor in it on `device`."""
     return _map(batch, lambda t: t.to(device, non_blocking=True))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """The value with every floating-point tensor in it in `dtype`."""
+    """Return the value with every floating-point tensor in it in `dtype`."""
     return _map(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def call(module: Callable[..., Any], batch: Any) -> Any:
-    """module(batch), with a dict as keywords and a list or tuple as arguments."""
+    """Return module(batch), with a dict as keywords and a list or tuple as arguments."""
     if isinstance(batch, dict):
         return module(**batch)
     if isinstance(batch, list | tuple):
@@ -55,7 +55,7 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_in(output: Any) -> Tensor:
-    """The loss: the output itself, its "loss", or its first part."""
+    """Return the loss: the output itself, its "loss", or its first part."""
     if isinstance(output, Tensor):
         return output
     loss: Tensor = output["loss"] if isinstance(output, dict) else output[0]
@@ -63,14 +63,14 @@ def loss_in(output: Any) -> Tensor:
 
 
 def outputs_in(output: Any) -> Any:
-    """The logits, of what models return; else the output itself."""
+    """Return the logits, of what models return; else the output itself."""
     if isinstance(output, dict):
         return output.get("logits", output)
     return output
 
 
 def without_labels(batch: Any) -> Any:
-    """The inputs of a batch."""
+    """Return the inputs of a batch."""
     if isinstance(batch, dict):
         return {key: value for key, value in batch.items() if key != "labels"}
     return batch[:1] if isinstance(batch, list | tuple) else batch

@@ -134,7 +134,7 @@ class ConfigGetters:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """What a key path leads to, as plain data; None where a section on the way is missing."""
+    """Return what a key path leads to, as plain data; None where a section on the way is missing."""
     for key in path.split("."):
         config = getattr(config, key, None)
     return config.to_dict() if hasattr(config, "to_dict") else config

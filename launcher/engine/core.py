@@ -66,7 +66,7 @@ class ModuleHolder(nn.Module):
 
 
 class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHolder):
-    """What trains: a model in flat buffers, its optimizer, and what counts and watches its steps.
+    """The core that trains: a model in flat buffers, its optimizer, and what counts and watches its steps.
 
     Attributes:
         module: the user's model.
@@ -166,7 +166,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
                 "a loss must be a scalar tensor that was computed from parameters, not one of shape "
                 f"{tuple(loss.shape)} {'without' if loss.grad_fn is None else 'with'} a grad_fn",
                 where="engine.scale()",
-                fix="give it the loss; for other tensors use tensor.backward(gradient)",
+                fix="pass it the loss; for other tensors use tensor.backward(gradient)",
             )
         scaled = self._scaled(self._divided(loss))
         scaled = scaled.clone() if scaled is loss else scaled  # the hook is not to stay on the caller's own
@@ -204,7 +204,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         return float(self.train_microbatches(batches, weights))
 
     def train_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor:
-        """As `run_microbatches`; the loss is fp64 [], and nobody waits for the device."""
+        """Do as `run_microbatches`; the loss is fp64 [], and nobody waits for the device."""
         self._check_usable("engine.train_batch()")
         if not self._syncs:
             raise MisplacedCallError(
@@ -212,7 +212,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             )
         if self.mesh.axes["pp"].rank == 0 and len(batches) != len(weights):
             raise ConfigError(
-                f"there are other numbers of microbatches and of weights: {len(batches)} and {len(weights)}",
+                f"the numbers of microbatches and of weights differ: {len(batches)} and {len(weights)}",
                 where="engine.run_microbatches()",
                 fix="give a weight for each microbatch: 1 / their number, for the mean of their losses",
             )
@@ -234,13 +234,13 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
 
     @torch.no_grad()
     def eval_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
-        """As `run_microbatches`, without gradients."""
+        """Do as `run_microbatches`, without gradients."""
         return float(executor.weighted(*executor.evaluate(self, batches, weights)))
 
     # ---- the optimizer step -----------------------------------------------------------------
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only counts.
+        """Step at the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only count.
 
         With `managed_gradient_accumulation: false` every call is a boundary.
         """
@@ -266,7 +266,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.micro_steps += 1
 
     def step_without_schedule(self) -> None:
-        """`step()` for a script that calls the optimizer's: its schedule is stepped by the script, too."""
+        """Do `step()` for a script that calls the optimizer's: its schedule is stepped by the script, too."""
         schedule, self.lr_scheduler = self.lr_scheduler, None
         try:
             self.step()
@@ -289,7 +289,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             self._saver.raise_failure()
 
     def step_weights(self, needed: Collection[int] = ()) -> bool:
-        """Norm, overflow check, clipping and optimizer; returns whether it was left out because of an overflow.
+        """Run norm, overflow check, clipping and optimizer; return whether it was left out because of an overflow.
 
         Args:
             needed: versions of the weights that will be seen again, where training is asynchronous.
@@ -338,7 +338,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.telemetry.counted(self, samples)
 
     def _samples(self) -> int:
-        """Sequences of the present step over all ranks."""
+        """Return the sequences of the present step over all ranks."""
         if self.managed_gradient_accumulation():
             return self.train_batch_size()
         return self.train_micro_batch_size_per_gpu() * self.dp_world_size * self._backwards
@@ -359,7 +359,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
 
     @property
     def saver(self) -> Saver:
-        """What writes and reads checkpoints; made when it is first asked for."""
+        """Return the writer and reader of checkpoints, made when it is first asked for."""
         if self._saver is None:
             from launcher.checkpoint.saver import Saver
 
@@ -371,7 +371,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
     def _refuse_stages(self, what: str) -> None:
         if not self.runtime.staged.is_whole:
             raise ConfigError(
-                f"{what} is one microbatch on one rank, and the model runs in stages: {self.mesh.axes['pp'].degree}",
+                f"{what} runs one microbatch on one rank, but the model runs in stages: {self.mesh.axes['pp'].degree}",
                 where="pipeline.stages",
                 fix="call engine.train_batch(data_iter) or engine.eval_batch(data_iter)",
             )
@@ -379,10 +379,10 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
     def _check_usable(self, where: str) -> None:
         if self._destroyed:
             raise LauncherError(
-                "this engine has been destroyed: its model belongs to no engine now",
+                "this engine has been destroyed: its model does not belong to an engine now",
                 where=where,
-                fix="call initialize() again; a Trainer of Hugging Face's that has evaluated under ZeRO-3 destroys its "
-                "engine before it trains: train with another Trainer, or evaluate afterwards",
+                fix="call initialize() again; a Hugging Face Trainer that has evaluated under ZeRO-3 "
+                "destroys its engine before it trains: train with another Trainer, or evaluate afterwards",
             )
         if self._away:
             self.check_states_are_here(where)

@@ -32,7 +32,7 @@ class Curriculum:
         return cls(config.curriculum)
 
     def seqlen(self, steps_done: int) -> int | None:
-        """Tokens of a sequence in the optimizer step after `steps_done`; None without a curriculum."""
+        """Return the tokens of a sequence in the optimizer step after `steps_done`; None without a curriculum."""
         metric = self.metric
         if metric is None:
             return None
@@ -48,13 +48,13 @@ class Curriculum:
         return rising(steps_done + 1, low, high, pace.total_curriculum_step, pace.difficulty_step, degree)
 
     def cut(self, batch: Any, steps_done: int) -> Any:
-        """`batch` as the optimizer step after `steps_done` sees it."""
+        """Return `batch` as the optimizer step after `steps_done` sees it."""
         length = self.seqlen(steps_done)
         return batch if length is None else cut(batch, length)
 
 
 def rising(step: int, low: int, high: int, total: int, grain: int, degree: int = 1) -> int:
-    """Length along a root: from `low` at step 0 to `high` at step `total`.
+    """Return the length along a root: from `low` at step 0 to `high` at step `total`.
 
     Args:
         step: optimizer step, from 1.
@@ -68,7 +68,7 @@ def rising(step: int, low: int, high: int, total: int, grain: int, degree: int =
 
 
 def stepped(step: int, lengths: Sequence[int], last_steps: Sequence[int], high: int) -> int:
-    """Length in written steps.
+    """Return the length in written steps.
 
     Args:
         step: optimizer step, from 1.
@@ -81,7 +81,7 @@ def stepped(step: int, lengths: Sequence[int], last_steps: Sequence[int], high: 
 
 
 def cut(batch: Any, length: int) -> Any:
-    """`batch` with every sequence in it cut to its first `length` tokens.
+    """Return `batch` with every sequence in it cut to its first `length` tokens.
 
     The number of tokens, S, is that of `input_ids`, else of the first tensor of whole numbers [batch, S]. Cut are all
     tensors [batch, S, ...], and the last two dims of masks [batch, heads, S, S].

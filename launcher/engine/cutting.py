@@ -1,4 +1,4 @@
-"""From a model to its stages: which model is cut, and where. A row of layers runs in stages, be it one.
+"""The way from a model to its stages: which model is cut, and where. A row of layers runs in stages, be it one.
 
 Only runs with stages import this file, and what it imports of `pipeline/`.
 """
@@ -43,7 +43,7 @@ def configured_row(model: nn.Module, config: Config) -> tuple[PipelineModule, Co
     ):
         if wrong:
             raise ArgumentsError(
-                f"what {key} says is not supported with pipeline parallelism of a row of layers",
+                f"what {key} says is not supported with pipeline parallelism of a sequence of layers",
                 where=config.where(key),
                 fix=fix,
             )
@@ -60,7 +60,7 @@ def cut_row(
     *,
     taken: bool = False,
 ) -> SequentialPipeline:
-    """This rank's layers of a row, built; says how even the stages are.
+    """Return this rank's layers of a row, built; report how even the stages are.
 
     Args:
         data, collate_fn: a data set, of which "profile" measures a microbatch.
@@ -104,8 +104,8 @@ def cut_model(
 def _check_cut(row: PipelineModule, staged: SequentialPipeline) -> None:
     if row.cut not in (None, staged.boundaries):
         raise ConfigError(
-            f"the JSON cuts the row of layers at {staged.boundaries}, and PipelineModule() cut it at {row.cut}: the "
-            "parameters that initialize() was given are those of other stages",
+            f"the JSON cuts the layers at {staged.boundaries}, but PipelineModule() cut them at {row.cut}: "
+            "the parameters that initialize() was given belong to other stages",
             where="initialize(optimizer=..., model_parameters=...)",
             fix="leave them out, or delete partition and schedule in the JSON's section pipeline and give "
             "PipelineModule(partition_method=...)",
@@ -141,7 +141,7 @@ def recompute_stages(model: nn.Module, staged: StagedPart, config: Config, tp: A
 def _recompute_row(
     staged: SequentialPipeline, section: ActivationCheckpointingConfig | None, tp: Axis
 ) -> Checkpointer | None:
-    """Groups of layers, by the row's interval, keep their inputs as the section says."""
+    """Return the groups of layers, by the row's interval, keep their inputs as the section says."""
     stages = [stage for stage in staged.part.stages.values() if stage.interval]
     if section is None or not stages:
         return None

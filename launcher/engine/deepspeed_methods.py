@@ -29,7 +29,7 @@ class DeepSpeedMethods:
 
     @property
     def seq_dp_world_size(self) -> int:
-        """Ranks over which gradients are averaged."""
+        """Return the ranks over which gradients are averaged."""
         return self._engine().dp_world_size
 
     @property
@@ -46,11 +46,11 @@ class DeepSpeedMethods:
 
     @property
     def is_first_weights_partition_group(self) -> bool:
-        """Whether this rank is one of the first group that holds all shards."""
+        """Return whether this rank is one of the first group that holds all shards."""
         return self._engine().zero.axes.replicate.rank == 0
 
     def zero_cpu_offload(self) -> bool:
-        """Whether the optimizer rests in host memory."""
+        """Return whether the optimizer rests in host memory."""
         section = self._engine().resolved.zero_optimization.offload_optimizer
         return section is not None and section.device == "cpu"
 
@@ -61,15 +61,15 @@ class DeepSpeedMethods:
         return section is not None and section.device == "nvme"
 
     def get_data_types(self) -> tuple[Any, Any]:
-        """Of the parameters, and of the gradients that are kept."""
+        """Return the dtypes of the parameters, and of the gradients that are kept."""
         policy = self._engine().zero.policy
         return policy.param_dtype, policy.grad_dtype
 
     def clip_fp32_gradients(self) -> None:
-        """Nothing is left to do: step() clips the gradients to `gradient_clipping`."""
+        """Do nothing: step() clips the gradients to `gradient_clipping`."""
 
     def get_sequence_parallel_group(self) -> None:
-        """None: a sequence lies whole on a rank."""
+        """Return None: a sequence lies whole on a rank."""
         return None
 
     def is_map_style_dataset(self, obj: Any) -> bool:
@@ -104,7 +104,7 @@ class DeepSpeedMethods:
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A loader of a dataset that gives each data-parallel rank its share.
+        """Return a loader of a dataset that gives each data-parallel rank its share.
 
         Args:
             batch_size: of one rank; default: the micro batch.
@@ -132,7 +132,7 @@ class DeepSpeedMethods:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The state dict of the model as this rank has it, in the dtype of the parameters.
+        """Return the state dict of the model as this rank has it, in the dtype of the parameters.
 
         Raises:
             ConfigError: at stage 3: no rank has it whole.
@@ -140,7 +140,7 @@ class DeepSpeedMethods:
         engine = self._engine()
         if engine.zero_optimization_partition_weights():
             raise ConfigError(
-                "module_state_dict() is of whole parameters, and stage 3 shards them",
+                "module_state_dict() returns whole parameters, but stage 3 shards them",
                 where="zero_optimization.stage",
                 fix="call engine._zero3_consolidated_16bit_state_dict() on every rank, or save_16bit_model()",
             )
@@ -190,6 +190,6 @@ class DeepSpeedMethods:
         missing = set(found.missing_keys) - set(allowed_missing_keys or ())
         if strict and (missing or found.unexpected_keys):
             raise RuntimeError(
-                f"load_module_state_dict(): the state dict lacks {sorted(missing)} and has besides "
+                f"load_module_state_dict(): the state dict lacks {sorted(missing)} and has unexpected "
                 f"{sorted(found.unexpected_keys)}"
             )

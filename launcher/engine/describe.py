@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def state_lines(engine: Engine) -> Iterator[str]:
-    """Mesh, batch, model, units with their flat buffers, optimizer, schedule, and the resolved JSON."""
+    """Yield mesh, batch, model, units with their flat buffers, optimizer, schedule, and the resolved JSON."""
     slots = engine.zero.slots.values()
     yield f"engine of {type(engine.module).__name__} at ZeRO stage {engine.zero_optimization_stage()}"
     yield f"  mesh           {engine.mesh.degrees} on {engine.device}"

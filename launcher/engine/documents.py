@@ -28,7 +28,7 @@ _SEED = 20
 
 
 def for_attention(engine: Engine, batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch, with the borders of its documents where FlashAttention will read them."""
+    """Return the batch, with the borders of its documents where FlashAttention will read them."""
     if POSITIONS not in batch or not is_flash_attention_requested(_text_config(engine)):
         return batch
     starts = (batch[POSITIONS].flatten() == 0).nonzero().flatten()
@@ -90,7 +90,7 @@ def _check_signature(engine: Engine) -> None:
         raise _refusal(engine, "it takes no position_ids")
     takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     if is_flash_attention_requested(_text_config(engine)) and not takes_more:
-        raise _refusal(engine, "it hands no borders of documents to FlashAttention")
+        raise _refusal(engine, "it does not pass the borders of documents to FlashAttention")
 
 
 def _text_config(engine: Engine) -> Any:
@@ -104,5 +104,5 @@ def _refusal(engine: Engine, why: str) -> ConfigError:
         f"{type(engine.module).__name__} does not keep packed documents apart: {why}",
         where=f"model_type {config.model_type!r}, attention {config._attn_implementation!r}",
         fix="pad the rows (finetune without --packed), or let documents see each other (pretrain without "
-        '--document-mask); another attention may do it: "attn_implementation" in the model\'s config.json',
+        '--document-mask); another attention may work: "attn_implementation" in the model\'s config.json',
     )

@@ -1,4 +1,4 @@
-"""Which parameters and buffers of a model depart from its dtype, by `data_types` and `torch_autocast`."""
+"""Parameters and buffers of a model that depart from its dtype, by `data_types` and `torch_autocast`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ SAFE_MODULES = "torch_autocast.lower_precision_safe_modules"
 
 
 def autocast_dtype(config: Config) -> torch.dtype | None:
-    """The dtype of `torch_autocast`; None when it is off."""
+    """Return the dtype of `torch_autocast`; None when it is off."""
     section = config.torch_autocast
     return DTYPES[str(section.dtype or "bf16")] if section.enabled is True else None
 
 
 def scales_loss(config: Config) -> bool:
-    """Whether gradients are float16, so that the loss is scaled."""
+    """Return whether gradients are float16, so that the loss is scaled."""
     return bool(config.fp16.enabled) or autocast_dtype(config) is torch.float16
 
 
 def state_dtype(config: Config, client: Any = None) -> torch.dtype:
-    """The least precise dtype of optimizer states: 16 bits where somebody asks for them and master weights have 16.
+    """Return the least precise dtype of optimizer states: 16 bits where somebody asks for them and master weights have
+    16.
 
     Args:
         client: the script's own optimizer, in place of the JSON's.
@@ -42,7 +43,7 @@ def state_dtype(config: Config, client: Any = None) -> torch.dtype:
     narrow = not getattr(asked, STATES, True)
     if client is not None and not narrow and config.bf16.bf16_optimizer_states and hasattr(asked, STATES):
         raise ArgumentsError(
-            f"bf16.bf16_optimizer_states is true, and {type(client).__name__} was made with float32 states",
+            f"bf16.bf16_optimizer_states is true, but {type(client).__name__} was made with float32 states",
             where="initialize(optimizer=...)",
             fix=f"make it with {STATES}=False, or set bf16_optimizer_states to false",
         )
@@ -54,7 +55,7 @@ def state_dtype(config: Config, client: Any = None) -> torch.dtype:
 
 
 def special_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
-    """Parameter name -> its dtype, for those that do not have the dtype of the model.
+    """Return parameter name -> its dtype, for those that do not have the dtype of the model.
 
     In a 16-bit model: those that `data_types.keep_in_fp32_modules` names. Under torch_autocast: the floating-point
     parameters of the modules that `lower_precision_safe_modules` names.
@@ -87,7 +88,7 @@ def special_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def kept_in_fp32(config: Config, model: nn.Module) -> re.Pattern[str] | None:
-    """What matches the names of the parameters and buffers that stay float32; None where nothing departs.
+    """Return what matches the names of the parameters and buffers that stay float32; None where nothing departs.
 
     A pattern matches anywhere in a name, as in Hugging Face's from_pretrained.
 
@@ -105,7 +106,7 @@ def kept_in_fp32(config: Config, model: nn.Module) -> re.Pattern[str] | None:
         for name, pattern in zip(listed, patterns, strict=True):
             if not any(re.search(pattern, known) for known in names):
                 raise ConfigError(
-                    f"{name!r} fits no parameter and no buffer of the model",
+                    f"{name!r} matches no parameter or buffer of the model",
                     where="data_types.keep_in_fp32_modules",
                     fix=f"write a part of a name such as {names[0]!r}, or take it out",
                 )
@@ -148,7 +149,7 @@ def _module_class(name: str) -> type[nn.Module]:
         found = None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(
-            f"{name!r} is no module class that can be imported",
+            f"{name!r} is not a module class that can be imported",
             where=SAFE_MODULES,
             fix='write the full name, such as "torch.nn.Linear"',
         )

@@ -82,7 +82,7 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         compile_kwargs: dict[str, Any] | None = None,
         schedule: Any = None,
     ) -> None:
-        """torch.compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs. With
+        """Compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs. With
         "inductor", also the optimizer's step of 16-bit parameters on the CPU.
 
         DeepSpeed compiles the whole module. A second call does nothing.
@@ -93,7 +93,7 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         """
         if schedule is not None:
             raise ConfigError(
-                "schedule= is a list of DeepCompile's passes, and there are none here",
+                "schedule= is a list of DeepCompile's passes, which are not available here",
                 where="Engine.compile()",
                 fix="leave it out: the blocks are compiled with torch.compile",
             )

@@ -1,4 +1,4 @@
-"""What people ask an engine: DeepSpeed's getters, and a few of our own."""
+"""Getters of an engine: DeepSpeed's, and a few of our own."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class EngineGetters(ConfigGetters):
     _applied: bool
 
     def was_step_applied(self) -> bool:
-        """False after a skipped step (overflow) and between boundaries."""
+        """Return False after a skipped step (overflow) and between boundaries."""
         return self._applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last gradient before clipping, the same at every stage; None with `compute_grad_norm` false."""
+        """Return the norm of the last gradient before clipping, the same at every stage; None with `compute_grad_norm`
+        false."""
         return self._norm
 
     def get_lr(self) -> list[float]:
@@ -76,7 +77,7 @@ class EngineGetters(ConfigGetters):
         return _whole(self._config.train_micro_batch_size_per_gpu)
 
     def managed_gradient_accumulation(self) -> bool:
-        """`managed_gradient_accumulation` of the resolved JSON; asked at every microbatch."""
+        """Return `managed_gradient_accumulation` of the resolved JSON; asked at every microbatch."""
         return self._config.managed_gradient_accumulation
 
     def gradient_accumulation_steps(self) -> int:
@@ -87,25 +88,26 @@ class EngineGetters(ConfigGetters):
         return None if every is None else _whole(every)
 
     def curriculum_seqlen(self) -> int | None:
-        """Tokens that the next optimizer step sees of a sequence; None without a curriculum."""
+        """Return the tokens that the next optimizer step sees of a sequence; None without a curriculum."""
         return self.curriculum.seqlen(self.global_steps)
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether phases are timed; `flops_profiler` needs that, too."""
+        """Return whether phases are timed; `flops_profiler` needs that, too."""
         return self.timers.enabled
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of each phase of the last step, by our names (forward, backward, reduce, step); {} when off."""
+        """Return the milliseconds of each phase of the last step, by our names (forward, backward, reduce, step); {}
+        when off."""
         return dict(self.timers.last_step)
 
     @property
     def tput_timer(self) -> Throughput:
-        """Sequences per second; it measures where `timers.throughput` and `steps_per_print` ask for it."""
+        """Return the sequences per second; it measures where `timers.throughput` and `steps_per_print` ask for it."""
         return self.telemetry.throughput
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Weights whose gradients travel sparse: none, also where the JSON has `sparse_gradients`."""
+        """Return the weights whose gradients travel sparse: none, also where the JSON has `sparse_gradients`."""
         return set()
 
     def zero_optimization(self) -> bool:
@@ -119,12 +121,12 @@ class EngineGetters(ConfigGetters):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved JSON as a plain dict."""
+        """Return the resolved JSON as a plain dict."""
         return self._config.to_dict()
 
     @property
     def resolved(self) -> Config:
-        """The resolved JSON, typed."""
+        """Return the resolved JSON, typed."""
         return self._config
 
     @property
@@ -163,7 +165,7 @@ class EngineGetters(ConfigGetters):
         return self.mesh.axes["pp"].rank
 
     def optimizer_name(self) -> str | None:
-        """The class that steps."""
+        """Return the class that steps."""
         return type(self.optimizer.inner).__name__ if self.optimizer else None
 
     @property
@@ -171,17 +173,18 @@ class EngineGetters(ConfigGetters):
         return self.mesh.dp.group
 
     def set_lr(self, lr: float) -> None:
-        """Of every param group, until a schedule sets it again."""
+        """Set the learning rate of every param group, until a schedule sets it again."""
         for group in self.optimizer.param_groups if self.optimizer else []:
             group["lr"] = lr
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first param group."""
+        """Return the learning rate of the first param group."""
         return self.get_lr()[0]
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds: parameters with their older versions, master weights, gradients, optimizer state."""
+        """Return the bytes this rank holds: parameters with their older versions, master weights, gradients, optimizer
+        state."""
         held = {**self.zero.held_bytes(), "optimizer": self.optimizer.held_bytes() if self.optimizer else 0}
         if self.versions is not None:
             held["parameters"] += self.versions.held_bytes

@@ -135,7 +135,7 @@ def train(
     """
     batches, weights = _shared(engine, batches, weights, training=True)
     try:
-        with engine.gradient_plan.of_step(engine.zero.fetcher, engine.zero.reducer):
+        with engine.gradient_plan.of_step(engine.zero.unsharder, engine.zero.reducer):
             losses = engine.runtime.run(batches, EngineExecutor(engine, weights), training=True)
     finally:
         if engine.versions is not None:
@@ -164,7 +164,7 @@ def evaluate(
     """
     engine._check_usable("engine.eval_batch()")
     batches, weights = _shared(engine, batches, weights, training=False)
-    with engine.gradient_plan.gathering(engine.zero.fetcher):
+    with engine.gradient_plan.gathering(engine.zero.unsharder):
         work = EngineExecutor(engine, weights, outputs, with_loss=with_loss)
         losses = engine.runtime.run(batches, work, training=False)
     return _agreed(engine, losses, len(batches)), weights

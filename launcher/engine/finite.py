@@ -1,4 +1,4 @@
-"""What a step does about gradients that are missing or not finite."""
+"""The treatment of gradients that are missing or not finite in a step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def skips_overflow(config: Config) -> bool:
-    """Whether a step whose gradient is not finite is left out."""
+    """Return whether a step whose gradient is not finite is left out."""
     return scales_loss(config) or bool(config.bf16.enabled and config.bf16.check_grad_overflow)
 
 
 def can_step_in_backward(engine: EngineCore) -> bool:
-    """Whether a buffer can be stepped before all gradients are there: its gradient is whole after its reduction over
-    dp, and nothing about the others changes its step."""
+    """Return whether a buffer can be stepped before all gradients are there: its gradient is whole after its reduction
+    over dp, and nothing about the others changes its step."""
     config, zero = engine._config, engine.zero
     alone = zero.tp.degree == zero.pp.degree == 1 and zero.checks is None
     optimizer = engine.optimizer

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this engine's model and optimizer: found out before anything is changed."""
+"""The check that a checkpoint is of this engine's model and optimizer, before anything is changed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = ("model", "buffer", *STATES, "rng", "rng_python", "rng_numpy", "rng_cuda
 
 
 def parts_of(full_name: str) -> tuple[str, str, str]:
-    """KIND/STATE/PARAMETER; a kind without states gives no parameter."""
+    """Split KIND/STATE/PARAMETER; a kind without states gives no parameter."""
     kind, _, rest = full_name.partition("/")
     key, _, name = rest.partition("/")
     return kind, key, name
@@ -52,7 +52,7 @@ def look(
     scheduler: bool,
     allow_model_changes: bool,
 ) -> Stored:
-    """What is stored. Collective.
+    """Return what the checkpoint stores. Collective.
 
     Raises:
         CheckpointError: on every rank: it does not fit.
@@ -85,7 +85,7 @@ def look(
 
 
 def _check_meta(path: Path, meta: dict[str, Any]) -> None:
-    """A file without checksums, or one that another program wrote, may lack what is loaded from it."""
+    """Check the meta: a file without checksums, or one that another program wrote, may lack what is loaded from it."""
     wrong = [
         f"{key} is {'missing' if key not in meta else f'of type {type(meta[key]).__name__}'}"
         for key, kinds in META.items()
@@ -93,14 +93,14 @@ def _check_meta(path: Path, meta: dict[str, Any]) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{path / META_FILE} is no record of a run: {'; '.join(wrong)}.",
+            f"{path / META_FILE} is not a record of a run: {'; '.join(wrong)}.",
             where=str(path / META_FILE),
             fix="it is damaged; load another tag",
         )
 
 
 def _shapes(engine: Engine) -> dict[str, Size]:
-    """Name in a checkpoint -> shape, of this stage's parameters and buffers."""
+    """Return the name in a checkpoint -> shape, of this stage's parameters and buffers."""
     shapes = {f"model/{name}": slot.split.shape for name, slot in engine.zero.slots.items()}
     return shapes | {f"buffer/{name}": value.shape for name, value in persistent_buffers(engine.module)}
 
@@ -111,7 +111,7 @@ def _check_settings(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
         raise CheckpointError(
             f"The checkpoint is of a model with other settings: {'; '.join(found[:8])}.",
             where=str(path),
-            fix="build the model as it was. To go on with these all the same: --allow-model-changes (recipes), "
+            fix="build the model as it was. To continue anyway: --allow-model-changes (recipes), "
             "load_checkpoint(allow_model_changes=True)",
         )
 
@@ -127,7 +127,7 @@ def _check_names(path: Path, stored: Stored, known: set[str]) -> None:
 
 
 def _check_shapes(path: Path, stored: Stored, mine: dict[str, Size], read: set[str]) -> None:
-    """Args:
+    """Check that the tensors have the shapes of the model.
     read: what this rank needs; a node with storage of its own has no more than its ranks need.
     """
     missing = [name for name in mine if name in read and name not in stored]
@@ -150,14 +150,15 @@ def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
     mine, theirs = engine.get_type()[:1], (meta["optimizer"] or {}).get("type")
     if theirs not in mine:
         raise CheckpointError(
-            f"The checkpoint has the state of {theirs or 'no optimizer'}, and this run steps with {mine[0]}.",
+            f"The checkpoint has the state of {theirs or 'no optimizer'}, but this run steps with {mine[0]}.",
             where=str(path),
             fix="use the optimizer that it was saved with, or pass load_optimizer_states=False",
         )
 
 
 def _check_schedule(engine: Engine, path: Path, state: dict[str, Any] | None) -> None:
-    """DeepSpeed's schedules and torch's count their steps under other names, and would begin anew in silence."""
+    """Check the kind of schedule: DeepSpeed's and torch's count their steps under other names, and would begin anew in
+    silence."""
     mine = "last_batch_iteration" if isinstance(engine.lr_scheduler, Schedule) else "last_epoch"
     theirs = "last_epoch" if isinstance(engine.lr_scheduler, Schedule) else "last_batch_iteration"
     known = isinstance(engine.lr_scheduler, Schedule | LRScheduler)
@@ -171,8 +172,8 @@ def _check_schedule(engine: Engine, path: Path, state: dict[str, Any] | None) ->
 
 
 def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -> None:
-    """Every parameter has all its states: those that its like in the same param group have. One that was never
-    stepped has none at all."""
+    """Check that every parameter has all its states: those that its like in the same param group have. One that was
+    never stepped has none at all."""
     assert engine.optimizer is not None
     strange = [name for name in stored if parts_of(name)[0] not in KINDS]
     states: dict[str, set[str]] = defaultdict(set)
@@ -208,7 +209,7 @@ def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -
 
 
 def _alike(engine: Engine, stored: Stored) -> Iterator[list[str]]:
-    """Parameters that this rank steps, by param group and number of dims: optimizers treat these alike."""
+    """Yield the parameters that this rank steps, by param group and number of dims: optimizers treat these alike."""
     assert engine.optimizer is not None
     groups = enumerate(engine.optimizer.inner.param_groups)
     group_of = {id(tensor): number for number, group in groups for tensor in group["params"]}

@@ -31,7 +31,7 @@ class StepProfiler:
 
     @contextmanager
     def phase(self, name: str, engine: EngineCore) -> Iterator[None]:
-        """Around the forward and the backward of each microbatch."""
+        """Wrap the forward and the backward of each microbatch."""
         step, wanted = engine.global_steps, int(self._config.profile_step)
         if name == "step" or not wanted - 1 <= step <= wanted:
             yield

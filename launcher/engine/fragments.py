@@ -1,4 +1,4 @@
-"""What an engine keeps of one parameter, wherever its pieces are: fp32 weights, optimizer states, gradient.
+"""Access to what an engine keeps of one parameter, wherever its pieces are: fp32 weights, optimizer states, gradient.
 
 DeepSpeed's functions, under their names. "full" is the whole local parameter, as one tensor of its shape (a slice
 along tp where layers are split), assembled from all ranks of dp: a collective, which every rank must enter. "local" is
@@ -33,18 +33,18 @@ ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The master weights, whole. None for a parameter of no engine."""
+    """Return the master weights, whole. None for a parameter of no engine."""
     return _full(param, _weights)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """A state of the optimizer such as "exp_avg", whole. None before there is one."""
+    """Return a state of the optimizer such as "exp_avg", whole. None before there is one."""
     return _full(param, lambda place: _state(place, optim_state_key))
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The gradient, whole. From the end of backward at an accumulation boundary to the step: the mean over dp. Before
-    that: what this rank alone has added up, since the last reduction. None where no gradient has come."""
+    """Return the gradient, whole. From the end of backward at an accumulation boundary to the step: the mean over dp.
+    Before that: what this rank alone has added up, since the last reduction. None where no gradient has come."""
     place = _found(param)
     return _own(place) if place is not None and place.local else _full(param, _gradient)
 
@@ -78,17 +78,17 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """This rank's piece of the master weights [elements that it owns]."""
+    """Return this rank's piece of the master weights [elements that it owns]."""
     return _local(param, _weights)
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """This rank's piece of a state of the optimizer."""
+    """Return this rank's piece of a state of the optimizer."""
     return _local(param, lambda place: _state(place, optim_state_key))
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """This rank's piece of the gradient, as `safe_get_full_grad` has it."""
+    """Return this rank's piece of the gradient, as `safe_get_full_grad` has it."""
     place = _found(param)
     if place is None or not place.local:
         return _local(param, _gradient)
@@ -133,17 +133,18 @@ class _ParamFragment:
 
     @property
     def local(self) -> bool:
-        """Its gradient is not reduced yet."""
+        """Return whether its gradient is not reduced yet."""
         return self.engine.zero.reducer.holds_local(self.gradient)
 
     @property
     def divisor(self) -> float:
-        """What is kept of gradients, divided by this, is their mean; before the reduction, this rank's own."""
+        """Return the number that divides what is kept of gradients to give their mean; before the reduction, this
+        rank's own. rank's own."""
         return self.engine.divisor_of_local() if self.local else self.engine.gradient_divisor()
 
     @property
     def at(self) -> slice:
-        """In the owned range of the flat buffer."""
+        """Return the slice in the owned range of the flat buffer."""
         first = self.slot.offset - self.flat.owned.start
         return slice(first + self.start, first + self.stop)
 
@@ -163,7 +164,7 @@ def _place_of(param: Tensor) -> _ParamFragment:
     place = _found(param)
     if place is None:
         raise LauncherError(
-            f"a tensor of shape {tuple(param.shape)} is no trainable parameter of an engine with an optimizer",
+            f"a tensor of shape {tuple(param.shape)} is not a trainable parameter of an engine with an optimizer",
             fix="pass one of engine.module.parameters()",
         )
     return place
@@ -271,7 +272,7 @@ def _copy(mine: Tensor | None, value: Tensor, place: _ParamFragment, *, kept: bo
     """
     if mine is None and (place.size or not kept):
         raise LauncherError(
-            f"there is no such value of {place.slot.name} yet",
+            f"{place.slot.name} has no such value yet",
             fix="states come with the first step, gradients with a backward at an accumulation boundary",
         )
     if mine is not None:

@@ -15,7 +15,8 @@ _NOBODY = -1
 
 
 def continuation(engine: Engine, prompt: Sequence[int], most: int, end: int | None = None) -> list[int]:
-    """Tokens that the model writes after `prompt`, each the likeliest. Every rank must call it, and gets the same.
+    """Return the tokens that the model writes after `prompt`, each the likeliest. Every rank must call it, and gets the
+    same.
 
     Each token is a forward of all that stand before it: meant for a look at a model, not for serving one.
 

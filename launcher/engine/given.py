@@ -1,4 +1,4 @@
-"""What `initialize()` is given beside the model: the configuration, and the sizes of others' model parallelism."""
+"""Arguments of `initialize()` beside the model: the configuration, and the sizes of others' model parallelism."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHERE = "initialize(mpu=...)"
 
 
 def loaded_config(args: Any, config: Any) -> Config:
-    """The configuration; what a person should know of its keys is logged, on rank 0.
+    """Return the configuration; what a person should know of its keys is logged, on rank 0.
 
     Raises:
         ArgumentsError: it is given twice or not at all.
@@ -39,7 +39,7 @@ def loaded_config(args: Any, config: Any) -> Config:
         raise ArgumentsError(f"the config is given twice: {' and '.join(given)}", fix="give it once")
     if not given and (of_launch := os.environ.get("LAUNCHER_CONFIG")):
         if dist.get_rank() == 0:
-            logger.info("initialize() was given no config: it takes that of `launch --config`, %s", of_launch)
+            logger.info("initialize() was given no config: using that of `launch --config`, %s", of_launch)
         given = {"launch --config": of_launch}
     if not given:
         raise ArgumentsError(
@@ -67,7 +67,7 @@ def tell(config: Config) -> None:
 
 
 def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
-    """Model parallelism that a script has set up by itself must be that of the JSON, rank by rank.
+    """Check that the model parallelism that a script has set up by itself is that of the JSON, rank by rank.
 
     Args:
         mpu: Megatron's module of that name, or an object with its getters; None: there is none.
@@ -88,11 +88,11 @@ def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
         size, rank = _asked(mpu, names, "world_size"), _asked(mpu, names, "rank")
         if size is not None and size != axis.degree:
             here = f"{key} is {axis.degree}" if key else f"here there are {axis.degree}"
-            what = f"mpu says that there are {size} {WORDS[axis.name]}, and {here}"
+            what = f"mpu says that there are {size} {WORDS[axis.name]}, but {here}"
             raise ConfigError(what, where=WHERE, fix=f"write {key}: {size}" if key else "make them the same")
         if rank is not None and rank != axis.rank:
             raise ConfigError(
-                f"mpu counts this rank as {rank} of the {WORDS[axis.name]}, and here it is {axis.rank}",
+                f"mpu counts this rank as {rank} of the {WORDS[axis.name]}, but here it is {axis.rank}",
                 where=WHERE,
                 fix="let neighbouring ranks share a layer, and count data-parallel ranks in the order of ranks",
             )
@@ -106,7 +106,7 @@ def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
 
 
 def _asked(mpu: Any, names: tuple[str, ...], what: str) -> int | None:
-    """The answer of the first getter that the mpu has; None where it has none of them."""
+    """Return the answer of the first getter that the mpu has; None where it has none of them."""
     getters = (getattr(mpu, name.format(what), None) for name in names)
     getter = next((getter for getter in getters if callable(getter)), None)
     return None if getter is None else int(getter())

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from launcher.config.parallelism import PipelineConfig
-from launcher.zero.fetch import Fetcher
 from launcher.zero.reduce import BackwardPlan, ReduceListener, Reducer
+from launcher.zero.unshard import Unsharder
 
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """What the microbatches of a step do with gradients and parameters.
+    """The treatment of gradients and parameters by the microbatches of a step.
 
     Args:
         reduces_each: Gradients that are sharded are reduced after every microbatch, and not only after the last one.
@@ -52,19 +52,19 @@ class GradientPlan:
         )
 
     @contextmanager
-    def of_step(self, fetcher: Fetcher, reducer: Reducer) -> Iterator[None]:
+    def of_step(self, unsharder: Unsharder, reducer: Reducer) -> Iterator[None]:
         """Inside are the forwards and backwards of a step. At its end parameters are freed, and then what the last
         backward has left is reduced: in their memory."""
         try:
-            with self.gathering(fetcher):
+            with self.gathering(unsharder):
                 yield
             flush(reducer)
         finally:
             reducer.plan = BackwardPlan()
 
-    def gathering(self, fetcher: Fetcher) -> AbstractContextManager[None]:
+    def gathering(self, unsharder: Unsharder) -> AbstractContextManager[None]:
         """Inside, sharded parameters stay gathered for all microbatches, unless each gathers them."""
-        return nullcontext() if self.gathers_each else fetcher.keeping()
+        return nullcontext() if self.gathers_each else unsharder.keeping()
 
 
 def flush(reducer: Reducer) -> None:

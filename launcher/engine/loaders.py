@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 def share_of(
     dataset: Any, ranks: int, rank: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> DistributedSampler[Any] | None:
-    """The rows of one rank; None for a dataset that is iterated: it deals itself out.
+    """Return the rows of one rank; None for a dataset that is iterated: it deals itself out.
 
     Args:
         ranks, rank: data-parallel ranks, and which of them.
@@ -33,7 +33,7 @@ def loader_of(
     pin_memory: bool = False,
     drop_last: bool = False,
 ) -> DataLoader[Any]:
-    """Batches of the rows that a sampler names.
+    """Return batches of the rows that a sampler names.
 
     Args:
         batch_size: of one rank.

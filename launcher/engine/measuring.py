@@ -33,8 +33,8 @@ T = TypeVar("T")
 def costs_of_blocks(
     model: nn.Module, mesh: Mesh, config: Config, seq_length: int | None
 ) -> tuple[LayerCosts, str]:
-    """Costs of a causal LM by `pipeline.partition`, and what was measured, in words: "" where nothing was. Every rank
-    must call it.
+    """Return the costs of a causal LM by `pipeline.partition`, and what was measured, in words: "" where nothing was.
+    Every rank must call it.
 
     Args:
         seq_length: tokens of a sequence; None: `LONG`, or as many as the model takes.
@@ -49,7 +49,7 @@ def costs_of_blocks(
     vocabulary, section = getattr(text, "vocab_size", None), config.pipeline
     if vocabulary is None:
         raise ConfigError(
-            f'"{METHOD}" measures tokens, and {type(model).__name__} has no config that says how many there are',
+            f'"{METHOD}" measures tokens, and {type(model).__name__} has no config that gives their number',
             where=config.where(WHERE),
             fix='write "best"',
         )
@@ -74,7 +74,7 @@ def costs_of_blocks(
 def costs_of_layers(
     row: PipelineModule, mesh: Mesh, config: Config, data: Any, collate_fn: Callable[..., Any] | None
 ) -> list[float] | None:
-    """Seconds of each layer of a row where its method is "profile", else None. Every rank must call it.
+    """Return the seconds of each layer of a row where its method is "profile", else None. Every rank must call it.
 
     Args:
         data: the data set; a row of layers says nothing of what it takes, so its first rows are measured.
@@ -86,7 +86,7 @@ def costs_of_layers(
         return None
     if data is None:
         raise ConfigError(
-            f'"{METHOD}" measures a microbatch, and what this row of layers takes is not known before its first one',
+            f'"{METHOD}" measures a microbatch, but the inputs of these layers are not known before the first one',
             where=config.where(WHERE),
             fix='pass training_data to launcher.initialize(): its first rows are measured; or write "parameters"',
         )
@@ -121,7 +121,8 @@ def _way(model: nn.Module, mesh: Mesh, config: Config, *, recomputed: bool) -> M
 
 
 def _told_by_rank_0(measured: Callable[[], T], mesh: Mesh) -> T:
-    """What rank 0 measures, alone with the ranks that its layers are split over; the others wait and do not disturb."""
+    """Return what rank 0 measures, alone with the ranks that its layers are split over; the others wait and do not
+    disturb."""
     with_rank_0 = mesh.axes["pp"].rank == 0 and mesh.dp.rank == 0
     told: Any = None
     if with_rank_0:

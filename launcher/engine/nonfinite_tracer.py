@@ -1,4 +1,4 @@
-"""Where the first number that is not finite came from: looked for once, after a gradient that is not finite."""
+"""The search for the first number that is not finite, made once, after a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -48,17 +48,21 @@ class NonFiniteTracer:
         found = {rank: name for rank, name in enumerate(gather_plain(module)) if name is not None}
         if found:
             rank, name = next(iter(found.items()))
-            where = f"The first output that was not, on rank {rank}, is that of {name}."
+            where = f"The first non-finite output, on rank {rank}, is that of {name}."
         elif stepped_already:
             where = "The weights have changed since; with gradient_clipping above 0 the module is named."
         else:
             which = in_words(find_overflows(engine.zero))
-            again = "" if self.inputs is None else "Run again, the last microbatch gave finite outputs. "
-            where = f"{again}Gradients that are not, the first of the backward first: {which or 'of another stage'}."
+            again = (
+                "" if self.inputs is None else "When it ran again, the last microbatch gave finite outputs. "
+            )
+            where = (
+                f"{again}Non-finite gradients, in the order of the backward: {which or 'of another stage'}."
+            )
         if engine.mesh.rank == 0:
-            so = "the step is left out" if skipped else "so the weights will not be"
+            so = "the step is skipped" if skipped else "so the weights will not be"
             what = f"step {engine.global_steps + 1}: the gradient is not finite, and {so}."
-            engine.telemetry.say(f"warning: {what} {where} This is said once.")
+            engine.telemetry.say(f"warning: {what} {where} This is reported once.")
         self.inputs = None
 
     def _first_module(self, engine: EngineCore) -> str | None:
@@ -73,7 +77,7 @@ class NonFiniteTracer:
 
 @contextmanager
 def _watched(module: nn.Module, found: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the names of modules are told whose output is not finite, inner ones before those around them."""
+    """Collect, inside, the names of modules whose output is not finite, inner ones before those around them."""
 
     def hook(name: str) -> Callable[..., None]:
         def look(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -92,7 +96,7 @@ def _watched(module: nn.Module, found: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def _as_before(engine: EngineCore) -> Iterator[None]:
-    """Random numbers and buffers are afterwards as they were."""
+    """Restore random numbers and buffers afterwards."""
     devices = [engine.device] if engine.device.type == "cuda" else []
     buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     with torch.random.fork_rng(devices), engine.autocasting():
@@ -102,14 +106,15 @@ def _as_before(engine: EngineCore) -> Iterator[None]:
 
 
 def finite(value: Any) -> bool:
-    """False for a tensor with an element that is not finite."""
+    """Return False for a tensor with an element that is not finite."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
         return True
     return all(bool(end.isfinite()) for end in torch.aminmax(value.detach()))
 
 
 def weights_are_finite(engine: EngineCore) -> bool:
-    """Whether every weight that is trained is, over all ranks; one pass over the shards. Every rank must call it."""
+    """Return whether every weight that is trained is, over all ranks; one pass over the shards. Every rank must call
+    it."""
     good = True
     for gradient in engine.zero.gradients:
         flat = gradient.flat

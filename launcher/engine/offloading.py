@@ -27,7 +27,7 @@ def open_placements(
     tier_at: Callable[[str], Tier] | None = None,
     make: MakeBuffer | None = None,
 ) -> Placements:
-    """Where the shards of this rank rest; opens what it needs on NVMe.
+    """Return where the shards of this rank rest; opens what it needs on NVMe.
 
     Args:
         tier_at: what a directory is; default: a file there.
@@ -89,7 +89,7 @@ def _rooms(
     *,
     share: float = 0.0,
 ) -> list[TierBudget]:
-    """Args:
+    """Return the budgets of the tiers, the fastest first.
     in_host: bytes that stay in host memory where the rest is on NVMe.
     share: of the bytes, stays on the device.
     """

@@ -1,4 +1,4 @@
-"""From the JSON to a `ZeroPolicy`, and to the axes that it is carried out on: one line for each field."""
+"""The way from the JSON to a `ZeroPolicy`, and to the axes that it is carried out on: one line for each field."""
 
 from __future__ import annotations
 

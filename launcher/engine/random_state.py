@@ -13,8 +13,8 @@ NO_GAUSS = float("nan")  # Python keeps a second normal number back, or none
 
 
 def random_states(rank: str, device: torch.device) -> dict[str, Tensor]:
-    """Name -> state. Random states are of ranks, not of the model, so names end with `rank`: that on dp, and the
-    pipeline stage; the ranks of a tp group draw the same numbers."""
+    """Return the name -> state. Random states are of ranks, not of the model, so names end with `rank`: that on dp, and
+    the pipeline stage; the ranks of a tp group draw the same numbers."""
     _, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     words = [*legacy["state"]["key"], legacy["state"]["pos"], legacy["has_gauss"], legacy["gauss"]]

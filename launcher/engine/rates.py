@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on from a checkpoint: which one counts is told where the JSON has another."""
+"""The learning rate of a run that resumes from a checkpoint; a message says which counts if the JSON differs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
     if engine.global_rank or not (optimizer or scheduler):
         return
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is None:
-        logger.warning("the checkpoint has no state of a schedule: that of this run begins at its first step")
+        logger.warning(
+            "the checkpoint has no schedule state: the schedule of this run starts at its first step"
+        )
         return
     if optimizer and engine.lr_scheduler is None and meta["scheduler"] is not None:
         rate = f"{engine.get_lr()[0]:g}"
@@ -36,13 +38,11 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
     if not changes:
         return
     if scheduler and isinstance(engine.lr_scheduler, Schedule):
-        what = (
-            "the schedule goes on with what the JSON says now, after one more step at the checkpoint's rate"
-        )
+        what = "the schedule continues with the JSON's present values, after one more step at the checkpoint's rate"
     elif scheduler and engine.lr_scheduler is not None:
-        what = "the checkpoint's counts, which its schedule keeps; load_lr_scheduler_states=False begins anew"
+        what = "using the checkpoint's value, which its schedule keeps; load_lr_scheduler_states=False starts over"
     elif optimizer and engine.lr_scheduler is None:
-        what = f"the checkpoint's counts, {engine.get_lr()[0]:g}; engine.set_lr(), or a scheduler, changes it"
+        what = f"using the checkpoint's value, {engine.get_lr()[0]:g}; engine.set_lr(), or a scheduler, changes it"
     else:
         return
     logger.warning("learning rate: %s: %s", "; ".join(changes), what)

@@ -49,7 +49,7 @@ def announce(engine: Engine) -> None:
 
 
 def parameters(engine: Engine) -> int:
-    """Elements of the logical parameters of all stages. Every rank must call it."""
+    """Return the elements of the logical parameters of all stages. Every rank must call it."""
     mine = sum(slot.logical_numel for slot in engine.zero.slots.values() if slot.holders.rank == 0)
     count = torch.tensor(mine, dtype=torch.float64, device=engine.device)
     all_reduce(count, engine.mesh.axes["pp"], "root/parameters").wait()
@@ -57,7 +57,7 @@ def parameters(engine: Engine) -> int:
 
 
 def last_step(engine: Engine, path: Path | None) -> dict[str, Any] | None:
-    """Numbers of the last step through the stages; None without stages. Every rank must call it.
+    """Return the numbers of the last step through the stages; None without stages. Every rank must call it.
 
     Args:
         path: where the record of the step goes (`pipeline/timeline/recording.py`); None: nowhere.

@@ -1,4 +1,4 @@
-"""Whether ranks that are one copy of the model get the same inputs: those along tp.
+"""The check that ranks that are one copy of the model get the same inputs: those along tp.
 
 Looked at in two ways, neither of which costs time:
 
@@ -54,7 +54,7 @@ class SameInputs:
         return module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
 
     def look(self, inputs: Any, *, training: bool) -> None:
-        """Every rank of the axis calls it before the forward of `inputs`, as often as the others.
+        """Look at the inputs. Every rank of the axis calls it before the forward of `inputs`, as often as the others.
 
         Raises:
             LauncherError: on every rank of the axis: they differ, and this is one of the first forwards, or evaluates.
@@ -70,7 +70,8 @@ class SameInputs:
             self._compare(mine, f"{kind} number {self._looked[training]}")
 
     def share(self) -> Tensor:
-        """fp64 [1], [0] without tp: adds up to 0 over all ranks if every tp group had the same inputs in this step."""
+        """Return fp64 [1], [0] without tp: adds up to 0 over all ranks if every tp group had the same inputs in this
+        step. step."""
         if not self.active:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
         factor = self.axis.degree - 1 if self.axis.rank == 0 else -1
@@ -107,8 +108,9 @@ class SameInputs:
 
 
 def digest(inputs: Any, device: torch.device) -> Tensor:
-    """Int64 [], of 31 bits: of the shapes and dtypes of all tensors in a nest, and of the values of those of whole
-    numbers; of all where there are none such, for what ranks compute themselves may be rounded in other ways."""
+    """Return int64 [], of 31 bits: of the shapes and dtypes of all tensors in a nest, and of the values of those of
+    whole whole numbers; of all where there are none such, for what ranks compute themselves may be rounded in other
+    ways."""
     leaves = [leaf.detach() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     looks = zlib.crc32(repr([(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]).encode())
     found = torch.full((), looks & _MASK, dtype=torch.int64, device=device)

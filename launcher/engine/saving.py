@@ -1,4 +1,4 @@
-"""What an engine writes and reads: checkpoints, and whole weights. DeepSpeed's calls.
+"""Saving and loading by an engine: checkpoints, and whole weights. DeepSpeed's calls.
 
 What they need is imported by the first call: many runs of an evaluation save nothing.
 """
@@ -69,14 +69,15 @@ class CheckpointMixin:
         return True
 
     def _common(self, directory: Path) -> Path:
-        """The directory of rank 0, unless each node has its own. Collective."""
+        """Return the directory of rank 0, unless each node has its own. Collective."""
         if self._engine().use_node_local_storage():
             return directory
         named = gather_plain(str(directory))
         if len(set(named)) > 1 and self._engine().global_rank == 0:
             other = next(rank for rank, name in enumerate(named) if name != named[0])
             logger.warning(
-                "save_checkpoint(): rank 0 names %s, and rank %d %s. A checkpoint is one directory: rank 0's is taken",
+                "save_checkpoint(): rank 0 passed %s, and rank %d passed %s. A checkpoint is one "
+                "directory: using that of rank 0",
                 named[0], other, named[other],
             )  # fmt: skip
         return Path(named[0])
@@ -161,7 +162,7 @@ class CheckpointMixin:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """The whole module.state_dict() on rank 0's CPU, None elsewhere. Every rank must call it."""
+        """Return the whole module.state_dict() on rank 0's CPU, None elsewhere. Every rank must call it."""
         from launcher.engine.whole import whole_state_dict
 
         return whole_state_dict(self._engine(), exclude_frozen_parameters)

@@ -71,7 +71,7 @@ def recompute(model: nn.Module, staged: StagedPart, config: Config, tp: Axis) ->
 
 
 def holders_of(staged: StagedPart, mesh: Mesh) -> dict[str, Axis]:
-    """The stages that hold a parameter, where there are several. Every rank must call it."""
+    """Return the stages that hold a parameter, where there are several. Every rank must call it."""
     shared = staged.shared
     axes = {ranks: mesh.part_of("pp", ranks) for ranks in sorted(set(shared.values()))}
     return {name: axes[ranks] for name, ranks in shared.items()}
@@ -97,7 +97,7 @@ def runtime_of(staged: StagedPart, mesh: Mesh, config: Config) -> Runtime:
 
 
 def versions_of(zero: ZeroModel, staged: StagedPart, config: Config) -> Versions | None:
-    """What keeps older weights, where the schedule is asynchronous; says what that means.
+    """Return what keeps older weights, where the schedule is asynchronous; says what that means.
 
     Raises:
         ConfigError: there are no stages; or a parameter is held by two, which "pipedream" updates one by one.

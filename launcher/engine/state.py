@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, by logical parameter, and the way from an engine to it and back."""
+"""The content of a run's checkpoint, by logical parameter, and the way from an engine to it and back."""
 
 from __future__ import annotations
 
@@ -99,14 +99,15 @@ def load_state(
 
 
 def _written(engine: Engine) -> list[ParamSlice]:
-    """This rank's part of the parameters. A node with storage of its own needs all that its ranks own."""
+    """Return this rank's part of the parameters. A node with storage of its own needs all that its ranks own."""
     return engine.zero.slices() if engine.saver.node_local else engine.zero.written_slices()
 
 
 def _flat_slice(
     engine: Engine, piece: ParamSlice, data: Tensor | OffloadedSlice, window: PrefetchWindow
 ) -> FlatSlice:
-    """`data` in the place of a piece of a parameter. A node with storage of its own may lack the first holders."""
+    """Return `data` in the place of a piece of a parameter. A node with storage of its own may lack the first holders.
+    holders."""
     place, firsts_only = (piece.split, piece.start, piece.stop), not engine.saver.node_local
     if isinstance(data, Tensor):
         return FlatSlice(data, *place, firsts_only=firsts_only)
@@ -142,12 +143,13 @@ def _restore(engine: Engine, meta: dict[str, Any], rng: dict[str, Tensor]) -> No
 
 
 def _rng_to_load(engine: Engine, stored: Stored) -> dict[str, Tensor]:
-    """A place that was not there when saving keeps its own random state."""
+    """Return a place that was not there when saving keeps its own random state."""
     return {name: state for name, state in _random_states(engine).items() if name in stored}
 
 
 def _random_states(engine: Engine) -> dict[str, Tensor]:
-    """Pipeline stages draw numbers of their own. Those of the first one are named as where there is only one."""
+    """Return the random states. Pipeline stages draw numbers of their own. Those of the first are named as where there
+    is one. is one."""
     stage = engine.mesh.axes["pp"].rank
     place = f"{engine.mesh.dp.rank}/stage{stage}" if stage else str(engine.mesh.dp.rank)
     return random_states(place, engine.device)
@@ -220,7 +222,7 @@ def _empty_optimizer_state(engine: Engine, stored: Stored, window: PrefetchWindo
 
 
 def _take_numbers(engine: Engine, tensors: LogicalTensors) -> None:
-    """Python numbers travelled as tensors."""
+    """Read back Python numbers, which travelled as tensors."""
     assert engine.optimizer is not None
     for full_name, value in tensors.items():
         kind, key, name = parts_of(full_name)

@@ -119,12 +119,12 @@ class StateOffloadMixin:
         if self._away:
             raise LauncherError(
                 f"{who} needs states that offload_states() has moved to host memory",
-                fix="call engine.reload_states() before",
+                fix="call engine.reload_states() first",
             )
 
 
 def _put(storage: Storage, pins: bool) -> Tensor:
-    """The bytes of a storage in host memory; its own memory is given back."""
+    """Return the bytes of a storage in host memory; its own memory is given back."""
     kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pins)
     kept.copy_(_bytes_of(storage))
     storage.resize_(0)

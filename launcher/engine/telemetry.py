@@ -1,4 +1,4 @@
-"""What the JSON asks to have watched while an engine trains: times, memory, FLOPs, collectives, and the monitors."""
+"""Measurements that the JSON asks for while an engine trains: times, memory, FLOPs, collectives, and the monitors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Telemetry:
             start_log(operations=comms.operations, by_unit=comms.debug, verbose=comms.verbose)
 
     def phase(self, name: str, engine: EngineCore) -> AbstractContextManager[None]:
-        """The context of a phase of a step: "forward" or "backward" of a microbatch, or "step"."""
+        """Return the context of a phase of a step: "forward" or "backward" of a microbatch, or "step"."""
         if name == "forward" and not torch.is_grad_enabled():
             return _OFF  # of an evaluation
         if self.throughput.enabled and name == "forward" and engine.module.training and not engine.quiet:
@@ -96,13 +96,13 @@ class Telemetry:
             self.timers.add("reduce", timing.blocked)
 
     def loss(self, loss: Tensor, share: float) -> None:
-        """The loss of a microbatch, and its share in the loss of the step on this rank."""
+        """Note the loss of a microbatch, and its share in the loss of the step on this rank."""
         if self.monitor.enabled:
             part = loss.detach().float() * share
             self._loss = part if self._loss is None else self._loss + part
 
     def forget(self) -> None:
-        """The microbatches since the last step do not count."""
+        """Forget the microbatches since the last step."""
         self._loss = None
 
     def counted(self, engine: EngineCore, samples: int) -> None:
@@ -123,7 +123,8 @@ class Telemetry:
 
     @contextmanager
     def batch(self, engine: EngineCore) -> Iterator[list[Tensor]]:
-        """Around `engine.train_batch()`, which appends its loss: the line of DeepSpeed's pipeline engine, when due."""
+        """Wrap `engine.train_batch()`, which appends its loss: print the line of DeepSpeed's pipeline engine, when
+        due."""
         began, losses = time.perf_counter(), list[Tensor]()
         yield losses
         every = engine.steps_per_print()
@@ -163,7 +164,7 @@ class Telemetry:
             self.monitor.write_events([("Train/Samples/eval_loss", loss, engine.global_samples)])
 
     def _due(self, step: int, engine: EngineCore) -> bool:
-        """Whether lines are printed after optimizer step `step`."""
+        """Return whether lines are printed after optimizer step `step`."""
         return step % (engine.steps_per_print() or REPORT_EVERY) == 0
 
     def _report(self, engine: EngineCore) -> None:
@@ -176,7 +177,7 @@ class Telemetry:
                 self.say(f"step {engine.global_steps}: {text}")
 
     def _events(self, engine: EngineCore) -> Iterator[MonitorEvent]:
-        """What a step writes, under DeepSpeed's names. The loss is a collective of two numbers."""
+        """Yield what a step writes, under DeepSpeed's names. The loss is a collective of two numbers."""
         values: dict[str, Any] = {"train_loss": self._mean_loss()}
         values["lr"] = engine.get_lr()[0]
         values["grad_norm"] = engine.get_global_grad_norm()
@@ -188,7 +189,7 @@ class Telemetry:
                 yield f"Train/Samples/{name}", value, engine.global_samples
 
     def _mean_loss(self) -> float | None:
-        """Mean over the data-parallel ranks; None when no loss came through engine.backward()."""
+        """Return the mean over the data-parallel ranks; None when no loss came through engine.backward()."""
         mine = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         if self._loss is not None:
             mine[0], mine[1] = self._loss, 1.0
@@ -206,7 +207,7 @@ class Telemetry:
 
 
 def _deepspeed_times(phases: dict[str, float]) -> dict[str, float]:
-    """Milliseconds under the names of DeepSpeed's monitor."""
+    """Return the milliseconds under the names of DeepSpeed's monitor."""
     reduce, backward = phases.get("reduce", 0.0), phases.get("backward", 0.0)
     return {
         "elapsed_time_ms_forward": phases.get("forward", 0.0),
@@ -218,7 +219,7 @@ def _deepspeed_times(phases: dict[str, float]) -> dict[str, float]:
 
 
 def open_monitor(config: Config, mesh: Mesh) -> Monitor:
-    """The monitors of the JSON, open on rank 0.
+    """Return the monitors of the JSON, open on rank 0.
 
     Raises:
         ConfigError: on every rank: a package is missing, or a directory cannot be made.

@@ -134,5 +134,5 @@ def _tell_of_microbatches(rank: int) -> None:
     if rank == 0:
         logger.warning(
             "clip_grad_norm_() between the microbatches of a step does nothing: gradients are clipped when the step "
-            "takes their sum (this is said once)"
+            "takes their sum (reported once)"
         )

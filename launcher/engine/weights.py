@@ -1,4 +1,4 @@
-"""Where a model's first values come from: its safetensors, read by slice, or the seed."""
+"""The source of a model's first values: its safetensors, read by slice, or the seed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool
 
 
 def weights_directory(name: str) -> Path | None:
-    """The directory with the safetensors that `--model` names; None for a bare config or the embedded default."""
+    """Return the directory with the safetensors that `--model` names; None for a bare config or the embedded
+    default."""
     path = Path(name).expanduser()
     if name == DEFAULT_MODEL or path.is_file():
         return None

@@ -67,7 +67,7 @@ def export_pickle(engine: Engine, path: Path, exclude_frozen: bool = False) -> N
 
 @contextmanager
 def _failing_together(where: Path) -> Iterator[None]:
-    """What goes wrong inside on rank 0 is raised on all ranks, and none goes on before rank 0 is done. Collective."""
+    """Raise on all ranks what goes wrong inside on rank 0, and let none go on before rank 0 is done. Collective."""
     failure: CheckpointError | None = None
     try:
         yield
@@ -80,7 +80,7 @@ def _failing_together(where: Path) -> Iterator[None]:
 
 
 def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, Tensor] | None:
-    """What module.state_dict() would be without sharding, on the CPU of rank 0; None elsewhere. Collective."""
+    """Return what module.state_dict() would be without sharding, on the CPU of rank 0; None elsewhere. Collective."""
     writer = engine.global_rank == 0
     state: dict[str, Tensor] = {}
     with _Whole(engine) as whole:
@@ -93,20 +93,20 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
 
 
 def tied_names(engine: Engine) -> dict[str, str]:
-    """Every further name of a tied parameter -> the one that it is kept under. Collective."""
+    """Return every further name of a tied parameter -> the one that it is kept under. Collective."""
     tied = {other: slot.name for slot, names in _named(engine) for other in names if other != slot.name}
     return {other: name for stage in of_stages(engine, tied) for other, name in stage.items()}
 
 
 def _named(engine: Engine) -> Iterator[tuple[ParamSlot, tuple[str, ...]]]:
-    """Every parameter of this stage with all of its names, in the order of the model."""
+    """Yield every parameter of this stage with all of its names, in the order of the model."""
     prefixes = {module: f"{name}." if name else "" for name, module in engine.module.named_modules()}
     for slot in engine.zero.slots.values():
         yield slot, tuple(prefixes[module] + attribute for module, attribute in slot.owners)
 
 
 def of_stages(engine: Engine, value: T) -> list[T]:
-    """What the pipeline stages say, in their order; plain values. Collective."""
+    """Return what the pipeline stages say, in their order; plain values. Collective."""
     pp = engine.mesh.axes["pp"]
     return gather_plain(value, pp.group) if pp.degree > 1 else [value]
 
@@ -147,7 +147,7 @@ class _Whole:
         self._unit: Unit | None = None
 
     def tensors(self, exclude_frozen: bool) -> list[_Found]:
-        """All of the model, in its order. Collective."""
+        """Return all of the model, in its order. Collective."""
         found: dict[str, _Found] = {}
         for of_stage in of_stages(self.engine, [one.plain() for one in self._held()]):
             for one in map(_Found.of, of_stage):
@@ -163,7 +163,7 @@ class _Whole:
             yield _Found((name,), buffer.dtype, buffer.shape, False, self.pp.rank)
 
     def fetch(self, found: _Found) -> Tensor | None:
-        """The whole tensor on global rank 0; elsewhere it, or None. Collective."""
+        """Return the whole tensor on global rank 0; elsewhere it, or None. Collective."""
         mine = found.stage == self.pp.rank
         value = self._own(found.names[0]) if mine else None
         along_pp = all(axis.rank == 0 for name, axis in self.engine.mesh.axes.items() if name != "pp")
@@ -177,7 +177,7 @@ class _Whole:
         return value
 
     def _own(self, name: str) -> Tensor:
-        """What this stage has. Collective in it."""
+        """Return what this stage has. Collective in it."""
         if name in self._buffers:
             return self._buffers[name]
         slot = self.zero.slots[name]

@@ -77,7 +77,7 @@ class WholeBatches(EngineCore):
         return (value, outputs[-1] if outputs else None) if return_logits else value
 
     def _reduced(self, values: Sequence[Any], how: str | None) -> Any:
-        """What the microbatches gave: the mean of it, over dp as well; or all of it."""
+        """Return what the microbatches gave: the mean of it, over dp as well; or all of it."""
         if how is None:
             return list(values)
         if how != "avg":
@@ -99,35 +99,35 @@ class WholeBatches(EngineCore):
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Nothing to do: shapes may differ from microbatch to microbatch."""
+        """Do nothing: shapes may differ from microbatch to microbatch."""
 
     def is_first_stage(self) -> bool:
-        """Whether this rank has the embeddings, and reads data."""
+        """Return whether this rank has the embeddings, and reads data."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank has the head, and computes the loss."""
+        """Return whether this rank has the head, and computes the loss."""
         return self.runtime.staged.rank_of[-1] == self.stage_id
 
     @property
     def stage_id(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self.mesh.axes["pp"].rank
 
     @property
     def num_stages(self) -> int:
-        """Stages that the model is cut into."""
+        """Return the stages that the model is cut into."""
         return self.mesh.axes["pp"].degree
 
     def _read(self, data: Iterator[Any] | None) -> Any:
-        """The next microbatch of `data`, or of what the engine has."""
+        """Return the next microbatch of `data`, or of what the engine has."""
         batch = next(data if data is not None else self._own_data())
         batch = batch if self._batch_fn is None else self._batch_fn(batch)
         # collators of Hugging Face give mappings that are no dicts
         return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
     def _pulled(self, data: Iterator[Any] | None, number: int) -> Sequence[Any]:
-        """The next microbatches, each read when it is needed; nothing on ranks that read no data."""
+        """Return the next microbatches, each read when it is needed; nothing on ranks that read no data."""
         return LazySequence(number if self.is_first_stage() else 0, lambda _: self._read(data))
 
     def _own_data(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What an estimate says: bytes by component, at the peak of a step and between steps."""
+"""The answer of an estimate: bytes by component, at the peak of a step and between steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DeviceBytes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one rank needs.
+    """The needs of one rank.
 
     Args:
         peaks: bytes of the device at most in each phase of a step: forward, backward, step.
@@ -60,5 +60,5 @@ class Estimate:
 
     @property
     def phase(self) -> str:
-        """The one with the peak."""
+        """Return the one with the peak."""
         return max(self.peaks, key=lambda name: self.peaks[name])

@@ -84,7 +84,7 @@ def dry_run(
 def rehearse(
     make: Callable[[LiveBytes], Engine], sequence: int, mode: Callable[[LiveBytes], LiveBytesMode]
 ) -> Estimate:
-    """What the steps of an engine take, looked at from inside.
+    """Return what the steps of an engine take, looked at from inside.
 
     Args:
         make: gives the engine; host memory that stands apart is noted in what it is given.
@@ -120,7 +120,7 @@ def rehearse(
 
 
 def batch_of(engine: Engine, sequence: int) -> dict[str, Tensor]:
-    """A microbatch of its rank."""
+    """Return a microbatch of its rank."""
     return microbatch(engine.train_micro_batch_size_per_gpu(), sequence)
 
 
@@ -148,7 +148,7 @@ def learn_crossings(engine: Engine, whole: nn.Module, batch: dict[str, Tensor]) 
 
 
 def held(engine: Engine, live: int) -> DeviceBytes:
-    """Who holds what of the bytes that are alive on the device now."""
+    """Return who holds what of the bytes that are alive on the device now."""
     zero = engine.zero
     pool, device = zero.pool, zero.pool.device
     gathered = sum(flat.full.nbytes for flat in zero.flats if flat.sharded and flat.full is not None)
@@ -173,7 +173,7 @@ class _Watcher:
         self._wanted: int | None = None
 
     def listen(self, engine: Engine) -> None:
-        """From now on the engine says which phase it is in."""
+        """Listen from now on to the phase that the engine is in."""
         self._engine, said = engine, engine.telemetry.phase
 
         def phase(name: str, of: Engine) -> AbstractContextManager[None]:
@@ -188,12 +188,12 @@ class _Watcher:
         self.live.restart()
 
     def end(self) -> dict[str, int]:
-        """The peaks since."""
+        """Return the peaks since."""
         self._enter(self._phase)
         return dict(self._peaks)
 
     def look_at(self, peak: int) -> None:
-        """In the next step: look whenever there is more than before, and nearly as much as this."""
+        """Look, in the next step, whenever there is more than before, and nearly as much as this."""
         self._wanted = int(NEARLY * peak)
         self.live.restart()
 
@@ -215,7 +215,7 @@ def _step(engine: Engine, batch: dict[str, Tensor]) -> None:
 
 
 def _states(engine: Engine) -> dict[FlatGradient, list[Tensor]]:
-    """Tensors that the optimizer has of each flat buffer."""
+    """Return the tensors that the optimizer has of each flat buffer."""
     optimizer = engine.optimizer
     if optimizer is None:
         return {}
@@ -233,7 +233,7 @@ def _states(engine: Engine) -> dict[FlatGradient, list[Tensor]]:
 
 
 def _note_states(engine: Engine, live: LiveBytes) -> None:
-    """Optimizers make their states; those of shards that rest on the host are there."""
+    """Note the states that optimizers make; those of shards that rest on the host are there."""
     for gradient, tensors in _states(engine).items():
         if gradient.flat.optim_placement.device != engine.zero.pool.device:
             for tensor in tensors:
@@ -251,7 +251,7 @@ class _Anything:
 
 @contextmanager
 def _ranks(world: int, rank: int) -> Iterator[None]:
-    """A process group of ranks that do not exist, but for this one."""
+    """Start a process group of ranks that do not exist, but for this one."""
     if world > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:

@@ -2,7 +2,7 @@
 
 An estimate has three parts. What blocks do to memory is traced once for each way of running them (`model_trace.py`).
 The code that cuts, splits and shards finds what a rank holds (`rank_part.py`, `simulated.py`). Then the actions of a
-step are replayed, and the engine's own pool, fetcher and reducer say what is in memory when (`replay.py`).
+step are replayed, and the engine's own pool, unsharder and reducer say what is in memory when (`replay.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Estimator:
         self._states: dict[str, StateBytes] = {}
 
     def estimate(self, config: Config, world: int, rank: int = 0, sequence: int | None = None) -> Estimate:
-        """What a rank of a run needs.
+        """Return what a rank of a run needs.
 
         Args:
             config: as loaded; "auto" is resolved here.
@@ -62,7 +62,7 @@ class Estimator:
         mesh, resolved, portion = self._laid_out(config, world, rank, sequence)
         paper = SimulatedRank(portion, resolved, mesh, self._states_of(resolved))
         script = StepScript(paper, portion, resolved, mesh, *self._traced(resolved, portion, sequence))
-        ScriptedStep(script).run(most=1)  # in the first step the fetcher learns its order
+        ScriptedStep(script).run(most=1)  # in the first step the unsharder learns its order
         step = ScriptedStep(script)
         step.run()
         between = _held(paper, paper.pool.idle_bytes, 0)
@@ -71,28 +71,29 @@ class Estimator:
         )
 
     def kept(self, config: Config, world: int, sequence: int | None = None) -> int:
-        """Bytes that all blocks of the model keep of one microbatch from its forward to its backward, on a tp rank."""
+        """Return the bytes that all blocks of the model keep of one microbatch from its forward to its backward, on a
+        tp rank."""
         sequence = sequence or self.sequence
         _, resolved, portion = self._laid_out(config, world, 0, sequence)
         traced, _ = self._traced(resolved, portion, sequence)
         return sum(traced(block).of(block).kept for block in range(len(portion.names)))
 
     def ranks(self, config: Config, world: int) -> range:
-        """The ranks to look at: one for all, or the first of each pipeline stage."""
+        """Return the ranks to look at: one for all, or the first of each pipeline stage."""
         return range(0, world, max(1, world // config.pipeline.degree))
 
     def run(self, config: Config, world: int, sequence: int | None = None) -> list[Estimate]:
-        """What all ranks of a run need, by those to look at."""
+        """Return what all ranks of a run need, by the ranks to look at."""
         return [self.estimate(config, world, rank, sequence) for rank in self.ranks(config, world)]
 
     def copy(self) -> nn.Module:
-        """The model on meta, to be used up."""
+        """Return the model on meta, to be used up."""
         return copy.deepcopy(self.model)
 
     def _laid_out(
         self, config: Config, world: int, rank: int, sequence: int
     ) -> tuple[Mesh, Config, RankPart]:
-        """The mesh as the rank sees it, the configuration resolved on it, and the rank's part of the model."""
+        """Return the mesh as the rank sees it, the configuration resolved on it, and the rank's part of the model."""
         degrees = {"pp": config.pipeline.degree, "tp": config.tensor_parallel.degree}
         mesh = Mesh.planned(META, world, rank, dp=config.dp_degree(world), **degrees)
         resolved = resolve(config, mesh, self.model, {})
@@ -105,7 +106,7 @@ class Estimator:
         return self._states[key]
 
     def _traced(self, config: Config, portion: RankPart, sequence: int) -> Any:
-        """(the trace of each block, that of the ends)."""
+        """Return (the trace of each block, that of the ends)."""
         section = section_of(config)
         plain = lambda: self._traces.of(config, sequence, recomputed=False)  # noqa: E731
         if section is None:
@@ -132,6 +133,6 @@ def _held(paper: SimulatedRank, buffers: int, activations: int) -> DeviceBytes:
 
 
 def _host(paper: SimulatedRank) -> int:
-    """Bytes of shards that stay in host memory, and of buffers there for what rests on NVMe."""
+    """Return the bytes of shards that stay in host memory, and of buffers there for what rests on NVMe."""
     host = sum(on(HOST, held) for held in paper.kept())
     return host + paper.placements.buffers.idle.most

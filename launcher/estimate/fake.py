@@ -42,7 +42,7 @@ class _Same(NamedTuple):
 
 
 class _Writes(NamedTuple):
-    """What an operation in place writes to: arguments by position or name; and how many of them it gives back."""
+    """The arguments that an operation in place writes to, by position or name; and how many of them it gives back."""
 
     arguments: tuple[int | str, ...]
     returns: int
@@ -110,7 +110,7 @@ class FakeMode(LiveBytesMode):
         return self._writes[func]
 
     def _hollow(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """New outputs, by the meta kernel; it is asked once for arguments of the same shapes."""
+        """Return new outputs, by the meta kernel; it is asked once for arguments of the same shapes."""
         key: Hashable = (func, spec, tuple(_described(leaf) for leaf in leaves))
         if key not in self._outputs:
             self._outputs[key] = _outputs_of(func, leaves, spec)
@@ -133,7 +133,7 @@ def _is_light(tensors: list[Tensor]) -> bool:
 
 
 def _described(leaf: Any) -> Hashable:
-    """What the shapes of outputs depend on."""
+    """Return what the shapes of outputs depend on."""
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.stride(), leaf.dtype)
     if isinstance(leaf, Hashable):
@@ -142,7 +142,8 @@ def _described(leaf: Any) -> Hashable:
 
 
 def _outputs_of(func: Any, leaves: list[Any], spec: Any) -> tuple[list[Any] | None, Any]:
-    """The outputs, flat, and their structure; None: the operation makes something light out of nothing, and may run."""
+    """Return the outputs, flat, and their structure; None: the operation makes something light out of nothing, and may
+    run."""
     wide = func._opname in _NARROW_ON_META and _wide(leaves)
     on_meta = [_on_meta(leaf, torch.bfloat16 if wide else None) for leaf in leaves]
     args, kwargs = tree_unflatten(on_meta, spec)
@@ -172,7 +173,7 @@ def _described_output(output: Any, place: dict[int, int]) -> Any:
 
 
 def _on_meta(leaf: Any, dtype: torch.dtype | None = None) -> Any:
-    """Args:
+    """Move tensors to meta.
     dtype: of floats, in place of their own.
     """
     if isinstance(leaf, Tensor):

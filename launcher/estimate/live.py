@@ -47,7 +47,7 @@ class LiveBytes:
             self._at_new_peak()
 
     def note_host(self, tensor: Tensor) -> Tensor:
-        """From now on this memory stands for memory of the host; gives the tensor."""
+        """Count this memory from now on as memory of the host; return the tensor."""
         storage = tensor.untyped_storage()
         size = self._known.get(storage) or self._new(storage)
         if not size.on_host:
@@ -79,7 +79,7 @@ class LiveBytes:
 
 
 class _Size:
-    """Of a storage, when it was seen last."""
+    """The size of a storage, when it was seen last."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -105,5 +105,5 @@ class LiveBytesMode(TorchDispatchMode):
         return made
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operation itself."""
+        """Return the operation itself."""
         return func(*args, **kwargs)

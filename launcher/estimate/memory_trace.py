@@ -1,4 +1,4 @@
-"""What one microbatch does to memory, written down as it runs: stretches between marks.
+"""A memory trace: what one microbatch does to memory, written down as it runs: segments between marks.
 
 A stretch says how much more memory there was at most than at its start, and how much more at its end. A mark says what
 happened between two stretches. Memory of parameters and of their gradients is not in it: who replays a tape knows it.
@@ -21,7 +21,7 @@ from launcher.models.activation import recomputing
 
 
 class TraceEvent(StrEnum):
-    """What a mark is of."""
+    """The kind of a mark."""
 
     USE = "use"  # the forward of a module begins
     LEAVE = "leave"  # it has ended
@@ -57,7 +57,7 @@ Items = list[TraceSegment | TraceMark]
 
 @dataclass
 class BlockTrace:
-    """What happens from the first mark of a block to that of the next one.
+    """The events from the first mark of a block to that of the next one.
 
     Args:
         kept: bytes on the device from its forward to its backward.
@@ -206,7 +206,7 @@ class TraceRecorder:
 
 
 def relative(items: Items, block: str) -> Items:
-    """The same with names inside of a block that begin there."""
+    """Return the same with names inside of a block that begin there."""
     return [
         replace(item, name=item.name.removeprefix(block))
         if isinstance(item, TraceMark) and (item.name == block or item.name.startswith(f"{block}."))
@@ -216,6 +216,6 @@ def relative(items: Items, block: str) -> Items:
 
 
 def absolute(mark: TraceMark, block: str) -> str:
-    """The name of a mark, for a block."""
+    """Return the name of a mark, for a block."""
     inside = mark.name.startswith(".") or (not mark.name and mark.event is not TraceEvent.TURN)
     return block + mark.name if inside else mark.name

@@ -15,7 +15,7 @@ OffloadedBytes = Counter[Placement]
 
 
 def parameters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
-    """What is kept of parameters."""
+    """Return what is kept of parameters."""
     held: OffloadedBytes = Counter()
     for flat in flats:
         held[flat.params_placement if flat.sharded else Placement(flat.pool.device)] += flat.held_bytes
@@ -23,7 +23,7 @@ def parameters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
 
 
 def masters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
-    """Master weights that are no parameters."""
+    """Return the bytes of master weights that are no parameters."""
     held: OffloadedBytes = Counter()
     for flat in flats:
         held[flat.optim_placement] += flat.master_bytes
@@ -31,7 +31,7 @@ def masters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
 
 
 def gradients_of(gradients: Iterable[FlatGradient]) -> OffloadedBytes:
-    """What is kept of gradients."""
+    """Return what is kept of gradients."""
     held: OffloadedBytes = Counter()
     for gradient in gradients:
         held[gradient.flat.optim_placement if gradient.sharded else Placement(gradient.flat.pool.device)] += (
@@ -41,5 +41,5 @@ def gradients_of(gradients: Iterable[FlatGradient]) -> OffloadedBytes:
 
 
 def on(device: torch.device, held: OffloadedBytes) -> int:
-    """What is on a device."""
+    """Return what is on a device."""
     return held[Placement(device)]

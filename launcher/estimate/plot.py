@@ -23,7 +23,7 @@ MARGIN, BAR = 170, 50  # pixels
 
 
 def memory_bars(ranks: Sequence[Estimate], *, title: str = "", device: float | None = None) -> Figure:
-    """Who holds what at the peak of each rank.
+    """Return who holds what at the peak of each rank.
 
     Args:
         device: bytes: a line.

@@ -1,4 +1,4 @@
-"""What one rank has of a model: split over tp and cut into stages as the engine does it, on meta."""
+"""The part of a model that one rank has: split over tp and cut into stages as the engine does it, on meta."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RankParts:
         self._known: dict[Any, RankPart] = {}
 
     def of(self, config: Config, mesh: Mesh, sequence: int) -> RankPart:
-        """What the rank of the mesh has.
+        """Return what the rank of the mesh has.
 
         Args:
             config: resolved.

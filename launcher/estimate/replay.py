@@ -80,7 +80,7 @@ class ScriptedStep:
         if self._staged:
             boxes = self._boxes()
             rank.stretch(boxes, boxes)
-        with self._plan.of_step(rank.fetcher, rank.reducer):
+        with self._plan.of_step(rank.unsharder, rank.reducer):
             run_actions(self.script.actions(most), self)
         self._enter(PHASES[2])
         rank.live = 0
@@ -108,7 +108,7 @@ class ScriptedStep:
             self._play(self.script.ends.tape.after.forward)
             return
         rank.stretch(0, -hidden)
-        rank.fetcher.end()
+        rank.unsharder.end()
 
     def backward(self, action: Action, *, last: bool, late: bool = False) -> None:
         """See `StageActions`.
@@ -200,9 +200,9 @@ class ScriptedStep:
             if unit is None or not unit.sharded:
                 continue
             if item.event is TraceEvent.USE:
-                rank.fetcher.use(unit, "forward")
+                rank.unsharder.use(unit, "forward")
             elif item.event is TraceEvent.LEAVE:
-                rank.fetcher.leave(unit)
+                rank.unsharder.leave(unit)
             elif item.event is TraceEvent.ENTER:
                 rank.hooks.enter_backward(unit)
 

@@ -28,7 +28,7 @@ class ShortModel:
 
 
 def shortened(model: nn.Module) -> ShortModel:
-    """The model with the blocks that are needed, those at the front of each row.
+    """Return the model with the blocks that are needed, those at the front of each row.
 
     Args:
         model: on meta; left as it is.
@@ -60,7 +60,7 @@ def shortened(model: nn.Module) -> ShortModel:
 
 
 def shallow(model: nn.Module) -> nn.Module:
-    """A copy of all modules with the same parameters, buffers and config; a deepcopy takes ten times as long."""
+    """Return a copy of all modules with the same parameters, buffers and config; a deepcopy takes ten times as long."""
     made = {module: type(module).__new__(type(module)) for module in model.modules()}
     for module, one in made.items():
         one.__dict__.update({name: _renewed(value, made) for name, value in module.__dict__.items()})
@@ -68,7 +68,7 @@ def shallow(model: nn.Module) -> nn.Module:
 
 
 def _renewed(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:
-    """What an attribute of a copied module is: modules are the copies, containers are new."""
+    """Return what an attribute of a copied module is: modules are the copies, containers are new."""
     if isinstance(value, nn.Module):
         return made.get(value, value)
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
@@ -83,7 +83,7 @@ def _renewed(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:
 
 
 def _kinds(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Hashable]:
-    """What the memory of each block depends on."""
+    """Return what the memory of each block depends on."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     types = getattr(text, "layer_types", None) or ()
@@ -95,7 +95,7 @@ def _kinds(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Hashable]:
 
 
 def _needed(kinds: list[Hashable]) -> tuple[int, tuple[int, ...]]:
-    """How many blocks at the front are needed, and which of them stands for each."""
+    """Return how many blocks at the front are needed, and which of them stands for each."""
     last = len(kinds) - 1
     first_inside: dict[Hashable, int] = {}
     for place, kind in enumerate(kinds[1:last], 1):

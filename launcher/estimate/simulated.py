@@ -1,4 +1,4 @@
-"""The engine's own memory without the memory: units, flat buffers, gradients, pool, fetcher and reducer on meta.
+"""The engine's own memory without the memory: units, flat buffers, gradients, pool, unsharder and reducer on meta.
 
 What is taken, kept and given back is decided by the code that decides it in a run. Only values are left out.
 """
@@ -23,8 +23,8 @@ from launcher.estimate.tiers import CountingTier
 from launcher.optim.sharded import step_in_turn
 from launcher.optim.states import FlatState
 from launcher.pipeline.schedules import schedule
-from launcher.zero.apply import fill, lay_out
-from launcher.zero.fetch import Fetcher
+from launcher.zero.apply import lay_out
+from launcher.zero.filling import fill
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks, TrainingState
@@ -32,6 +32,7 @@ from launcher.zero.layout import LocalModel, ShardLayout
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer, order_of_reduction
 from launcher.zero.slot import ParamReader, ParamSlice, ParamSlot
+from launcher.zero.unshard import Unsharder
 
 META = torch.device("meta")
 
@@ -118,8 +119,8 @@ class SimulatedHooks(Hooks):
     def begin_forward(self) -> None:
         """The model's forward begins."""
         self.abandon()
-        self.fetcher.begin(with_grad=True)
-        self.fetcher.use(self.root, "forward")
+        self.unsharder.begin(with_grad=True)
+        self.unsharder.use(self.root, "forward")
 
     def begin_backward(self) -> None:
         """Its backward begins, if it has not."""
@@ -162,9 +163,9 @@ class SimulatedRank:
         for gradient in self.gradients:
             assert isinstance(gradient, SimulatedGradient)
             gradient.collected = self._taken_from_leaves
-        self.fetcher = Fetcher(policy, self.placements.ahead, self.placements.units_ahead)
+        self.unsharder = Unsharder(policy, self.placements.ahead, self.placements.units_ahead)
         self.reducer = Reducer(order_of_reduction(self.units), policy)
-        self.hooks = SimulatedHooks(self.units, self.fetcher, self.reducer)
+        self.hooks = SimulatedHooks(self.units, self.unsharder, self.reducer)
         self.unit_of = {unit.name: unit for unit in self.units}
         self.slots = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self.gradient_of = {slot: g for g in self.gradients for slot in g.flat.slots}

@@ -22,7 +22,7 @@ SIZE = 48  # elements
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What an optimizer keeps of a slice.
+    """The states that an optimizer keeps of a slice.
 
     Args:
         dtypes: of the states that have a value for each element.
@@ -33,12 +33,12 @@ class OptimizerStates:
     once: int
 
     def bytes_of(self, numel: int) -> int:
-        """Of so many elements."""
+        """Return the bytes of so many elements."""
         return self.once + numel * sum(dtype.itemsize for dtype in self.dtypes.values())
 
 
 class StateBytes:
-    """What the optimizer of a configuration keeps of each parameter.
+    """The bytes that the optimizer of a configuration keeps of each parameter.
 
     Args:
         config: resolved.
@@ -53,7 +53,7 @@ class StateBytes:
         self._found: dict[tuple[int, torch.dtype], OptimizerStates] = {}
 
     def of(self, gradients: Iterable[FlatGradient]) -> OffloadedBytes:
-        """Bytes of the states of what a rank owns, by where they rest."""
+        """Return the bytes of the states of what a rank owns, by where they rest."""
         held: OffloadedBytes = Counter()
         for gradient in gradients:
             flat = gradient.flat
@@ -67,7 +67,7 @@ class StateBytes:
         return held
 
     def dtypes(self, gradient: FlatGradient) -> dict[str, torch.dtype]:
-        """The states with a value for each element of a buffer, by name."""
+        """Return the states with a value for each element of a buffer, by name."""
         names = (slot.name for slot in gradient.flat.slots if slot.name in self._group_of)
         name = next(names, None)
         if name is None:

@@ -24,11 +24,11 @@ class CountingTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that rest here now."""
+        """Return the bytes that rest here now."""
         return sum(self._sizes.values())
 
     def reserve(self, size: int) -> None:
-        """There is always room."""
+        """Reserve space: there is always room."""
 
     def write(self, key: str, tensor: Tensor) -> Future[None]:
         """See `Tier`."""

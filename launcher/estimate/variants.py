@@ -48,7 +48,7 @@ class Variant:
 
     @property
     def peak(self) -> int:
-        """Bytes of the device on the fullest rank."""
+        """Return the bytes of the device on the fullest rank."""
         return max(one.peak for one in self.ranks)
 
     def fits(self, device: int) -> bool:
@@ -56,7 +56,7 @@ class Variant:
 
 
 def edited(config: Config, edits: ConfigChanges) -> Config:
-    """The same with other keys.
+    """Return the same with other keys.
 
     Raises:
         ConfigError: they cannot stand together.
@@ -77,7 +77,7 @@ def edited(config: Config, edits: ConfigChanges) -> Config:
 def variant(
     estimator: Estimator, config: Config, name: str, edits: ConfigChanges, world: int, sequence: int | None
 ) -> Variant:
-    """A run with other keys."""
+    """Return a run with other keys."""
     try:
         return Variant(name, tuple(estimator.run(edited(config, edits), world, sequence)))
     except LauncherError as error:
@@ -85,14 +85,14 @@ def variant(
 
 
 def side_by_side(estimator: Estimator, config: Config, world: int, sequence: int | None) -> list[Variant]:
-    """All stages and offload modes."""
+    """Return all stages and offload modes."""
     return [variant(estimator, config, name, edits, world, sequence) for name, edits in MODES]
 
 
 def advice(
     estimator: Estimator, config: Config, world: int, sequence: int | None, device: int
 ) -> tuple[list[str], Variant] | None:
-    """What to write so that a run fits, and what it needs then; None: nothing here is enough.
+    """Return what to write so that a run fits, and what it needs then; None: nothing here is enough.
 
     The changes are tried in the order of what they cost, on top of each other; those without which it fits, too, are
     left out again.
@@ -122,7 +122,8 @@ def advice(
 
 
 def _changes(config: Config, world: int) -> Iterator[tuple[str, ConfigChanges]]:
-    """From the cheapest one on: (in words, keys). Each replaces what earlier ones say of the same keys."""
+    """Yield changes from the cheapest one on: (in words, keys). Each replaces what earlier ones say of the same keys.
+    keys."""
     try:
         batch = config.resolve(dp_degree=config.dp_degree(world))
         micro, steps = (int(str(getattr(batch, key))) for key in (MICRO, ACCUMULATION))

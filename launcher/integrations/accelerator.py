@@ -83,18 +83,18 @@ class HostEvent:
         return True
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds between two moments that were recorded."""
+        """Return the milliseconds between two moments that were recorded."""
         if self._at is None or end._at is None:
             raise RuntimeError("an event was not recorded; call record() on both")
         return (end._at - self._at) * 1e3
 
 
 def _nothing(*given: Any, **more: Any) -> None:
-    """Of a CPU there is nothing to do."""
+    """Do nothing: a CPU needs nothing here."""
 
 
 def _ranks_here() -> int:
-    """Ranks of this machine: scripts assert that there are not more of them than devices."""
+    """Return the ranks of this machine: scripts assert that there are not more of them than devices."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
@@ -220,21 +220,21 @@ class Accelerator:
         return ["NCCL", "LD_LIBRARY", "PATH"] if _kind() == CUDA else []
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
-        """The class of that name; None where what it builds is not here."""
+        """Return the class of that name; None where what it builds is not available."""
         from launcher.integrations.builders import BUILDERS
 
         kind = BUILDERS.get(class_name)
         return kind if kind is not None and kind().is_compatible() else None
 
     def create_op_builder(self, class_name: str) -> OpBuilder | None:
-        """One of them."""
+        """Return a builder of that name."""
         kind = self.get_op_builder(class_name)
         return None if kind is None else kind()
 
     # ---- random numbers -------------------------------------------------------------------------
 
     def random(self) -> ModuleType:
-        """The module of torch that has the generators of this device."""
+        """Return the module of torch that has the generators of this device."""
         return torch.cuda.random if _kind() == CUDA else torch.random
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
@@ -256,7 +256,7 @@ class Accelerator:
     # ---- graphs ---------------------------------------------------------------------------------
 
     def replay_graph(self, graph: Any) -> None:
-        """Runs a captured graph again.
+        """Run a captured graph again.
 
         Raises:
             NotHere: on a CPU: nothing was captured, and saying nothing would leave the work out.
@@ -278,7 +278,7 @@ class Accelerator:
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": most}
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1, **others: Any) -> Tensor:
-        """The tensor in page-locked memory; as it is where there is no GPU to copy to."""
+        """Return the tensor in page-locked memory; as it is where there is no GPU to copy to."""
         return tensor.pin_memory() if _kind() == CUDA else tensor
 
     def pin_empty(self, *size: Any, **others: Any) -> Tensor:
@@ -292,12 +292,12 @@ class Accelerator:
         return tensor.is_pinned() if _kind() == CUDA else False
 
     def unpin_memory(self, tensor: Tensor) -> None:
-        """Page-locked memory of torch's goes with its tensor."""
+        """Do nothing: page-locked memory of torch's goes with its tensor."""
 
     # ---- profiles -------------------------------------------------------------------------------
 
     def range_push(self, msg: str, **others: Any) -> None:
-        """On a CPU a profile has the ranges of torch.profiler only."""
+        """Begin a range; on a CPU a profile has the ranges of torch.profiler only."""
         if _kind() == CUDA:
             torch.cuda.nvtx.range_push(msg)
 
@@ -321,12 +321,12 @@ _ACCELERATOR = Accelerator()
 
 
 def get_accelerator() -> Accelerator:
-    """The device of this rank."""
+    """Return the device of this rank."""
     return _ACCELERATOR
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Another one cannot be had.
+    """Refuse another accelerator.
 
     Raises:
         NotHere: it is not ours.
@@ -346,7 +346,7 @@ def _on_cuda(name: str) -> Any:
 
 
 def _call(function: Callable[..., Any], *given: Any, device_index: int | None = None, **more: Any) -> Any:
-    """torch.cuda calls the index `device`."""
+    """Call torch.cuda, which names the index `device`."""
     return function(*given, **more) if device_index is None else function(device_index, **more)
 
 

@@ -65,11 +65,11 @@ class OpBuilder:
         return f"deepspeed.ops.{self.name}"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether what the operator does is done here."""
+        """Return whether what the operator does is done here."""
         return self.name in COUNTERPARTS
 
     def load(self, verbose: bool = True) -> Operators:
-        """Nothing has to be compiled.
+        """Return the operator; nothing has to be compiled.
 
         Raises:
             NotHere: what the operator does is not done here.
@@ -82,12 +82,12 @@ class OpBuilder:
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
-        """Whether this is torch for AMD's devices."""
+        """Return whether this is torch for AMD's devices."""
         return torch.version.hip is not None
 
     @classmethod
     def installed_rocm_version(cls) -> tuple[int, int]:
-        """(0, 0) without it."""
+        """Return (0, 0) without ROCm."""
         if not cls.is_rocm_pytorch():
             return 0, 0
         major, minor = str(torch.version.hip).split(".")[:2]
@@ -95,7 +95,7 @@ class OpBuilder:
 
 
 class Operators:
-    """What a builder loads: the engine works without DeepSpeed's functions, so asking for one is an error.
+    """The operators of a builder: the engine works without DeepSpeed's functions, so asking for one is an error.
 
     Args:
         name: of the builder.

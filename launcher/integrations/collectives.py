@@ -28,7 +28,7 @@ __all__ = ["init_distributed", "is_initialized", "log_summary"]
 
 
 def _quiet(function: F) -> F:
-    """The function, which also takes the arguments of DeepSpeed's log."""
+    """Return the function, which also takes the arguments of DeepSpeed's log."""
 
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
@@ -59,7 +59,8 @@ def barrier(
 def monitored_barrier(
     group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **log: Any
 ) -> None:
-    """A barrier that names the ranks that do not come. On a group without gloo it is a plain one, as in DeepSpeed."""
+    """Run a barrier that names the ranks that do not come. On a group without gloo it is a plain one, as in
+    DeepSpeed."""
     if dist.get_backend(group) == dist.Backend.NCCL:
         dist.barrier(group)
     else:
@@ -67,7 +68,7 @@ def monitored_barrier(
 
 
 def inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
-    """all_reduce in place; DeepSpeed has shared memory for this one."""
+    """Run all_reduce in place; DeepSpeed has shared memory for this one."""
     return dist.all_reduce(tensor, op, group)
 
 
@@ -78,7 +79,7 @@ def all_reduce_coalesced(
     async_op: bool = False,
     **log: Any,
 ) -> Any:
-    """all_reduce of every tensor, in place."""
+    """Run all_reduce of every tensor, in place."""
     return _Works([dist.all_reduce(tensor, op, group, async_op=True) for tensor in tensors]).given(async_op)
 
 
@@ -88,7 +89,7 @@ def all_gather_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """all_gather_into_tensor of every pair."""
+    """Run all_gather_into_tensor of every pair."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     return _Works([dist.all_gather_into_tensor(out, one, group, async_op=True) for out, one in pairs]).given(
         async_op
@@ -102,7 +103,7 @@ class _Works:
         self._works = works
 
     def given(self, async_op: bool) -> _Works | None:
-        """For the caller to wait for, or None where this waits."""
+        """Return the work for the caller to wait for, or None where this waits."""
         if async_op:
             return self
         self.wait()
@@ -124,7 +125,7 @@ def is_available() -> bool:
 
 
 def new_group(ranks: Sequence[int], *others: Any, **keywords: Any) -> Any:
-    """Every rank of the run must call it."""
+    """Return a new process group; every rank of the run must call it."""
     return dist.new_group(list(ranks), *others, **keywords)
 
 
@@ -133,17 +134,17 @@ def get_world_group() -> Any:
 
 
 def get_rank(group: Any = None) -> int:
-    """Of this process in the group; from the environment before there are groups."""
+    """Return the rank of this process in the group; from the environment before there are groups."""
     return dist.get_rank(group) if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def get_world_size(group: Any = None) -> int:
-    """Ranks of the group; from the environment before there are groups."""
+    """Return the ranks of the group; from the environment before there are groups."""
     return dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def get_local_rank() -> int:
-    """Of this process on its machine."""
+    """Return the rank of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -159,17 +160,17 @@ def get_world_size_from_launcher() -> int:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The rank among all of one of a group."""
+    """Return the rank among all of one of a group."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The ranks among all of a group."""
+    """Return the ranks among all of a group."""
     return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """torch's device mesh over all ranks."""
+    """Return torch's device mesh over all ranks."""
     return init_device_mesh(pick_device().type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
@@ -181,7 +182,8 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 class TorchBackend:
-    """Which functions of torch.distributed gather and reduce into one tensor; the process group itself is torch's."""
+    """The functions of torch.distributed that gather and reduce into one tensor; the process group itself is
+    torch's."""
 
     @classmethod
     def get_all_gather_function(cls) -> Callable[..., Any]:
@@ -200,7 +202,7 @@ has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
 def has_all_reduce_coalesced() -> bool:
-    """torch's own deprecated one is not used; `all_reduce_coalesced` is here."""
+    """Return torch's own deprecated one is not used; `all_reduce_coalesced` is here."""
     return True
 
 
@@ -209,26 +211,26 @@ def has_coalescing_manager() -> bool:
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **keywords: Any) -> None:
-    """The log of collectives is switched on in the JSON, before there is an engine.
+    """Say that the log of collectives is switched on in the JSON, before there is an engine.
 
     Raises:
         LauncherError: it is to be switched on here.
     """
     if enabled or any(keywords.values()):
         raise LauncherError(
-            "deepspeed.comm.configure() switches no log on: what the engine sends is logged as its JSON says",
+            "deepspeed.comm.configure() does not enable a log: the JSON decides whether the engine logs what it sends",
             where="deepspeed.comm.configure()",
             fix='write {"comms_logger": {"enabled": true}} in the JSON',
         )
 
 
 def in_aml() -> bool:
-    """Whether this is a machine of Azure ML."""
+    """Return whether this is a machine of Azure ML."""
     return "AZUREML_EXPERIMENT_ID" in os.environ
 
 
 def in_aws_sm() -> bool:
-    """Whether this is a machine of SageMaker."""
+    """Return whether this is a machine of SageMaker."""
     return "SM_TRAINING_ENV" in os.environ
 
 
@@ -237,5 +239,5 @@ def in_dlts() -> bool:
 
 
 def is_parallel(group: Any = None) -> bool:
-    """Whether a group has several ranks."""
+    """Return whether a group has several ranks."""
     return dist.is_initialized() and dist.get_world_size(group) > 1

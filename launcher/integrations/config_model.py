@@ -68,5 +68,5 @@ class DeepSpeedConfigModel(BaseModel):
     @field_serializer("dtype", check_fields=False)
     @staticmethod
     def serialize_torch_dtype(dtype: torch.dtype) -> str:
-        """A dtype in JSON, by its name."""
+        """Return a dtype in JSON, by its name."""
         return str(dtype)

@@ -124,7 +124,7 @@ class DeepSpeedConfig:
 
     @property
     def monitor_config(self) -> DeepSpeedMonitorConfig:
-        """The sections of the monitors, for `MonitorMaster`."""
+        """Return the sections of the monitors, for `MonitorMaster`."""
         return DeepSpeedMonitorConfig(**{name: getattr(self._config, name).given() for name in MONITORS})
 
     def __getattr__(self, name: str) -> Any:
@@ -141,18 +141,18 @@ class DeepSpeedConfig:
         raise NotHere(what, **how)
 
     def print_user_config(self) -> None:
-        """The JSON as it was written."""
+        """Print the JSON as it was written."""
         print(json.dumps(without_secrets(self._param_dict), indent=4, sort_keys=True, default=str))
 
     def print(self, name: str) -> None:
-        """Every key with its value."""
+        """Print every key with its value."""
         print(f"{name}:")
         for key, value in sorted(without_secrets(self._config.to_dict()).items()):
             print(f"  {key} = {value}")
 
 
 def _loaded(config: Any) -> Config:
-    """The configuration; the first line of an error names its keys, for logs that show no more."""
+    """Return the configuration; the first line of an error names its keys, for logs that show no more."""
     try:
         return load(os.fspath(config) if isinstance(config, os.PathLike) else config)
     except ConfigProblems as error:
@@ -161,12 +161,12 @@ def _loaded(config: Any) -> Config:
 
 
 def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON as a dict, as it was written."""
+    """Return the JSON as a dict, as it was written."""
     return dict(read(config).tree)
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """For json.load(object_pairs_hook=...).
+    """Return the dict for json.load(object_pairs_hook=...).
 
     Raises:
         ConfigError: a key stands twice.
@@ -175,5 +175,5 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[Any, Any]]) -> 
     if len(found) != len(ordered_pairs):
         keys = [key for key, _ in ordered_pairs]
         twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        raise ConfigError(f"keys stand twice in the JSON: {', '.join(twice)}", fix="delete one of each")
+        raise ConfigError(f"duplicate keys in the JSON: {', '.join(twice)}", fix="delete one of each")
     return found

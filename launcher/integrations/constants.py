@@ -193,5 +193,5 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
 
 
 def constants_of(module: str) -> dict[str, Any]:
-    """All of a module, by name."""
+    """Return all of a module, by name."""
     return {**{name: name.lower() for name in NAMED.get(module, "").split()}, **VALUES.get(module, {})}

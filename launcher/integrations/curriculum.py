@@ -59,7 +59,7 @@ class CurriculumScheduler:
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
-        """Of the schedule "custom": optimizer step -> difficulty."""
+        """Set the function of the schedule "custom": optimizer step -> difficulty."""
         self.custom_get_difficulty = schedule_function
 
     def get_state(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class CurriculumScheduler:
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Of an optimizer step, from 1."""
+        """Return the difficulty of an optimizer step, from 1."""
         pace, low, high = (
             self.state["schedule_config"],
             self.state["min_difficulty"],
@@ -89,7 +89,7 @@ class CurriculumScheduler:
         return rising(global_steps, low, high, pace["total_curriculum_step"], pace["difficulty_step"], degree)
 
     def update_difficulty(self, global_steps: int) -> int:
-        """Of this step, remembered; what has reached the end stays there."""
+        """Return the difficulty of this step, remembered; what has reached the end stays there."""
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.get_current_difficulty()

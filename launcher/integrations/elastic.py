@@ -18,7 +18,7 @@ __all__ = ["ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWo
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the JSON's section is on."""
+    """Return whether the JSON's section is on."""
     return bool(ds_config.get("elasticity", {}).get("enabled", False))
 
 
@@ -28,7 +28,7 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> Any:
-    """The batch size, and the numbers of ranks on which it works.
+    """Return the batch size, and the numbers of ranks on which it works.
 
     Args:
         world_size: must be one of them; 0: not asked.

@@ -25,7 +25,7 @@ class OffloadDeviceEnum(enum.StrEnum):
 
 
 class OffloadStateTypeEnum(enum.StrEnum):
-    """What `engine.offload_states(include=...)` names."""
+    """The names for `engine.offload_states(include=...)`."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -45,7 +45,7 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether a parameter can be used as it is."""
+    """The status of a parameter: whether it can be used as it is."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -53,7 +53,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class ZeroParamType(enum.Enum):
-    """How a parameter is kept: whole, or in shards of all ranks. `REMOTE` is none of ours."""
+    """The way in which a parameter is kept: whole, or in shards of all ranks. `REMOTE` is none of ours."""
 
     NORMAL = 1
     PARTITIONED = 2

@@ -13,7 +13,7 @@ from launcher.integrations.refused import NotHere, missing
 
 
 class MoE(nn.Module):
-    """Mixture-of-experts layers are not here.
+    """Mixture-of-experts layers are not available.
 
     Raises:
         LauncherError: one is made.
@@ -21,19 +21,19 @@ class MoE(nn.Module):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         raise LauncherError(
-            "deepspeed.moe.layer.MoE is not here: there is no expert parallelism",
+            "deepspeed.moe.layer.MoE is not available: there is no expert parallelism",
             fix="use the experts of a Hugging Face model, which every rank has all of, or sharded by ZeRO 3; for "
             "DeepSpeed itself write `launch --no_deepspeed_shim ...`",
         )
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether a parameter belongs to one expert only: none does."""
+    """Return whether a parameter belongs to one expert only: none does."""
     return not getattr(param, "allreduce", True)
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether there is a layer of experts, and of how many: none can be made."""
+    """Return whether there is a layer of experts, and of how many: none can be made."""
     return any(isinstance(module, MoE) for module in m.modules()), 0
 
 
@@ -44,7 +44,7 @@ def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
 def split_params_into_shared_and_expert_params(
     params: Sequence[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """All, and none."""
+    """Return all parameters as shared, and none as experts'."""
     _check(params)
     return list(params), []
 
@@ -52,7 +52,7 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Sequence[nn.Parameter],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients that there are, and none."""
+    """Return the gradients that there are, and none."""
     _check(group)
     return [param.grad for param in group if param.grad is not None], []
 
@@ -60,7 +60,7 @@ def split_params_grads_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]], max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """The groups as they are: there is nothing to split off."""
+    """Return the groups as they are: there is nothing to split off."""
     groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
     for group in groups:
         _check(group["params"])
@@ -68,7 +68,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
-    """The parameters, or the groups, as they are."""
+    """Return the parameters, or the groups, as they are."""
     given = list(model_parameters)
     _check([one for one in given if isinstance(one, Tensor)])
     return given

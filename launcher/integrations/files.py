@@ -33,7 +33,7 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) 
 
 
 def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
-    """Paths of files, numbers in their names counted as numbers.
+    """Return the paths of files, numbers in their names counted as numbers.
 
     Raises:
         NoSuchFiles: there is none.
@@ -57,17 +57,17 @@ def _by_number(path: str) -> list[tuple[bool, int, str]]:
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
-    """Those with the optimizer's state, in the order of the ranks that wrote them."""
+    """Return the files with the optimizer's state, in the order of the ranks that wrote them."""
     return get_checkpoint_files(checkpoint_dir, OPTIMIZER_FILES)
 
 
 def get_model_state_files(checkpoint_dir: str) -> list[str]:
-    """Those with the model's."""
+    """Return the files with the model's state."""
     return get_checkpoint_files(checkpoint_dir, MODEL_FILES)
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
-    """The first of them."""
+    """Return the first of them."""
     return get_checkpoint_files(checkpoint_dir, FIRST_MODEL_FILE[zero_stage == 3])[0]
 
 
@@ -84,7 +84,7 @@ class TorchCheckpointEngine:
         pass
 
     def create(self, info: Any) -> None:
-        """Nothing has to be prepared."""
+        """Do nothing: nothing has to be prepared."""
 
     def save(self, state_dict: Any, path: str) -> None:
         torch.save(state_dict, path)
@@ -93,5 +93,5 @@ class TorchCheckpointEngine:
         return torch.load(path, map_location=map_location, weights_only=True)
 
     def commit(self, info: Any) -> bool:
-        """True: what save() has returned from is written."""
+        """Return True: what save() has returned from is written."""
         return True

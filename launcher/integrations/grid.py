@@ -53,7 +53,7 @@ class PipelineParallelGrid:
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
 
     def _along(self, axis: str) -> tuple[list[list[int]], list[int], Any]:
-        """All groups of an axis, this rank's, and its process group; a missing axis has groups of one."""
+        """Return all groups of an axis, this rank's, and its process group; a missing axis has groups of one."""
         lists = self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
         mine, group = [self.global_rank], None
         for ranks in lists:
@@ -63,7 +63,7 @@ class PipelineParallelGrid:
         return lists, mine, group
 
     def _share_batches(self) -> None:
-        """The ranks that hold parts of one model."""
+        """Return the the ranks that hold parts of one model."""
         for number in range(self.data_parallel_size):
             ranks = (
                 self._topo.get_axis_list("data", number)
@@ -89,7 +89,7 @@ class PipelineParallelGrid:
         return self._place("data")
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank at another stage with this one's other coordinates."""
+        """Return the rank at another stage with this one's other coordinates."""
         place = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**place, "pipe": stage_id, **kwargs})
 

@@ -46,7 +46,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The rank, among all, of the first rank of this one's tensor-parallel group."""
+    """Return the rank, among all, of the first rank of this one's tensor-parallel group."""
     group = _axis("tp").group
     if group is not None:
         return min(dist.get_process_group_ranks(group))
@@ -75,7 +75,7 @@ _get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
-    """The ranks, among all, of this one's data-parallel group."""
+    """Return the ranks, among all, of this one's data-parallel group."""
     group = get_data_parallel_group()
     if group is not None:
         return dist.get_process_group_ranks(group)
@@ -83,7 +83,7 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def _get_broadcast_src_rank() -> int:
-    """The first of them."""
+    """Return the first of them."""
     return _get_data_parallel_group_ranks()[0]
 
 
@@ -99,7 +99,7 @@ def _get_sequence_parallel_rank() -> int:
 
 
 def _get_sequence_parallel_group() -> Any:
-    """Raises NotHere: nothing is sent along it."""
+    """Raise NotHere: nothing is sent along it."""
     what, how = missing("sequence", "a process group of ranks that share a sequence")
     raise NotHere(what, **how)
 
@@ -113,7 +113,7 @@ _get_sequence_data_parallel_rank = get_data_parallel_rank
 
 
 def _of_unit(otherwise: Any, *names: str) -> Callable[..., Any]:
-    """A question of Megatron's unit, by the first of its methods that there is: they differ between versions."""
+    """Return a question of Megatron's unit, by the first of its methods that there is: they differ between versions."""
 
     def ask(mpu: Any = None) -> Any:
         found = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)

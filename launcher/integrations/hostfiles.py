@@ -16,7 +16,7 @@ EXPORT_ENVS = EXTRA_PREFIXES
 
 
 def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
-    """Host -> its number of slots; None where there is no such file.
+    """Return host -> its number of slots; None where there is no such file.
 
     Raises:
         ConfigError: a line is wrong.
@@ -30,7 +30,7 @@ def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> OrderedDict[str, list[int]]:
-    """Host -> its slots that are left.
+    """Return host -> its slots that are left.
 
     Args:
         resource_pool: host -> its number of slots.

@@ -30,7 +30,7 @@ def index_file_path(prefix_path: str) -> str:
 
 
 def code(dtype: Any) -> int:
-    """Of a type of numbers."""
+    """Return the code of a type of numbers."""
     return [np.dtype(one) for one in TYPES].index(np.dtype(dtype)) + 1
 
 
@@ -52,7 +52,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
             self._read(index)
         except (ValueError, IndexError) as error:
             raise ConfigError(
-                f"this is not the index of rows, or a part of it only: {error}",
+                f"this is not an index of rows, or only part of one: {error}",
                 where=index_file_path(path),
                 fix="write it with MMapIndexedDatasetBuilder, or Megatron's preprocess_data.py",
             ) from None
@@ -93,7 +93,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
         return len(self.sizes)
 
     def __getitem__(self, idx: int | slice) -> Any:
-        """A row, or the list of several neighbours."""
+        """Return a row, or the list of several neighbours."""
         if not isinstance(idx, slice):
             return self.get(idx)
         if idx.indices(len(self))[2] != 1:
@@ -101,7 +101,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
         return [self.get(row) for row in range(*idx.indices(len(self)))]
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Array:
-        """A row, or `length` numbers of it from `offset` on."""
+        """Return a row, or `length` numbers of it from `offset` on."""
         count = int(self.sizes[idx]) - offset if length is None else length
         begin = int(self._begins[idx]) + offset * self.dtype.itemsize
         return self._data[begin : begin + count * self.dtype.itemsize].view(self.dtype)
@@ -149,7 +149,7 @@ class MMapIndexedDatasetBuilder:
         self._sizes.append(np_array.size)
 
     def end_document(self) -> None:
-        """The next row begins another one."""
+        """End a document: the next row begins another one."""
         self._doc_idx.append(len(self._sizes))
 
     def merge_file_(self, another_file: str) -> None:

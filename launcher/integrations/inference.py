@@ -69,14 +69,14 @@ class InferenceEngine(ModuleHolder):
 def init_inference(
     model: nn.Module, config: str | Path | Mapping[str, Any] | None = None, **keywords: Any
 ) -> InferenceEngine:
-    """The model, to run in `dtype` (float16 where none is said, as in DeepSpeed) on the device of this rank.
+    """Return the model, to run in `dtype` (float16 where none is said, as in DeepSpeed) on the device of this rank.
 
     Args:
         config: DeepSpeed's keys of inference, or the path of a JSON with them.
         keywords: the same, one by one.
 
     Raises:
-        ConfigError: a key is not known, is given twice with two values, or asks for what is not here.
+        ConfigError: a key is not known, is given twice with two values, or asks for what is not available.
     """
     read = json.loads(Path(config).read_text()) if isinstance(config, str | Path) else config
     given: dict[str, Any] = dict(read or {})
@@ -87,7 +87,7 @@ def init_inference(
     for key, value in given.items():
         if key not in SPEED and (key not in NEUTRAL or value not in NEUTRAL[key]):
             what = (
-                f"{key}={value!r} is not here"
+                f"{key}={value!r} is not available"
                 if key in NEUTRAL
                 else f"{key} is not a key of DeepSpeed's inference"
             )

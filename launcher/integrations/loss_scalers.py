@@ -67,7 +67,7 @@ class LossScaler(LossScalerBase):
         super().__init__(scale)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """False: a fixed scale skips no step."""
+        """Return False: a fixed scale skips no step."""
         return False
 
 
@@ -98,7 +98,7 @@ class DynamicLossScaler(LossScalerBase):
         self.raise_error_at_min_scale = raise_error_at_min_scale
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient is not finite on this rank."""
+        """Return whether a gradient is not finite on this rank."""
         return any(param.grad is not None and not bool(torch.isfinite(param.grad).all()) for param in params)
 
     def update_scale(self, overflow: bool) -> None:
@@ -115,7 +115,7 @@ def CreateLossScaler(
     dynamic_scaling: bool,
     dynamic_loss_args: dict[str, Any] | None,
 ) -> LossScalerBase:
-    """For float16 what the arguments say; 1 for other dtypes."""
+    """Return the scaler of the arguments for float16, and one of 1 for other dtypes."""
     if dtype is torch.half and dynamic_scaling:
         return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))
     return LossScaler(static_loss_scale if dtype is torch.half else 1.0)

@@ -81,7 +81,7 @@ class LRRangeTest(_Named):
 
 
 def _of_groups(low_or_high: str, what: str) -> Callable[[Schedule], list[float]]:
-    """One value for each param group, of a keyword such as `warmup_max_lr` or `cycle_max_mom`."""
+    """Return one value for each param group, of a keyword such as `warmup_max_lr` or `cycle_max_mom`."""
 
     def ask(schedule: Schedule) -> list[float]:
         prefix = "cycle" if isinstance(schedule.params, OneCycleParams) else "warmup"
@@ -102,7 +102,7 @@ def _halves(schedule: Schedule) -> tuple[int, int]:
 
 
 def _ratio(schedule: Schedule) -> float:
-    """Of the present rates to those that the optimizer came with."""
+    """Return the ratio of the present rates to those that the optimizer came with."""
     rates = zip(schedule.get_lr(), schedule.base_lrs, strict=True)
     return next((lr / base for lr, base in rates if base), 0.0)
 

@@ -29,7 +29,7 @@ def _status(parameter: Tensor) -> ZeroParamStatus:
 
 
 def _number(parameter: ShardedParameter) -> int:
-    """The same for all that stand for one parameter."""
+    """Return the same for all that stand for one parameter."""
     holder: Any = parameter.zero_holder
     if not hasattr(holder, "ds_id"):
         holder.ds_id = next(_NUMBERS)
@@ -69,7 +69,7 @@ def _absent(name: str) -> Callable[[Any], Any]:
 
 
 def mark_small(module: nn.Module) -> None:
-    """Parameters that stay whole at stage 3 because they are small are marked, too: who counts the parameters of such a
+    """Mark parameters, too, that stay whole at stage 3 because they are small: who counts the parameters of such a
     model asks each of them."""
     for parameter in module.parameters():
         if not isinstance(parameter, ShardedParameter):
@@ -80,7 +80,7 @@ def mark_small(module: nn.Module) -> None:
 
 
 def _share(parameter: Tensor) -> int:
-    """Elements of a parameter that a rank holds, on average: slices are of a unit, not of each parameter."""
+    """Return the elements of a parameter that a rank holds, on average: slices are of a unit, not of each parameter."""
     return -(-parameter.numel() // dist.get_world_size())
 
 
@@ -96,10 +96,10 @@ setattr(nn.Module, "ds_external_parameters", lambda module: ())  # noqa: B010
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether it is a parameter in shards."""
+    """Return whether it is a parameter in shards."""
     return isinstance(parameter, ShardedParameter)
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module is marked as one unit with all inside it."""
+    """Return whether a module is marked as one unit with all inside it."""
     return bool(getattr(model, FLAG, False))

@@ -23,7 +23,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = FACTOR,
 ) -> tuple[int, int]:
-    """Bytes of host memory of a node, and of device memory of a rank.
+    """Return the bytes of host memory of a node, and of device memory of a rank.
 
     Args:
         cpu_offload: master weights, states and the gradients that they need rest in host memory.
@@ -47,7 +47,8 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = FACTOR,
 ) -> tuple[int, int, int]:
-    """Bytes of host memory of a node, of device memory of a rank, and of the largest layer while it is gathered.
+    """Return the bytes of host memory of a node, of device memory of a rank, and of the largest layer while it is
+    gathered.
 
     Args:
         largest_layer_params: of the largest unit that is gathered at once.

@@ -16,7 +16,7 @@ __all__ = ["required_torch_version"]
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """What a dotted name leads to."""
+    """Return what a dotted name leads to."""
     return reduce(getattr, module_name.split("."), model)
 
 
@@ -29,7 +29,7 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 def apply_to_tensors_only(
     function: Callable[[Tensor], Tensor], value: Any, warning_msg_fn: Callable[[Any], str] | None = None
 ) -> Any:
-    """The value with the function applied to its tensors."""
+    """Return the value with the function applied to its tensors."""
     return tree_map_only(torch.Tensor, function, value)
 
 

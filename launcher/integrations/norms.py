@@ -28,7 +28,7 @@ EPSILON = 1e-6
 
 
 class DummyOptim:
-    """In the place of an optimizer where there is nothing to step.
+    """A stand-in for an optimizer where there is nothing to step.
 
     Args:
         params: its one group.
@@ -39,14 +39,14 @@ class DummyOptim:
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The norm of all from the norms of parts."""
+    """Return the norm of all from the norms of parts."""
     return math.sqrt(sum(norm**2 for norm in norm_list))
 
 
 def get_global_norm_of_tensors(
     input_tensors: Sequence[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> float:
-    """The norm of all elements; -1 where it is not finite.
+    """Return the norm of all elements; -1 where it is not finite.
 
     Args:
         norm_type: 2, another power, or infinity.
@@ -89,27 +89,27 @@ def clip_grad_norm_(
 
 
 def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the gradients."""
+    """Return the norm of the gradients."""
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [owner.grad for owner in owners if owner.grad is not None and is_counted(owner, mpu)]
     return _norm([grad for grad in grads if grad is not None], float(norm_type), mpu)
 
 
 def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the parameters."""
+    """Return the norm of the parameters."""
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return _norm([owner.detach() for owner in owners if is_counted(owner, mpu)], float(norm_type), mpu)
 
 
 def is_counted(parameter: Tensor, mpu: Any) -> bool:
-    """Whether this rank counts a parameter: one that all model-parallel ranks have is counted by the first."""
+    """Return whether this rank counts a parameter: one that all model-parallel ranks have is counted by the first."""
     if mpu is None or is_model_parallel_parameter(parameter):
         return True
     return int(bwc_tensor_model_parallel_rank(mpu)) == 0
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
-    """Whether a parameter is marked as split over ranks."""
+    """Return whether a parameter is marked as split over ranks."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
@@ -128,13 +128,13 @@ def _norm(tensors: Sequence[Tensor], kind: float, mpu: Any) -> float:
 
 
 def is_invalid_grad_norm(norm: float | Tensor) -> bool:
-    """Whether it is what a norm that is not finite becomes."""
+    """Return whether it is what a norm that is not finite becomes."""
     value = float(norm)
     return value == -1 or not math.isfinite(value)
 
 
 def has_inf_or_nan(x: Tensor) -> Tensor:
-    """Whether an element is not finite, as a tensor."""
+    """Return whether an element is not finite, as a tensor."""
     return ~torch.isfinite(x).all()
 
 
@@ -144,23 +144,23 @@ def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: flo
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """How a call is written: `base(1, b=2)`."""
+    """Return how a call is written: `base(1, b=2)`."""
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """Running sums."""
+    """Return the running sums."""
     return list(itertools.accumulate(weights))
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Bytes of all tensors inside."""
+    """Return the bytes of all tensors inside."""
     leaves = tree_flatten(item)[0]
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
-    """Whether two containers have equal tensors in equal places."""
+    """Return whether two containers have equal tensors in equal places."""
     (one, shape), (other, shape_of_other) = tree_flatten(inputs1), tree_flatten(inputs2)
     if shape != shape_of_other:
         return False
@@ -171,7 +171,7 @@ def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
 
 
 def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """The tensors, and one of zeros that makes their number of elements a multiple of `alignment`."""
+    """Return the tensors, and one of zeros that makes their number of elements a multiple of `alignment`."""
     rest = -sum(tensor.numel() for tensor in tensor_list) % alignment
     if not rest:
         return list(tensor_list)
@@ -180,17 +180,17 @@ def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[T
 
 
 def filter_empty_parameters(params: Iterable[Tensor]) -> list[Tensor]:
-    """Those that have elements."""
+    """Return the parameters that have elements."""
     return [param for param in params if param.numel() > 0]
 
 
 def is_optimized_parameter(param: nn.Parameter) -> bool:
-    """Whether an optimizer has something to step in it."""
+    """Return whether an optimizer has something to step in it."""
     return param.requires_grad and param.numel() > 0
 
 
 def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int | None:
-    """Bytes of a checkpoint; None on ranks that are not the first of their machine."""
+    """Return the bytes of a checkpoint; None on ranks that are not the first of their machine."""
     if local_rank not in (None, 0):
         return None
     return sum(path.stat().st_size for path in Path(save_dir, str(tag)).rglob("*") if path.is_file())

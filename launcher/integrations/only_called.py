@@ -1,5 +1,5 @@
 """Names of DeepSpeed's that can be imported, and are an error when they are called: scripts import them at the top and
-use them in a branch. Data, and the class that stands for each; why it is not here is in `refused.py`."""
+use them in a branch. Data, and the class that stands for each; why it is not available is in `refused.py`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ ONLY_CALLS: Mapping[str, tuple[str, ...]] = {module: tuple(names.split()) for mo
 
 
 def only_called(module: str, name: str) -> type | None:
-    """A class that stands for a name of `ONLY_CALLS`, and says at its call that it is not here; None for others."""
+    """Return a class that stands for a name of `ONLY_CALLS`, and says at its call that it is not available; None for
+    others."""
     if name not in ONLY_CALLS.get(module, ()):
         return None
     below = f"{module}.{name}" if module else name
@@ -98,7 +99,7 @@ def only_called(module: str, name: str) -> type | None:
 
 
 class _Refused(type):
-    """What a class that is not here is asked for is an error, too."""
+    """The metaclass of a class that is not available: asking the class for anything is an error, too."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

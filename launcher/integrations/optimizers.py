@@ -30,7 +30,7 @@ class _Adam(torch.optim.Adam):
         if not bias_correction:
             name = type(self).__name__
             raise ConfigError(
-                "bias_correction=False is not here",
+                "bias_correction=False is not available",
                 where=f"{name}()",
                 fix='write it in the JSON: "optimizer": {"type": "Adam", "params": {"bias_correction": false}}',
             )
@@ -146,7 +146,7 @@ class FusedLamb(Lamb):
     ) -> None:
         if max_grad_norm:
             raise ConfigError(
-                "max_grad_norm is not here",
+                "max_grad_norm is not available",
                 where="FusedLamb()",
                 fix='write "gradient_clipping" in the JSON: it is the norm of all gradients',
             )

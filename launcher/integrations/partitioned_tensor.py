@@ -33,7 +33,7 @@ class PartitionedTensor:
 
     @classmethod
     def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> PartitionedTensor:
-        """From what `to_meta()` and `data()` gave on a rank of another group that has the same place in it.
+        """Build from what `to_meta()` and `data()` gave on a rank of another group that has the same place in it.
 
         Raises:
             LauncherError: it was cut for another number of ranks, or for another rank.
@@ -52,12 +52,12 @@ class PartitionedTensor:
         return made
 
     def to_meta(self) -> Tensor:
-        """How it was cut: number of dimensions, sizes, parts, this rank, where parts begin, and the end."""
+        """Return how it was cut: number of dimensions, sizes, parts, this rank, where parts begin, and the end."""
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
 
     def full(self, device: Any = None) -> Tensor:
-        """The whole tensor. Every rank of the group must ask."""
+        """Return the whole tensor. Every rank of the group must ask."""
         flat = self.local_data.new_zeros(math.prod(self.orig_size))
         flat[slice(*self.partition[self.rank : self.rank + 2])] = self.local_data
         dist.all_reduce(flat, group=self.group)  # parts may differ by one element: a sum with zeros is exact
@@ -98,5 +98,5 @@ def all_gather_dp_groups(
     start_alignment_factor: int,
     allgather_bucket_size: int,
 ) -> None:
-    """The same; in one piece, whatever the size of buckets."""
+    """Gather as `all_gather_into_tensor` does; in one piece, whatever the size of buckets."""
     all_gather_into_tensor_dp_groups(groups_flat, partitioned_param_groups, dp_process_group)

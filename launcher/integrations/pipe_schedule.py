@@ -63,7 +63,7 @@ class RecvGrad(BufferOpInstruction): ...
 
 
 class PipeSchedule(ABC):
-    """What one stage does.
+    """The work of one stage.
 
     Args:
         micro_batches: of an optimizer step.
@@ -78,10 +78,10 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of each moment."""
+        """Return the instructions of each moment."""
 
     def num_pipe_buffers(self) -> int:
-        """Buffers that are needed; instructions name them from 0."""
+        """Return the buffers that are needed; instructions name them from 0."""
         return self.micro_batches
 
     @property
@@ -135,11 +135,11 @@ class TrainSchedule(PipeSchedule):
             yield now
 
     def num_pipe_buffers(self) -> int:
-        """Microbatches that are in flight together, and two at least."""
+        """Return the microbatches that are in flight together, and two at least."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _forward_at(self, moment: int) -> int | None:
-        """The microbatch whose forward this stage computes then."""
+        """Return the microbatch whose forward this stage computes then."""
         return self._of(moment - self.stage_id)
 
     def _backward_at(self, moment: int) -> int | None:

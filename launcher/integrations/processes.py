@@ -66,28 +66,28 @@ def mpi_discovery(distributed_port: int = PORT, verbose: bool = True) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group. accelerate asks just before it looks for its backend."""
+    """Return whether there is a process group. accelerate asks just before it looks for its backend."""
     if dist.is_initialized():
         _tell_accelerate()
     return dist.is_initialized()
 
 
 def _tell_accelerate() -> None:
-    """On a host without an accelerator it believes that there is one process, unless it knows of a backend."""
+    """Set accelerate's backend: on a host without an accelerator it believes that there is one process."""
     state = _state_of_accelerate()
     if "backend" in state and state["backend"] is None:
         state["backend"] = "gloo"
 
 
 def _state_of_accelerate() -> dict[str, Any]:
-    """What it has found out about the processes, to be changed; empty where it has not looked yet."""
+    """Return what it has found out about the processes, to be changed; empty where it has not looked yet."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)
     return shared if isinstance(shared, dict) else {}
 
 
 def check_accelerate() -> None:
-    """Every rank must know that it is one of several, or all train on the same data.
+    """Check that every rank knows that it is one of several, or all train on the same data.
 
     Raises:
         LauncherError: accelerate counts other processes than there are.

@@ -36,11 +36,11 @@ class FlopsProfiler:
         self._seconds = 0.0
 
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
-        """Args:
+        """Start counting.
         ignore_list: classes whose modules are left out; refused.
         """
         if ignore_list:
-            raise LauncherError("ignore_list leaves modules out, which is not here", fix="leave it out")
+            raise LauncherError("ignore_list leaves modules out, which is not available", fix="leave it out")
         self.reset_profile()
         self._inside.enter_context(self._meter.counting(backward=False))
         self._inside.enter_context(self._meter.timing())
@@ -141,7 +141,7 @@ def get_model_profile(
     ignore_modules: Sequence[type] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """(operations, multiply-adds, parameters) of one forward.
+    """Return (operations, multiply-adds, parameters) of one forward.
 
     Args:
         input_shape: of one tensor of random numbers; else args and kwargs are the inputs.
@@ -178,7 +178,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """With K, M, G or T."""
+    """Return the number with K, M, G or T."""
     scales = {**{name: scale for name, scale in SCALES}, "": 1.0, "m": 1e-3, "u": 1e-6}
     if units is None:
         units = next((name for name, scale in SCALES if num >= scale), "")

@@ -1,4 +1,5 @@
-"""What of DeepSpeed's Python is not here: why, and what to write instead. Data, and the errors that say it.
+"""The names of DeepSpeed's Python that are not available: why, and what to write instead. Data, and the errors that say
+it.
 
 One table for people (docs/deepspeed_api.md is written from it) and for scripts (the error of a missing name says it).
 """
@@ -15,16 +16,16 @@ ELSEWHERE = "with DeepSpeed installed, `launch --no_deepspeed_shim ...` runs the
 
 
 class NotHere(LauncherError, AttributeError):
-    """A name of DeepSpeed's that is not here."""
+    """A name of DeepSpeed's that is not available."""
 
 
 class NoSuchModule(LauncherError, ModuleNotFoundError):
-    """A module of DeepSpeed's that is not here."""
+    """A module of DeepSpeed's that is not available."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why something is not here.
+    """The reason why something is not available.
 
     Args:
         why: one sentence without its end.
@@ -36,38 +37,40 @@ class Refusal:
 
 
 INSIDE = Refusal(
-    "it belongs to the inside of DeepSpeed's engine, and launcher's engine has no such part",
+    "it is internal to DeepSpeed's engine, and launcher's engine has no such part",
     "use the methods of the engine that docs/deepspeed_api.md lists",
 )
 PARTS = Refusal(
-    "it belongs to the inside of DeepSpeed's ZeRO, whose shards lie otherwise than launcher's",
+    "it is internal to DeepSpeed's ZeRO, whose shards lie otherwise than launcher's",
     "read and change values through deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param "
     "and its kin",
 )
-EXPERTS = Refusal("layers of experts are not here yet", "train a dense model")
+EXPERTS = Refusal("expert layers are not available yet", "train a dense model")
 SEQUENCES = Refusal(
-    "sequence parallelism over ranks is not here yet",
+    "sequence parallelism over ranks is not available yet",
     "split long sequences over ranks with tensor_parallel.autotp_size, or use activation_checkpointing",
 )
 INFERENCE = Refusal(
-    "inference kernels are not here: launcher trains",
+    "inference kernels are not available: launcher trains",
     "generate with the model itself: transformers' generate() works under every stage",
 )
-COMPRESSION = Refusal("compression and quantization of a model are not here", "train the model as it is")
-KERNELS = Refusal("its own GPU kernels are not here", "use torch's operators, or the model of transformers")
+COMPRESSION = Refusal("compression and quantization of a model are not available", "train the model as it is")
+KERNELS = Refusal(
+    "its own GPU kernels are not available", "use torch's operators, or the model of transformers"
+)
 BUILDERS = Refusal(
     "DeepSpeed's C++ and CUDA operators are not built here",
     "nothing has to be built: optimizers and offload work without",
 )
 DEVICES = Refusal(
-    "only CUDA devices and CPUs are here", "use get_accelerator(), which is the device of this rank"
+    "only CUDA devices and CPUs are supported", "use get_accelerator(), which is the device of this rank"
 )
 TUNING = Refusal(
-    "the autotuner is not here",
+    "the autotuner is not available",
     "`launch plan` says which settings fit the memory, before a run",
 )
 PASSES = Refusal(
-    "the compiler passes of DeepCompile are not here",
+    "the compiler passes of DeepCompile are not available",
     "engine.compile() compiles the blocks of the model with torch.compile",
 )
 CONVERSION = Refusal(
@@ -84,16 +87,16 @@ SECTIONS = Refusal(
     "read sections from deepspeed.DeepSpeedConfig(...) or engine.config",
 )
 PIPES = Refusal(
-    "it belongs to the inside of DeepSpeed's pipeline engine, and launcher's stages run by a schedule of their own",
+    "it is internal to DeepSpeed's pipeline engine, and launcher's stages run by a schedule of their own",
     "choose the schedule in the JSON: pipeline.schedule",
 )
 WRITERS = Refusal(
-    "DeepSpeed's writers of files are not here",
+    "DeepSpeed's writers of files are not available",
     "engine.save_checkpoint() writes in the background as the JSON says",
 )
-RUNNERS = Refusal("how machines are started is not Python here", "write `launch --hostfile ...`")
+RUNNERS = Refusal("machines are not started from Python here", "write `launch --hostfile ...`")
 SAMPLING = Refusal(
-    "it belongs to the inside of DeepSpeed's data pipeline",
+    "it is internal to DeepSpeed's data pipeline",
     "the section data_efficiency of the JSON does what docs/config.md lists",
 )
 SPARSE = Refusal("gradients of embeddings are dense here", "leave out sparse=True of nn.Embedding")
@@ -101,7 +104,7 @@ SCALES = Refusal(
     "the engine scales losses by itself", "read engine.loss_scale(), and set the section fp16 of the JSON"
 )
 OPTIMIZERS = Refusal(
-    "the optimizer is not here",
+    "the optimizer is not available",
     "use one of those that docs/config.md lists under optimizer.type, or pass initialize(optimizer=...)",
 )
 
@@ -131,7 +134,7 @@ ENGINE: Mapping[Refusal, str] = {
 REFUSED: Mapping[str, Refusal] = {
     "accelerator": DEVICES,
     "accelerator.abstract_accelerator.DeepSpeedAccelerator": Refusal(
-        "it has no meaning for a CUDA device or a CPU of launcher's", "call torch itself"
+        "it has no meaning for the CUDA devices and CPUs of launcher", "call torch itself"
     ),
     "accelerator.abstract_accelerator.DeepSpeedAccelerator.build_extension": BUILDERS,
     "accelerator.abstract_accelerator.DeepSpeedAccelerator.create_op_builder": BUILDERS,
@@ -144,7 +147,7 @@ REFUSED: Mapping[str, Refusal] = {
     "autotuning": TUNING,
     "checkpoint": CONVERSION,
     "comm": Refusal(
-        "it belongs to the inside of DeepSpeed's communication",
+        "it is internal to DeepSpeed's communication",
         "deepspeed.comm has every function of torch.distributed",
     ),
     "comm.ccl": DEVICES,
@@ -156,13 +159,13 @@ REFUSED: Mapping[str, Refusal] = {
     "compression": COMPRESSION,
     "constants": KEYS,
     "datastates": WRITERS,
-    "elasticity": Refusal("the elastic agent is not here", "write `launch --max_restarts N ...`"),
-    "env_report": Refusal("the report of operators is not here", "write `launch check`"),
+    "elasticity": Refusal("the elastic agent is not available", "write `launch --max_restarts N ...`"),
+    "env_report": Refusal("the report of operators is not available", "write `launch check`"),
     "git_version_info": INSIDE,
     "inference": INFERENCE,
     "io": WRITERS,
     "launcher": RUNNERS,
-    "linear": Refusal("layers with their own low-rank adapters are not here", "use PEFT's LoRA"),
+    "linear": Refusal("layers with their own low-rank adapters are not available", "use PEFT's LoRA"),
     "model_implementations": INFERENCE,
     "module_inject": Refusal(
         "layers are not replaced by hand here",
@@ -172,10 +175,10 @@ REFUSED: Mapping[str, Refusal] = {
     "module_inject.containers": INFERENCE,
     "moe": EXPERTS,
     "monitor": Refusal(
-        "it belongs to the inside of DeepSpeed's writers of metrics",
+        "it is internal to DeepSpeed's writers of metrics",
         "use deepspeed.monitor.monitor.MonitorMaster, or tensorboard, csv_monitor, wandb and comet of the JSON",
     ),
-    "nvme": Refusal("the tools that measure NVMe are not here", "write `launch bench io`"),
+    "nvme": Refusal("the tools that measure NVMe are not available", "write `launch bench io`"),
     "ops": KERNELS,
     "ops.adam": OPTIMIZERS,
     "ops.fp_quantizer": COMPRESSION,
@@ -192,12 +195,12 @@ REFUSED: Mapping[str, Refusal] = {
     "profiling": KEYS,
     "profiling.config": SECTIONS,
     "profiling.flops_profiler": Refusal(
-        "it belongs to the inside of DeepSpeed's profiler", "use get_model_profile() or FlopsProfiler"
+        "it is internal to DeepSpeed's profiler", "use get_model_profile() or FlopsProfiler"
     ),
     "replace_transformer_layer": INFERENCE,
     "runtime": INSIDE,
     "runtime.activation_checkpointing": Refusal(
-        "it belongs to the inside of DeepSpeed's checkpoint function",
+        "it is internal to DeepSpeed's checkpoint function",
         "use deepspeed.checkpointing.checkpoint(), configure() and reset()",
     ),
     "runtime.activation_checkpointing.config": SECTIONS,
@@ -215,7 +218,7 @@ REFUSED: Mapping[str, Refusal] = {
     "runtime.config_utils": SECTIONS,
     "runtime.constants": KEYS,
     "runtime.data_pipeline": SAMPLING,
-    "runtime.domino": Refusal("Domino is not here", "tensor_parallel overlaps its sends by itself"),
+    "runtime.domino": Refusal("Domino is not available", "tensor_parallel overlaps its sends by itself"),
     "runtime.fp16": PARTS,
     "runtime.fp16.onebit": OPTIMIZERS,
     "runtime.fp16.loss_scaler": SCALES,
@@ -245,7 +248,7 @@ REFUSED: Mapping[str, Refusal] = {
     "runtime.sparse_tensor": SPARSE,
     "runtime.state_dict_factory": CONVERSION,
     "runtime.superoffload": Refusal(
-        "SuperOffload is not here", "offload_optimizer with device cpu steps on the host"
+        "SuperOffload is not available", "offload_optimizer with device cpu steps on the host"
     ),
     "runtime.tensor_parallel": Refusal(
         "tensor parallelism has no objects of its own here", "write tensor_parallel.autotp_size in the JSON"
@@ -253,7 +256,7 @@ REFUSED: Mapping[str, Refusal] = {
     "runtime.torch_autocast": INSIDE,
     "runtime.utils": INSIDE,
     "runtime.weight_quantizer": COMPRESSION,
-    "runtime.zenflow": Refusal("ZenFlow is not here", "use offload_optimizer as it is"),
+    "runtime.zenflow": Refusal("ZenFlow is not available", "use offload_optimizer as it is"),
     "runtime.zero": PARTS,
     "runtime.zero.muon": Refusal(
         "Muon is not a class here", 'write {"optimizer": {"type": "Muon"}} in the JSON'
@@ -274,12 +277,10 @@ REFUSED: Mapping[str, Refusal] = {
             "expert_tensor_parallel_world_size",
         )
     },
-    "utils.comms_logging": Refusal(
-        "it belongs to the inside of DeepSpeed's log", "deepspeed.comm.log_summary()"
-    ),
+    "utils.comms_logging": Refusal("it is internal to DeepSpeed's log", "deepspeed.comm.log_summary()"),
     "utils.config": SECTIONS,
     "utils.debug": Refusal(
-        "helpers for DeepSpeed's own debugging are not here", "print the names of the model"
+        "helpers for DeepSpeed's own debugging are not available", "print the names of the model"
     ),
     "utils.numa": RUNNERS,
     "utils.tensor_fragment": PARTS,
@@ -300,17 +301,18 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     **dict.fromkeys(
         ("merge_tp_model_init_into_config", "record_tp_model_init_args", "set_autotp_mode"),
-        Refusal("tensor parallelism is said in the JSON alone", "write tensor_parallel.autotp_size"),
+        Refusal("tensor parallelism is configured only in the JSON", "write tensor_parallel.autotp_size"),
     ),
     "default_inference_config": INFERENCE,
 }
-"""Name below `deepspeed`, or the beginning of one, whole between its dots -> why it is not here. The longest counts."""
+"""Name below `deepspeed`, or the beginning of one, whole between its dots -> why it is not available. The longest
+counts."""
 
 _ALL = Refusal("launcher's engine has no such name")
 
 
 def refusal_of(name: str) -> Refusal:
-    """Why a name below `deepspeed` is not here."""
+    """Return why a name below `deepspeed` is not available."""
     parts = name.split(".")
     for number in range(len(parts), 0, -1):
         if (found := REFUSED.get(".".join(parts[:number]))) is not None:
@@ -319,11 +321,11 @@ def refusal_of(name: str) -> Refusal:
 
 
 def missing(name: str, shown: str = "") -> tuple[str, dict[str, str]]:
-    """The words of the error about a name below `deepspeed`.
+    """Return the words of the error about a name below `deepspeed`.
 
     Args:
         shown: what the script wrote, where it is something else.
     """
     refusal = refusal_of(name)
     fix = f"{refusal.instead}; {ELSEWHERE}" if refusal.instead else ELSEWHERE
-    return f"{shown or f'{PACKAGE}.{name}'} is not here: {refusal.why}", {"fix": fix}
+    return f"{shown or f'{PACKAGE}.{name}'} is not available: {refusal.why}", {"fix": fix}

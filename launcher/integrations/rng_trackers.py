@@ -65,7 +65,7 @@ class CudaRNGStatesTracker:
         """
         if name not in self.states_:
             raise LauncherError(
-                f"there are no random numbers of the name {name!r}",
+                f"there is no random state with the name {name!r}",
                 fix="call model_parallel_cuda_manual_seed(seed), or add(name, seed), first",
             )
         device = get_accelerator()
@@ -82,7 +82,7 @@ _CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The one of this process."""
+    """Return the one of this process."""
     return _CUDA_RNG_STATE_TRACKER
 
 
@@ -115,7 +115,7 @@ def _rank() -> int:
 
 
 def detach_variable(inputs: Any, device: Any = None) -> tuple[Any, ...]:
-    """The inputs with tensors that begin a graph of their own."""
+    """Return the inputs with tensors that begin a graph of their own."""
     if not isinstance(inputs, tuple):
         raise LauncherError(f"detach_variable() takes a tuple of tensors, not a {type(inputs).__name__}")
     found = []
@@ -129,7 +129,7 @@ def detach_variable(inputs: Any, device: Any = None) -> tuple[Any, ...]:
 
 
 def extract_tensors(all_objects: Any) -> tuple[Any, Any, tuple[bool, ...]]:
-    """Tensors, the others, and which was which."""
+    """Return the tensors, the others, and which was which."""
     flags = tuple(isinstance(item, Tensor) for item in all_objects)
     tensors = [item for item in all_objects if isinstance(item, Tensor)]
     others = [item for item in all_objects if not isinstance(item, Tensor)]
@@ -138,13 +138,13 @@ def extract_tensors(all_objects: Any) -> tuple[Any, Any, tuple[bool, ...]]:
 
 
 def merge_tensors(tensor_objects: Any, non_tensor_objects: Any, tensor_flags: Any) -> tuple[Any, ...]:
-    """What `extract_tensors` took apart."""
+    """Return what `extract_tensors` took apart."""
     tensors, others = iter(tensor_objects), iter(non_tensor_objects)
     return tuple(next(tensors) if flag else next(others) for flag in tensor_flags)
 
 
 def get_partition_size(item: Tensor) -> int:
-    """Elements of a tensor that each model-parallel rank keeps."""
+    """Return the elements of a tensor that each model-parallel rank keeps."""
     degree = _degree()
     if item.numel() % degree:
         raise LauncherError(f"{item.numel()} elements cannot be split over {degree} model-parallel ranks")
@@ -152,7 +152,7 @@ def get_partition_size(item: Tensor) -> int:
 
 
 def get_partition_start(item: Tensor) -> int:
-    """The first of them of this rank."""
+    """Return the first of them of this rank."""
     return get_partition_size(item) * (_rank() if _degree() > 1 else 0)
 
 

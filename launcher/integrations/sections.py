@@ -77,12 +77,12 @@ class _Shown:
         raise NotHere(what, **how)
 
     def model_dump(self, **others: Any) -> dict[str, Any]:
-        """As a plain dict."""
+        """Return the section as a plain dict."""
         return dict(self._section.to_dict())
 
 
 def _nested(path: tuple[str, ...], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON with a section in its place."""
+    """Return a JSON with a section in its place."""
     tree = dict(keys)
     for name in reversed(path):
         tree = {name: tree}
@@ -94,7 +94,7 @@ def _nested(path: tuple[str, ...], keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, tree: Mapping[str, Any]) -> Config:
-    """The configuration of a JSON; keys without an effect are told."""
+    """Return the configuration of a JSON; keys without an effect are reported."""
     try:
         config = load({"train_batch_size": 1, **tree}, where=name)
     except ConfigProblems as error:
@@ -144,7 +144,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Shown):
 
     @property
     def pipeline(self) -> bool:
-        """Whether reads or writes overlap with the step, as it is written."""
+        """Return whether reads or writes overlap with the step, as it is written."""
         return bool(self._section.pipeline_read or self._section.pipeline_write)
 
 
@@ -167,12 +167,12 @@ class DeepSpeedBF16Config(_Shown):
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """Of a whole JSON."""
+    """Return the section fp16 of a whole JSON."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """Of a whole JSON; the section's old name is bfloat16."""
+    """Return the section bf16 of a whole JSON; the section's old name is bfloat16."""
     return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))
 
 
@@ -193,7 +193,7 @@ class DeepSpeedMonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """One of them is on."""
+        """Return whether one of them is on."""
         return any(getattr(self, name).enabled for name in MONITORS)
 
 
@@ -206,7 +206,7 @@ _CLASSES: Mapping[type[Section], type[_Shown]] = {
 
 
 def shown(value: Any) -> Any:
-    """A value as DeepSpeed shows it: sections as its classes, tuples as lists."""
+    """Return a value as DeepSpeed shows it: sections as its classes, tuples as lists."""
     if isinstance(value, tuple):
         return [shown(each) for each in value]
     found = _CLASSES.get(type(value))

@@ -1,4 +1,4 @@
-"""What stands for names of DeepSpeed's that are not simply ours."""
+"""Stand-ins for names of DeepSpeed's that are not simply ours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from launcher.zero.features.context import GatheredParameters
 
 
 def _explain(name: str) -> NotHere:
-    """Why an engine has no such method or attribute of DeepSpeed's."""
+    """Return why an engine has no such method or attribute of DeepSpeed's."""
     what, how = missing(f"runtime.engine.DeepSpeedEngine.{name}", f"DeepSpeedEngine.{name}")
     return NotHere(what, **how)
 
@@ -44,16 +44,16 @@ def initialize(
     config_params: Any = None,
     **keywords: Any,
 ) -> Any:
-    """`launcher.initialize`, with the configuration as Hugging Face's libraries write it.
+    """Call `launcher.initialize`, with the configuration as Hugging Face's libraries write it.
 
     Raises:
         ConfigError: the JSON cannot be done; or it asks for pipeline stages, which their loops know nothing of.
     """
     if positional:
         raise ConfigError(
-            "only args and model can be given by position",
+            "only args and model can be passed by position",
             where="deepspeed.initialize()",
-            fix="name the others",
+            fix="pass the others by name",
         )
     init_distributed(dist_init_required=keywords.get("dist_init_required"))
     check_accelerate()
@@ -73,7 +73,7 @@ def initialize(
 
 
 def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
-    """The configuration with what their libraries write otherwise put right."""
+    """Return the configuration with what their libraries write otherwise put right."""
     meant: dict[str, Any] = {}
     for key, value in config.items():
         meant[key] = dict(value) if isinstance(value, Mapping) else value
@@ -85,7 +85,7 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
     stages = meant.get("pipeline", {}).get("stages")
     if stages not in (None, 1):
         raise ConfigError(
-            f"pipeline.stages is {stages}, and a loop of Hugging Face's runs the whole model on every rank",
+            f"pipeline.stages is {stages}, but the training loop of Hugging Face runs the whole model on every rank",
             where="pipeline.stages",
             fix="delete the section, or train with `launch --config DS.json pretrain` or `finetune`, which know stages",
         )
@@ -95,7 +95,8 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
 
 
 def _leave_out_data_parallel(config: dict[str, Any], world: int) -> None:
-    """DeepSpeed's examples of tensor parallelism write the degree that follows anyway; another one is refused."""
+    """Drop the degree that DeepSpeed's examples of tensor parallelism write, which follows anyway; another one is
+    refused."""
     size = config.get("tensor_parallel", {}).get("autotp_size") or 1
     given = config.get("data_parallel_size")
     if isinstance(given, int) and isinstance(size, int) and given * size == world:
@@ -103,7 +104,7 @@ def _leave_out_data_parallel(config: dict[str, Any], world: int) -> None:
 
 
 def _count_tensor_parallel(config: dict[str, Any], world: int) -> None:
-    """They count every rank in train_batch_size, also those that share a sequence."""
+    """Correct train_batch_size, in which they count every rank, also those that share a sequence."""
     size = config.get("tensor_parallel", {}).get("autotp_size", 1)
     train, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     accumulation = config.get("gradient_accumulation_steps", 1)
@@ -119,7 +120,7 @@ TP_SIZE = "_launcher_tp_size"
 def tp_model_init(
     model: nn.Module, tp_size: int = 1, dtype: torch.dtype | None = None, config: Any = None, **others: Any
 ) -> nn.Module:
-    """The model as it is: initialize() splits its layers.
+    """Return the model as it is: initialize() splits its layers.
 
     Args:
         tp_size: over so many ranks, where the JSON does not say it.
@@ -130,7 +131,7 @@ def tp_model_init(
 
 
 def _with_tp_size(config: Mapping[str, Any], asked: int) -> dict[str, Any]:
-    """The JSON with the degree that tp_model_init() was told.
+    """Return the JSON with the degree that tp_model_init() was told.
 
     Raises:
         ConfigError: it has another one.
@@ -139,7 +140,7 @@ def _with_tp_size(config: Mapping[str, Any], asked: int) -> dict[str, Any]:
     said = section.setdefault("autotp_size", asked)
     if said != asked:
         raise ConfigError(
-            f"tp_model_init() was told tp_size={asked}, and the JSON says {said}",
+            f"tp_model_init() was called with tp_size={asked}, but the JSON sets {said}",
             where="tensor_parallel.autotp_size",
             fix="write the same number in both, or leave one of them out",
         )
@@ -147,8 +148,8 @@ def _with_tp_size(config: Mapping[str, Any], asked: int) -> dict[str, Any]:
 
 
 class _Offload:
-    """What TRL takes off before it generates inside GatheredParameters. Here nothing has to go: what is gathered there
-    stays gathered in forwards."""
+    """The object that TRL takes off before it generates inside GatheredParameters. Here nothing has to go: what is
+    gathered there stays gathered in forwards."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -160,7 +161,7 @@ class _Offload:
 
 
 def autocast_if_enabled(engine: Engine) -> AbstractContextManager[Any]:
-    """What the engine's forward runs in: autocast where the JSON's torch_autocast says so."""
+    """Return what the engine's forward runs in: autocast where the JSON's torch_autocast says so."""
     return engine.autocasting()
 
 
@@ -169,7 +170,7 @@ class CheckpointFunction:
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        """run_function(*args), whose outputs are added to a list, too."""
+        """Return run_function(*args), whose outputs are added to a list, too."""
         outputs = checkpoint(run_function, *args)
         all_outputs += outputs if isinstance(outputs, tuple) else [outputs]
         return outputs
@@ -196,7 +197,7 @@ class _Unsplit:
 def Init(
     module: nn.Module | None = None, *, dtype: torch.dtype | None = None, **keywords: Any
 ) -> PartitionedInit:
-    """`PartitionedInit`, in which transformers reads weights, with parameters in the 16 bits of the JSON.
+    """Return a `PartitionedInit`, in which transformers reads weights, with parameters in the 16 bits of the JSON.
 
     It renames none of them where it sees tensor parallelism, for DeepSpeed has split the layers by then. Here
     initialize() splits them, so it is not to see that section.
@@ -210,7 +211,7 @@ def Init(
 
 
 def _sixteen_bits(config: Any) -> torch.dtype | None:
-    """Of a JSON that may not be complete yet, and is checked by initialize()."""
+    """Return the 16-bit dtype of a JSON that may not be complete yet, and is checked by initialize()."""
     tree = read(config).tree
     for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         section = tree.get(key)
@@ -220,31 +221,31 @@ def _sixteen_bits(config: Any) -> torch.dtype | None:
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Nothing has to be said: what lies outside of blocks is there during the whole forward."""
+    """Do nothing: what lies outside of blocks is there during the whole forward."""
 
 
 def unchanged(constructor: Callable[..., Any], *dtypes: Any, **others: Any) -> Callable[..., Any]:
-    """A constructor of tensors as it is."""
+    """Return a constructor of tensors as it is."""
     return constructor
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """The item with its tensors copied: a view is saved without what it is a view of."""
+    """Return the item with its tensors copied: a view is saved without what it is a view of."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(device), item)
 
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, with all of its parameters gathered: generate() inside sends nothing."""
+    """Yield the model, with all of its parameters gathered: generate() inside sends nothing."""
     inner = getattr(model, "module", model)
     with GatheredParameters([param for param in inner.parameters() if isinstance(param, ShardedParameter)]):
         yield inner
 
 
 def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
-    """Nothing has to be said: `optimizer.type` Muon finds the matrices by itself."""
+    """Do nothing: `optimizer.type` Muon finds the matrices by itself."""
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Whether ZeRO steps it: any torch optimizer, elementwise or of whole parameters."""
+    """Return whether ZeRO steps it: any torch optimizer, elementwise or of whole parameters."""
     return isinstance(optimizer, torch.optim.Optimizer)

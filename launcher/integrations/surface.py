@@ -59,7 +59,7 @@ MODULES = _with_parents()
 
 
 def look_up(module: str, name: str) -> Any:
-    """A name of a module of the package.
+    """Return a name of a module of the package.
 
     Args:
         module: below the package; "" for the package itself.
@@ -89,7 +89,7 @@ def look_up(module: str, name: str) -> Any:
 
 
 def getter(module: str) -> Callable[[str], Any]:
-    """`__getattr__` of a module of the package.
+    """Return `__getattr__` of a module of the package.
 
     Args:
         module: its name below the package; "" for the package itself.

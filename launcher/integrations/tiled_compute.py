@@ -28,7 +28,7 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> Tensor:
-    """fn(**kwargs), in tiles along dimension 1.
+    """Return fn(**kwargs), computed in tiles along dimension 1.
 
     Args:
         fn: gives a tensor; a scalar where output_unshard_dimension is 0.
@@ -64,7 +64,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> Tensor:
-        """The same; `args` are the values of both lists of keys."""
+        """Return the same; `args` are the values of both lists of keys."""
         values = dict(zip([*keys_to_shard, *keys_to_pass], args, strict=True))
         cut, passed = ({key: values[key] for key in keys} for keys in (keys_to_shard, keys_to_pass))
         return sequence_tiled_compute(
@@ -91,7 +91,7 @@ class TiledMLP:
         shards: int,
         compute_params: Iterable[Tensor] | None = None,
     ) -> Tensor:
-        """fn(self, x).
+        """Return fn(self, x).
 
         Args:
             fn: the forward of the module `self`.
@@ -107,7 +107,7 @@ class AutogradComputeMLP:
 
     @staticmethod
     def apply(fn: Callable[..., Tensor], self: Any, x: Tensor) -> Tensor:
-        """fn(self, x)."""
+        """Return fn(self, x)."""
         return _tile(fn, self, x)
 
 
@@ -125,7 +125,7 @@ class TiledFusedLogitsLoss:
         compute_params: Iterable[Tensor] | None,
         output_reduction: str,
     ) -> Tensor:
-        """The losses of all tiles, reduced.
+        """Return the losses of all tiles, reduced.
 
         Args:
             fn: fn(self, x, y[, mask]) gives the loss of rows.
@@ -138,7 +138,8 @@ class TiledFusedLogitsLoss:
         given = [x, y] if mask is None else [x, y, mask]
         if output_reduction not in ("mean", "sum") or any(one.shape[:2] != x.shape[:2] for one in given):
             raise ArgumentsError(
-                f"the reduction {output_reduction!r}, or the shapes {[tuple(one.shape) for one in given]}, cannot be",
+                f"the reduction {output_reduction!r}, or the shapes {[tuple(one.shape) for one in given]}, "
+                "are not supported",
                 where="TiledFusedLogitsLoss.apply()",
                 fix='write "mean" or "sum"; x, y and mask have the same batch and sequence',
             )

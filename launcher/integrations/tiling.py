@@ -51,7 +51,7 @@ class TiledLinear(nn.Module):
         for name, parts, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= parts <= features:
                 raise TilesError(
-                    f"{name}_splits {parts} parts of {features} features cannot be",
+                    f"{name}_splits: {parts} parts of {features} features are not possible",
                     where="TiledLinear()",
                     fix=f"give a number from 1 to {features}",
                 )
@@ -90,7 +90,7 @@ class TiledLinear(nn.Module):
         return list(self.linears)
 
     def _reduced(self, outputs: list[Any]) -> Any:
-        """The sum over the parts of the input."""
+        """Return the sum over the parts of the input."""
         return sum(outputs[1:], outputs[0])
 
     def _combine(self, rows: list[Any]) -> Any:
@@ -132,7 +132,7 @@ class TiledLinearReturnBias(TiledLinear):
 def split_tensor_along_last_dim(
     tensor: Tensor, partitions: list[int] | tuple[int, ...], contiguous_split_chunks: bool = False
 ) -> list[Tensor]:
-    """Parts of these widths along the last dim."""
+    """Return parts of these widths along the last dim."""
     parts = torch.split(tensor, list(partitions), dim=-1)
     return [part.contiguous() for part in parts] if contiguous_split_chunks else list(parts)
 

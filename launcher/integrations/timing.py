@@ -35,7 +35,7 @@ class Timer:
         self.started_, self._began = True, _now()
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Args:
+        """Stop the timer.
         reset: forget what came before.
         record: keep this time for `mean`.
         """
@@ -47,7 +47,7 @@ class Timer:
             self.elapsed_records.append(passed)
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds until now; a timer that runs goes on."""
+        """Return the milliseconds until now; a timer that runs goes on."""
         if running := self.started_:
             self.stop()
         value = self._milliseconds
@@ -58,7 +58,7 @@ class Timer:
         return value
 
     def mean(self) -> float:
-        """Of the times that were recorded, without the tenth that is the longest and the shortest."""
+        """Return the mean of the times that were recorded, without the tenth that is the longest and the shortest."""
         return trim_mean(self.elapsed_records, 0.1)
 
     def reset(self) -> None:
@@ -89,7 +89,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """One line on these ranks (default: 0) with the milliseconds of each timer, divided by `normalizer`."""
+        """Log one line on these ranks (default: 0) with the milliseconds of each timer, divided by `normalizer`."""
         assert normalizer > 0.0, "normalizer divides the times: give a number above 0"
         times = [
             f"{name}: {self(name).elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
@@ -97,7 +97,7 @@ class SynchronizedWallClockTimer:
         log_dist(f"time (ms) | {' | '.join(times)}", ranks=ranks or [0])
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Means of what the timers recorded, in milliseconds."""
+        """Return the means of what the timers recorded, in milliseconds."""
         assert normalizer > 0.0, "normalizer divides the times: give a number above 0"
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         for name in means if reset else ():
@@ -106,7 +106,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """What the allocator of the device says."""
+        """Return what the allocator of the device says."""
         if not torch.cuda.is_available():
             return ""
         now, most = torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
@@ -184,7 +184,7 @@ class ThroughputTimer:
             self._began = _now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Args:
+        """Stop the timer.
         global_step: an optimizer step is over.
         """
         if self._began is None:
@@ -203,7 +203,7 @@ class ThroughputTimer:
             self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} samples/s")
 
     def avg_samples_per_sec(self) -> float:
-        """Over the steps that count; minus infinity before there are some, as in DeepSpeed."""
+        """Return the samples/s over the steps that count; minus infinity before there are some, as in DeepSpeed."""
         steps = self.global_step_count - self.start_step
         if steps <= 0 or self.total_elapsed_time == 0:
             return float("-inf")
@@ -211,7 +211,7 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Mean of the numbers without this share of the smallest, and of the largest."""
+    """Return the mean of the numbers without this share of the smallest, and of the largest."""
     assert 0.0 <= trim_percent <= 1.0, "trim_percent is a share: from 0 to 1"
     ordered = sorted(data)
     if not ordered:

@@ -23,7 +23,7 @@ _HOMES = {
 
 
 def enable() -> None:
-    """From now on `import deepspeed` in this process gives our engine. Safe to call again.
+    """Make `import deepspeed` in this process give our engine from now on. Safe to call again.
 
     Raises:
         LauncherError: too late: DeepSpeed, or a library that looked for it in vain, has been imported.

@@ -38,7 +38,7 @@ TORCH_INFO = {
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Whether torch is of these versions; `2.7` and "2.7" are the same."""
+    """Return whether torch is of these versions; `2.7` and "2.7" are the same."""
     here = [int(part) for part in torch.__version__.partition("+")[0].split(".") if part.isdigit()]
 
     def numbers(version: Any) -> list[int]:
@@ -53,7 +53,8 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 
 
 def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
-    """The message with this rank before it; None where this is not one of `ranks` (None or -1 among them: all)."""
+    """Return the message with this rank before it; None where this is not one of `ranks` (None or -1 among them:
+    all)."""
     rank = dist.get_rank() if dist.is_initialized() else -1
     wanted = not ranks or -1 in ranks or rank in ranks
     return f"[Rank {rank}] {message}" if wanted else None
@@ -71,7 +72,7 @@ def _log_once(message: str, ranks: tuple[int, ...], level: int) -> None:
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """The same, once for each message."""
+    """Log as `log_dist` does, once for each message."""
     _log_once(message, tuple(ranks or ()), level)
 
 
@@ -115,10 +116,10 @@ def get_current_level() -> int:
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """Raises ValueError where there is no such level."""
+    """Return the level; raise ValueError where there is no such level."""
     level = log_levels.get(log_level_str.lower())
     if level is None:
-        raise ValueError(f"{log_level_str} is no level of the log; there are {', '.join(log_levels)}")
+        raise ValueError(f"{log_level_str} is not a log level; the levels are {', '.join(log_levels)}")
     return level
 
 
@@ -127,7 +128,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the present level is at most this one."""
+    """Return whether the present level is at most this one."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
@@ -154,7 +155,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """`see_memory_usage` of every rank, or of one."""
+    """Log `see_memory_usage` of every rank, or of one."""
     if print_rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
         device = pick_device()
         print_dist(f"{msg}: {current_memory_bytes(device) / GIB:.2f} GiB on {device}")
@@ -163,7 +164,7 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 
 def get_ma_status() -> int:
-    """Bytes that this process holds on its device."""
+    """Return the bytes that this process holds on its device."""
     return current_memory_bytes(pick_device())
 
 
@@ -174,18 +175,18 @@ def empty_cache() -> None:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """The item with its tensors on `device`, or those that the function is true of."""
+    """Return the item with its tensors on `device`, or those that the function is true of."""
     wanted = criterion_func or (lambda _: True)
     return tree_map_only(torch.Tensor, lambda t: t.to(device) if wanted(t) else t, item)
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
-    """The last two dimensions exchanged, in memory of its own."""
+    """Return the last two dimensions exchanged, in memory of its own."""
     return data.transpose(-1, -2).contiguous()
 
 
 def instrument_w_nvtx(func: F) -> F:
-    """The function as it is: profiles have our own ranges."""
+    """Return the function as it is: profiles have our own ranges."""
     return func
 
 
@@ -244,21 +245,22 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where parts of as many items each begin, and the end: [num_parts + 1]. Items left over go to the first parts."""
+    """Return where parts of as many items each begin, and the end: [num_parts + 1]. Items left over go to the first
+    parts."""
     least, over = divmod(num_items, num_parts)
     return [part * least + min(part, over) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Where parts begin of which the heaviest is as light as can be, and the end: [num_parts + 1]."""
+    """Return where parts begin of which the heaviest is as light as can be, and the end: [num_parts + 1]."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return partition(list(weights), num_parts)
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """The one value that all items have."""
+    """Return the one value that all items have."""
     found = set(items)
     if len(found) != 1:
-        raise RuntimeError(f"there is not one value, but {len(found)}: {found}")
+        raise RuntimeError(f"expected one value, not {len(found)}: {found}")
     return found.pop()

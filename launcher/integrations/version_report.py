@@ -33,7 +33,7 @@ def debug_report() -> None:
 
 
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """The same: nothing has to be built, so there is no table of operators."""
+    """Print the report: nothing has to be built, so there is no table of operators."""
     debug_report()
 
 

@@ -21,7 +21,7 @@ _inside: ContextVar[bool] = ContextVar("inside a checkpoint", default=False)
 
 
 def recomputing() -> bool:
-    """Whether this is inside of a backward: a forward that runs here computes again what was not kept."""
+    """Return whether this is inside of a backward: a forward that runs here computes again what was not kept."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -50,7 +50,7 @@ class Checkpointer:
 
     @classmethod
     def of(cls, config: ActivationCheckpointingConfig, axis: Axis, places: int) -> Checkpointer:
-        """As the JSON's section says.
+        """Build a checkpointer as the JSON's section says.
 
         Args:
             axis: its ranks have the same inputs (tp).
@@ -64,8 +64,8 @@ class Checkpointer:
         return cls(keeping, synchronize=config.synchronize_checkpoint_boundary, profile=config.profile)
 
     def run(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """function(*args, **kwargs). Tensors among `args` are kept as `keeping` says, and those of `kwargs` that need a
-        gradient; the rest, such as masks and positions that all blocks share, is kept as it is."""
+        """Return function(*args, **kwargs). Tensors among `args` are kept as `keeping` says, and those of `kwargs` that
+        need a need a gradient; the rest, such as masks and positions that all blocks share, is kept as it is."""
         if _inside.get():
             return function(*args, **kwargs)
         count = len(args)
@@ -142,7 +142,7 @@ def checkpoint_blocks(
         return None
     if not blocks:
         warnings.warn(
-            "activation_checkpointing is written, but the model has no transformer blocks to recompute "
+            "activation_checkpointing is present, but the model has no transformer blocks to recompute "
             "(no `_no_split_modules`, no nn.ModuleList of equal modules): nothing is checkpointed",
             stacklevel=2,
         )
@@ -165,17 +165,17 @@ def synchronize_device() -> None:
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without transformers' key-value cache: a recomputation would fill it a second time."""
+    """Return the arguments without transformers' key-value cache: a recomputation would fill it a second time."""
     args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)
     kwargs = {key: None if hasattr(arg, "get_seq_length") else arg for key, arg in kwargs.items()}
     return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
 
 
 def _switch_off(module: nn.Module) -> None:
-    """The gradient checkpointing of transformers, for all of `module`."""
+    """Switch off the gradient checkpointing of transformers, for all of `module`."""
     warnings.warn(
         "The model's own gradient checkpointing (gradient_checkpointing_enable) is switched off: the JSON's "
-        "activation_checkpointing recomputes the blocks, and once is enough. Leave one of the two out.",
+        "activation_checkpointing recomputes the blocks already. Remove one of the two.",
         stacklevel=3,
     )
     for inner in module.modules():

@@ -23,7 +23,7 @@ _SWITCHED = "_cache_of_source"  # on a model: what its configs said of use_cache
 
 
 def load_config(model: str) -> PretrainedConfig:
-    """The config that `--model` names.
+    """Return the config that `--model` names.
 
     Args:
         model: `default` (the embedded ~6.6M-parameter byte-level Llama), the path of a bare HF `config.json`,
@@ -50,7 +50,7 @@ def load_config(model: str) -> PretrainedConfig:
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A causal LM of `config` whose parameters and buffers have shape and dtype but no data.
+    """Return a causal LM of `config` whose parameters and buffers have shape and dtype but no data.
 
     Tied weights are tied, the model is in training mode and keeps no key/value cache. `config` is left as
     it was.
@@ -74,7 +74,7 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) 
 
 
 def switch_off_cache(model: PreTrainedModel) -> None:
-    """Training keeps no keys and values. `with_cache_of_source` undoes it in what is exported."""
+    """Switch the cache off: training keeps no keys and values. `with_cache_of_source` undoes it in what is exported."""
     parts = _parts(model.config)
     setattr(model, _SWITCHED, [part.__dict__.get("use_cache") for part in parts])
     for part in parts:
@@ -82,7 +82,7 @@ def switch_off_cache(model: PreTrainedModel) -> None:
 
 
 def with_cache_of_source(model: PreTrainedModel) -> PretrainedConfig:
-    """A copy of the model's config that says of the cache what it said before it was switched off."""
+    """Return a copy of the model's config that says of the cache what it said before it was switched off."""
     config = copy.deepcopy(model.config)
     for part, value in zip(_parts(config), getattr(model, _SWITCHED, ()), strict=False):
         if value is None:
@@ -93,7 +93,7 @@ def with_cache_of_source(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """The config, and that of its text model where it is another one."""
+    """Return the config, and that of its text model where it is another one."""
     text = config.get_text_config()
     return [config] if text is config else [config, text]
 

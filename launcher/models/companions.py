@@ -24,7 +24,7 @@ def adopt_generation(model: PreTrainedModel) -> None:
 
 
 def source_of(config: PretrainedConfig) -> Path | None:
-    """The directory on this machine that a config comes from."""
+    """Return the directory on this machine that a config comes from."""
     if not config.name_or_path:
         return None
     path = Path(config.name_or_path).expanduser()
@@ -61,7 +61,8 @@ def write_companions(model: Any, directory: Path, dtype: torch.dtype) -> None:
 
 
 def _as_the_source(config: PretrainedConfig, dtype: str, kind: str) -> str | None:
-    """The text of the source's config.json with another dtype and class, if need be; None where it has changed."""
+    """Return the text of the source's config.json with another dtype and class, if need be; None where it has
+    changed."""
     source = source_of(config)
     if source is None or not (source / CONFIG).is_file():
         return None

@@ -15,7 +15,7 @@ class CopyLane(Protocol):
         """Fill `into` [s] from `source` [s] once what is computed so far is done; a ticket for `wait`."""
 
     def wait(self, ticket: Any) -> None:
-        """What is computed from now on finds the copy done."""
+        """Make what is computed from now on find the copy done."""
 
 
 class SynchronousCopies:
@@ -50,12 +50,13 @@ class SideStreamCopies:
 
 
 def lanes(device: torch.device) -> tuple[CopyLane, CopyLane]:
-    """To the host, and back from it; a link has both directions at once."""
+    """Return the lanes to the host, and back from it; a link has both directions at once."""
     if device.type == "cuda":
         return SideStreamCopies(device), SideStreamCopies(device)
     return SynchronousCopies(), SynchronousCopies()
 
 
 def host_memory(numel: int, like: Tensor) -> Tensor:
-    """Host memory [numel] of the dtype of `like`, page-locked if that is on a CUDA device: else a copy would wait."""
+    """Return host memory [numel] of the dtype of `like`, page-locked if that is on a CUDA device: else a copy would
+    wait."""
     return torch.empty(numel, dtype=like.dtype, pin_memory=like.is_cuda)

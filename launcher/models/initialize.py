@@ -62,7 +62,8 @@ def initialize_module(
 
 
 def initializer(model: nn.Module, seed: int) -> Callable[[nn.Module, str, nn.Module], None]:
-    """(root, name, module) -> None: `initialize_module` for the modules of `model`, or of a copy of it as it is now."""
+    """Return (root, name, module) -> None: `initialize_module` for the modules of `model`, or of a copy of it as it is
+    now. now."""
     plan = plan_of(model)
     return lambda root, name, module: initialize_module(root, name, module, seed, plan)
 
@@ -81,7 +82,7 @@ def _check(plan: InitializationPlan, name: str, module: nn.Module, owned: dict[s
     orphans = [key for key in owned if not plan.is_written(name, key)]
     if orphans:
         raise LauncherError(
-            f"Nothing says how to initialise {', '.join(orphans)}: neither the model's _init_weights "
+            f"Nothing initialises {', '.join(orphans)}: neither the model's _init_weights "
             "nor a reset_parameters of the module writes it.",
             where=where,
             fix=f"give {type(module).__name__} a reset_parameters() that fills all its tensors",
@@ -90,7 +91,7 @@ def _check(plan: InitializationPlan, name: str, module: nn.Module, owned: dict[s
 
 @contextmanager
 def _seeded(device: torch.device, seed: int, name: str) -> Iterator[None]:
-    """Random numbers of `device` drawn from (seed, name) inside, as they were outside."""
+    """Draw random numbers of `device` from (seed, name) inside; outside they are as they were."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     value = int.from_bytes(digest[:8], "little") >> 1
     devices = [] if device.type == "cpu" else [device]

@@ -1,4 +1,4 @@
-"""Which initialisers write which tensors of a model, found out by running them all on meta stand-ins."""
+"""The plan of initialisation: which initialisers write which tensors, found by running them all on meta stand-ins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InitializerCall:
 
 @dataclass
 class InitializationPlan:
-    """What is written by whom. Holds names, not modules, so it does not keep the model alive."""
+    """The writers of each tensor. Holds names, not modules, so it does not keep the model alive."""
 
     owner_of_tied: dict[InitializedTensor, InitializedTensor] = field(default_factory=dict)
     """Every other place of a tied parameter -> the place whose module gives it its value."""
@@ -45,7 +45,7 @@ class InitializationPlan:
     """Module name -> the calls that write into its own tensors, in a whole model's order."""
 
     def owned(self, name: str, module: nn.Module) -> dict[str, torch.Tensor]:
-        """The tensors that get their values with this module, by local name."""
+        """Return the tensors that get their values with this module, by local name."""
         return {
             key: tensor
             for key, tensor in _tensors(module)
@@ -69,7 +69,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, InitializationPlan] = weakref.WeakK
 
 
 def plan_of(root: nn.Module) -> InitializationPlan:
-    """The plan of `root`, made at the first call and remembered as long as `root` lives."""
+    """Return the plan of `root`, made at the first call and remembered as long as `root` lives."""
     if root not in _plans:
         _plans[root] = _make_plan(root)
     return _plans[root]
@@ -79,7 +79,7 @@ def plan_of(root: nn.Module) -> InitializationPlan:
 def stand_ins(
     root: nn.Module, places: set[InitializedTensor]
 ) -> Iterator[dict[InitializedTensor, torch.Tensor]]:
-    """Meta tensors of the same shape and dtype in the given places, and the real ones back afterwards."""
+    """Put meta tensors of the same shape and dtype in the given places, and the real ones back afterwards."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
     made: dict[InitializedTensor, torch.Tensor] = {}
     try:
@@ -119,7 +119,7 @@ def _make_plan(root: nn.Module) -> InitializationPlan:
 def _record_own_method(
     plan: InitializationPlan, root: nn.Module, name: str, module: nn.Module, recorder: _Recorder
 ) -> None:
-    """torch's own initialiser, for a module that HF's leaves without values."""
+    """Record torch's own initialiser, for a module that HF's leaves without values."""
     if all((name, key) in plan.written for key, _ in _tensors(module)):
         return
     for kind in ("reset_parameters", "_reset_parameters", "init_weights"):
@@ -178,7 +178,7 @@ class _Recorder(TorchDispatchMode):
         self._writes: set[InitializedTensor] = set()
 
     def take(self) -> tuple[set[InitializedTensor], set[InitializedTensor]]:
-        """What was read and written since the last call."""
+        """Return what was read and written since the last call."""
         reads, writes = self._reads, self._writes
         self._reads, self._writes = set(), set()
         return reads, writes
@@ -200,7 +200,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers that a module registers itself."""
+    """Yield the parameters and buffers that a module registers itself."""
     for table in (module._parameters, module._buffers):
         for key, tensor in table.items():
             if tensor is not None:
@@ -210,7 +210,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _post_order(
     module: nn.Module, name: str, hf_parent: str | None, seen: set[int]
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """(name, module, name of the HF model responsible for it): children before their parents, each once."""
+    """Yield (name, module, name of the HF model responsible for it): children before their parents, each once."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -222,7 +222,7 @@ def _post_order(
 
 
 def _tied_places(root: nn.Module) -> dict[InitializedTensor, InitializedTensor]:
-    """Places of a parameter other than its owner's -> the owner's place."""
+    """Return the places of a parameter other than its owner's -> the owner's place."""
     places: dict[int, list[InitializedTensor]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         module, _, key = name.rpartition(".")

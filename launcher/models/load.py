@@ -34,7 +34,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a stored tensor without reading it."""
+    """The facts about a stored tensor that are known without reading it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -65,11 +65,11 @@ class SafetensorsSource:
             )
 
     def names(self) -> dict[str, TensorInfo]:
-        """Stored name -> shape, dtype and file."""
+        """Return stored name -> shape, dtype and file."""
         return dict(self._infos)
 
     def read_box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The box of `sizes` at index `offsets` of tensor `name`, in the stored dtype.
+        """Return the box of `sizes` at index `offsets` of tensor `name`, in the stored dtype.
 
         Reads from the file exactly these elements.
 
@@ -95,7 +95,7 @@ class SafetensorsSource:
         return read
 
     def match_names(self, model: PreTrainedModel) -> dict[str, str] | None:
-        """Model parameter or persistent buffer -> stored name; see `launcher.models.names.match_names`."""
+        """Return model parameter or persistent buffer -> stored name; see `launcher.models.names.match_names`."""
         return match_names(model, self)
 
     def _info(self, name: str) -> TensorInfo:

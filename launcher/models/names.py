@@ -28,7 +28,7 @@ _COMPARE = 1 << 22
 
 
 def match_names(model: PreTrainedModel, source: SafetensorsSource) -> dict[str, str] | None:
-    """Parameter or persistent buffer of `model` -> the stored tensor that has its value.
+    """Return parameter or persistent buffer of `model` -> the stored tensor that has its value.
 
     Parameters are named as `model.named_parameters()` does: a tied one once. A stored tensor may lack or
     have the base-model prefix (`model.`, `transformer.`), have an older name that transformers renames, or
@@ -65,7 +65,7 @@ def match_names(model: PreTrainedModel, source: SafetensorsSource) -> dict[str, 
 
 
 def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
-    """Canonical name of every parameter and persistent buffer -> all its names."""
+    """Return the canonical name of every parameter and persistent buffer -> all its names."""
     canonical: dict[int, str] = {}
     groups: dict[str, set[str]] = {}
     for name, tensor in _persistent(model):
@@ -84,7 +84,7 @@ def _persistent(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Name and buffer of what state_dict() has beside the parameters."""
+    """Yield the name and buffer of what state_dict() has beside the parameters."""
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -92,7 +92,7 @@ def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def places_of(model: nn.Module) -> Callable[[str], int]:
-    """Where a name stands in the order of state_dict(), as the model is now; what it gets later comes last."""
+    """Return where a name stands in the order of state_dict(), as the model is now; what it gets later comes last."""
     names = [
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules()
@@ -107,7 +107,7 @@ def places_of(model: nn.Module) -> Callable[[str], int]:
 def _target(
     model: PreTrainedModel, stored: str, by_alias: dict[str, str], renamings: list[WeightRenaming]
 ) -> str | None:
-    """The model's name for a stored tensor, or None."""
+    """Return the model's name for a stored tensor, or None."""
     for candidate in dict.fromkeys((stored, _renamed(stored, renamings))):
         for name in _with_and_without_prefix(candidate, model.base_model_prefix):
             if name in by_alias:
@@ -140,7 +140,7 @@ def _complain(
     missing: list[str],
     unexpected: list[str],
 ) -> None:
-    """One error with everything that does not fit, after the exceptions that the model's class makes."""
+    """Raise one error with everything that does not fit, after the exceptions that the model's class makes."""
     ignored = list(model._keys_to_ignore_on_load_unexpected or ())
     # Buffers that older versions of transformers stored and that are computed today.
     ignored += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"masked_bias$"]
@@ -169,7 +169,7 @@ def _complain(
 
 
 def _one_of(source: SafetensorsSource, name: str, stored: list[str]) -> str:
-    """The stored name of a parameter; several copies (a tied weight stored twice) must be equal."""
+    """Return the stored name of a parameter; several copies (a tied weight stored twice) must be equal."""
     for other in stored[1:]:
         if not _equal(source, stored[0], other):
             raise CheckpointError(

@@ -45,7 +45,7 @@ _READER = "gguf"  # the package by which transformers reads these files
 
 
 def unpacked(name: str) -> str:
-    """The directory of a packaged model, converted if nobody has done that; any other name as it is.
+    """Return the directory of a packaged model, converted if nobody has done that; any other name as it is.
 
     Raises:
         ConfigError: the package is not installed, or has no GGUF file.
@@ -83,7 +83,7 @@ def convert(file: Path, directory: Path) -> None:
 
 
 def _weights_of(name: str, package: Package) -> tuple[Path, str]:
-    """The GGUF file of an installed package, and the package's version."""
+    """Return the GGUF file of an installed package, and the package's version."""
     missing = [needed for needed in (package.name, _READER) if not _is_installed(needed)]
     if missing:
         raise ConfigError(

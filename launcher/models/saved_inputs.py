@@ -1,4 +1,4 @@
-"""How the inputs of checkpointed blocks wait for the backward: split over an axis, in one buffer, on the host.
+"""Saved inputs of checkpointed blocks until the backward: split over an axis, in one buffer, on the host.
 
 On the host: while a block runs, its inputs are copied out, and when it has run, the device holds them no more. When
 the backward comes to a block, the copies in of the block before it start, and run beside the recomputation.
@@ -24,7 +24,7 @@ from launcher.models.host_copies import CopyLane, host_memory
 
 @dataclass(frozen=True)
 class SavedInputPolicy:
-    """What is done to a saved input; the answers of the JSON's `activation_checkpointing`.
+    """The treatment of a saved input; the answers of the JSON's `activation_checkpointing`.
 
     Attributes:
         axis: its ranks have the same inputs: each keeps 1/N (N: the degree). Degree 1 keeps all.
@@ -38,7 +38,7 @@ class SavedInputPolicy:
 
     @property
     def changes_nothing(self) -> bool:
-        """Inputs are kept as they are."""
+        """Return whether inputs are kept as they are."""
         return self.axis.degree == 1 and not self.on_host and not self.places
 
 
@@ -51,7 +51,7 @@ class SavedInput:
 
 
 class BlockInputs:
-    """What one run of a block saved.
+    """The inputs that one run of a block saved.
 
     Attributes:
         before: what was saved before this, if it still waits: the next that a backward needs.
@@ -94,7 +94,7 @@ class SavedInputs:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """The context around a checkpoint: what it saves inside is kept as `keeping` says."""
+        """Wrap a checkpoint: what it saves inside is kept as `keeping` says."""
         block = BlockInputs(self._newest)
         self._newest = weakref.ref(block)
         try:
@@ -140,7 +140,7 @@ class SavedInputs:
         return kept
 
     def _let_leave(self) -> None:
-        """What computes next may write where the inputs were."""
+        """Let what computes next write where the inputs were."""
         for lane, ticket, _ in self._leaving:
             lane.wait(ticket)
         self._leaving.clear()
@@ -150,7 +150,7 @@ class SavedInputs:
         return self.unpack(kept, block)
 
     def unpack(self, kept: SavedInput, block: BlockInputs) -> Tensor:
-        """The whole input again, on its device. Where it was split: a collective of the axis."""
+        """Return the whole input again, on its device. Where it was split: a collective of the axis."""
         if self.keeping.on_host:
             self._arrive_at(block)
             piece = block.arrived.pop(kept, None)
@@ -216,7 +216,7 @@ class _Places:
         self._like = (0, torch.float32, torch.device("cpu"))
 
     def take(self, kept: SavedInput, *, host: bool) -> Tensor:
-        """Memory [s] for the piece: a free place, or memory of its own where none fits."""
+        """Return the memory [s] for the piece: a free place, or memory of its own where none fits."""
         piece = kept.piece
         like = (piece.numel(), piece.dtype, piece.device)
         if self._free is None:
@@ -236,4 +236,4 @@ def _memory(numel: int, like: Tensor, *, host: bool) -> Tensor:
 
 
 def _nothing() -> None:
-    """A reference to nothing."""
+    """Stand for a reference to nothing."""

@@ -1,4 +1,5 @@
-"""What a model's config says of how it computes: two models of the same shapes may compute different things."""
+"""Settings of a model's config that change how it computes: two models of the same shapes may compute different
+things."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _ABSENT = object()
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
-    """What the config of a Hugging Face model says of its computation, in JSON; None where the model has none.
+    """Return what the config of a Hugging Face model says of its computation, in JSON; None where the model has none.
 
     Dropout is left out: it is a setting of the training, and may change on the way.
     """
@@ -31,7 +32,7 @@ def settings_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Where two settings differ, for people. A key that only one has is of another version of transformers."""
+    """Return where two settings differ, for people. A key that only one has is of another version of transformers."""
     return [f"{path} was {_said(a)} and is {_said(b)}" for path, a, b in _differing(was, now, "")]
 
 

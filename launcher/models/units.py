@@ -1,5 +1,5 @@
-"""Which modules are transformer blocks, the units that are gathered, reduced and checkpointed one by one; and which are
-the two ends of a model."""
+"""The transformer blocks of a model, which are the units that are gathered, reduced and checkpointed one by one, and
+its two ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The transformer blocks of `model` as (name, module), in registration order, none inside another.
+    """Return the transformer blocks of `model` as (name, module), in registration order, none inside another.
 
     Blocks are the modules whose class HF lists in `_no_split_modules`; where there is no such list, or none
     matches, the elements of the longest `nn.ModuleList` of equal-class modules, together with every other
@@ -43,7 +43,8 @@ def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn
 
 
 def _block_lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
-    """Every nn.ModuleList whose elements are of one class, own parameters and are called (a ModuleDict is not)."""
+    """Yield every nn.ModuleList whose elements are of one class, own parameters and are called (a ModuleDict is
+    not)."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
@@ -63,7 +64,7 @@ def _outermost(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.M
 
 
 def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The input embedding and the output head, where a model says which they are."""
+    """Return the input embedding and the output head, where a model says which they are."""
     found = []
     for get in ("get_input_embeddings", "get_output_embeddings"):
         try:

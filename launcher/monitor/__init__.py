@@ -1,1 +1,1 @@
-"""What a run writes and shows: metrics, pictures, timings, memory, logs of collectives, traces."""
+"""The output of a run: metrics, pictures, timings, memory, logs of collectives, traces."""

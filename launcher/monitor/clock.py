@@ -14,7 +14,7 @@ Moment = float | torch.cuda.Event
 
 
 def now(device: torch.device) -> Moment:
-    """This moment."""
+    """Return the present moment."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -23,7 +23,7 @@ def now(device: torch.device) -> Moment:
 
 
 def seconds_between(first: Moment, last: Moment) -> float:
-    """Seconds from one moment to another of the same device."""
+    """Return the seconds from one moment to another of the same device."""
     if isinstance(first, float) or isinstance(last, float):
         return float(last) - float(first)  # type: ignore[arg-type]
     last.synchronize()

@@ -45,11 +45,11 @@ class CommsLog:
         self.rows: dict[CollectiveKey, CollectiveTotals] = {}
 
     def logs(self, operation: str) -> bool:
-        """Whether this operation is one of those that are logged."""
+        """Return whether this operation is one of those that are logged."""
         return self.operations is None or operation in self.operations
 
     def add(self, operation: str, tag: str, nbytes: int, moved: int, seconds: float, blocked: float) -> None:
-        """One collective that was waited for; `tag` is unit/phase."""
+        """Add one collective that was waited for; `tag` is unit/phase."""
         who = tag if self.by_unit else tag.rpartition("/")[2]
         row = self.rows.setdefault((operation, who, nbytes), CollectiveTotals())
         row.count += 1
@@ -65,7 +65,7 @@ class CommsLog:
             )
 
     def table(self, stragglers: Mapping[CollectiveKey, float] | None = None) -> str:
-        """The log as text.
+        """Return the log as text.
 
         Args:
             stragglers: the least seconds that any rank took for a row; adds a column with what this rank took more:
@@ -96,15 +96,16 @@ class CommsLog:
 
 
 def bandwidths(nbytes: int, row: CollectiveTotals) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in Gbit/s, as nccl-tests defines them (doc/PERFORMANCE.md): message bytes over time,
-    and bytes that a rank sends over time. Overlapped compute is in the time, so they are lower bounds."""
+    """Return the algorithm and bus bandwidth in Gbit/s, as nccl-tests defines them (doc/PERFORMANCE.md): message bytes
+    over time, and bytes that a rank sends over time. Overlapped compute is in the time, so they are lower bounds."""
     if row.seconds <= 0:
         return 0.0, 0.0
     return 8e-9 * nbytes * row.count / row.seconds, 8e-9 * row.moved / row.seconds
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Rows of cells as aligned text; the first is the heading, the first `left` columns stand on the left."""
+    """Return the rows of cells as aligned text; the first is the heading, the first `left` columns stand on the
+    left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,7 +1,8 @@
-"""What devices can do, by their data sheets: `devices.json`, one table for utilisation, memory estimates and plans."""
+"""Abilities of devices, by their data sheets: `devices.json`, one table for utilisation, memory estimates and plans."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -47,21 +48,24 @@ class Device:
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak of the device `torch.cuda.get_device_name()` calls `name`; None when it is not known."""
+    """Return the peak of the device `torch.cuda.get_device_name()` calls `name`; None when it is not known."""
     row = _row(name)
     return None if row is None else float(row["tflops"]) * 1e12
 
 
 def device(name: str) -> Device:
-    """The device of a name: "h100", "A100 40", "NVIDIA A100-SXM4-80GB"; or of a file that `launch bench device` wrote.
+    """Return the device of a name: "h100", "A100 40", "NVIDIA A100-SXM4-80GB"; or of a file that `launch bench device`
+    wrote.
 
     Raises:
         ConfigError: there is no such device in the table, or the file is none.
     """
     row, defaults = _measured(name) if name.endswith(".json") else _row(name), _table()["defaults"]
     if row is None:
-        known = ", ".join(str(each["names"][0]).lower().replace(" ", "-") for each in _table()["devices"])
-        raise ConfigError(f"unknown device {name!r}", where="--gpu", fix=f"one of {known}")
+        known = [str(each["names"][0]).lower().replace(" ", "-") for each in _table()["devices"]]
+        near = [one for one in known if name.lower() in one] or difflib.get_close_matches(name.lower(), known)
+        meant = f"did you mean {near[0]}? " if name and near else ""
+        raise ConfigError(f"unknown GPU {name!r}", where="--gpu", fix=f"{meant}known: {', '.join(known)}")
     shares = {**defaults, **row}
     return Device(
         title=row["title"],
@@ -103,7 +107,7 @@ def _measured(path: str) -> dict[str, Any]:
 
 
 def _row(name: str) -> dict[str, Any] | None:
-    """The first row whose words stand in the name."""
+    """Return the first row whose words stand in the name."""
     words = name.upper().replace("-", " ").split()
     for row in _table()["devices"]:
         if any(_runs_in(known.upper().split(), words) for known in row["names"]):

@@ -1,4 +1,4 @@
-"""What all pictures of this project have in common; matplotlib without a screen."""
+"""The common style of all pictures of this project; matplotlib without a screen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IN_A_ROW = 6  # entries of a legend
 
 
 def blank(height: float = HEIGHT) -> Figure:
-    """A figure of that many pixels, to be drawn on."""
+    """Return a figure of that many pixels, to be drawn on."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -26,7 +26,7 @@ def blank(height: float = HEIGHT) -> Figure:
 
 
 def finish(axes: Axes, *, legend_below: bool = False) -> None:
-    """Grid, frame and legend as in all pictures.
+    """Add grid, frame and legend as in all pictures.
 
     Args:
         legend_below: in one row below all, where the picture has no empty place for it.

@@ -22,7 +22,7 @@ _BETWEEN = "\n"
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What a rank began last, and how long ago; `number` counts what it began with these ranks, `among`."""
+    """The last thing that a rank began, and how long ago; `number` counts what it began with these ranks, `among`."""
 
     number: int
     text: str
@@ -56,7 +56,7 @@ def prepare(path: Path) -> None:
 
 
 def read(path: Path) -> FlightRecord | None:
-    """What a rank shows; None while it has shown nothing."""
+    """Return what a rank shows; None while it has shown nothing."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -69,6 +69,6 @@ def read(path: Path) -> FlightRecord | None:
 
 
 def mine() -> FlightRecorder | None:
-    """The beacon of this process; None where nobody watches it."""
+    """Return the beacon of this process; None where nobody watches it."""
     path = os.environ.get(VARIABLE)
     return FlightRecorder(path) if path and os.path.exists(path) else None

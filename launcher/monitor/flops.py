@@ -25,7 +25,7 @@ from launcher.monitor.clock import Moment, now, seconds_between
 
 @dataclass
 class Counts:
-    """What was measured, summed over the microbatches of a step.
+    """The counts, summed over the microbatches of a step.
 
     Attributes:
         flops, seconds: of each module's forward by its name, "" the whole model; what lies inside is counted in.
@@ -125,7 +125,8 @@ class ModuleMeter:
 
 
 def _outside_of_graphs(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that are not part of another one's compiled graph: a clock inside would have it compiled again."""
+    """Return the modules that are not part of another one's compiled graph: a clock inside would have it compiled
+    again."""
     found: list[tuple[str, nn.Module]] = []
     compiled: list[str] = []
     for name, module in model.named_modules():
@@ -159,7 +160,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _attention_on_cpus() -> dict[Any, Any]:
-    """Formulas that FlopCounterMode of torch 2.13 lacks: scaled dot product attention on CPUs.
+    """Return the formulas that FlopCounterMode of torch 2.13 lacks: scaled dot product attention on CPUs.
 
     q [b, h, s, d], k [b, _, t, d], v [b, _, t, e]: QK^T and PV; backward: QK^T again, dV, dP, dQ, dK.
     """

@@ -11,7 +11,7 @@ from launcher.monitor.flops import Counts
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What is known of the profiled step of one rank.
+    """The facts about the profiled step of one rank.
 
     Attributes:
         step: optimizer steps done before it.
@@ -43,7 +43,7 @@ def report(
     top_modules: int,
     detailed: bool,
 ) -> str:
-    """The whole report.
+    """Return the whole report.
 
     Args:
         counts: operations and seconds, by name of module.
@@ -77,7 +77,7 @@ class _ModuleRow:
 def _rows(
     counts: Counts, parameters: Mapping[str, int], classes: Mapping[str, str], microbatches: int, depth: int
 ) -> list[_ModuleRow]:
-    """One row a module, values of the mean microbatch."""
+    """Return one row a module, values of the mean microbatch."""
     held = dict.fromkeys(classes, 0)
     for name, numel in parameters.items():
         path = name.split(".")[:-1]
@@ -92,7 +92,8 @@ def _rows(
 
 
 def _with_containers(values: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
-    """The values; modules that are never called themselves, such as a ModuleList, have those of their children."""
+    """Return the values; modules that are never called themselves, such as a ModuleList, have those of their
+    children."""
     inside = dict.fromkeys(names, 0.0)
     found = {}
     for name in reversed(inside):  # children come after their parents
@@ -138,12 +139,12 @@ def _step_part(counts: Counts, model: _ModuleRow, facts: StepFacts) -> str:
     if facts.counted_in == facts.step:
         how = "counted and timed in the same step: counting slowed it"
     title = f"FLOPs profile of rank 0, in the step after {facts.step} optimizer steps ({how})"
-    note = "Counted are matrix products, convolutions and attention: 2 FLOPs are one MAC."
+    note = "Matrix products, convolutions and attention are counted: 2 FLOPs are one MAC."
     return "\n".join([title, note, *(f"{name + ':':<34}{value}" for name, value in lines)])
 
 
 def _top_part(rows: list[_ModuleRow], top: int) -> str:
-    """For each depth the classes with most parameters, MACs and time."""
+    """Return, for each depth, the classes with most parameters, MACs and time."""
     lines = []
     for depth in range(max(row.depth for row in rows) + 1):
         here = [row for row in rows if row.depth == depth]
@@ -197,7 +198,7 @@ def _rate(flops: float, seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    """`1.23 G`, `950 `: a number that a unit follows."""
+    """Return `1.23 G`, `950 `: a number that a unit follows."""
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.2f} {prefix}"

@@ -1,4 +1,4 @@
-"""What the engine says on rank 0, and how much of it: the JSON's `log_level`."""
+"""The log of the engine on rank 0, and its level: the JSON's `log_level`."""
 
 from __future__ import annotations
 

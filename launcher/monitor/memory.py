@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Most bytes that this process ever held on `device`.
+    """Return most bytes that this process ever held on `device`.
 
     CUDA: the most that tensors took together (`torch.cuda.max_memory_allocated`). CPU: the peak resident set
     (VmHWM), the Python interpreter and its libraries included.
@@ -33,7 +33,7 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
 
 
 def current_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Bytes that this process holds on `device` now: allocated by tensors (CUDA), or resident (CPU)."""
+    """Return the bytes that this process holds on `device` now: allocated by tensors (CUDA), or resident (CPU)."""
     if str(device).startswith("cuda"):
         import torch
 
@@ -54,7 +54,7 @@ def _malloc_trim() -> Any:
 
 
 def _status_bytes(key: str) -> int | None:
-    """A size from /proc/self/status in bytes; None where the system has no such line."""
+    """Return a size from /proc/self/status in bytes; None where the system has no such line."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -78,11 +78,11 @@ class MemoryBreakdown:
         self._after: dict[str, int] = {}
 
     def mark(self, phase: str) -> None:
-        """`phase` has ended; of several microbatches the last counts."""
+        """Note that `phase` has ended; of several microbatches the last counts."""
         self._after[phase] = current_memory_bytes(self._device)
 
     def lines(self, held: dict[str, int]) -> list[str]:
-        """What was marked, and what is held between steps.
+        """Return what was marked, and what is held between steps.
 
         Args:
             held: what (parameters, gradients, ...) -> bytes.

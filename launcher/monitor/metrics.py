@@ -89,7 +89,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of `metrics.jsonl` in order; a last line that a killed run left torn is left out.
+    """Return the records of `metrics.jsonl` in order; a last line that a killed run left torn is left out.
 
     Raises:
         json.JSONDecodeError: another line is no JSON.
@@ -106,11 +106,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def valid(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with null for numbers that are not finite, and their keys under `nonfinite`."""
+    """Return the record with null for numbers that are not finite, and their keys under `nonfinite`."""
     lost = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
     return {**record, **dict.fromkeys(lost), "nonfinite": lost} if lost else dict(record)
 
 
 def is_number(value: object) -> bool:
-    """A finite number: something that a curve or a mean can use."""
+    """Return a finite number: something that a curve or a mean can use."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

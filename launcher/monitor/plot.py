@@ -48,14 +48,15 @@ def plot_loss(metrics: str | Path, png: str | Path, *, title: str) -> Path:
 
 
 def curve(records: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps [n] and finite values [n] of the records that have `key`."""
+    """Return the steps [n] and finite values [n] of the records that have `key`."""
     points = [(record["step"], record[key]) for record in records if is_number(record.get(key))]
     array = np.array(points, dtype=float).reshape(-1, 2)
     return array[:, 0], array[:, 1]
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Mean [n] of an exponential moving average from the left and one from the right: it does not lag behind.
+    """Return the mean [n] of an exponential moving average from the left and one from the right: it does not lag
+    behind.
 
     Args:
         values: [n].
@@ -65,7 +66,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def _moving_average(values: np.ndarray, span: float) -> np.ndarray:
-    """Exponential moving average [n] without the bias of its start (as in Adam, Kingma & Ba 2015)."""
+    """Return the exponential moving average [n] without the bias of its start (as in Adam, Kingma & Ba 2015)."""
     decay = 1 - 1 / span
     average, weight = 0.0, 0.0
     result = np.empty(len(values))

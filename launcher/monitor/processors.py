@@ -1,4 +1,4 @@
-"""Whether the processors of this machine have instructions for 16-bit numbers, by what Linux says of them."""
+"""The check that the processors of this machine have instructions for 16-bit numbers, by what Linux says of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def lacks(dtype: torch.dtype, cpuinfo: str) -> bool:
-    """Whether no processor can multiply numbers of a dtype but by way of fp32; false, too, where that is not known.
+    """Return whether no processor can multiply numbers of a dtype but by way of fp32; false, too, where that is not
+    known.
 
     Args:
         cpuinfo: text of /proc/cpuinfo.
@@ -44,6 +45,6 @@ def warn_of_slow_products(dtype: torch.dtype) -> None:
     if slow:
         logger.warning(
             "this machine's CPUs have no instructions for %(name)s: its matrix products are several times slower than "
-            "those of fp32, which is what to train in here (leave `%(name)s` out of the JSON)",
+            "those of fp32, so train in fp32 here (remove `%(name)s` from the JSON)",
             {"name": NAMES[dtype]},
         )

@@ -1,4 +1,4 @@
-"""What a person watches while a run goes on: one live line on a terminal, plain lines elsewhere."""
+"""The progress of a run for people: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ProgressLine:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def describe(self, record: Mapping[str, Any]) -> str:
-        """`step 20/100  loss 2.3456  lr 0.001  grad norm 0.812  12.3k tok/s  0:01:20 left`."""
+        """Return `step 20/100  loss 2.3456  lr 0.001  grad norm 0.812  12.3k tok/s  0:01:20 left`."""
         step = int(record["step"])
         parts = [f"step {step}/{self.total_steps}", f"loss {_number(record['loss'], '.4f')}"]
         if is_number(record.get("eval_loss")):
@@ -109,7 +109,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def short_number(value: float) -> str:
-    """`950`, `12.3k`, `4.56M`, `7.89G`."""
+    """Return `950`, `12.3k`, `4.56M`, `7.89G`."""
     for limit, unit, digits in ((1e9, "G", 2), (1e6, "M", 2), (1e3, "k", 1)):
         if value >= limit:
             return f"{value / limit:.{digits}f}{unit}"
@@ -117,6 +117,6 @@ def short_number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`h:mm:ss`."""
+    """Return `h:mm:ss`."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -25,7 +25,7 @@ _PACKAGES = ("launcher", "torch", "transformers", "datasets", "numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What one rank held, in bytes, and where it is on the axes that have several ranks."""
+    """The bytes that one rank held, and where it is on the axes that have several ranks."""
 
     rank: int
     coordinates: dict[str, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def write_summary(
 
 
 def nonfinite_steps(records: Sequence[Mapping[str, Any]], dynamic_loss_scale: bool = False) -> list[int]:
-    """Steps whose loss or gradient norm was not finite."""
+    """Return the steps whose loss or gradient norm was not finite."""
     found, skipped_before = [], 0
     for record in records:
         skipped = record.get("skipped_steps") or 0
@@ -104,7 +104,7 @@ def write_json(path: str | Path, content: Any) -> None:
 def median_tokens_per_s(
     records: Sequence[Mapping[str, Any]], warmup_steps: int = WARMUP_STEPS
 ) -> float | None:
-    """Median tokens/s without the first `warmup_steps` records; a run as short as that keeps its last one.
+    """Return the median tokens/s without the first `warmup_steps` records; a run as short as that keeps its last one.
 
     None where there is no record.
     """
@@ -114,7 +114,7 @@ def median_tokens_per_s(
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that decide the numbers."""
+    """Return the versions of Python and of the installed packages that decide the numbers."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -190,11 +190,11 @@ def _pipeline_rows(pipeline: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
 
 
 def _last(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """The last value; None where it is not finite, whatever was before it."""
+    """Return the last value; None where it is not finite, whatever was before it."""
     last: Any = next((record[key] for record in reversed(records) if key in record), None)
     return float(last) if is_number(last) else None
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """`at step 7`, or `at 12 steps, 7 to 31`."""
+    """Return `at step 7`, or `at 12 steps, 7 to 31`."""
     return f"at step {steps[0]}" if len(steps) == 1 else f"at {len(steps)} steps, {steps[0]} to {steps[-1]}"

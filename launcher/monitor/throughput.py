@@ -51,11 +51,11 @@ class Throughput:
         self.epoch_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Over the steps that count; minus infinity before there are some, as in DeepSpeed."""
+        """Return the samples/s over the steps that count; minus infinity before there are some, as in DeepSpeed."""
         return self._samples / self._seconds if self._seconds else float("-inf")
 
     def line(self) -> str:
-        """One line for people; empty when nothing was measured."""
+        """Return one line for people; empty when nothing was measured."""
         if self.global_step_count == 0:
             return ""
         mean = f", mean {self._samples / self._seconds:.2f}" if self._seconds else ""

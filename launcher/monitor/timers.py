@@ -38,11 +38,11 @@ class Timers:
         self.last_step: dict[str, float] = {}
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """The context in which phase `name` runs."""
+        """Return the context in which phase `name` runs."""
         return _Phase(self, name) if self.enabled else _OFF
 
     def now(self) -> float:
-        """Seconds on a clock of its own, after queued CUDA work is done."""
+        """Return the seconds on a clock of its own, after queued CUDA work is done."""
         if self._device is not None:
             import torch
 
@@ -59,7 +59,7 @@ class Timers:
         self.last_step, self._before_step = _in_order(new), dict(self._seconds)
 
     def mean_ms(self, steps: int, *, reset: bool = True) -> dict[str, float]:
-        """Milliseconds per optimizer step of each phase, averaged over the `steps` since the last reset."""
+        """Return the milliseconds per optimizer step of each phase, averaged over the `steps` since the last reset."""
         means = {name: 1000 * seconds / max(steps, 1) for name, seconds in self._seconds.items()}
         if reset:
             self._seconds.clear()
@@ -67,7 +67,7 @@ class Timers:
         return _in_order(means)
 
     def line(self, steps: int) -> str:
-        """One line for people, `forward 12.3 ms | backward ...`; resets. Empty when nothing was timed."""
+        """Return one line for people, `forward 12.3 ms | backward ...`; resets. Empty when nothing was timed."""
         return " | ".join(f"{name} {ms:.1f} ms" for name, ms in self.mean_ms(steps).items())
 
 

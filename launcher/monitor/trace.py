@@ -38,7 +38,7 @@ class Trace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around optimizer step `number`, from 1."""
+        """Wrap optimizer step `number`, from 1."""
         if self.path is not None and self._profile is None and self.first <= number <= self.last:
             self._start()
         yield
@@ -69,7 +69,7 @@ class Trace:
 
 
 def steps_of(text: str) -> tuple[int, int]:
-    """`3-5` -> (3, 5), `4` -> (4, 4): the type of the flag `--profile-steps`.
+    """Parse `3-5` into (3, 5), `4` into (4, 4): the type of the flag `--profile-steps`.
 
     Raises:
         ValueError: it is neither.
@@ -77,5 +77,5 @@ def steps_of(text: str) -> tuple[int, int]:
     found: Any = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+))?\s*", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(f"{text!r} is no range of steps such as 3-5")
+        raise ValueError(f"{text!r} is not a range of steps such as 3-5")
     return first, last

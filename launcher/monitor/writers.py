@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: TensorBoard, CSV files, Weights & Biases, Comet. Each is a `MonitorWriter`."""
+"""Destinations for the numbers of a run: TensorBoard, CSV files, Weights & Biases, Comet. Each is a `MonitorWriter`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MonitorWriter:
 
 
 class Monitor:
-    """What `engine.monitor` is: sends events to every writer, as DeepSpeed's MonitorMaster does.
+    """The type of `engine.monitor`: sends events to every writer, as DeepSpeed's MonitorMaster does.
 
     Attributes:
         enabled: some writer of the JSON is on; the same on every rank, while only rank 0 has writers.
@@ -62,7 +62,7 @@ class Monitor:
 
 
 def open_writers(sections: Mapping[str, Mapping[str, Any]]) -> list[MonitorWriter]:
-    """Writers of the sections of the JSON that are enabled.
+    """Open the writers of the sections of the JSON that are enabled.
 
     Args:
         sections: name of a section -> its keys.
@@ -85,13 +85,13 @@ def _open(section: str, keys: Mapping[str, Any]) -> MonitorWriter:
         raise ConfigError(
             f"{section} could not start: {error}",
             where=section,
-            fix=f"mend that, or set {section}.enabled to false",
+            fix=f"fix that, or set {section}.enabled to false",
         ) from error
 
 
 def csv_writer(output_path: str, job_name: str) -> MonitorWriter:
-    """One file a metric below output_path/job_name, `Train/Samples/lr` in `Train_Samples_lr.csv`, as DeepSpeed names
-    them. Each row is on its way to the disk before the next is written."""
+    """Return one file a metric below output_path/job_name, `Train/Samples/lr` in `Train_Samples_lr.csv`, as DeepSpeed
+    names them. Each row is on its way to the disk before the next is written."""
     directory = _directory("csv_monitor", output_path, job_name)
 
     def write(name: str, value: float, samples: int) -> None:
@@ -106,21 +106,21 @@ def csv_writer(output_path: str, job_name: str) -> MonitorWriter:
 
 
 def tensorboard_writer(output_path: str, job_name: str) -> MonitorWriter:
-    """Event files in output_path/job_name."""
+    """Write event files in output_path/job_name."""
     library = _library("torch.utils.tensorboard", "tensorboard", "tensorboard")
     inner = library.SummaryWriter(log_dir=str(_directory("tensorboard", output_path, job_name)))
     return MonitorWriter(inner.add_scalar, inner.flush, inner.close)
 
 
 def wandb_writer(group: str | None, team: str | None, project: str) -> MonitorWriter:
-    """A run of Weights & Biases; its own process sends what `log` was given."""
+    """Return a run of Weights & Biases; its own process sends what `log` was given."""
     library = _library("wandb", "wandb", "wandb")
     run = library.init(project=project, group=group, entity=team)
     return MonitorWriter(lambda name, value, samples: run.log({name: value}, step=samples), close=run.finish)
 
 
 def comet_writer(samples_log_interval: int, experiment_name: str | None, **start: Any) -> MonitorWriter:
-    """An experiment of Comet; each metric at most once in `samples_log_interval` samples.
+    """Return an experiment of Comet; each metric at most once in `samples_log_interval` samples.
 
     Args:
         start: keywords of comet_ml.start.
@@ -167,6 +167,6 @@ def _directory(section: str, output_path: str, job_name: str) -> Path:
         raise ConfigError(
             f"{section} cannot write to {path}: {error.strerror}",
             where=f"{section}.output_path",
-            fix="name a directory that can be made",
+            fix="name a directory that can be created",
         ) from error
     return path

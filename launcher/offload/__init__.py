@@ -1,1 +1,1 @@
-"""Where a shard rests while nobody works on it: device memory, host memory or NVMe."""
+"""Storage of shards while nobody works on them: device memory, host memory or NVMe."""

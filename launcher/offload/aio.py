@@ -226,7 +226,7 @@ class IoQueue:
             _copy(memory, on_disk[:size], ready)
 
     def _bounce_of(self, index: int) -> Tensor:
-        """This thread's part of the memory for what cannot go straight; [block_size]."""
+        """Return this thread's part of the memory for what cannot go straight; [block_size]."""
         with self._lock:
             if self._bounce is None:
                 self._bounce = buffer(self.in_flight * self.block_size, torch.uint8).view(self.in_flight, -1)

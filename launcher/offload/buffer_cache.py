@@ -33,7 +33,7 @@ class BufferCache:
         self._alone = _use_count(torch.empty(1))
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer [numel] with any content."""
+        """Return a buffer [numel] with any content."""
         size = numel * dtype.itemsize
         self._in_use += size
         for i in range(len(self._buffers) - 1, -1, -1):
@@ -56,12 +56,12 @@ class BufferCache:
 
     @property
     def nbytes(self) -> int:
-        """Of idle buffers."""
+        """Return the bytes of idle buffers."""
         return sum(one.numel() for one in self._buffers)
 
     @property
     def held(self) -> int:
-        """Bytes of all buffers, idle and in use."""
+        """Return the bytes of all buffers, idle and in use."""
         return self._in_use + self.nbytes
 
     def _spare(self) -> None:

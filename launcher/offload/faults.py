@@ -1,4 +1,4 @@
-"""What a disk refuses, in words: the file, the key, the bytes, and what to do."""
+"""Faults of a disk, in words: the file, the key, the bytes, and what to do."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _KNOWN: dict[int, tuple[str, str]] = {
     ),
     errno.EACCES: (
         "writing is not allowed",
-        "change who may write there, or name another directory in nvme_path",
+        "change its permissions, or name another directory in nvme_path",
     ),
     errno.EPERM: (
         "writing is not allowed",
-        "change who may write there, or name another directory in nvme_path",
+        "change its permissions, or name another directory in nvme_path",
     ),
     errno.ENOENT: ("there is no such directory", "make it, or name one on the NVMe in nvme_path"),
-    errno.ENOTDIR: ("this is no directory", "name a directory on the NVMe in nvme_path"),
+    errno.ENOTDIR: ("this is not a directory", "name a directory on the NVMe in nvme_path"),
     errno.EIO: ("the disk reports an error", "look at the kernel's log (dmesg); the disk may be failing"),
     errno.EMFILE: ("too many files are open", "raise the limit (ulimit -n)"),
 }
 
 
 def told(error: OSError, doing: str, path: Path | str) -> OffloadError:
-    """What a failed call becomes.
+    """Return the error for a failed call.
 
     Args:
         doing: what was tried, with key and bytes: `writing 4096 bytes of layer.3`.
@@ -51,7 +51,7 @@ def told(error: OSError, doing: str, path: Path | str) -> OffloadError:
 
 
 def no_room(needed: int, found: int, path: Path | str) -> OffloadError:
-    """The disk has less than will be needed."""
+    """Return the disk has less than will be needed."""
     return OffloadError(
         f"the disk is too small for what is offloaded: {needed:,} bytes are needed, {found:,} are free",
         where=str(path),
@@ -60,7 +60,7 @@ def no_room(needed: int, found: int, path: Path | str) -> OffloadError:
 
 
 def too_short(path: Path | str, doing: str, got: int) -> OffloadError:
-    """The file ends before what was written does."""
+    """Return the file ends before what was written does."""
     return OffloadError(
         f"{doing} stopped after {got:,} bytes: the file was truncated after it was written",
         where=str(path),
@@ -69,7 +69,7 @@ def too_short(path: Path | str, doing: str, got: int) -> OffloadError:
 
 
 def damaged(path: Path | str, doing: str) -> OffloadError:
-    """What was read is not what was written."""
+    """Return the error for data that differs from what was written."""
     return OffloadError(
         f"{doing}: the checksum differs, so the file does not hold what was written",
         where=str(path),

@@ -17,7 +17,7 @@ class FreeRanges:
         self._free: list[tuple[int, int]] = []  # (offset, size), by offset
 
     def take(self, size: int) -> int:
-        """The offset of a range of `size` bytes; at the end of the file where none is free."""
+        """Return the offset of a range of `size` bytes; at the end of the file where none is free."""
         for i, (offset, there) in enumerate(self._free):
             if there >= size:
                 self._free[i : i + 1] = [(offset + size, there - size)] if there > size else []

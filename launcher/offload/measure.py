@@ -1,4 +1,4 @@
-"""How fast a directory is, and which requests are best for it: what `launch bench io` shows."""
+"""A benchmark of a directory and of the requests that are best for it: what `launch bench io` shows."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class IoMeasurement:
 
     @property
     def both(self) -> float:
-        """Bytes/s of writing and reading the same bytes, as a training step does."""
+        """Return the bytes/s of writing and reading the same bytes, as a training step does."""
         return 2 / (1 / median(self.write) + 1 / median(self.read))
 
     def section(self) -> dict[str, int]:
-        """The JSON's `aio` section that asks for this."""
+        """Return the JSON's `aio` section that asks for this."""
         return {"block_size": self.block_size, "queue_depth": self.in_flight, "intra_op_parallelism": 1}
 
 
@@ -95,7 +95,7 @@ class Bench:
 
 @contextmanager
 def bench(path: Path, size: int) -> Iterator[Bench]:
-    """A bench that is removed at the end. Raises OffloadError where the directory cannot have the file."""
+    """Yield a bench that is removed at the end. Raises OffloadError where the directory cannot have the file."""
     if size < 2 * DISK[0]:
         raise OffloadError(
             f"{size:,} bytes are too few to measure with", fix=f"take at least {2 * DISK[0]:,}"
@@ -137,8 +137,8 @@ def sweep(
 
 
 def best(rows: list[IoMeasurement]) -> IoMeasurement:
-    """The setting to take: of those measured most often and near to the fastest, the one with the fewest bytes under
-    way."""
+    """Return the setting to take: of those measured most often and near to the fastest, the one with the fewest bytes
+    under way."""
     most = max(len(row.read) for row in rows)
     often = [row for row in rows if len(row.read) == most]
     fastest = max(row.both for row in often)
@@ -147,6 +147,7 @@ def best(rows: list[IoMeasurement]) -> IoMeasurement:
 
 
 def _size_of_turn(most: int, wished: float) -> int:
-    """Bytes of one measurement: enough for every setting to have its requests in flight, at most the file."""
+    """Return the bytes of one measurement: enough for every setting to have its requests in flight, at most the
+    file."""
     size = min(max(int(wished), 2 * DISK[0]), most)
     return size - size % ALIGNMENT

@@ -26,7 +26,7 @@ SAMPLES = slice(None, None, WORDS - 1)  # the first and the last word of a page
 
 @dataclass
 class Extent:
-    """Where a key rests: a range of the file, and a checksum of every request in it."""
+    """The place of a key: a range of the file, and a checksum of every request in it."""
 
     offset: int
     size: int
@@ -63,7 +63,7 @@ class NvmeTier:
 
     @property
     def file(self) -> Path:
-        """Where everything rests."""
+        """Return the file that holds everything."""
         return self._file.path
 
     def reserve(self, size: int) -> None:
@@ -131,7 +131,7 @@ class NvmeTier:
             raise faults.told(error, doing, self._file.path) from error
 
     def _requests(self, key: str, extent: Extent, data: Tensor, *, write: bool) -> Iterator[IoRequest]:
-        """Requests of block_size bytes; what is left after the last page has one of its own, so that only it is
+        """Yield requests of block_size bytes; what is left after the last page has one of its own, so that only it is
         copied on its way."""
         whole = extent.size - extent.size % ALIGNMENT
         block = self._queue.block_size
@@ -161,8 +161,9 @@ class NvmeTier:
         return seen
 
     def _sum(self, data: np.ndarray) -> int:
-        """The sum, modulo 2**64, of the words that are checked. A disk loses or mixes up whole pages, so by default
-        two words of each are enough: their cost is not to be seen, while a sum of all reads the memory once more."""
+        """Return the sum, modulo 2**64, of the words that are checked. A disk loses or mixes up whole pages, so by
+        default two words of each are enough: their cost is not to be seen, while a sum of all reads the memory once
+        more."""
         return int(data.view(np.uint64).reshape(-1, WORDS)[:, self._pages].sum())
 
 

@@ -84,7 +84,7 @@ class OffloadedTensor:
 
     @property
     def is_offloaded(self) -> bool:
-        """It is not always in memory."""
+        """Return whether it is not always in memory."""
         return self.tier is not None
 
     @property
@@ -93,7 +93,7 @@ class OffloadedTensor:
 
     @property
     def device(self) -> torch.device:
-        """Of its memory."""
+        """Return the device of its memory."""
         return torch.device("cpu") if self._tensor is None else self._tensor.device
 
     @property
@@ -102,7 +102,7 @@ class OffloadedTensor:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that it takes now."""
+        """Return the bytes of memory that it takes now."""
         return 0 if self._tensor is None else self.nbytes
 
     def fetch(self) -> None:
@@ -113,7 +113,7 @@ class OffloadedTensor:
             self._coming = self.tier.read(self.key, self._tensor)
 
     def load(self) -> Tensor:
-        """Its values, in memory until `write_back` or `discard`."""
+        """Return its values, in memory until `write_back` or `discard`."""
         self.fetch()
         if self._coming is not None:
             self._coming.result()
@@ -126,7 +126,7 @@ class OffloadedTensor:
         return self._tensor
 
     def allocate(self) -> Tensor:
-        """Memory for new values, in place of those that it has."""
+        """Return the memory for new values, in place of those that it has."""
         if self._tensor is None:
             self._tensor = self._buffers.idle.take(self.numel, self.dtype)
             return self._tensor
@@ -141,7 +141,7 @@ class OffloadedTensor:
         self._buffers.leave(self)
 
     def discard(self) -> None:
-        """Its values have not changed since they were read, or nobody needs them: give its memory back."""
+        """Give its memory back: its values have not changed since they were read, or nobody needs them."""
         if self.tier is None or self._tensor is None or self._leaving is not None:
             return
         self._give_back(self.load())
@@ -173,11 +173,11 @@ class OffloadedSlice:
         return int(self.span.stop - self.span.start)
 
     def load(self) -> Tensor:
-        """[numel], in memory until the whole is let go of."""
+        """Return [numel], in memory until the whole is let go of."""
         return self.of.load()[self.span]
 
     def part(self, start: int, stop: int) -> OffloadedSlice:
-        """Elements [start, stop) of it."""
+        """Return the elements [start, stop) of it."""
         return OffloadedSlice(self.of, slice(self.span.start + start, self.span.start + stop))
 
 
@@ -195,7 +195,7 @@ class PrefetchWindow:
         self._open: dict[OffloadedTensor, None] = {}  # by last use
 
     def load(self, part: OffloadedSlice) -> Tensor:
-        """[numel]; good until the next call."""
+        """Return [numel]; good until the next call."""
         whole = part.of
         if not whole.is_offloaded:
             return part.load()
@@ -219,7 +219,7 @@ class PrefetchWindow:
 
 @contextmanager
 def in_turn(*, changed: bool = False) -> Iterator[PrefetchWindow]:
-    """A window that is closed at the end."""
+    """Yield a window that is closed at the end."""
     window = PrefetchWindow(changed=changed)
     try:
         yield window

@@ -1,4 +1,4 @@
-"""Which tensors rest where: each goes to the fastest tier with space left."""
+"""Placement of tensors: each goes to the fastest tier with space left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.offload.tier import Tier, memory
 
 @dataclass(frozen=True)
 class Placement:
-    """Where something rests, and on which device it is worked with.
+    """The place where something rests, and the device on which it is worked with.
 
     Args:
         device: that its memory is on while it has any.
@@ -41,7 +41,7 @@ class TierBudget:
 
 
 def placed(sizes: Sequence[int], budgets: Sequence[TierBudget]) -> list[Placement]:
-    """A placement for each tensor, in the first budget with space left; the last one takes all.
+    """Return a placement for each tensor, in the first budget with space left; the last one takes all.
 
     Args:
         sizes: bytes, in the order in which they choose.
@@ -63,7 +63,7 @@ def placed(sizes: Sequence[int], budgets: Sequence[TierBudget]) -> list[Placemen
 
 @dataclass
 class Placements:
-    """Where the shards of a run rest.
+    """The places where the shards of a run rest.
 
     Args:
         device: what the module computes on.
@@ -99,7 +99,7 @@ class Placements:
                 tier.reserve(wanted)
 
     def resting(self, key: str, numel: int, dtype: torch.dtype, placement: Placement) -> OffloadedTensor:
-        """A tensor of zeros in a placement, or one without values yet where it comes and goes."""
+        """Return a tensor of zeros in a placement, or one without values yet where it comes and goes."""
         if placement.tier is not None:
             return OffloadedTensor(key, numel, dtype, self.buffers, placement.tier)
         return OffloadedTensor(
@@ -107,7 +107,7 @@ class Placements:
         )
 
     def staying(self, tensor: Tensor) -> OffloadedTensor:
-        """A tensor that is here already, and stays."""
+        """Return a tensor that is here already, and stays."""
         return OffloadedTensor("", tensor.numel(), tensor.dtype, self.buffers, tensor=tensor)
 
     def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -123,11 +123,11 @@ class Placements:
 
     @property
     def one_memory(self) -> bool:
-        """What comes from tiers and what is computed with lies in the same memory."""
+        """Return whether what comes from tiers and what is computed with lies in the same memory."""
         return bool(self.tiers) and self.device == torch.device("cpu")
 
     @property
     def tiers(self) -> list[Tier]:
-        """Each once."""
+        """Return each tier once."""
         found = [budget.placement.tier for budget in (*self.parameters, *self.optimizer)]
         return list({id(tier): tier for tier in found if tier is not None}.values())

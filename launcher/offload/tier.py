@@ -26,11 +26,11 @@ HUGE_PAGE = 2 << 20
 
 
 class Tier(Protocol):
-    """Where tensors rest under names. One thread uses it; futures complete in any order."""
+    """A storage for tensors under names. One thread uses it; futures complete in any order."""
 
     @property
     def name(self) -> str:
-        """For people: `nvme`."""
+        """Return the name for people: `nvme`."""
 
     def reserve(self, size: int) -> None:
         """Make sure of room for `size` bytes more. To be called before the run, with all that will be written.
@@ -53,8 +53,8 @@ class Tier(Protocol):
 
 
 def buffer(numel: int, dtype: torch.dtype, *, pin: bool | None = None) -> Tensor:
-    """Host memory [numel] that tiers like, with any content: it begins at a multiple of 4096 bytes and is given back
-    to the system when the tensor dies. Page-locked under CUDA, or as `pin` says."""
+    """Return host memory [numel] that tiers like, with any content: it begins at a multiple of 4096 bytes and is given
+    back to the system when the tensor dies. Page-locked under CUDA, or as `pin` says."""
     size = numel * dtype.itemsize
     if size == 0:
         return torch.empty(numel, dtype=dtype)
@@ -65,16 +65,17 @@ def buffer(numel: int, dtype: torch.dtype, *, pin: bool | None = None) -> Tensor
 
 
 def memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory [numel] of a device, with any content, for what lives long. In huge pages where it is large and the CPU's:
-    an optimizer's step over it is then up to twice as fast, as the processor fetches ahead across 4096 bytes."""
+    """Return the memory [numel] of a device, with any content, for what lives long. In huge pages where it is large and
+    the CPU's: an optimizer's step over it is then up to twice as fast, as the processor fetches ahead across 4096
+    bytes."""
     if device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
         return buffer(numel, dtype, pin=False)
     return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _mapped(size: int) -> np.ndarray:
-    """New memory, uint8 [size], in huge pages where it is large: direct I/O on them is twice as fast, as a request
-    is then a few long pieces for the disk and not one of every 4096 bytes."""
+    """Return new memory, uint8 [size], in huge pages where it is large: direct I/O on them is twice as fast, as a
+    request is then a few long pieces for the disk and not one of every 4096 bytes."""
     large = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     room = size + HUGE_PAGE if large else size  # what is never touched takes no memory
     mapping = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -89,42 +90,42 @@ def _mapped(size: int) -> np.ndarray:
 
 
 def padded(size: int) -> int:
-    """`size` bytes rounded up to what direct I/O can move."""
+    """Return `size` bytes rounded up to what direct I/O can move."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes of its values."""
+    """Return the bytes of its values."""
     return tensor.numel() * tensor.element_size()
 
 
 def finished() -> Future[None]:
-    """A future that is done."""
+    """Return a future that is done."""
     done: Future[None] = Future()
     done.set_result(None)
     return done
 
 
 def as_bytes(tensor: Tensor, key: str) -> Tensor:
-    """The memory of a contiguous tensor as uint8 [bytes]."""
+    """Return the memory of a contiguous tensor as uint8 [bytes]."""
     if not tensor.is_contiguous():
         raise OffloadError(f"the tensor for {key} is not contiguous", fix="hand over tensor.contiguous()")
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def wrong_size(key: str, asked: int, there: int | None) -> OffloadError:
-    """The error for a key that has another size, or is not there at all (`there` is None)."""
+    """Return the error for a key that has another size, or is not there at all (`there` is None)."""
     if there is None:
         return OffloadError(f"{key} was never written, or was freed", where="offload tier")
     return OffloadError(
-        f"{key} has {there:,} bytes, and {asked:,} are asked for",
+        f"{key} has {there:,} bytes, but {asked:,} are requested",
         where="offload tier",
         fix="free the key before it is written with another size",
     )
 
 
 def _lock_pages(pages: np.ndarray) -> None:
-    """Page-lock without torch's allocator of pinned memory, which rounds sizes up to powers of two."""
+    """Page-lock memory without torch's allocator of pinned memory, which rounds sizes up to powers of two."""
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(pages.ctypes.data, pages.nbytes, 0))
     # the array ends before the mapping under it does

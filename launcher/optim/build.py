@@ -1,4 +1,4 @@
-"""From the JSON's `optimizer`, or the caller's own, to the factory of the inner torch optimizer."""
+"""The way from the JSON's `optimizer`, or the caller's own, to the factory of the inner torch optimizer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DEEPSPEED_ONLY = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none
 
 
 def params_of(config: OptimizerConfig) -> dict[str, Any]:
-    """`optimizer.params` as keywords: those that the type takes; pairs are tuples."""
+    """Return `optimizer.params` as keywords: those that the type takes; pairs are tuples."""
     params = config.to_dict()["params"].items()
     return {key: tuple(value) if isinstance(value, list) else value for key, value in params}
 
 
 def from_config(config: OptimizerConfig) -> OptimizerFactory:
-    """The optimizer that `optimizer.type` names, with its params.
+    """Return the optimizer that `optimizer.type` names, with its params.
 
     "Adam" means AdamW unless `adam_w_mode` is false, as in DeepSpeed. Fused kernels are used where torch has them.
 
@@ -70,7 +70,7 @@ def _muon(params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.O
 
 
 def _installed(kind: str) -> Any:
-    """The package that an optimizer type comes from, imported."""
+    """Return the package that an optimizer type comes from, imported."""
     package = str(TYPES[kind].package)
     try:
         return importlib.import_module(package)
@@ -83,7 +83,7 @@ def _installed(kind: str) -> Any:
 
 
 def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> OptimizerFactory:
-    """The caller's own optimizer: its parameters are replaced by this rank's slices, its options stay.
+    """Return the caller's own optimizer: its parameters are replaced by this rank's slices, its options stay.
 
     Raises:
         ConfigError: it is no elementwise optimizer of torch, or one we do not know and
@@ -119,7 +119,7 @@ def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> 
 
 
 def _adopt_muon(optimizer: torch.optim.Muon, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """torch's Muon wants whole matrices: ours, with its options, steps the slices."""
+    """Return torch's Muon wants whole matrices: ours, with its options, steps the slices."""
     from launcher.optim.muon import Muon
 
     muon = Muon([{**group, "use_muon": True} for group in groups])
@@ -128,7 +128,7 @@ def _adopt_muon(optimizer: torch.optim.Muon, groups: list[dict[str, Any]]) -> to
 
 
 def named_groups(parameters: Iterable[Any] | None, names: dict[int, str]) -> list[dict[str, Any]]:
-    """Param groups by name: of `model_parameters` or of a client optimizer's `param_groups`.
+    """Return param groups by name: of `model_parameters` or of a client optimizer's `param_groups`.
 
     Args:
         parameters: parameters, or dicts with "params" and options; None: every trainable parameter in one group.
@@ -164,7 +164,7 @@ def choose(
     parameters: Iterable[Any] | None,
     model: nn.Module,
 ) -> tuple[OptimizerFactory, list[dict[str, Any]]] | None:
-    """The factory and the param groups by name; None when neither the caller nor the JSON has an optimizer.
+    """Return the factory and the param groups by name; None when neither the caller nor the JSON has an optimizer.
 
     The caller's optimizer beats the JSON's, as in DeepSpeed. Must run before parameters move into flat buffers.
     """

@@ -23,7 +23,7 @@ SMALLEST = 2**18
 def update(
     weights: Tensor, grad: Tensor, mean: Tensor, square: Tensor, param: Tensor, numbers: Tensor
 ) -> None:
-    """The loop.
+    """Run the loop.
 
     Args:
         weights, mean, square: fp32 [n], changed in place.
@@ -43,7 +43,7 @@ def update(
 
 
 def numbers_of(group: dict[str, Any], scale: float, step: float, *, decoupled: bool) -> Tensor:
-    """What a step of a param group computes with: fp32 [9].
+    """Return what a step of a param group computes with: fp32 [9].
 
     Args:
         step: number of the step, from 1 on; infinity: nothing is corrected.
@@ -68,7 +68,7 @@ def numbers_of(group: dict[str, Any], scale: float, step: float, *, decoupled: b
 
 @lru_cache(maxsize=1)
 def loop() -> Callable[..., None] | None:
-    """`update`, compiled; None where that does not work here, which is told once."""
+    """Return `update`, compiled; None where that does not work here, which is logged once."""
     compiled: Callable[..., None] = torch.compile(update, dynamic=True, fullgraph=True)
     trial = [torch.zeros(1024) for _ in range(3)]
     low = torch.zeros(1024, dtype=torch.bfloat16)

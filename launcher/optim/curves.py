@@ -23,7 +23,7 @@ Curve = Callable[[int, int], float]
 
 
 def warmup(iteration: int, steps: int, kind: str) -> float:
-    """How far the warm-up of `steps` iterations has come at `iteration`: 0 .. 1, along a logarithm or a line."""
+    """Return how far the warm-up of `steps` iterations has come at `iteration`: 0 .. 1, along a logarithm or a line."""
     steps, iteration = max(2, steps), max(0, iteration)
     if iteration >= steps:
         return 1.0
@@ -31,7 +31,7 @@ def warmup(iteration: int, steps: int, kind: str) -> float:
 
 
 def warmup_lr(params: WarmupLRParams | WarmupDecayLRParams, lrs: Sequence[float]) -> Curve:
-    """WarmupLR, and WarmupDecayLR where `params` has a `total_num_steps`."""
+    """Return WarmupLR, and WarmupDecayLR where `params` has a `total_num_steps`."""
     lows = per_group("warmup_min_lr", params.warmup_min_lr, lrs)
     highs = per_group("warmup_max_lr", params.warmup_max_lr, lrs)
     total = params.total_num_steps if isinstance(params, WarmupDecayLRParams) else None
@@ -47,7 +47,7 @@ def warmup_lr(params: WarmupLRParams | WarmupDecayLRParams, lrs: Sequence[float]
 
 
 def warmup_cosine_lr(params: WarmupCosineLRParams, lrs: Sequence[float]) -> Curve:
-    """WarmupCosineLR: ratios of the optimizer's own learning rates."""
+    """Return WarmupCosineLR: ratios of the optimizer's own learning rates."""
     steps = max(2, params.warmup_num_steps)
     low, end = params.warmup_min_ratio, params.cos_min_ratio
 
@@ -63,7 +63,7 @@ def warmup_cosine_lr(params: WarmupCosineLRParams, lrs: Sequence[float]) -> Curv
 
 
 def range_test_lr(params: LRRangeTestParams, lrs: Sequence[float]) -> Curve:
-    """LRRangeTest: growth without end, along a line or in stairs."""
+    """Return LRRangeTest: growth without end, along a line or in stairs."""
     lows = per_group("lr_range_test_min_lr", params.lr_range_test_min_lr, lrs)
 
     def curve(iteration: int, group: int) -> float:
@@ -76,7 +76,7 @@ def range_test_lr(params: LRRangeTestParams, lrs: Sequence[float]) -> Curve:
 
 
 def one_cycle_lr(params: OneCycleParams, lrs: Sequence[float]) -> Curve:
-    """The learning rate of OneCycle: low, high, low, then divided more and more."""
+    """Return the learning rate of OneCycle: low, high, low, then divided more and more."""
     lows = per_group("cycle_min_lr", params.cycle_min_lr, lrs)
     highs = per_group("cycle_max_lr", params.cycle_max_lr, lrs)
 
@@ -90,7 +90,7 @@ def one_cycle_lr(params: OneCycleParams, lrs: Sequence[float]) -> Curve:
 
 
 def one_cycle_momentum(params: OneCycleParams, groups: int) -> Curve:
-    """The momentum of OneCycle: high, low, high, then multiplied."""
+    """Return the momentum of OneCycle: high, low, high, then multiplied."""
     lows = per_group("cycle_min_mom", params.cycle_min_mom, [0.0] * groups)
     highs = per_group("cycle_max_mom", params.cycle_max_mom, [0.0] * groups)
 
@@ -104,7 +104,8 @@ def one_cycle_momentum(params: OneCycleParams, groups: int) -> Curve:
 
 
 def height(params: OneCycleParams, iteration: int) -> float:
-    """Where in the cycle `iteration` is: 0 at its ends, 1 in its middle, in between along a line or in stairs."""
+    """Return where in the cycle `iteration` is: 0 at its ends, 1 in its middle, in between along a line or in
+    stairs."""
     up, down = _halves(params)
     stairs_up = params.cycle_first_stair_count
     stairs_down = stairs_up if params.cycle_second_stair_count is None else params.cycle_second_stair_count
@@ -114,7 +115,7 @@ def height(params: OneCycleParams, iteration: int) -> float:
 
 
 def per_group(key: str, value: float | Sequence[float] | None, default: Sequence[float]) -> list[float]:
-    """One value for each param group.
+    """Return one value for each param group.
 
     Args:
         key: its name in `scheduler.params`.
@@ -142,7 +143,7 @@ def _halves(params: OneCycleParams) -> tuple[int, int]:
 
 
 def _intervals_after(params: OneCycleParams, iteration: int) -> float | None:
-    """Intervals of decay since the end of the cycle; None while it lasts, 0 where nothing decays."""
+    """Return the intervals of decay since the end of the cycle; None while it lasts, 0 where nothing decays."""
     over = iteration - sum(_halves(params)) + 1
     if over < 1:
         return None

@@ -17,7 +17,7 @@ from launcher.zero.flat import ParamSlot
 
 
 def deal(slots: Sequence[ParamSlot], degree: int) -> list[int]:
-    """The rank that works on each matrix: the most work first, to the rank that has least (LPT scheduling).
+    """Return the rank that works on each matrix: the most work first, to the rank that has least (LPT scheduling).
 
     At a tie it goes to the rank that holds most of it already. Work is that of a Gram matrix: elements x shorter side.
     """

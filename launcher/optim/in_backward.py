@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerInBackward:
-    """What the reducer calls for the gradients of the last microbatch of a step.
+    """The listener that the reducer calls for the gradients of the last microbatch of a step.
 
     Args:
         optimizer: steps them.

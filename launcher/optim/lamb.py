@@ -81,7 +81,7 @@ class Lamb(WholeOptimizer):
                 each.slice.add_(self._update(each.slice, group), alpha=-size)
 
     def _update(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """[elements of the slice]; made twice instead of kept, so that it exists for one slice at a time."""
+        """Return [elements of the slice]; made twice instead of kept, so that it exists for one slice at a time."""
         state, eps = self.state[p], group["eps"]
         root = (
             (state["exp_avg_sq"] + eps).sqrt_()

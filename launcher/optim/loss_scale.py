@@ -56,7 +56,7 @@ class LossScale:
 
     @classmethod
     def of(cls, fp16: Fp16Config, *, autocast: bool = False) -> LossScale:
-        """The scale that the section asks for; 1 when fp16 is off.
+        """Return the scale that the section asks for; 1 when fp16 is off.
 
         Args:
             autocast: float16 under torch_autocast, which is scaled by the numbers of the section though it is off.
@@ -77,12 +77,12 @@ class LossScale:
 
     @property
     def at_floor(self) -> bool:
-        """It cannot fall any more."""
+        """Return whether it cannot fall any more."""
         return self.dynamic and self.scale == self.minimum
 
     @property
     def exhausted(self) -> bool:
-        """One more overflow ends the run."""
+        """Return whether one more overflow ends the run."""
         return self.at_floor and 1 in (self.hysteresis, self.tolerance)
 
     def update(self, overflow: bool) -> None:

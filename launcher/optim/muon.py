@@ -80,7 +80,7 @@ def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _by_torch(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """What torch.optim.Muon makes of an update: one step of it from zero, without momentum, at a rate of 1."""
+    """Return what torch.optim.Muon makes of an update: one step of it from zero, without momentum, at a rate of 1."""
     taken = nn.Parameter(torch.zeros_like(update))
     taken.grad = update
     keys = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
@@ -90,7 +90,7 @@ def _by_torch(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def by_muon(name: str, parameter: Tensor) -> bool:
-    """Whether Muon steps the parameter: `use_muon` set on it, else a matrix that is no embedding and no head."""
+    """Return whether Muon steps the parameter: `use_muon` set on it, else a matrix that is no embedding and no head."""
     said = getattr(parameter, "use_muon", None)
     if said is not None:
         return bool(said)
@@ -98,7 +98,7 @@ def by_muon(name: str, parameter: Tensor) -> bool:
 
 
 def halves(groups: Groups, parameters: dict[str, nn.Parameter], params: dict[str, Any]) -> Groups:
-    """Every param group as Muon's half and Adam's, as DeepSpeed splits them.
+    """Return every param group as Muon's half and Adam's, as DeepSpeed splits them.
 
     Args:
         groups: dicts with "names" and options, which beat `params`.

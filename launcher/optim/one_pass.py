@@ -1,6 +1,6 @@
 """An optimizer's step in one pass over host memory: gradients of any dtype in, 16-bit parameters out.
 
-Chunk by chunk a gradient is cast into a scratch buffer that stays in cache, torch's fused kernel steps the chunk, and
+Tile by tile a gradient is cast into a scratch buffer that stays in cache, torch's fused kernel steps the tile, and
 the new weights are cast into the parameter while they are still in cache: memory sees every tensor once. Nothing is
 compiled, unless somebody asks for it (`compiled.py`). State has the names, shapes and numbers that torch.optim's fused
 classes give it.
@@ -20,17 +20,17 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from launcher.offload.tier import memory
 from launcher.optim.elementwise import Lion, UncorrectedAdam, UncorrectedAdamW
 
-CHUNK = 2**19
+TILE = 2**19
 """Elements; its fp32 scratch takes 2 MiB. Smaller ones cost Python's time, and that of torch's threads to meet, which
-they do three times a chunk; larger ones leave the cache. Measured best with one thread and with two."""
+they do three times a tile; larger ones leave the cache. Measured best with one thread and with two."""
 
-Kernel = Callable[[dict[str, Any], Tensor | None], Callable[["Chunk"], None]]
-"""For a param group and the divisor of the gradients, or None: what steps a chunk."""
+Kernel = Callable[[dict[str, Any], Tensor | None], Callable[["Tile"], None]]
+"""For a param group and the divisor of the gradients, or None: what steps a tile."""
 
 
 @dataclass
 class FusedSlice:
-    """What is stepped: a slice of one parameter, all tensors 1-D, contiguous, of one length, in host memory.
+    """The slice that is stepped: a part of one parameter, all tensors 1-D, contiguous, of one length, in host memory.
 
     Args:
         weights: the master weights; stepped in place.
@@ -48,7 +48,7 @@ class FusedSlice:
 
 
 @dataclass
-class Chunk:
+class Tile:
     """Parts of slices that are stepped by one call of a kernel.
 
     Args:
@@ -75,9 +75,9 @@ class FusedRule:
     Args:
         states: names of its elementwise states for a param group.
         counts: it keeps a step counter.
-        kernel: makes what steps a chunk in one dtype; once a step, as chunks come every 100 us.
+        kernel: makes what steps a tile in one dtype; once a step, as tiles come every 100 us.
         scales: the kernel divides by it. Else gradients are multiplied before.
-        passes_once: the kernel reads memory once, so what needs no cast needs no chunks.
+        passes_once: the kernel reads memory once, so what needs no cast needs no tiles.
         corrects: false: bias corrections are those of infinitely many steps.
         decoupled: weight decay is AdamW's; None: the rule is not Adam's, and is not compiled.
     """
@@ -91,37 +91,37 @@ class FusedRule:
     decoupled: bool | None = None
 
 
-def _adam(function: Any, group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
+def _adam(function: Any, group: dict[str, Any], divisor: Tensor | None) -> Callable[[Tile], None]:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     options = {key: group[key] for key in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
     kernel = partial(function, **options, beta1=beta1, beta2=beta2, grad_scale=divisor, found_inf=None)
 
-    def step(chunk: Chunk) -> None:
-        states, most = chunk.states, chunk.states.get("max_exp_avg_sq", [])
-        kernel(chunk.weights, chunk.grads, states["exp_avg"], states["exp_avg_sq"], most, chunk.steps)
+    def step(tile: Tile) -> None:
+        states, most = tile.states, tile.states.get("max_exp_avg_sq", [])
+        kernel(tile.weights, tile.grads, states["exp_avg"], states["exp_avg_sq"], most, tile.steps)
 
     return step
 
 
-def _adagrad(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
+def _adagrad(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Tile], None]:
     options = {key: group[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
     kernel = partial(torch._fused_adagrad_, **options, grad_scale=divisor, found_inf=None)
-    return lambda chunk: kernel(chunk.weights, chunk.grads, chunk.states["sum"], chunk.steps)
+    return lambda tile: kernel(tile.weights, tile.grads, tile.states["sum"], tile.steps)
 
 
-def _sgd(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
+def _sgd(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Tile], None]:
     keys = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
     options = {key: group[key] for key in keys}
     kernel = partial(torch._fused_sgd_, **options, grad_scale=divisor, found_inf=None)
 
-    def step(chunk: Chunk) -> None:
-        kernel(chunk.weights, chunk.grads, chunk.states.get("momentum_buffer", []), is_first_step=chunk.first)
+    def step(tile: Tile) -> None:
+        kernel(tile.weights, tile.grads, tile.states.get("momentum_buffer", []), is_first_step=tile.first)
 
     return step
 
 
-def _lion(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Chunk], None]:
-    return lambda chunk: Lion.update(group, chunk.weights, chunk.grads, chunk.states["exp_avg"])
+def _lion(group: dict[str, Any], divisor: Tensor | None) -> Callable[[Tile], None]:
+    return lambda tile: Lion.update(group, tile.weights, tile.grads, tile.states["exp_avg"])
 
 
 def _moments(group: dict[str, Any]) -> tuple[str, ...]:
@@ -142,9 +142,9 @@ RULES: dict[type, FusedRule] = {
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> FusedRule | None:
-    """How to step in one pass what `optimizer.step()` would; None where that has to be called: its class is not known,
-    it does not use torch's fused kernels, or somebody hooked or replaced the call (torch's schedulers only note it).
-    A class may say that it `steps_as` another one."""
+    """Return how to step in one pass what `optimizer.step()` would; None where that has to be called: its class is not
+    known, it does not use torch's fused kernels, or somebody hooked or replaced the call (torch's schedulers only note
+    it). A class may say that it `steps_as` another one."""
     kind = getattr(optimizer, "steps_as", type(optimizer))
     rule, replaced = RULES.get(kind), vars(optimizer).get("step")
     replaced = getattr(replaced, "stands_for", replaced)
@@ -175,20 +175,20 @@ def step(
     """
     multiply = scale if scale != 1.0 and (scale == 0.0 or not rule.scales) else None
     divisor = torch.full((), 1 / scale) if scale != 1.0 and multiply is None else None
-    work = partial(_step_chunk, rule.kernel(group, divisor), multiply, dtype)
+    work = partial(_step_tile, rule.kernel(group, divisor), multiply, dtype)
     first = [_begin(rule, group, item, dtype) for item in slices]
     pairs = [(item, new) for item, new in zip(slices, first, strict=True) if item.weights.numel()]
     whole = [pair for pair in pairs if rule.passes_once and _needs_no_cast(pair[0], dtype)]
-    for chunk in _chunks(rule, group, whole, 2**62):
-        work(chunk)
+    for tile in _tiles(rule, group, whole, 2**62):
+        work(tile)
     cut = [pair for pair in pairs if not (rule.passes_once and _needs_no_cast(pair[0], dtype))]
     if compiles and rule.decoupled is not None and not group["amsgrad"]:
         from launcher.optim import compiled
 
         if loop := compiled.loop():
             cut = [pair for pair in cut if not compiled.step(loop, rule, group, pair[0], scale)]
-    for chunk in _chunks(rule, group, cut, CHUNK):
-        work(chunk)
+    for tile in _tiles(rule, group, cut, TILE):
+        work(tile)
 
 
 def _needs_no_cast(item: FusedSlice, dtype: torch.dtype) -> bool:
@@ -212,12 +212,12 @@ def _zeros(like: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     return memory(like.numel(), dtype, like.device).zero_()
 
 
-def _chunks(
+def _tiles(
     rule: FusedRule, group: dict[str, Any], items: Iterable[tuple[FusedSlice, bool]], size: int
-) -> Iterator[Chunk]:
+) -> Iterator[Tile]:
     """Cut large slices and join small ones. Cuts are at multiples of `size`, a multiple of what a kernel does at once:
     every element meets the instructions that it would meet in an uncut slice."""
-    chunk = Chunk(first=False)
+    tile = Tile(first=False)
     for item, first in items:
         names = rule.states(group)
         columns = [item.weights, item.grad, *(item.state[name] for name in names)]
@@ -225,32 +225,32 @@ def _chunks(
         for (weights, grad, *states), param in zip(
             zip(*(column.split(size) for column in columns), strict=True), params, strict=True
         ):
-            if chunk.numel and (chunk.numel + weights.numel() > size or chunk.first != first):
-                yield chunk
-                chunk = Chunk(first)
-            chunk.first = first
-            chunk.weights.append(weights)
-            chunk.grads.append(grad)
-            chunk.params.append(param)
+            if tile.numel and (tile.numel + weights.numel() > size or tile.first != first):
+                yield tile
+                tile = Tile(first)
+            tile.first = first
+            tile.weights.append(weights)
+            tile.grads.append(grad)
+            tile.params.append(param)
             for name, state in zip(names, states, strict=True):
-                chunk.states.setdefault(name, []).append(state)
+                tile.states.setdefault(name, []).append(state)
             if rule.counts:
-                chunk.steps.append(item.state["step"])
-            chunk.numel += weights.numel()
-    if chunk.numel:
-        yield chunk
+                tile.steps.append(item.state["step"])
+            tile.numel += weights.numel()
+    if tile.numel:
+        yield tile
 
 
-def _step_chunk(
-    kernel: Callable[[Chunk], None], multiply: float | None, dtype: torch.dtype, chunk: Chunk
+def _step_tile(
+    kernel: Callable[[Tile], None], multiply: float | None, dtype: torch.dtype, tile: Tile
 ) -> None:
-    held = chunk.weights
-    chunk.grads = _cast(chunk.grads, dtype, place=0)
-    chunk.weights = _cast(held, dtype, place=1)
+    held = tile.weights
+    tile.grads = _cast(tile.grads, dtype, place=0)
+    tile.weights = _cast(held, dtype, place=1)
     if multiply is not None:
-        torch._foreach_mul_(chunk.grads, multiply)
-    kernel(chunk)
-    for stepped, weights, param in zip(chunk.weights, held, chunk.params, strict=True):
+        torch._foreach_mul_(tile.grads, multiply)
+    kernel(tile)
+    for stepped, weights, param in zip(tile.weights, held, tile.params, strict=True):
         if weights is not stepped:
             weights.copy_(stepped)
         if param is not None:
@@ -261,7 +261,7 @@ _scratch: dict[str, Tensor] = {}
 
 
 def _cast(tensors: list[Tensor], dtype: torch.dtype, place: int) -> list[Tensor]:
-    """The tensors in `dtype`: those of another one in scratch buffer number `place`."""
+    """Return the tensors in `dtype`: those of another one in scratch buffer number `place`."""
     for tensor in tensors:
         if tensor.dtype != dtype:
             break
@@ -269,7 +269,7 @@ def _cast(tensors: list[Tensor], dtype: torch.dtype, place: int) -> list[Tensor]
         return tensors
     key = f"{dtype} {place}"
     if key not in _scratch:
-        _scratch[key] = memory(CHUNK, dtype, tensor.device)
+        _scratch[key] = memory(TILE, dtype, tensor.device)
     if len(tensors) == 1:
         return [_scratch[key][: tensor.numel()].copy_(tensor)]
     parts = _scratch[key][: sum(tensor.numel() for tensor in tensors)].split([t.numel() for t in tensors])

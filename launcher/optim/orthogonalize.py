@@ -21,7 +21,8 @@ NSMethod = Literal["gram", "standard"]
 
 
 def orthogonalize(update: Tensor, method: NSMethod) -> Tensor:
-    """U V^T of `update` = U S V^T, with singular values near 1, times sqrt(rows / columns) where that is more than 1.
+    """Return U V^T of `update` = U S V^T, with singular values near 1, times sqrt(rows / columns) where that is more
+    than 1. than 1.
 
     Args:
         update: [..., rows, columns]; a convolution's filter [out, in, height, width] is taken as [out, rest].
@@ -42,14 +43,16 @@ def orthogonalize(update: Tensor, method: NSMethod) -> Tensor:
 
 
 def _compute_dtype(device: torch.device, method: NSMethod) -> torch.dtype:
-    """16 bits where a GPU multiplies them faster; float16 for "gram", which needs the digits more than the range."""
+    """Return 16 bits where a GPU multiplies them faster; float16 for "gram", which needs the digits more than the
+    range."""
     if device.type == "cpu":
         return torch.float32
     return torch.float16 if method == "gram" else torch.bfloat16
 
 
 def _scale(shape: torch.Size) -> float:
-    """Rows may be more than columns: then every column's norm is kept at 1 a row. By DeepSpeed's last two dims."""
+    """Return the rows may be more than columns: then every column's norm is kept at 1 a row. By DeepSpeed's last two
+    dims."""
     rows, columns = shape[-2:]
     return math.sqrt(rows / columns) if rows > columns else 1.0
 
@@ -63,7 +66,7 @@ def _on_matrix(x: Tensor) -> Tensor:
 
 
 def _on_gram(x: Tensor) -> Tensor:
-    """The same polynomials in R = X X^T [n, n]: with Q the product so far, X_k = Q X and R_k = Q R Q^T."""
+    """Return the same polynomials in R = X X^T [n, n]: with Q the product so far, X_k = Q X and R_k = Q R Q^T."""
     a, b, c = COEFFICIENTS
     identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
     for first, last in ((0, RESTART), (RESTART, STEPS)):

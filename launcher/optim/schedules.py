@@ -75,18 +75,18 @@ class Schedule:
         self._set()
 
     def get_lr(self) -> list[float]:
-        """Learning rates of the present iteration, by param group."""
+        """Return the learning rates of the present iteration, by param group."""
         return [self.curve(self.last_batch_iteration, group) for group in self._groups()]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Betas of the present iteration, by param group; None where momentum stays."""
+        """Return the betas of the present iteration, by param group; None where momentum stays."""
         curve = self.momentum
         if curve is None:
             return None
         return [(curve(self.last_batch_iteration, group), SECOND_BETA) for group in self._groups()]
 
     def get_last_lr(self) -> list[float]:
-        """Learning rates that were set last, by param group."""
+        """Return the learning rates that were set last, by param group."""
         return list(self._last)
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Schedule:
             group["betas"] = pair
 
     def _write_rates(self) -> None:
-        """A rate that is a tensor stays one: compiled optimizers have it in hand."""
+        """Write the rates. One that is a tensor stays one: compiled optimizers have it in hand."""
         for group, lr in zip(self.optimizer.param_groups, self._last, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -120,7 +120,7 @@ class Schedule:
 
 
 def build_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> Any:
-    """The schedule that the JSON's `scheduler` names.
+    """Return the schedule that the JSON's `scheduler` names.
 
     Raises:
         ConfigError: a list has not one entry a param group, or torch's class refuses its keywords.
@@ -137,7 +137,7 @@ def build_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> Any:
 def deepspeed_schedule(
     params: DeepSpeedParams, optimizer: Optimizer
 ) -> tuple[Curve, int, Curve | None, Sequence[float]]:
-    """What `Schedule` takes besides the optimizer, for the keywords of one of DeepSpeed's five."""
+    """Return what `Schedule` takes besides the optimizer, for the keywords of one of DeepSpeed's five."""
     lrs = [float(group["lr"]) for group in optimizer.param_groups]
     momentum: Curve | None = None
     first: Sequence[float] = ()

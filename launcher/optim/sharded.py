@@ -137,14 +137,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {**options, "params": owned or [nn.Parameter(torch.empty(0, device=self.zero.pool.device))]}
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Dtype of the state and the arithmetic of an owned parameter."""
+        """Return the dtype of the state and the arithmetic of an owned parameter."""
         return self._widened(self.zero.slots[name].flat.master_dtype)
 
     def _widened(self, master: torch.dtype) -> torch.dtype:
         return master if master == self._state_dtype else torch.float32
 
     def _widen_first_state(self) -> None:
-        """Some optimizers make their state at once, in the dtype of the weights."""
+        """Widen the state of optimizers that make it at once, in the dtype of the weights."""
         for name, tensor in self.tensors.items():
             for key, value in self.inner.state[tensor].items() if tensor in self.inner.state else ():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point():
@@ -160,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine()
         if engine is None:
             raise MisplacedCallError(
-                "this optimizer belongs to no engine any more", fix="call initialize() again"
+                "this optimizer no longer belongs to an engine", fix="call initialize() again"
             )
         engine.step_without_schedule()
         return loss
@@ -192,11 +192,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The step that these were part of will not come."""
         if self.early:
             names = ", ".join(sorted(gradient.flat.name for gradient in self.early))
-            logger.warning("a step is given up after parts of the model were stepped already: %s", names)
+            logger.warning("a step was abandoned after parts of the model had been stepped: %s", names)
         self.early.clear()
 
     def _batches(self) -> Iterator[list[FlatState]]:
-        """Buffers that are stepped before the parameters change: one, or those of a sub-group in the two-half step."""
+        """Yield the buffers that are stepped before the parameters change: one, or those of a sub-group in the two-half
+        step."""
         batch: list[FlatState] = []
         elements, alone = 0, not isinstance(self.inner, WholeOptimizer)
         for gradient in self.zero.gradients:
@@ -292,19 +293,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.zero.discard()
 
     def needs_scaler(self) -> bool:
-        """Whether a loss must go through `engine.scale()` before its own backward()."""
+        """Return whether a loss must go through `engine.scale()` before its own backward()."""
         return self.scales
 
     # ---- state ------------------------------------------------------------------------------
 
     @property
     def slices(self) -> dict[str, ParamSlice]:
-        """What this rank steps of each parameter, by name."""
+        """Return what this rank steps of each parameter, by name."""
         return {piece.name: piece for gradient in self.zero.gradients for piece in gradient.flat.slices()}
 
     def state_slices(self) -> dict[str, dict[str, Any]]:
-        """Optimizer state of each owned parameter: a 1-D tensor like the slice, a part of one where that rests
-        elsewhere, or a scalar that all ranks share."""
+        """Return the optimizer state of each owned parameter: a 1-D tensor like the slice, a part of one where that
+        rests elsewhere, or a scalar that all ranks share."""
         return {
             slot.name: self.states[gradient].parts(slot.name)
             for gradient in self.zero.gradients
@@ -313,28 +314,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def start_state(self, name: str, key: str, dtype: torch.dtype) -> Tensor | OffloadedSlice:
-        """`FlatState.start` of an owned parameter."""
+        """Call `FlatState.start` of an owned parameter."""
         return self._state_of[name].start(name, key, dtype)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """DeepSpeed's name for the inner one."""
+        """Return the inner optimizer, under DeepSpeed's name."""
         return self.inner
 
     def _masters(self) -> list[Tensor]:
-        """The weights that this rank steps, slice by slice, in fp32 where they have fp32 masters."""
+        """Return the weights that this rank steps, slice by slice, in fp32 where they have fp32 masters."""
         return [piece.data for piece in self.slices.values()]
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups = fp32_groups_flat = property(_masters)
 
     def held_bytes(self) -> int:
-        """Bytes of the optimizer's state in this rank's memory."""
+        """Return the bytes of the optimizer's state in this rank's memory."""
         tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, Tensor)]
         held = sum(t.numel() * t.element_size() for t in tensors if t.dim() > 0)
         return held + sum(state.held_bytes for state in self.states.values() if not state.shown)
 
     def state_dict(self) -> dict[str, Any]:
-        """Options of the param groups; tensors go through checkpoints, by parameter name."""
+        """Return the options of the param groups; tensors go through checkpoints, by parameter name."""
         return {
             "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         }

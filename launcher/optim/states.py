@@ -44,7 +44,7 @@ class FlatState:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of states that are in memory, apart from those in the inner optimizer's hands."""
+        """Return the bytes of states that are in memory, apart from those in the inner optimizer's hands."""
         return sum(one.held_bytes for one in self._resting.values())
 
     def fetch(self) -> None:
@@ -66,14 +66,14 @@ class FlatState:
         return pieces
 
     def zeros(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
-        """A new state of a parameter, in the memory that goes where it rests."""
+        """Return a new state of a parameter, in the memory that goes where it rests."""
         place = self._places[name]
         if not self.is_offloaded:
             return memory(place.stop - place.start, dtype, self.flat.optim_placement.device).zero_()
         return self._place_of(key, dtype)[place].zero_()
 
     def parts(self, name: str) -> dict[str, Any]:
-        """The states of a parameter, while they are not shown: what rests as a part, the rest as it is."""
+        """Return the states of a parameter, while they are not shown: what rests as a part, the rest as it is."""
         known, place = self._state.get(self.tensors[name], {}), self._places[name]
         rests = set() if self.shown else self._resting.keys()
         return {
@@ -81,7 +81,7 @@ class FlatState:
         }
 
     def start(self, name: str, key: str, dtype: torch.dtype) -> Tensor | OffloadedSlice:
-        """Zeros to be filled, as a state of a parameter: a tensor, or a part of one that rests."""
+        """Return zeros to be filled, as a state of a parameter: a tensor, or a part of one that rests."""
         tensor, place = self.tensors[name], self._places[name]
         if not self.is_offloaded:
             self._state[tensor][key] = self.zeros(name, key, dtype)
@@ -120,7 +120,7 @@ class FlatState:
         return copied
 
     def _keys(self, tensor: Tensor) -> list[str]:
-        """States of a tensor that were taken away."""
+        """Return the states of a tensor that were taken away."""
         known = self._state.get(tensor, {})
         return [key for key in self._resting if key in known]
 
@@ -134,7 +134,7 @@ class FlatState:
         return elsewhere
 
     def _place_of(self, key: str, dtype: torch.dtype) -> Tensor:
-        """[owned range] of a state; zeros when it is new."""
+        """Return the [owned range] of a state; zeros when it is new."""
         one = self._resting_of(key, dtype)
         return one.load() if one.has_values else one.allocate().zero_()
 

@@ -40,7 +40,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
 
 def held(slot: ParamSlot, rank: int) -> slice:
-    """The elements of the parameter that the optimizer of `rank` steps; empty where it owns nothing of it."""
+    """Return the elements of the parameter that the optimizer of `rank` steps; empty where it owns nothing of it."""
     flat = slot.flat
     if not flat.shards_optim:
         return slice(0, slot.numel)

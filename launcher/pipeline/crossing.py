@@ -1,5 +1,5 @@
-"""What crosses between stages, and what the runtime asks of a model in stages (`StagedPart`): the border between what
-knows a kind of model and what runs any."""
+"""The tensors that cross between stages, and the interface of a model in stages (`StagedPart`): the border between code
+that knows a kind of model and code that runs any."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Signature = tuple[Any, ...]  # of a batch: structure, shapes and dtypes
 @travels
 @dataclass(frozen=True)
 class TensorShape:
-    """What is known of a tensor."""
+    """The known facts about a tensor."""
 
     size: torch.Size
     dtype: torch.dtype
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """A tensor's shape; anything else that is not plain data is None."""
+        """Return a tensor's shape; anything else that is not plain data is None."""
         if isinstance(value, Tensor):
             return cls(value.shape, value.dtype)
         return value if isinstance(value, bool | int | float | str) else None
@@ -34,7 +34,7 @@ class TensorShape:
 
 @dataclass
 class StageBoundary:
-    """What a stage leaves with, for batches of one signature. It goes with the first of them to the next stage.
+    """The tensors that leave a stage, for batches of one signature. It goes with the first of them to the next stage.
 
     Attributes:
         shapes: of the tensors.
@@ -44,12 +44,12 @@ class StageBoundary:
 
     @property
     def returning(self) -> tuple[TensorShape, ...]:
-        """Of the gradients that come back: numbers that are no floats have none."""
+        """Return the shapes of the gradients that come back: numbers that are no floats have none."""
         return tuple(shape for shape in self.shapes if shape.dtype.is_floating_point)
 
 
 def signature_of(batch: Any) -> Signature:
-    """What the shapes in a forward depend on. Equal signatures, equal shapes."""
+    """Return what the shapes in a forward depend on. Equal signatures, equal shapes."""
     leaves, spec = tree_flatten(batch)
     return repr(spec), *(TensorShape.of(leaf) for leaf in leaves)
 
@@ -74,10 +74,11 @@ class StagedPart(Protocol):
     elsewhere: Any
 
     def learned(self, stage: int, signature: Signature) -> Any:
-        """The `StageBoundary` that virtual stage `stage` leaves with; None before its first batch of this signature."""
+        """Return the `StageBoundary` that virtual stage `stage` leaves with; None before its first batch of this
+        signature."""
 
     def tell(self, stage: int, signature: Signature, learned: Any) -> None:
-        """What virtual stage `stage` left with, elsewhere."""
+        """Note what virtual stage `stage` left with, elsewhere."""
 
     def forward(
         self, stage: int, received: tuple[Tensor, ...], signature: Signature, call: Callable[[nn.Module], Any]
@@ -94,7 +95,8 @@ class StagedPart(Protocol):
         """
 
     def places(self) -> Callable[[str], int]:
-        """What tells where a parameter or persistent buffer stands in the order of the whole model's state_dict()."""
+        """Return what tells where a parameter or persistent buffer stands in the order of the whole model's
+        state_dict()."""
 
     def before_backward(self, stage: int, signature: Signature) -> None:
         """The backward of a microbatch of this signature comes next: layers may be recomputed."""

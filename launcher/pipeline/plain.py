@@ -27,13 +27,13 @@ _DICTS: dict[str, Callable[[Any], Any]] = {
 
 
 def travels(kind: type) -> type:
-    """Decorator: a dataclass of plain data that stages tell each other."""
+    """Decorate a dataclass of plain data that stages tell each other."""
     _RECORDS[kind.__name__] = kind
     return kind
 
 
 def packed(value: Any) -> Tensor:
-    """[bytes] uint8 on the CPU; `unpacked` gives the value.
+    """Return the value as [bytes] uint8 on the CPU; `unpacked` gives the value back.
 
     Raises:
         LauncherError: there is something in it that is no plain data.
@@ -97,7 +97,7 @@ def _dict(pairs: list[Any]) -> dict[Any, Any]:
 
 
 def _known(module: str, name: str, kind: str) -> Any:
-    """A class of containers that this process has imported already; nothing is imported for it."""
+    """Return a class of containers that this process has imported already; nothing is imported for it."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -111,6 +111,6 @@ def _is_named(kind: type) -> bool:
 
 
 def _is_output(kind: type) -> bool:
-    """Of Hugging Face's outputs, where these are imported."""
+    """Return whether a class is one of Hugging Face's outputs, where these are imported."""
     module = sys.modules.get("transformers.utils.generic")
     return module is not None and issubclass(kind, module.ModelOutput)

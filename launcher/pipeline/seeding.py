@@ -13,14 +13,14 @@ import torch
 
 
 def number_of(seed: int, index: int) -> int:
-    """A seed for the layer `index`, unlike those of its neighbours and of other seeds; 0 .. 2**31 - 1."""
+    """Return a seed for the layer `index`, unlike those of its neighbours and of other seeds; 0 .. 2**31 - 1."""
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
 
 @contextmanager
 def drawn_from(number: int, seed_fn: Callable[[int], Any] | None = None) -> Iterator[None]:
-    """Random numbers of Python, numpy and torch start from `number` inside, and go on outside as if nothing had been.
+    """Draw random numbers of Python, numpy and torch from `number` inside; outside they go on as if nothing had been.
 
     Args:
         seed_fn: seeds in place of it.

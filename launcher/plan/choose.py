@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What a run has.
+    """The inputs of a search: what a run has.
 
     Args:
         per_node: ranks of a node.
@@ -59,7 +59,7 @@ def choose(
     *,
     top: int = 10,
 ) -> list[Choice]:
-    """The fastest first, and of each mesh the fastest that fits.
+    """Return the fastest first, and of each mesh the fastest that fits.
 
     Args:
         ways: which layouts there are.
@@ -85,14 +85,14 @@ def choose(
 
 
 def judged(work: ModelWork, place: PlanSearch, layout: Layout, peak: int) -> Choice:
-    """The prediction with the schedule simulated."""
+    """Return the prediction with the schedule simulated."""
     time = step_time(work, layout, place.device, place.per_node, exact=True)
     return Choice(layout, time, peak, flops_per_rank(work, layout, time.total))
 
 
 class _Hopeless:
-    """What need not be asked: what is too large at least, what takes more of everything than something that was too
-    large, and what was refused with a microbatch no larger."""
+    """Layouts that need not be asked: those that are too large at least, that take more of everything than one that
+    was too large, or that were refused with a microbatch no larger."""
 
     def __init__(self, work: ModelWork, kept: BackwardBytes, memory: float) -> None:
         self._work, self._kept, self._memory = work, kept, memory
@@ -123,12 +123,12 @@ def _kind(way: Layout) -> object:
 
 
 def _appetite(way: Layout) -> tuple[int, ...]:
-    """Whoever has no less in any place needs no less memory."""
+    """Return a key: whoever has no less in any place needs no less memory."""
     return way.micro, -way.stage, -int(way.recompute), -OFFLOADS.index(way.offload)
 
 
 def states(work: ModelWork, layout: Layout) -> float:
-    """Bytes of weights, gradients and AdamW's states on the device; buffers and padding left out."""
+    """Return the bytes of weights, gradients and AdamW's states on the device; buffers and padding left out."""
     mine = work.parameters / (layout.tp * layout.pp)
     shared = [1 / layout.dp if layout.stage >= stage else 1.0 for stage in (3, 2, 1)]
     weights, gradients, moments = (mine * share for share in shared)
@@ -139,7 +139,7 @@ def states(work: ModelWork, layout: Layout) -> float:
 def reasons(
     work: ModelWork, place: PlanSearch, choice: Choice, needs: PlanMemory, batch: int
 ) -> Iterator[str]:
-    """What happens to the choice if one thing about it is changed, in words; what changes nothing is left out."""
+    """Yield what happens to the choice if one thing about it is changed, in words; what changes nothing is left out."""
     for name, other in _neighbours(choice.layout, batch):
         peak = needs(other)
         if peak is None:
@@ -156,7 +156,7 @@ def reasons(
 
 
 def _neighbours(layout: Layout, batch: int) -> Iterator[tuple[str, Layout]]:
-    """The layout with one thing changed, and how to call it."""
+    """Yield the layout with one thing changed, and how to call it."""
     world = layout.tp * layout.pp * layout.dp
     for tp in (layout.tp // 2, layout.tp * 2):
         if tp in TENSOR and world % (tp * layout.pp) == 0:

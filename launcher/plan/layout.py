@@ -69,7 +69,7 @@ def layouts(
     recompute: tuple[bool, ...] = (False, True),
     offloads: tuple[str, ...] = OFFLOADS,
 ) -> Iterator[Layout]:
-    """All layouts of `world` ranks that can run the model with `batch` sequences in a step.
+    """Yield all layouts of `world` ranks that can run the model with `batch` sequences in a step.
 
     Args:
         stages, recompute, offloads: which values are tried.
@@ -103,13 +103,14 @@ def layouts(
 
 
 def _makes_sense(stage: int, dp: int, offload: str) -> bool:
-    """Offload needs a stage that shards what is offloaded; without it, one rank alone has nothing to shard."""
+    """Return whether a layout makes sense: offload needs a stage that shards; without it, one rank alone shards
+    nothing. nothing."""
     least = {"none": 0, "optimizer": 1, "all": 3}[offload]
     return stage >= least and (dp > 1 or stage == least)
 
 
 def meshes(work: ModelWork, world: int) -> Iterator[tuple[int, int, int]]:
-    """(tp, pp, dp): tp divides the heads, and every stage has a block."""
+    """Yield (tp, pp, dp): tp divides the heads, and every stage has a block."""
     for tp in TENSOR:
         if world % tp or work.heads % tp:
             continue
@@ -133,7 +134,7 @@ def _schedules(work: ModelWork, pp: int, microbatches: int) -> Iterator[tuple[st
 
 
 def as_json(layout: Layout, *, dtype: str = "bf16") -> dict[str, Any]:
-    """The configuration of a layout, as a ds_config.json; the optimizer is AdamW.
+    """Return the configuration of a layout, as a ds_config.json; the optimizer is AdamW.
 
     Args:
         dtype: "bf16", "fp16" or "fp32".

@@ -1,4 +1,4 @@
-"""What the devices of this machine do: products, memory, links; a row for `devices.json`.
+"""Measurement of the devices of this machine: products, memory, links; a row for `devices.json`.
 
 Run by `launch bench device` once for every rank; rank 0 writes the row to the file that is the argument.
 """
@@ -27,7 +27,7 @@ SHARES = {"matmul": 0.9, "traffic": 0.9, "network": 1.0}
 
 
 def measure(device: torch.device) -> dict[str, Any]:
-    """The row of this machine; every rank must call it.
+    """Return the row of this machine; every rank must call it.
 
     A CPU computes in fp32, a GPU in bf16.
     """
@@ -63,7 +63,7 @@ def _traffic(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _link(mesh: Mesh, dtype: torch.dtype) -> float:
-    """Bytes/s through the link of a ring that would take as long; of one rank alone what its memory does."""
+    """Return the bytes/s through the link of a ring that would take as long; of one rank alone what its memory does."""
     buffer = torch.zeros(ELEMENTS[mesh.device.type] // 4, device=mesh.device, dtype=dtype)
     if mesh.world_size == 1:
         return _traffic(mesh.device, dtype)
@@ -84,7 +84,7 @@ def _memory(device: torch.device, ranks: int) -> float:
 
 
 def _seconds(device: torch.device, work: Callable[[], Any]) -> float:
-    """The median of some rounds, after one that does not count."""
+    """Return the median of some rounds, after one that does not count."""
     taken = []
     for _ in range(ROUNDS + 1):
         begin = time.perf_counter()

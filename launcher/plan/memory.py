@@ -1,4 +1,4 @@
-"""What the ranks of a layout need, by the estimator."""
+"""The memory that the ranks of a layout need, by the estimator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class MemoryPredictor:
         self._kept: dict[Layout, int] = {}
 
     def of(self, layout: Layout) -> tuple[Estimate, ...]:
-        """The first rank of the first stage, and of the last: the one holds most microbatches, the other the logits.
+        """Return the first rank of the first stage, and of the last: the one holds most microbatches, the other the
+        logits.
 
         Raises:
             ConfigError: the layout cannot run.
@@ -52,7 +53,8 @@ class MemoryPredictor:
         return self._known[layout]
 
     def kept(self, layout: Layout) -> float:
-        """Bytes that blocks of a rank keep, at least, when most microbatches are between forward and backward."""
+        """Return the bytes that blocks of a rank keep, at least, when most microbatches are between forward and
+        backward."""
         alone = Layout(layout.tp, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel)
         if alone not in self._kept:  # one microbatch of one sequence
             try:
@@ -63,7 +65,7 @@ class MemoryPredictor:
         return self._kept[alone] * layout.micro * min(layout.pp, layout.accumulation) / layout.pp
 
     def peak(self, layout: Layout) -> int | None:
-        """Bytes of the device that the rank with most needs; None where the layout cannot run."""
+        """Return the bytes of the device that the rank with most needs; None where the layout cannot run."""
         if layout in self.refused:
             return None
         try:

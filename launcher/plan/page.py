@@ -32,7 +32,7 @@ def page(
     why: Sequence[str],
     text: str,
 ) -> str:
-    """The report.
+    """Return the report.
 
     Args:
         title: what was asked.
@@ -46,7 +46,7 @@ def page(
         _table(choices),
         "<h2>Time against memory</h2>",
         as_svg(pareto(choices, place.memory)),
-        f"<h2>The first: {escape(best.layout.in_words())}</h2>",
+        f"<h2>Best layout: {escape(best.layout.in_words())}</h2>",
         as_svg(memory_bars(memory.of(best.layout), device=place.memory)),
         "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in why) + "</ul>",
         _timeline(work, place, best),

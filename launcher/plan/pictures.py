@@ -16,12 +16,12 @@ GIB = 2**30
 
 
 def pareto(choices: Sequence[Choice], limit: float) -> Figure:
-    """Seconds of a step against bytes of the device; each choice by its mesh, the front joined."""
+    """Return the seconds of a step against bytes of the device; each choice by its mesh, the front joined."""
     figure = blank()
     axes = figure.add_subplot()
     peaks = [choice.peak / GIB for choice in choices]
     seconds = [choice.time.total for choice in choices]
-    axes.plot(peaks, seconds, "o", color="#9db8d9", label="fastest of a mesh")
+    axes.plot(peaks, seconds, "o", color="#9db8d9", label="fastest layout of a mesh")
     front = _front(sorted(zip(peaks, seconds, strict=True)))
     axes.plot(*zip(*front, strict=True), "o-", color="#1f4e8c", label="Pareto front") if front else None
     for choice, x, y in zip(choices, peaks, seconds, strict=True):
@@ -30,14 +30,14 @@ def pareto(choices: Sequence[Choice], limit: float) -> Figure:
             f"tp {tp} pp {pp} dp {dp}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7
         )
     axes.axvline(limit / GIB, color="#1f2933", linestyle="--", linewidth=1, label="the device")
-    axes.set_xlabel("GiB of a device at the peak")
-    axes.set_ylabel("seconds of a step")
+    axes.set_xlabel("peak GiB of a device")
+    axes.set_ylabel("seconds per step")
     finish(axes)
     return figure
 
 
 def as_svg(figure: Figure) -> str:
-    """The picture as an element of a page."""
+    """Return the picture as an element of a page."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = out.getvalue()
@@ -45,7 +45,7 @@ def as_svg(figure: Figure) -> str:
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of points sorted by memory those that are faster than all with less."""
+    """Return those points, of points sorted by memory, that are faster than all with less."""
     front: list[tuple[float, float]] = []
     for x, y in points:
         if not front or y < front[-1][1]:

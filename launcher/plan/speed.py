@@ -1,4 +1,4 @@
-"""How long a step of a layout takes, on paper: what is computed, what is read and written, what crosses which link.
+"""The predicted time of a layout's step: what is computed, what is read and written, what crosses which link.
 
 It was compared with published runs of other programs (docs/plan.md), and with no run of this launcher on GPUs.
 
@@ -95,7 +95,7 @@ class Microbatch:
 def step_time(
     work: ModelWork, layout: Layout, device: Device, per_node: int, *, exact: bool = False
 ) -> StepTime:
-    """The prediction.
+    """Return the prediction.
 
     Args:
         per_node: ranks of a node.
@@ -117,14 +117,15 @@ def step_time(
 
 
 def flops_per_rank(work: ModelWork, layout: Layout, seconds: float, *, recomputed: bool = False) -> float:
-    """FLOP/s of a rank in a step that takes `seconds`; those of recomputed forwards count only with `recomputed`."""
+    """Return FLOP/s of a rank in a step that takes `seconds`; those of recomputed forwards count only with
+    `recomputed`."""
     passes = 4 if recomputed and layout.recompute else 3
     sequences = layout.micro * layout.accumulation * layout.dp
     return passes * work.flops * sequences / seconds / layout.world
 
 
 def microbatch_time(work: ModelWork, layout: Layout, device: Device, per_node: int) -> Microbatch:
-    """What one microbatch takes on a rank whose share of the model is as large as the others'."""
+    """Return what one microbatch takes on a rank whose share of the model is as large as the others'."""
     share = layout.micro / layout.pp
     rate = device.flops * device.matmul_share * (device.fp32_share if work.itemsize == 4 else 1.0)
     products = share * work.flops / layout.tp / rate
@@ -137,7 +138,7 @@ def microbatch_time(work: ModelWork, layout: Layout, device: Device, per_node: i
 
 
 def bandwidth(device: Device, degree: int, stride: int, per_node: int) -> float:
-    """Bytes/s that each rank of a group gets in a ring.
+    """Return the bytes/s that each rank of a group gets in a ring.
 
     Args:
         degree: ranks of the group.
@@ -153,7 +154,7 @@ def bandwidth(device: Device, degree: int, stride: int, per_node: int) -> float:
 
 
 def _ring(nbytes: float, degree: int, rate: float) -> float:
-    """Seconds of a ring in which `nbytes`, were there no ends, would go through each link."""
+    """Return the seconds of a ring in which `nbytes`, were there no ends, would go through each link."""
     if degree == 1:
         return 0.0
     return nbytes * (degree - 1) / degree / rate + LATENCY * math.log2(degree)
@@ -162,7 +163,7 @@ def _ring(nbytes: float, degree: int, rate: float) -> float:
 def _bubble(
     work: ModelWork, layout: Layout, device: Device, per_node: int, micro: Microbatch, *, exact: bool
 ) -> float:
-    """How long a rank stands still."""
+    """Return how long a rank stands still."""
     if layout.pp == 1:
         return 0.0
     message = work.itemsize * layout.micro * work.sequence * work.hidden
@@ -192,7 +193,7 @@ def _bubble(
 def _simulated(
     name: str, stages: int, microbatches: int, chunks: int, costs: tuple[float, ...], transfer: float
 ) -> float:
-    """Idle time of a rank, where a whole microbatch takes 1."""
+    """Return the idle time of a rank, where a whole microbatch takes 1."""
     made = schedule_of(name, stages, microbatches, None if name != "interleaved" else chunks)
     forward, back, weight = (cost / chunks for cost in costs)
     even = MicrobatchCosts.even(made.virtual_stages, forward, back, weight, transfer)
@@ -201,7 +202,7 @@ def _simulated(
 
 
 def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro: Microbatch) -> float:
-    """Seconds of collectives of dp that computing does not hide."""
+    """Return the seconds of collectives of dp that computing does not hide."""
     if layout.dp == 1:
         return 0.0
     shard = work.itemsize * work.parameters / (layout.tp * layout.pp)
@@ -223,7 +224,7 @@ def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro:
 
 
 def _unhidden(work: ModelWork) -> float:
-    """The first unit, or the last, has nothing to hide behind."""
+    """Return the first unit, or the last, has nothing to hide behind."""
     return 1 / (work.layers + 1)
 
 

@@ -1,4 +1,4 @@
-"""What a model makes a device do, from the model itself on meta: operations, bytes of memory, parameters."""
+"""The work that a model makes for a device, from the model itself on meta: operations, bytes of memory, parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "matmul",
 
 @dataclass(frozen=True)
 class ModelWork:
-    """Of a causal LM, for one sequence.
+    """The work of a causal LM, for one sequence.
 
     Args:
         layers: blocks of the model.
@@ -70,7 +70,7 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
 
 
 def _traffic_of(model: nn.Module, block: nn.Module, sequence: int) -> float:
-    """Bytes of the forward of one block; the model's own forward leads to it and ends behind it."""
+    """Return the bytes of the forward of one block; the model's own forward leads to it and ends behind it."""
     traffic = _Traffic()
 
     def before(module: nn.Module, args: Any) -> None:

@@ -90,7 +90,7 @@ class _Splitter:
         return {name: self._final(parameter) for name, parameter in self.model.named_parameters()}
 
     def _slice_sequences(self) -> set[nn.Parameter]:
-        """The parameters whose gradients become partial by it."""
+        """Return the parameters whose gradients become partial by it."""
         text = self.config.get_text_config() if isinstance(self.model, PreTrainedModel) else None
         for kind in {model_type_of(self.model), getattr(text, "model_type", "")} & set(WITHOUT_SEQUENCE):
             raise ConfigError(
@@ -107,7 +107,7 @@ class _Splitter:
         return made.partial
 
     def _follow(self) -> None:
-        """What goes with the split parameters: other places of the same parameter, and counts."""
+        """Change what goes with the split parameters: other places of the same parameter, and counts."""
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
                 if parameter in self.local:
@@ -128,7 +128,7 @@ class _Splitter:
         return next((rule for pattern, rule in self.rows if pattern.fullmatch(name)), None)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module, SplitRule]]:
-        """The modules with a rule. Embedding and head are split over the vocabulary wherever they can be."""
+        """Yield the modules with a rule. Embedding and head are split over the vocabulary wherever they can be."""
         embedding, head = ends_of(self.model)
         for name, module in self.model.named_modules():
             rule = self._rule_of(name)
@@ -219,14 +219,14 @@ class _Splitter:
         style = STYLES[rule.style]
         owner = self.model.get_submodule(name.rpartition(".")[0] if named else name)
         of_heads = named and style.side == "out" and not style.gathers
-        if rule.unit:
-            unit = int(getattr(owner, rule.unit))
+        if rule.grain:
+            grain = int(getattr(owner, rule.grain))
         else:
-            unit = head_size(owner, name, parameter.shape[dim]) if of_heads else 1
-        replicates = rule.replicates or (unit > 1 and shared_by_groups(owner, name))
+            grain = head_size(owner, name, parameter.shape[dim]) if of_heads else 1
+        replicates = rule.replicates or (grain > 1 and shared_by_groups(owner, name))
         try:
             shares = shares_of(parameter.shape[dim], self._proportions(rule, style))
-            parts = parts_of(shares, self.axis, unit=unit, uneven=style.uneven, replicates=replicates)
+            parts = parts_of(shares, self.axis, grain=grain, uneven=style.uneven, replicates=replicates)
         except IndivisibleError as error:
             raise self._indivisible(f"{name}.{key}", error.count, replicates=replicates) from None
         holders = max(part.holders for part in parts)
@@ -234,7 +234,7 @@ class _Splitter:
             self.holders[owner] = holders
         shape = list(parameter.shape)
         if style.uneven:
-            shape[dim] = longest(shares, self.axis.degree, unit)
+            shape[dim] = longest(shares, self.axis.degree, grain)
         else:
             shape[dim] = sum(part.size for part in parts)
         return Split(parameter.shape, parts, dim, partial=True, padded_numel=prod(shape))
@@ -249,14 +249,13 @@ class _Splitter:
     def _indivisible(self, name: str, count: int, *, replicates: bool = False) -> ConfigError:
         valid = valid_degrees(count, replicates=replicates)
         return ConfigError(
-            f"{name} has {count} heads or features to deal out, which {self.axis.degree} tensor-parallel ranks cannot "
-            "share evenly",
+            f"{name} has {count} heads or features, which {self.axis.degree} tensor-parallel ranks cannot share evenly",
             where=WHERE,
             fix=f"use one of {', '.join(map(str, valid))}",
         )
 
 
 def _decoder_of(model: nn.Module) -> nn.Module:
-    """The part that sees tokens, where a model says which it is."""
+    """Return the part that sees tokens, where a model says which it is."""
     found = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     return found if isinstance(found, nn.Module) else model

@@ -50,19 +50,20 @@ _OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
 
 def head_size(owner: nn.Module, name: str, size: int) -> int:
-    """Features that stay together: those of a head, in an attention module that says its head's size."""
+    """Return the features that stay together: those of a head, in an attention module that says its head's size."""
     head = getattr(owner, "head_dim", None)
     heads = name.rpartition(".")[2] in _OF_HEADS and isinstance(head, int) and head > 0 and size % head == 0
     return int(head or 1) if heads else 1
 
 
 def shared_by_groups(owner: nn.Module, name: str) -> bool:
-    """Whether groups of query heads read what a projection of an attention module makes: one head for several ranks."""
+    """Return whether groups of query heads read what a projection of an attention module makes: one head for several
+    ranks."""
     return name.rpartition(".")[2] in ("k_proj", "v_proj") and hasattr(owner, "num_key_value_groups")
 
 
 def resize(module: nn.Module, side: str | None) -> None:
-    """Attributes that say how large a module is."""
+    """Change the attributes that say how large a module is."""
     weight = module._parameters.get("weight")
     if weight is None or side is None:
         return

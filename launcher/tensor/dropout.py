@@ -31,7 +31,7 @@ class RandomStreams:
         self._common: tuple[Tensor, Tensor | None] | None = None
 
     def begin_split(self, training: bool) -> None:
-        """From here on activations are split."""
+        """Note that activations are split from here on."""
         if not (self.on and training) or self._common is not None:
             return
         seed = int(torch.randint(_SEEDS, ()).item())  # from the CPU's generator: no wait for a device
@@ -44,7 +44,7 @@ class RandomStreams:
             accelerator.manual_seed(seed)
 
     def end_split(self) -> None:
-        """From here on they are whole again."""
+        """Note that activations are whole again from here on."""
         if self._common is None:
             return
         (state, on_device), self._common = self._common, None
@@ -54,7 +54,7 @@ class RandomStreams:
 
 
 def drops_out(model: nn.Module) -> bool:
-    """Whether a model has dropout: modules that say so, or numbers of its config with drop in their names."""
+    """Return whether a model has dropout: modules that say so, or numbers of its config with drop in their names."""
     if any(module.p > 0 for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)):
         return True
     config = vars(getattr(model, "config", None) or object)

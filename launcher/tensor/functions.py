@@ -1,4 +1,4 @@
-"""What activations do at the borders of split layers: differentiable functions over the tp axis.
+"""Differentiable functions over the tp axis, for activations at the borders of split layers.
 
 function        forward                              backward
 enter           nothing                              all-reduce: each rank saw a part of what came after
@@ -30,7 +30,7 @@ from launcher.tensor.weight_gradients import WeightGradient, taken
 
 
 def gathered(tensor: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int] | None = None) -> Tensor:
-    """The tensors of all ranks joined along `dim`.
+    """Return the tensors of all ranks joined along `dim`.
 
     Args:
         sizes: of every rank along `dim`; default: all have this rank's.
@@ -50,7 +50,7 @@ def gathered(tensor: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int
 
 
 def scattered(tensor: Tensor, axis: Axis, dim: int, tag: str) -> Tensor:
-    """This rank's slice along `dim`, which the degree divides, of the sum over the axis."""
+    """Return this rank's slice along `dim`, which the degree divides, of the sum over the axis."""
     rows = _rank_major(tensor, dim, axis.degree)
     out = torch.empty_like(rows[0])
     reduce_scatter(rows.view(-1), out.view(-1), axis, tag).wait()
@@ -58,14 +58,14 @@ def scattered(tensor: Tensor, axis: Axis, dim: int, tag: str) -> Tensor:
 
 
 def _rank_major(tensor: Tensor, dim: int, degree: int) -> Tensor:
-    """[..., N * s, ...] -> [N, ..., s, ...], contiguous: what each rank is to get lies together."""
+    """Turn [..., N * s, ...] into [N, ..., s, ...], contiguous: what each rank is to get lies together."""
     if tensor.shape[:dim].numel() == 1 and tensor.is_contiguous():
         return tensor.view(degree, *tensor.shape[:dim], -1, *tensor.shape[dim + 1 :])
     return torch.stack(tensor.chunk(degree, dim))
 
 
 def sliced(tensor: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's slice along `dim`, contiguous."""
+    """Return this rank's slice along `dim`, contiguous."""
     sizes = even_sizes(tensor.shape[dim], axis.degree) if sizes is None else sizes
     return tensor.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
 
@@ -118,7 +118,7 @@ class Entered:
             self._pending = all_reduce(self._sum.view(-1), self.axis, self.tag)
 
     def reduced(self, others: Tensor | None) -> Tensor | None:
-        """The gradient summed over the ranks.
+        """Return the gradient summed over the ranks.
 
         Args:
             others: terms of readers that autograd has added up by itself.
@@ -159,7 +159,8 @@ _STATE = "_launcher_entered_state"  # on the tensor that split layers read: its 
 
 
 def enter(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
-    """`x` for layers that are split over the axis; several of them that read the same tensor get the same one."""
+    """Return `x` for layers that are split over the axis; several of them that read the same tensor get the same one.
+    one."""
     if axis.degree == 1 or not (torch.is_grad_enabled() and x.requires_grad) or hasattr(x, _STATE):
         return x
     known = _known(x)
@@ -171,7 +172,7 @@ def enter(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
 
 
 def enter_gathered(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
-    """`x` [batch, its slice of the sequence, ...] gathered along the sequence; [tokens, ...] along the tokens.
+    """Return `x` [batch, its slice of the sequence, ...] gathered along the sequence; [tokens, ...] along the tokens.
 
     Split layers that read the result send back partial sums, which are reduce-scattered; what else reads it has the
     same gradient on all ranks, of which each rank takes its slice.
@@ -189,14 +190,14 @@ def enter_gathered(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) ->
 
 
 def _made(x: Tensor, entered: Entered, full: Tensor | None) -> Tensor:
-    """What split layers read in the place of `x`."""
+    """Return what split layers read in the place of `x`."""
     made: Tensor = _Enter.apply(x, entered, full)
     setattr(made, _STATE, entered)
     return made
 
 
 def _known(x: Tensor) -> Tensor | None:
-    """What was remembered for `x`, if `x` has not been changed since."""
+    """Return what was remembered for `x`, if `x` has not been changed since."""
     version, known = getattr(x, _ENTERED, (None, None))
     return known if known is not None and version == x._version else None
 
@@ -207,7 +208,7 @@ def _remember(x: Tensor, read: Tensor) -> None:
 
 
 def sequence_dim(x: Tensor) -> int:
-    """Of activations [batch, sequence, ...]; of flattened ones [tokens, hidden] the tokens."""
+    """Return the sequence dim of activations [batch, sequence, ...]; of flattened ones [tokens, hidden] the tokens."""
     return min(1, x.dim() - 2)
 
 
@@ -248,8 +249,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, leaf: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor:
-    """x [..., in] times a weight [out, in] (`transposed`: [in, out]), or this rank's rows of it where `x` comes from
-    `enter`. When and where its backward computes the gradient of the weight: `weight_gradients.py`."""
+    """Return x [..., in] times a weight [out, in] (`transposed`: [in, out]), or this rank's rows of it where `x` comes
+    from `enter`. When and where its backward computes the gradient of the weight: `weight_gradients.py`."""
     entered: Entered | None = getattr(x, _STATE, None)
     device, weight = x.device.type, leaf.t() if transposed else leaf
     if torch.is_autocast_enabled(device):
@@ -320,7 +321,7 @@ class _Gather(torch.autograd.Function):
 
 
 def leave(x: Tensor, axis: Axis, tag: str, *, fresh: bool = False) -> Tensor:
-    """The sum of what the ranks have of `x`.
+    """Return the sum of what the ranks have of `x`.
 
     Args:
         fresh: nobody else needs `x`: it is overwritten.
@@ -330,19 +331,20 @@ def leave(x: Tensor, axis: Axis, tag: str, *, fresh: bool = False) -> Tensor:
 
 
 def leave_scattered(x: Tensor, axis: Axis, tag: str) -> Tensor:
-    """This rank's slice of the sequence of the sum: x [batch, sequence, ...] -> [batch, sequence / degree, ...]."""
+    """Return this rank's slice of the sequence of the sum: x [batch, sequence, ...] -> [batch, sequence / degree,
+    ...]."""
     made: Tensor = x if axis.degree == 1 else _LeaveScattered.apply(x, axis, tag)
     return made
 
 
 def slice_along(x: Tensor, axis: Axis, dim: int, tag: str) -> Tensor:
-    """This rank's slice of `x`, which is the same on all ranks."""
+    """Return this rank's slice of `x`, which is the same on all ranks."""
     made: Tensor = x if axis.degree == 1 else _Slice.apply(x, axis, dim, tag)
     return made
 
 
 def gather_along(x: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int] | None = None) -> Tensor:
-    """All ranks' slices joined along `dim`.
+    """Return all ranks' slices joined along `dim`.
 
     Args:
         sizes: of every rank along `dim`; default: all have this rank's.

@@ -34,7 +34,7 @@ _GATHER = "write tensor_parallel.vocab_parallel_lm_head: false"
 
 
 def wants_gathered_head(model: PreTrainedModel) -> str | None:
-    """Why the output of the model's head must be gathered for its own forward; None: it may stay split."""
+    """Return why the output of the model's head must be gathered for its own forward; None: it may stay split."""
     name = type(model).__name__
     if "forward" in vars(model):
         return f"forward of this {name} was replaced"
@@ -84,7 +84,7 @@ def keep_logits_split(model: nn.Module, axis: Axis, head: nn.Module | None, want
     if not isinstance(head, VocabularyHead):
         why: str | None = "its head is not split over the vocabulary"
     elif not isinstance(model, PreTrainedModel):
-        why = "it is no model of transformers"
+        why = "it is not a transformers model"
     else:
         why = wants_gathered_head(model)
     if wanted and why is not None:
@@ -100,13 +100,13 @@ def keep_logits_split(model: nn.Module, axis: Axis, head: nn.Module | None, want
 
 
 def gather_logits(logits: Tensor) -> Tensor:
-    """The whole logits of `outputs.logits`, [..., vocabulary], with autograd. Every rank of the tp axis must call it.
-    The gradient of the result must be the same on all of them, as that of a loss of theirs is."""
+    """Return the whole logits of `outputs.logits`, [..., vocabulary], with autograd. Every rank of the tp axis must
+    call it. The gradient of the result must be the same on all of them, as that of a loss of theirs is."""
     return logits.head.gather(logits.local) if isinstance(logits, SplitLogits) else logits
 
 
 class SplitHead:
-    """What a model with a split head knows of it.
+    """The facts that a model with a split head has about it.
 
     Args:
         model: the name of its class, for people.
@@ -120,18 +120,18 @@ class SplitHead:
         self.loss_computed = False
 
     def loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The model's `loss_function`."""
+        """Return the model's `loss_function`."""
         self._check(logits, "to its loss")
         self.loss_computed = True
         kwargs |= {"axis": self.axis, "start": self.start, "vocabulary": self.vocabulary}
         return causal_lm_loss(logits, *args, **kwargs)
 
     def gather(self, local: Tensor) -> Tensor:
-        """[..., width] -> [..., vocabulary]."""
+        """Gather [..., width] into [..., vocabulary]."""
         return gather_along(local, self.axis, -1, "head", self.sizes)
 
     def finish(self, outputs: object, training: bool) -> ModelOutput:
-        """The outputs of the model's own forward, with logits that somebody can read, or with the guard."""
+        """Return the outputs of the model's own forward, with logits that somebody can read, or with the guard."""
         if not isinstance(outputs, ModelOutput) or "logits" not in outputs:
             raise LauncherError(
                 f"the head of {self.model} is split, and its forward gave {type(outputs).__name__} without logits",
@@ -162,8 +162,8 @@ _classes: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
 
 def _with_split_head(own: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class with a forward that ends in `SplitHead.finish`: a class and not a hook, for some call forward itself.
-    It has the name of `own`, which is written into config.json."""
+    """Return the class with a forward that ends in `SplitHead.finish`: a class and not a hook, for some call forward
+    itself. It has the name of `own`, which is written into config.json."""
     original: Callable[..., Any] = own.forward
 
     @wraps(original)  # transformers looks at its signature

@@ -28,7 +28,7 @@ from launcher.tensor.functions import (
 
 @dataclass
 class SequenceState:
-    """Whether the forward under way has its sequences sliced, and how long they are when whole."""
+    """The state of the forward under way: whether its sequences are sliced, and how long they are when whole."""
 
     active: bool = False
     length: int = 0
@@ -36,7 +36,7 @@ class SequenceState:
 
 @dataclass
 class SplitInfo:
-    """What a split module knows of its split.
+    """The facts that a split module has about its split.
 
     Args:
         axis: the tp axis.
@@ -247,7 +247,7 @@ def _mixed(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
 
 
 def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
-    """What a Linear or Conv1D computes."""
+    """Return what a Linear or Conv1D computes."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     bias = module._parameters.get("bias") if biased else None
     return linear(x, weight, bias, transposed=isinstance(module, Conv1D))
@@ -261,7 +261,7 @@ class OwnBackward(nn.Module):
 
 
 def give_own_backward(module: nn.Module) -> None:
-    """To every linear layer inside that has no other forward than that."""
+    """Give our backward to every linear layer inside that has no other forward than that."""
     for inner in module.modules():
         own = type(inner)
         if own.forward in (nn.Linear.forward, Conv1D.forward):

@@ -27,7 +27,7 @@ from launcher.comm import Axis, all_gather
 from launcher.errors import LauncherError
 
 IGNORED = -100
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements read at once: caches are small, launches cost time
+_TILE = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements read at once: caches are small, launches cost time
 _PIECES = 64  # at most: a piece of large logits is small beside them
 _TERMS = 3  # numbers that a rank sends for a token
 
@@ -36,14 +36,14 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the loss of a rank's columns is made of; see `vocab_parallel_cross_entropy`."""
+    """The inputs of the loss of a rank's columns; see `vocab_parallel_cross_entropy`."""
 
     start: int
     vocabulary: int
     ignore_index: int = IGNORED
 
     def own(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Which labels [T] are ids of this rank, and their columns; for the others any column."""
+        """Return which labels [T] are ids of this rank, and their columns; for the others any column."""
         column = labels - self.start
         return (column >= 0) & (column < width), column.clamp(0, width - 1)
 
@@ -112,7 +112,7 @@ def causal_lm_loss(
     vocabulary: int,
     **kwargs: object,
 ) -> Tensor:
-    """What transformers' ForCausalLMLoss gives, on split logits: each token predicts the next label.
+    """Return what transformers' ForCausalLMLoss gives, on split logits: each token predicts the next label.
 
     Args:
         logits: of this rank, [B, S, its share of the vocabulary].
@@ -161,7 +161,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOptions) -> None:
-    """What this rank knows of each token.
+    """Fill in what this rank knows of each token.
 
     Args:
         terms: is filled, [3, T]: the largest logit, sum of exp(logit - largest), and the target's logit or 0.
@@ -172,7 +172,7 @@ def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOpti
     terms[0] = float("-inf")
     if width == 0:
         return
-    for rows in _chunks(logits):
+    for rows in _tiles(logits):
         x = logits[rows].to(terms.dtype)
         largest = x.amax(-1, keepdim=True)
         terms[0, rows] = largest.squeeze(-1)
@@ -184,14 +184,14 @@ def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOpti
 
 
 def combine(parts: Tensor) -> LogitStatistics:
-    """The terms of all ranks [degree, 3, T] as numbers of the whole vocabulary."""
+    """Return the terms of all ranks [degree, 3, T] as numbers of the whole vocabulary."""
     largest = parts[:, 0].amax(0)
     total = (parts[:, 1] * (parts[:, 0] - largest).exp()).sum(0)
     return LogitStatistics(largest, total, parts[:, 2].sum(0))
 
 
 def losses(whole: LogitStatistics, labels: Tensor, settings: LossOptions) -> Tensor:
-    """Loss of each token [T]; 0 where it is ignored."""
+    """Return the loss of each token [T]; 0 where it is ignored."""
     loss = whole.total.log() + (whole.largest - whole.target)
     return loss.masked_fill_(labels == settings.ignore_index, 0)
 
@@ -199,7 +199,7 @@ def losses(whole: LogitStatistics, labels: Tensor, settings: LossOptions) -> Ten
 def gradient(
     logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, settings: LossOptions
 ) -> Tensor:
-    """Gradient of this rank's logits [T, width], in their dtype.
+    """Return the gradient of this rank's logits [T, width], in their dtype.
 
     Args:
         largest, total: of the whole vocabulary, [T] each.
@@ -208,7 +208,7 @@ def gradient(
     gradient = torch.empty_like(logits)
     upstream = upstream.masked_fill(labels == settings.ignore_index, 0)  # a mean over no token asks for nan
     scale = upstream / total
-    for rows in _chunks(logits):
+    for rows in _tiles(logits):
         part = (logits[rows] - largest[rows, None]).exp_().mul_(scale[rows, None])
         mine, column = settings.own(labels[rows], logits.shape[1])
         part[torch.arange(len(part), device=part.device), column] -= upstream[rows].masked_fill(~mine, 0)
@@ -216,11 +216,11 @@ def gradient(
     return gradient
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Rows of logits [T, width], a few at a time; none where there are no columns."""
+def _tiles(logits: Tensor) -> Iterator[slice]:
+    """Yield the rows of logits [T, width], a few at a time; none where there are no columns."""
     tokens, width = logits.shape
     if width:
-        step = max(1, _CHUNK[logits.device.type] // width, -(-tokens // _PIECES))
+        step = max(1, _TILE[logits.device.type] // width, -(-tokens // _PIECES))
         for first in range(0, tokens, step):
             yield slice(first, min(first + step, tokens))
 
@@ -230,7 +230,7 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def _check(labels: Tensor, settings: LossOptions) -> None:
-    """No rank has the logit of a label that is no vocabulary id, so none would miss it."""
+    """Check labels: no rank has the logit of a label that is no vocabulary id, so none would miss it."""
     wrong = (labels != settings.ignore_index) & ((labels < 0) | (labels >= settings.vocabulary))
     if labels.device.type == "cuda":  # no waiting for the device; torch's own loss does the same
         torch._assert_async(~wrong.any(), "a label is not in the vocabulary")

@@ -1,4 +1,4 @@
-"""How a dim is divided among the ranks of an axis: pure arithmetic."""
+"""The division of a dim among the ranks of an axis: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ class IndivisibleError(ValueError):
     """
 
     def __init__(self, count: int) -> None:
-        super().__init__(f"{count} cannot be dealt out")
+        super().__init__(f"{count} cannot be divided")
         self.count = count
 
 
 def even_sizes(size: int, degree: int) -> list[int]:
-    """Sizes of the slices of a dim, like Tensor.tensor_split: the first ones are longer by one where needed."""
+    """Return the sizes of the slices of a dim, like Tensor.tensor_split: the first ones are longer by one where
+    needed."""
     return [size // degree + (rank < size % degree) for rank in range(degree)]
 
 
 def shares_of(size: int, proportions: Sequence[int]) -> list[int]:
-    """A dim as the packed matrices that lie along it: 12 elements packed (2, 1, 1) are [6, 3, 3].
+    """Return a dim as the packed matrices that lie along it: 12 elements packed (2, 1, 1) are [6, 3, 3].
 
     Raises:
-        IndivisibleError: `size` is no multiple of the sum of the proportions.
+        IndivisibleError: `size` is not a multiple of the sum of the proportions.
     """
     total = sum(proportions)
     if size % total:
@@ -38,44 +39,44 @@ def shares_of(size: int, proportions: Sequence[int]) -> list[int]:
 
 
 def parts_of(
-    shares: Sequence[int], axis: Axis, *, unit: int = 1, uneven: bool = False, replicates: bool = False
+    shares: Sequence[int], axis: Axis, *, grain: int = 1, uneven: bool = False, replicates: bool = False
 ) -> tuple[DimSlice, ...]:
-    """This rank's part of each share.
+    """Return this rank's part of each share.
 
     Args:
         shares: packed matrices along the dim; each is divided by itself.
-        unit: elements that stay together (those of a head).
-        uneven: parts may differ by one unit.
-        replicates: fewer units than ranks are held by several ranks each.
+        grain: elements that stay together (those of a head).
+        uneven: parts may differ by one grain.
+        replicates: fewer grains than ranks are held by several ranks each.
 
     Raises:
-        IndivisibleError: neither does the degree divide the units, nor may it otherwise.
+        IndivisibleError: neither does the degree divide the grains, nor may it otherwise.
     """
     parts, offset, degree = [], 0, axis.degree
     for share in shares:
-        units, rest = divmod(share, unit)
+        grains, rest = divmod(share, grain)
         if rest:
             raise IndivisibleError(share)
-        if units % degree == 0 or uneven:
-            sizes = even_sizes(units, degree)
-            start = offset + unit * sum(sizes[: axis.rank])
-            parts.append(DimSlice(start, start + unit * sizes[axis.rank]))
-        elif replicates and degree % units == 0:
-            holders = degree // units
+        if grains % degree == 0 or uneven:
+            sizes = even_sizes(grains, degree)
+            start = offset + grain * sum(sizes[: axis.rank])
+            parts.append(DimSlice(start, start + grain * sizes[axis.rank]))
+        elif replicates and degree % grains == 0:
+            holders = degree // grains
             group, place = divmod(axis.rank, holders)
-            start = offset + unit * group
-            parts.append(DimSlice(start, start + unit, holders, group, place == 0))
+            start = offset + grain * group
+            parts.append(DimSlice(start, start + grain, holders, group, place == 0))
         else:
-            raise IndivisibleError(units)
+            raise IndivisibleError(grains)
         offset += share
     return tuple(parts)
 
 
-def longest(shares: Sequence[int], degree: int, unit: int = 1) -> int:
-    """Elements along the dim of the rank that has most: the first."""
-    return sum(unit * max(1, -(-share // unit // degree)) for share in shares)
+def longest(shares: Sequence[int], degree: int, grain: int = 1) -> int:
+    """Return the elements along the dim of the rank that has most: the first."""
+    return sum(grain * max(1, -(-share // grain // degree)) for share in shares)
 
 
 def valid_degrees(count: int, *, replicates: bool = False) -> list[int]:
-    """The degrees at which `count` units can be dealt out, up to 64."""
+    """Return the degrees at which `count` grains can be dealt out, up to 64."""
     return [d for d in range(1, 65) if count % d == 0 or (replicates and d % count == 0)]

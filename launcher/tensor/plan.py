@@ -33,7 +33,7 @@ def model_type_of(model: nn.Module) -> str:
 
 
 def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, SplitRule]:
-    """The plan of a model, by full name patterns; the first that matches counts.
+    """Return the plan of a model, by full name patterns; the first that matches counts.
 
     Args:
         own: rules of the JSON, which come first.
@@ -50,7 +50,7 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, S
     if not _named({pattern: rule for pattern, rule in plan.items() if "head" not in pattern}, model):
         why = f": {WITHOUT_PLAN[kind]}" if kind in WITHOUT_PLAN else ""
         raise ConfigError(
-            f"nobody has written how to split a model of type {kind} over tensor-parallel ranks{why}",
+            f"there is no plan to split a model of type {kind} over tensor-parallel ranks{why}",
             where=WHERE,
             fix=_how_to_write_one(model),
         )
@@ -58,14 +58,15 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, S
 
 
 def _named(plan: Mapping[str, SplitRule], model: nn.Module) -> set[str]:
-    """The modules and parameters that a plan speaks of."""
+    """Return the modules and parameters that a plan speaks of."""
     names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
     patterns = [matching(pattern) for pattern in plan]
     return {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}
 
 
 def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str]) -> dict[str, SplitRule]:
-    """The JSON's rules as rows: by the module whose weight they match, or by the parameter of any other module."""
+    """Return the JSON's rules as rows: by the module whose weight they match, or by the parameter of any other
+    module."""
     rules = rules_of(own, kind)
     weights = {
         f"{name}.weight": module
@@ -108,12 +109,12 @@ def _style_of(rule: UserRule, module: nn.Module | None) -> str:
 
 
 def number_of(config: Any, name: str) -> int:
-    """A number of a config, or of a config inside of it: `attn_config.kv_n_heads`."""
+    """Return a number of a config, or of a config inside of it: `attn_config.kv_n_heads`."""
     return int(attrgetter(name)(config))
 
 
 def _of_model(model: nn.Module) -> dict[str, str]:
-    """The plan that a model brings: transformers gathers what its parts say in `tp_plan`."""
+    """Return the plan that a model brings: transformers gathers what its parts say in `tp_plan`."""
     gathered: Any = getattr(model, "tp_plan", None)
     if gathered is not None:
         return dict(gathered)
@@ -141,7 +142,7 @@ def _of_table(model: nn.Module, kind: str) -> dict[str, str | SplitRule]:
 
 
 def matching(pattern: str) -> re.Pattern[str]:
-    """The pattern as a regular expression on whole names."""
+    """Return the pattern as a regular expression on whole names."""
     path, rest = (".+", pattern[1:]) if pattern.startswith("*.") else ("", pattern)
     return re.compile(path + re.escape(rest).replace(r"\*", r"\d+"))
 

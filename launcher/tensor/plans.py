@@ -45,7 +45,7 @@ _PERSIMMON = (
 
 
 def _attention(place: str, counts: str = "num_heads") -> dict[str, str | SplitRule]:
-    """Attention as in the first encoder-decoder models."""
+    """Return the rules of attention as in the first encoder-decoder models."""
     return _counts(place, counts) | _at(place, colwise=_QKV, rowwise="out_proj")
 
 
@@ -104,7 +104,7 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
             _counts("h.*.attn", "num_heads embed_dim")
             | {
                 "h.*.attn.c_attn": SplitRule(
-                    "colwise", packed=("num_attention_heads", 1, 1), replicates=True, unit="head_dim"
+                    "colwise", packed=("num_attention_heads", 1, 1), replicates=True, grain="head_dim"
                 )
             },
             when={"multi_query": True},
@@ -191,7 +191,7 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
             "colwise",
             packed=("n_heads", "attn_config.kv_n_heads", "attn_config.kv_n_heads"),
             replicates=True,
-            unit="head_dim",
+            grain="head_dim",
         ),
         "blocks.*.norm_attn_norm.attn.out_proj": "rowwise",
         "blocks.*.ffn.experts": SplitRule("moe_tp_experts", divide=("ffn_hidden_size",)),

@@ -23,7 +23,7 @@ class Rectangle:
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
-    """The flat element range [start, stop) of a tensor of `shape` as disjoint boxes, in flat order.
+    """Return the flat element range [start, stop) of a tensor of `shape` as disjoint boxes, in flat order.
 
     At most 2n - 1 boxes for n dims: the rest of a row, whole rows, the beginning of a row, the two ragged
     ends again so one dim deeper. An empty range gives [].
@@ -42,7 +42,7 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
 def _boxes(
     lead: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int, base: int
 ) -> Iterator[Rectangle]:
-    """Boxes of the non-empty range [start, stop) of the sub-tensor `shape` at index `lead`, flat offset
+    """Yield boxes of the non-empty range [start, stop) of the sub-tensor `shape` at index `lead`, flat offset
     `base`."""
     ones = (1,) * len(lead)
     if not shape:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How one module or parameter is split.
+    """The split of one module or parameter.
 
     A number may be given as a string: then it names one of the model's config, as in `attn_config.kv_n_heads`.
 
@@ -21,7 +21,7 @@ class SplitRule:
         replicates: fewer of them than ranks (key-value heads) are held by several ranks each.
         heads: keyword arguments -> the dim that counts heads, or batch x heads, where it does not only stand for all of
             them; for style "heads". How many heads there are is what the first attribute of `divide` says.
-        unit: how many features stay together: an attribute of the attention that the module is in, which says it of
+        grain: how many features stay together: an attribute of the attention that the module is in, which says it of
             projections with a common name by itself (`counts.head_size`).
         once: parameters of the module that are added to its output, which is summed over the ranks.
     """
@@ -32,7 +32,7 @@ class SplitRule:
     divide: tuple[str, ...] = ()
     replicates: bool = False
     heads: Mapping[str, int] = field(default_factory=dict)
-    unit: str = ""
+    grain: str = ""
     once: tuple[str, ...] = ()
 
 
@@ -53,20 +53,21 @@ class ConfigCase:
 
 
 def at(place: str, **names: str) -> dict[str, str | SplitRule]:
-    """Rows for what is inside of `place`: style -> names."""
+    """Return the rows for what is inside of `place`: style -> names."""
     return {f"{place}.{name}": style for style, joined in names.items() for name in joined.split()}
 
 
 def counts(place: str, attributes: str, **others: object) -> dict[str, str | SplitRule]:
-    """A row for a module whose attributes count heads or features."""
+    """Return a row for a module whose attributes count heads or features."""
     return {place: SplitRule("heads", divide=tuple(attributes.split()), **others)}  # type: ignore[arg-type]
 
 
 def inside(place: str, plan: TensorParallelPlan) -> dict[str, str | SplitRule]:
-    """The rows of a plan, one level up."""
+    """Return the rows of a plan, one level up."""
     return {f"{place}.{name}": row for name, row in plan.items()}
 
 
 def whole(place: str, columns: str, rows: str) -> dict[str, str | SplitRule]:
-    """Attention whose heads cannot be split by its code: parameters are, it computes all heads on every rank."""
+    """Return rules for attention whose heads its code cannot split: parameters are, and it computes all heads on every
+    rank."""
     return at(place, colwise_gather_output=columns, rowwise_split_input=rows)

@@ -110,7 +110,7 @@ class SequenceParallel:
         region.register_forward_hook(self._after_region(name))
 
     def _all_know(self, region: nn.Module) -> bool:
-        """Whether no parameter could come after the sum, see a slice, and have its gradient taken for whole."""
+        """Return whether no parameter could come after the sum, see a slice, and have its gradient taken for whole."""
         plain = [module for module in region.modules() if not isinstance(module, SplitModule)]
         return self.summed.issuperset(
             p for module in plain for p in module._parameters.values() if p is not None
@@ -123,7 +123,7 @@ class SequenceParallel:
     # ---- pipeline stages --------------------------------------------------------------------
 
     def pause(self) -> Slicing:
-        """The forward leaves this stage between two blocks; the next stage goes on as this says."""
+        """Return the forward leaves this stage between two blocks; the next stage goes on as this says."""
         found = self.state.active, self.state.length
         self._begun = False
         self.recall(self._trained)
@@ -209,7 +209,7 @@ class SequenceParallel:
         return after
 
     def _sliced(self, x: Tensor, name: str) -> Tensor:
-        """Whole sequences [batch, sequence, ...] or [batch x sequence, hidden] sliced; a slice as it is."""
+        """Return whole sequences [batch, sequence, ...] or [batch x sequence, hidden] sliced; a slice as it is."""
         length = self.state.length
         if x.dim() == 2 and x.shape[0] % length == 0:
             return slice_along(x.view(-1, length, x.shape[1]), self.axis, 1, name).flatten(0, 1)
@@ -217,7 +217,7 @@ class SequenceParallel:
 
 
 def _regions(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a block that need whole sequences."""
+    """Yield the parts of a block that need whole sequences."""
     for key, child in block.named_children():
         elementwise = any(word in type(child).__name__.lower() for word in _ELEMENTWISE)
         splits = [m for m in child.modules() if isinstance(m, SplitModule)]
@@ -237,7 +237,7 @@ def _splits_features(module: nn.Module) -> bool:
 def _mapped(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> ForwardArguments:
-    """The arguments with what travels from block to block changed."""
+    """Return the arguments with what travels from block to block changed."""
     key, states = _states_of(args, kwargs)
     changed = change(states)
     if key is not None:
@@ -247,7 +247,7 @@ def _mapped(
 
 
 def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Tensor]:
-    """What travels from block to block, and its keyword; None: it comes first."""
+    """Return what travels from block to block, and its keyword; None: it comes first."""
     if args and isinstance(args[0], Tensor):
         return None, args[0]
     for key in _STATES:
@@ -261,7 +261,7 @@ def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | Non
 
 
 def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """An output with its activations changed: the tensor, or the first of a tuple."""
+    """Return an output with its activations changed: the tensor, or the first of a tuple."""
     if isinstance(output, Tensor):
         return change(output)
     return type(output)((change(output[0]), *output[1:]))

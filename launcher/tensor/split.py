@@ -1,4 +1,4 @@
-"""Which elements of a logical parameter a rank of the tp axis holds.
+"""The elements of a logical parameter that a rank of the tp axis holds.
 
 Terms of this package:
 
@@ -86,7 +86,7 @@ class Split:
 
     @classmethod
     def whole(cls, shape: Sequence[int], axis: Axis | None = None, *, partial: bool = False) -> Split:
-        """A parameter that every rank of the axis holds whole."""
+        """Return a parameter that every rank of the axis holds whole."""
         degree, rank = (1, 0) if axis is None else (axis.degree, axis.rank)
         part = DimSlice(0, shape[0] if len(shape) else 1, degree, 0, rank == 0)
         return cls(torch.Size(shape), (part,), partial=partial, padded_numel=math.prod(shape))
@@ -101,7 +101,7 @@ class Split:
 
     @property
     def numel(self) -> int:
-        """Elements of the local parameter."""
+        """Return the elements of the local parameter."""
         return math.prod(self.local_shape)
 
     @property
@@ -109,7 +109,7 @@ class Split:
         return self.local_shape == self.shape
 
     def take(self, logical: Tensor) -> Tensor:
-        """The local part of a logical tensor: itself if that is all of it, else a copy."""
+        """Return the local part of a logical tensor: itself if that is all of it, else a copy."""
         if self.is_whole:
             return logical
         return torch.cat([logical.narrow(self.dim, part.start, part.size) for part in self.parts], self.dim)
@@ -132,7 +132,7 @@ class Split:
             at += part.size
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
-        """Elements [start, stop) of the flattened local parameter as boxes of the logical one."""
+        """Yield the elements [start, stop) of the flattened local parameter as boxes of the logical one."""
         for outer in rectangles(self.local_shape, start, stop):
             if not self.shape:
                 yield Box((), (), outer, 0, self.parts[0])
@@ -150,12 +150,13 @@ class Split:
                 begin += part.size
 
     def view(self, flat: Tensor, start: int, box: Box) -> Tensor:
-        """The elements of `box` in `flat`, which holds the local elements from `start` on; shaped like the box."""
+        """Return the elements of `box` in `flat`, which holds the local elements from `start` on; shaped like the
+        box."""
         outer = flat[box.outer.flat_start - start : box.outer.flat_stop - start].view(box.outer.sizes)
         return outer.narrow(self.dim, box.at, box.sizes[self.dim]) if self.shape else outer
 
     def read(self, start: int, stop: int, read: BoxReader) -> Tensor:
-        """Elements [start, stop) of the flattened local parameter, read box by box: [stop - start]."""
+        """Return the elements [start, stop) of the flattened local parameter, read box by box: [stop - start]."""
         boxes = list(self.boxes(start, stop))
         if len(boxes) == 1 and math.prod(boxes[0].sizes) == stop - start:
             return read(boxes[0].offsets, boxes[0].sizes).reshape(-1)
@@ -168,7 +169,7 @@ class Split:
         return torch.empty(0) if flat is None else flat
 
     def shared(self, start: int, stop: int) -> Iterator[tuple[int, int, DimSlice]]:
-        """Ranges of the flattened local parameter inside [start, stop) that several ranks hold."""
+        """Yield ranges of the flattened local parameter inside [start, stop) that several ranks hold."""
         if all(part.holders == 1 for part in self.parts):
             return
         inner = math.prod(self.shape[self.dim + 1 :]) if self.shape else 1
@@ -183,7 +184,7 @@ class Split:
 
 
 def whole(local: Tensor, split: Split, axis: Axis) -> Tensor:
-    """The logical tensor, on every rank: `local` itself where every rank holds all of it, else a new tensor. A
+    """Return the logical tensor, on every rank: `local` itself where every rank holds all of it, else a new tensor. A
     collective.
 
     Each element comes from its first holder, and the others add zero to it: the values are exact.

@@ -20,7 +20,7 @@ wants_loss_only: ContextVar[bool] = ContextVar("wants_loss_only", default=False)
 
 @dataclass(frozen=True)
 class TensorParallelOptions:
-    """What the JSON says about the split layers.
+    """The options of the JSON about the split layers.
 
     Args:
         overlaps: input gradients are reduced while weight gradients are computed (`tp_overlap_comm`).

@@ -1,4 +1,4 @@
-"""What a style of a plan means: which mixin a module gets, and along which dim its parameters are split.
+"""The styles of a plan: which mixin a module gets, and along which dim its parameters are split.
 
 The names are those of transformers' plans (transformers/distributed/tensor_parallel.py); the rest are ours.
 """
@@ -88,7 +88,7 @@ STYLES: dict[str, Style] = {
 
 
 def split_dim(style: Style, module: nn.Module | None, tensor: Tensor, *, bias: bool = False) -> int | None:
-    """The dim of `tensor` that a style splits; None: it stays whole.
+    """Return the dim of `tensor` that a style splits; None: it stays whole.
 
     Args:
         module: that owns it, where the pattern named the module; None: the pattern named the parameter.

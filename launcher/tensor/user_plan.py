@@ -42,7 +42,7 @@ class UserRule:
 
 
 def rules_of(config: PartitionConfig, model_type: str) -> list[UserRule]:
-    """The rules for models of this type, in order; for each parameter the first that matches counts.
+    """Return the rules for models of this type, in order; for each parameter the first that matches counts.
 
     With `use_default_specs` false the last rule skips everything, so that the model's own plan says nothing.
     """
@@ -66,7 +66,7 @@ def rules_of(config: PartitionConfig, model_type: str) -> list[UserRule]:
 
 
 def rule_for(rules: Iterable[UserRule], name: str) -> UserRule | None:
-    """The rule of the parameter `name`, None where no rule speaks of it."""
+    """Return the rule of the parameter `name`, None where no rule speaks of it."""
     return next((rule for rule in rules if rule.pattern.match(name)), None)
 
 
@@ -77,7 +77,7 @@ def check_rules(
     linear: Iterable[str] = (),
     planned: Collection[str] = (),
 ) -> None:
-    """Refuses rules that do not fit a model.
+    """Refuse rules that do not fit a model.
 
     Args:
         config: for `strict_mode`.
@@ -110,7 +110,7 @@ def check_rules(
 
 
 def dim_along(rule: UserRule, param_shape: Sequence[int]) -> int:
-    """The dim of the parameter that the rule splits.
+    """Return the dim of the parameter that the rule splits.
 
     Raises:
         ConfigError: the rule does not fit a parameter of this shape.
@@ -119,7 +119,8 @@ def dim_along(rule: UserRule, param_shape: Sequence[int]) -> int:
 
 
 def sizes_along(rule: UserRule, param_shape: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of what is packed along that dim, in order; each of them is split. One number: nothing is packed.
+    """Return the sizes of what is packed along that dim, in order; each of them is split. One number: nothing is
+    packed.
 
     The bias [out] of a weight [out, in] is packed as the weight is, so `shape` may be the weight's.
 
@@ -133,7 +134,7 @@ def _packed(rule: UserRule, param: tuple[int, ...]) -> tuple[int, tuple[int, ...
     dim = rule.dim if rule.dim is not None else int(rule.kind == "row")
     if rule.shape is None:
         if dim >= len(param):
-            raise _misfit(rule, param, f"dim {dim} is split, and there is none")
+            raise _misfit(rule, param, f"dim {dim} is split, but does not exist")
         return dim, (param[dim],)
     view = rule.shape
     if len(param) == 1 and len(view) > 1:  # a bias
@@ -161,7 +162,7 @@ def _packed(rule: UserRule, param: tuple[int, ...]) -> tuple[int, tuple[int, ...
 def _resolved(
     rule: UserRule, param: tuple[int, ...], view: SubParamShape, dim: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The view without -1, and the sizes packed at `dim` of it."""
+    """Return the view without -1, and the sizes packed at `dim` of it."""
     split = view[dim]
     sizes = [sum(size) if isinstance(size, tuple) else size for size in view]
     if not isinstance(split, tuple):
@@ -199,6 +200,6 @@ def _text(shape: Iterable[int | tuple[int, ...]] | None) -> str:
 
 
 def _some(names: Collection[str]) -> str:
-    """The first names of many."""
+    """Return the first names of many."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(list(names)[:3]) + more

@@ -1,4 +1,4 @@
-"""When and where linear layers compute the gradients of their weights.
+"""The place and time at which linear layers compute the gradients of their weights.
 
 At once, and autograd adds them up: what happens outside of everything here. Later (Qi et al. 2023, arXiv:2401.10241):
 a backward computes the gradients of inputs only, and leaves those of weights to `DeferredWeightGrads`. In place: where
@@ -42,7 +42,7 @@ class WeightGradient:
     transposed: bool
 
     def computed(self) -> Tensor:
-        """Shaped like the leaf."""
+        """Return the gradient, shaped like the leaf."""
         left, right = self._factors
         return (left @ right).to(self.leaf.dtype)
 
@@ -116,7 +116,7 @@ def adding_in(place: GradientBuffer | None) -> Iterator[None]:
 
 
 def taken(product: WeightGradient) -> bool:
-    """Whether a gradient is put off, or was added in place; else its layer computes it for autograd."""
+    """Return whether a gradient is put off, or was added in place; else its layer computes it for autograd."""
     if not product.leaf.is_leaf:
         return False
     if _put_off is not None:

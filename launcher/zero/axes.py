@@ -68,7 +68,7 @@ def _check(size: int, degree: int, where: str) -> None:
 
 
 def _with_levels(mesh: Mesh, shard: Axis) -> Axis:
-    """Gathers in two hops, where the shard group spans several nodes; inside a node there is one hop."""
+    """Gather in two hops, where the shard group spans several nodes; inside a node there is one hop."""
     inner = mesh.axes["cp"].degree * mesh.axes["ep"].degree * mesh.axes["tp"].degree
     node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)) // inner)
     if shard.degree <= node:

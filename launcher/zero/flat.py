@@ -41,7 +41,7 @@ from launcher.models.gradients import put_data
 from launcher.offload.offloaded import OffloadedSlice, OffloadedTensor
 from launcher.offload.placement import Placement
 from launcher.offload.tier import memory
-from launcher.zero.layout import BufferPlacement, PlannedBuffer, ShardLayout
+from launcher.zero.layout import BufferPlacement, BufferSpec, ShardLayout
 from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.sharded_state import GatherFeature, PackedShard, ShardedState, UnshardInFlight
 from launcher.zero.slot import ParamReader, ParamSlice, ParamSlot
@@ -56,7 +56,7 @@ class FlatBuffer:
 
     Args:
         name: for messages and profiler ranges.
-        plan: what lies in it.
+        spec: what lies in it.
         layout: how the buffers of the model are sharded.
         placement: where it rests; default: in the memory of the device.
 
@@ -67,9 +67,9 @@ class FlatBuffer:
     """
 
     def __init__(
-        self, name: str, plan: PlannedBuffer, layout: ShardLayout, placement: BufferPlacement | None = None
+        self, name: str, spec: BufferSpec, layout: ShardLayout, placement: BufferPlacement | None = None
     ) -> None:
-        self.name, self.slots, self.dtype = name, plan.slots, plan.dtype
+        self.name, self.slots, self.dtype = name, spec.slots, spec.dtype
         self.policy, self.axes = layout.policy, layout.axes
         self.pool, self.placements = layout.pool, layout.placements
         on_device = Placement(layout.device)
@@ -78,7 +78,7 @@ class FlatBuffer:
         self.axis, self.shards_optim = self.axes.shard, self.policy.shard_optim
         self.trainable = self.slots[0].leaf.requires_grad
         # With one rank the slice is the whole: there is nothing to gather and nothing to free, if it rests there.
-        self.sharded = plan.sharded and (self.axis.degree > 1 or self.params_placement != on_device)
+        self.sharded = spec.sharded and (self.axis.degree > 1 or self.params_placement != on_device)
         self.state = ShardedState.SHARDED if self.sharded else ShardedState.REPLICATED
         self.numel = self._lay_out()
         self.shard_span = self.axis.span(self.numel)
@@ -119,7 +119,7 @@ class FlatBuffer:
         self.keep(shard, master)
 
     def keep(self, shard: OffloadedTensor, master: OffloadedTensor) -> None:
-        """From now on these are its shard and its master weights."""
+        """Keep these as its shard and its master weights from now on."""
         self._shard, self._master = shard, master
         self.master_dtype = master.dtype
         self._shard_is_offloaded = shard.is_offloaded

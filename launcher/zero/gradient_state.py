@@ -1,4 +1,4 @@
-"""What is kept of a gradient between microbatches, and what features may do to it."""
+"""The state of a gradient between microbatches, and what features may do to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launcher.comm import Pending
 
 
 class GradientState(Enum):
-    """What is kept of the gradient of the present step; it begins with EMPTY at every step.
+    """The state of the gradient of the present step; it begins with EMPTY at every step.
 
     A gradient that is sharded knows two of them:
 

@@ -259,26 +259,26 @@ class FlatGradient:
         wire = self.flat.pool.take(full.numel(), dtype)
         return wire.copy_(full) if self._predivide == 1 else torch.div(full, self._predivide, out=wire)
 
-    def chunks(self) -> list[slice]:
+    def buckets(self) -> list[slice]:
         """Return element ranges of the shard (all-reduced: of the whole buffer), one for each collective."""
         flat = self.flat
         ways = flat.axis.degree if self._scatters else 1
         size = max(ALIGN, self.policy.reduce_bucket_size // ways)
         return [slice(at, min(at + size, flat.numel // ways)) for at in range(0, flat.numel // ways, size)]
 
-    def reduce(self, wire: Tensor, chunk: slice) -> Pending:
-        """Start the reduction of one chunk of a collected gradient."""
+    def reduce(self, wire: Tensor, bucket: slice) -> Pending:
+        """Start the reduction of one bucket of a collected gradient."""
         if not self.sharded:
             self.state = GradientState.REDUCED
         flat, tag = self.flat, f"{self.flat.name}/backward"
         if not self._scatters:
-            return all_reduce(wire[chunk], flat.axis, tag)
+            return all_reduce(wire[bucket], flat.axis, tag)
         if self._lands:
             if self._landing is None:
                 self._landing = flat.pool.take(flat.numel // flat.axis.degree, self._dtype)
-            return self.scatter(wire, self._landing, flat.axis, tag, within=chunk, accumulate=False)
+            return self.scatter(wire, self._landing, flat.axis, tag, within=bucket, accumulate=False)
         accumulate = self.sharded and self.kept
-        return self.scatter(wire, self.owned, flat.axis, tag, within=chunk, accumulate=accumulate)
+        return self.scatter(wire, self.owned, flat.axis, tag, within=bucket, accumulate=accumulate)
 
     @property
     def _lands(self) -> bool:
@@ -286,7 +286,7 @@ class FlatGradient:
         return self.sharded and self.flat.optim_placement.device != self.flat.pool.device
 
     def done(self, wire: Tensor) -> None:
-        """Take the result out of `wire`, all of whose chunks were reduced, and give the buffer back."""
+        """Take the result out of `wire`, all of whose buckets were reduced, and give the buffer back."""
         if wire is self._full:
             return
         mine = self._landing if self._scatters else wire[self.flat.owned]
@@ -315,7 +315,7 @@ class FlatGradient:
 
 
 def _zero_padding(full: Tensor, slots: list[ParamSlot]) -> None:
-    """Padding takes part in norms and sums, so it must be zero."""
+    """Zero the padding, which takes part in norms and sums."""
     for slot, following in zip(slots, [*slots[1:], None], strict=True):
         end = slot.offset + slot.numel
         upto = following.offset if following is not None else full.numel()

@@ -1,4 +1,4 @@
-"""Where modules and autograd call us.
+"""The hooks through which modules and autograd call us.
 
 before a unit's forward    its parameters are unsharded, the next units' gathers start
 after it                   they are resharded, unless they are used again soon
@@ -40,13 +40,13 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from launcher.errors import LauncherError
-from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.leaf_hooks import LastHook, Removable
 from launcher.zero.reduce import Reducer
 from launcher.zero.saved_tensors import TensorPacking
 from launcher.zero.slot import ParamSlot
 from launcher.zero.unit import Unit
+from launcher.zero.unshard import Unsharder
 
 R = TypeVar("R", bound=Removable)
 NO_GRAPH = -1
@@ -55,7 +55,7 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class TrainingState(Enum):
-    """What a model is doing, as far as its hooks have been called.
+    """The state of a model, as far as its hooks have been called.
 
     IDLE: neither; gradients may wait for a step.
     FORWARD: from before the root module's forward to its end. The root unit is unsharded.
@@ -93,9 +93,9 @@ class Hooks:
         units: all units; the root unit is the last and its module is the whole model.
     """
 
-    def __init__(self, units: list[Unit], fetcher: Fetcher, reducer: Reducer) -> None:
+    def __init__(self, units: list[Unit], unsharder: Unsharder, reducer: Reducer) -> None:
         self.units, self.root = units, units[-1]
-        self.fetcher, self.reducer = fetcher, reducer
+        self.unsharder, self.reducer = unsharder, reducer
         self._owner: dict[FlatBuffer, Unit] = {flat: unit for unit in units for flat in unit.flats}
         self.state = TrainingState.IDLE
         occupants = next(iter(self._owner)).pool.occupants if self._owner else {}
@@ -133,7 +133,7 @@ class Hooks:
         return thing
 
     def come_last(self, leaf: Tensor) -> None:
-        """Another hook was registered on a tensor: if it is a leaf of ours, our hook has to follow it."""
+        """Let our hook follow when another hook was registered on a leaf of ours."""
         if (ours := self._arrivals.get(id(leaf))) is not None:
             ours.register()
 
@@ -155,7 +155,7 @@ class Hooks:
             if unit is self.root:
                 self._begin_forward()
             with record_function(f"{unit.name}/unshard"):
-                self.fetcher.use(unit, "forward")
+                self.unsharder.use(unit, "forward")
 
         return before_forward
 
@@ -177,7 +177,7 @@ class Hooks:
     def _begin_forward(self) -> None:
         self.abandon()
         self.state = TrainingState.FORWARD
-        self.fetcher.begin(torch.is_grad_enabled())
+        self.unsharder.begin(torch.is_grad_enabled())
         self.packing.start()
 
     def _after(self, unit: Unit) -> Callable[..., None]:
@@ -189,7 +189,7 @@ class Hooks:
                 return
             self._forwards += 1
             unit.ran_as(self._forwards)
-            self.fetcher.leave(unit)
+            self.unsharder.leave(unit)
             self._watch_outputs(output, lambda _: self._come_to(unit))
 
         return after_forward
@@ -200,7 +200,7 @@ class Hooks:
         if self.packing.is_active:
             self.packing.stop()
         if not (torch.is_grad_enabled() and self.watch_backward(output)):
-            self.fetcher.end()  # no backward will come
+            self.unsharder.end()  # no backward will come
 
     def watch_backward(self, output: object) -> bool:
         """Have the backward begin when it comes to these outputs; return whether one can."""
@@ -217,7 +217,7 @@ class Hooks:
 
     @contextmanager
     def scaling(self) -> Iterator[None]:
-        """Backwards inside are of losses that the engine has scaled: by the loss scale, by accumulation."""
+        """Mark backwards inside as those of losses that the engine has scaled: by the loss scale, by accumulation."""
         self._scales = True
         try:
             yield
@@ -282,15 +282,15 @@ class Hooks:
         if unit.sharded:
             self._free_passed_units(unit)
             with record_function(f"{unit.name}/unshard"):
-                self.fetcher.use(unit, "backward")
+                self.unsharder.use(unit, "backward")
 
     def _free_passed_units(self, entering: Unit) -> None:
         """Reshard the units whose backward has ended without a gradient that told it: those without trainable
         parameters, and those that were recomputed and are partly frozen (`Unit.may_need_frozen`)."""
-        for unit in list(self.fetcher.unsharded):
+        for unit in list(self.unsharder.unsharded):
             if unit.in_backward and unit.has_all_gradients and unit not in (entering, self.root):
                 unit.to_passed()
-                self.fetcher.reshard(unit)
+                self.unsharder.reshard(unit)
 
     def _arrival(self, unit: Unit) -> Callable[[Tensor], None]:
         mine, of_unit = ref(self), ref(unit)  # see [Note: hooks own nothing]
@@ -312,7 +312,7 @@ class Hooks:
         with record_function(f"{unit.name}/reduce"):
             self.reducer.ready(unit)
         if unit.sharded and unit is not self.root and not unit.may_need_frozen:
-            self.fetcher.reshard(unit)
+            self.unsharder.reshard(unit)
 
     def _come_to(self, unit: Unit) -> None:
         """The backward has come to the outputs of a unit, from all that followed it in the forward, which is finished
@@ -335,8 +335,8 @@ class Hooks:
     def _take_part(self, unit: Unit) -> None:
         """Unshard a unit whose backward this rank leaves out: other ranks may need its part."""
         if unit.sharded and unit.ran and not unit.in_backward:
-            self.fetcher.use(unit, "backward")
-            self.fetcher.reshard(unit)
+            self.unsharder.use(unit, "backward")
+            self.unsharder.reshard(unit)
 
     def end_backward(self) -> None:
         """Reduce what is left, in order, and wait for everything: autograd has ended the backward."""
@@ -356,4 +356,4 @@ class Hooks:
         self.state = TrainingState.IDLE
         for unit in self.units:
             unit.to_idle()
-        self.fetcher.end()
+        self.unsharder.end()

@@ -1,4 +1,4 @@
-"""Which parameter goes into which unit and which flat buffer."""
+"""The assignment of parameters to units and flat buffers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launcher.zero.slot import NO_OTHERS, ParamSlot
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """What the flat buffers of a model have in common: how they are sharded, and where their memory comes from.
+    """The layout that the flat buffers of a model share: how they are sharded, and where their memory comes from.
 
     Args:
         policy: what is sharded, in which dtypes.
@@ -50,7 +50,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """How the model of this rank differs from the whole one, where tensor or pipeline parallelism has split that.
+    """The differences of this rank's model from the whole one, where tensor or pipeline parallelism has split that.
 
     Args:
         splits: which elements of logical parameters are here, by name; those that are not named are whole.
@@ -69,7 +69,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class BufferPlacement:
-    """Where a flat buffer rests.
+    """The placement of a flat buffer.
 
     Args:
         params: its parameters.
@@ -81,7 +81,7 @@ class BufferPlacement:
 
 
 @dataclass
-class PlannedBuffer:
+class BufferSpec:
     """A flat buffer before it exists.
 
     Args:
@@ -113,12 +113,12 @@ class PlannedBuffer:
 
 
 @dataclass
-class PlannedUnit:
+class UnitSpec:
     """A unit before its buffers exist."""
 
     name: str
     module: nn.Module
-    groups: list[PlannedBuffer] = field(default_factory=list)
+    groups: list[BufferSpec] = field(default_factory=list)
 
 
 def assign_units(
@@ -127,7 +127,7 @@ def assign_units(
     policy: ZeroPolicy,
     parts: LocalModel,
     cut: int = 2**63,
-) -> list[PlannedUnit]:
+) -> list[UnitSpec]:
     """Give every parameter of `model` to one unit: the block it lies in, else the root unit, which comes last.
 
     A parameter that several units show (tied weights) belongs to the root unit, whose parameters are there from the
@@ -138,10 +138,10 @@ def assign_units(
     Args:
         cut: elements of a flat buffer, of one parameter at least, or as many as there are.
     """
-    units = [PlannedUnit(name, module) for name, module in blocks]
-    root = PlannedUnit("root", model)
+    units = [UnitSpec(name, module) for name, module in blocks]
+    root = UnitSpec("root", model)
     unit_of_module = {inner: unit for unit in units for inner in unit.module.modules()}
-    buffers: dict[tuple[object, ...], PlannedBuffer] = {}
+    buffers: dict[tuple[object, ...], BufferSpec] = {}
     persisted = 0
     for slot in _slots(model, parts):
         owners = {unit_of_module.get(owner, root).name for owner, _ in slot.owners}
@@ -157,13 +157,13 @@ def assign_units(
             dtype = policy.special_dtypes.get(slot.name, policy.param_dtype)
         key = (unit.name, dtype, slot.leaf.requires_grad, sharded, None if alone else id(slot.holders))
         if key not in buffers or buffers[key].padded_numel + slot.padded_numel > cut:
-            buffers[key] = PlannedBuffer(sharded, dtype)
+            buffers[key] = BufferSpec(sharded, dtype)
             unit.groups.append(buffers[key])
         buffers[key].slots.append(slot)
     return [unit for unit in units if unit.groups] + [root]
 
 
-def choose_placements(units: list[PlannedUnit], layout: ShardLayout) -> Iterator[BufferPlacement]:
+def choose_placements(units: list[UnitSpec], layout: ShardLayout) -> Iterator[BufferPlacement]:
     """Yield where each buffer rests, in their order, and reserve the bytes that they need there.
 
     Raises:
@@ -183,7 +183,7 @@ def choose_placements(units: list[PlannedUnit], layout: ShardLayout) -> Iterator
 
 
 def _slots(model: nn.Module, parts: LocalModel) -> list[ParamSlot]:
-    """One slot for each parameter, in the order of named_parameters(), with every module that shows it."""
+    """Return one slot for each parameter, in the order of named_parameters(), with every module that shows it."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for prefix, module in model.named_modules():

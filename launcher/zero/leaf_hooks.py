@@ -20,7 +20,7 @@ torchs_register_hook: Any = Tensor.register_post_accumulate_grad_hook
 
 
 class Removable(Protocol):
-    """What stays until a model is plain again."""
+    """A hook that stays until a model is plain again."""
 
     def remove(self) -> None: ...
 
@@ -35,7 +35,7 @@ class LastHook:
         self.register()
 
     def register(self) -> None:
-        """Come after all hooks that there are now."""
+        """Register after all hooks that there are now."""
         self.remove()
         self._handle = torchs_register_hook(self._leaf, self._hook)
 

@@ -16,7 +16,6 @@ from launcher.tensor.split import whole
 from launcher.zero.features.discard import forget
 from launcher.zero.features.edits import broadcast_edit
 from launcher.zero.features.user_gradients import warn_of_discard_once
-from launcher.zero.fetch import Fetcher
 from launcher.zero.flat import EXACT, FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks
@@ -26,6 +25,7 @@ from launcher.zero.reduce import Reducer, order_of_reduction
 from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.slot import ParamSlice, ParamSlot
 from launcher.zero.unit import Unit
+from launcher.zero.unshard import Unsharder
 
 if TYPE_CHECKING:
     from launcher.zero.features.checks import StepChecks
@@ -40,7 +40,8 @@ def live_models() -> list[ZeroModel]:
 
 @dataclass
 class StepCallbacks:
-    """What features do in a step, in this order; all are empty in a plain run (`features/attach.py` fills them).
+    """The callbacks of features in a step, in this order; all are empty in a plain run (`features/attach.py` fills
+    them).
 
     Attributes:
         before_step: before anything of the step: edited parameters are taken over.
@@ -76,11 +77,11 @@ class ZeroModel:
         self.gradients: list[FlatGradient] = [gradient for unit in units for gradient in unit.gradients]
         self.trainable_slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
         self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
-        self.fetcher = Fetcher(
+        self.unsharder = Unsharder(
             self.policy, self.placements.ahead, self.placements.units_ahead, spares=self.placements.one_memory
         )
         self.reducer = Reducer(order_of_reduction(units), self.policy)
-        self.hooks = Hooks(units, self.fetcher, self.reducer)
+        self.hooks = Hooks(units, self.unsharder, self.reducer)
         self.hooks.keeps = self  # while modules call the hooks
         self.slots: dict[str, ParamSlot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
@@ -129,7 +130,7 @@ class ZeroModel:
         return None if slot is None else self._gradient_of[slot.flat].place(slot)
 
     def norm_and_use(self, more: Tensor | None = None) -> tuple[Tensor, list[bool], Tensor]:
-        """Collective: see `norm.py`."""
+        """Compute the norm and which parameters got a gradient. Collective: see `norm.py`."""
         return norm_and_use(self, more)
 
     @property
@@ -157,7 +158,7 @@ class ZeroModel:
         self._forget({slot for slot in found if slot is not None})
 
     def discard(self) -> None:
-        """`forget` the gradients of all parameters: the user's `zero_grad()`."""
+        """Forget the gradients of all parameters, as the user's `zero_grad()` does."""
         self._forget(set(self.trainable_slots))
 
     def _forget(self, slots: set[ParamSlot]) -> None:
@@ -181,7 +182,7 @@ class ZeroModel:
     def gathered(
         self, parameters: Iterable[Tensor] | None = None, modifier_rank: int | None = None
     ) -> Iterator[None]:
-        """Full local parameters inside the `with`, on every rank; a collective of dp.
+        """Gather full local parameters inside the `with`, on every rank; a collective of dp.
 
         Args:
             parameters: which (their units are gathered); default: all.
@@ -204,7 +205,7 @@ class ZeroModel:
         finally:
             for unit in opened:
                 unit.held = False
-                self.fetcher.reshard(unit)
+                self.unsharder.reshard(unit)
 
     def _slots_of(self, parameters: Iterable[Tensor] | None) -> list[ParamSlot]:
         if parameters is None:
@@ -221,12 +222,12 @@ class ZeroModel:
         if (where := self.elsewhere.get(parameter)) is not None:
             raise ElsewhereError(
                 f"{where}, and this rank is stage {self.pp.rank}",
-                fix="name on each rank parameters of its own stage: engine.module.named_parameters()",
+                fix="on each rank, pass parameters of its own stage: engine.module.named_parameters()",
             )
         return self.find_slot(parameter)
 
     def find_slot(self, parameter: Tensor) -> ParamSlot | None:
-        """`slot_of`, but for a parameter of another stage: None."""
+        """Return `slot_of`, but None for a parameter of another stage."""
         if isinstance(parameter, ShardedParameter):  # a copy of a handle (its .data) knows the slot, too
             holder = parameter.zero_holder
             return holder if isinstance(holder, ParamSlot) and holder in self._unit_of else None
@@ -255,7 +256,7 @@ class ZeroModel:
 
     def reshard_all(self) -> None:
         """Free every gathered parameter, and the idle buffers."""
-        self.fetcher.end()
+        self.unsharder.end()
         for unit in self.units:
             unit.reshard()
         self.pool.clear()

@@ -15,7 +15,7 @@ STAGES = {0: (False, False, False), 1: (False, False, True), 2: (False, True, Tr
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """What is sharded, in which dtypes, and how much may be in flight. All sizes are in elements.
+    """The policy: what is sharded, in which dtypes, and how much may be in flight. All sizes are in elements.
 
     Args:
         shard_params: parameters are gathered before use and freed after it.
@@ -78,7 +78,7 @@ class ZeroPolicy:
 
     @classmethod
     def of_stage(cls, stage: int, **sizes: object) -> ZeroPolicy:
-        """The policy of DeepSpeed's `zero_optimization.stage`.
+        """Return the policy of DeepSpeed's `zero_optimization.stage`.
 
         Raises:
             ConfigError: no such stage.

@@ -1,4 +1,4 @@
-"""When to reduce gradients: unit by unit, while earlier units still compute their backward.
+"""Reduction of gradients: unit by unit, while earlier units still compute their backward.
 
 [Note: the order of reductions]
 
@@ -11,10 +11,10 @@ zeros: when the backward has passed them ([Note: a gradient may not come] in hoo
 
 `collect` moves the leaves' gradients into one buffer and takes them from the leaves at once: from then on only the
 buffer is held. Where gradients are sharded it comes from the pool, and goes back in `FlatGradient.done`, after all of
-its chunks were waited for: peers may read it until then. Reductions run on while the next unit computes, and would
+its buckets were waited for: peers may read it until then. Reductions run on while the next unit computes, and would
 pile up where the network is slower. So those of more than UNITS_IN_FLIGHT units ago are waited for when a unit is
-ready, and of all that are under way no more than `reduce_bucket_size` elements before another chunk starts. The
-second hop of a gradient, and the listener's step, begin where the sum is complete: in the wait for its last chunk.
+ready, and of all that are under way no more than `reduce_bucket_size` elements before another bucket starts. The
+second hop of a gradient, and the listener's step, begin where the sum is complete: in the wait for its last bucket.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def order_of_reduction(units: list[Unit]) -> list[Unit]:
 
 
 class ReduceListener(Protocol):
-    """Who uses gradients as soon as they are reduced, in the last microbatch of a step."""
+    """A user of gradients as soon as they are reduced, in the last microbatch of a step."""
 
     def on_reduce_start(self, gradient: FlatGradient) -> None:
         """Its reduction has started."""
@@ -52,7 +52,7 @@ class ReduceListener(Protocol):
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """What becomes of the gradients of the coming backward. The engine makes one for each microbatch.
+    """The plan for the gradients of the coming backward. The engine makes one for each microbatch.
 
     Args:
         reduces: False keeps them on the leaves, as inside `no_sync`.
@@ -66,12 +66,12 @@ class BackwardPlan:
 
 
 class ReduceInFlight(NamedTuple):
-    """A chunk of a gradient on its way. It is dropped after its wait: see [Note: who frees a gradient when].
+    """A bucket of a gradient on its way. It is dropped after its wait: see [Note: who frees a gradient when].
 
     Args:
         turn: of its unit in the order.
-        elements: of the chunk.
-        full: the buffer that this is the last chunk of; None: others follow.
+        elements: of the bucket.
+        full: the buffer that this is the last bucket of; None: others follow.
         last: it was started in the last microbatch of a step.
     """
 
@@ -91,7 +91,7 @@ class Reducer:
         policy: bucket size and overlap.
 
     Attributes:
-        in_flight: chunks being reduced, the oldest first.
+        in_flight: buckets being reduced, the oldest first.
     """
 
     def __init__(self, order: list[Unit], policy: ZeroPolicy) -> None:
@@ -167,13 +167,13 @@ class Reducer:
         if listener is not None:
             listener.on_reduce_start(gradient)
         full = gradient.to_wire(full)
-        chunks = gradient.chunks()
-        for chunk in chunks:
-            elements = (chunk.stop - chunk.start) * (full.numel() // chunks[-1].stop)
+        buckets = gradient.buckets()
+        for bucket in buckets:
+            elements = (bucket.stop - bucket.start) * (full.numel() // buckets[-1].stop)
             while self.in_flight and self._elements + elements > self.policy.reduce_bucket_size:
                 self._wait_oldest()
-            pending = gradient.reduce(full, chunk)
-            whole = full if chunk is chunks[-1] else None
+            pending = gradient.reduce(full, bucket)
+            whole = full if bucket is buckets[-1] else None
             self._elements += elements
             self.in_flight.append(
                 ReduceInFlight(self._turn, elements, gradient, pending, whole, self.plan.last)
@@ -189,7 +189,7 @@ class Reducer:
         self._elements -= oldest.elements
 
     def _complete(self, gradient: FlatGradient, full: Tensor, last: bool) -> None:
-        """Take over a collected gradient, all of whose chunks have been waited for."""
+        """Take over a collected gradient, all of whose buckets have been waited for."""
         gradient.done(full)
         if last and gradient.second_hop is not None:
             self._second_hops.append(gradient.second_hop.start())

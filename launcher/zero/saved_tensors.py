@@ -1,4 +1,4 @@
-"""What autograd saves of unsharded parameters: a place in a flat buffer, not the memory of that moment.
+"""The tensors that autograd saves of unsharded parameters: a place in a flat buffer, not the memory of that moment.
 
 [Note: saved tensors must not keep buffers alive]
 

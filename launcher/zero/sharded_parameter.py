@@ -1,4 +1,4 @@
-"""What stands in a module while its parameter is sharded: true shape, dtype and name, no data."""
+"""A stand-in for a sharded parameter in its module: true shape, dtype and name, no data."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ParameterHolder(Protocol):
     """
 
     def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
-        """The context of an operation on the values. They are gathered in it where all ranks build the model, and so do
-        the same to it; anywhere else it does nothing."""
+        """Return the context of an operation on the values. They are gathered in it where all ranks build the model,
+        and so do the same to it; anywhere else it does nothing."""
         ...
 
     @property
@@ -132,22 +132,23 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
         )
 
     def contiguous(self, *args: Any, **keywords: Any) -> torch.Tensor:
-        """What is about to be written; it would be itself, and be written as nothing."""
+        """Return what is about to be written; it would be itself, and be written as nothing."""
         with self.zero_holder.touched(changed=False):
             return self._whole("contiguous()").contiguous(*args, **keywords)
 
     def _only_looked_at(self) -> bool:
-        """Hugging Face's `save_pretrained` is called on every rank, with the weights on rank 0. The others write
-        nothing, and only look at their parameters."""
+        """Return whether a parameter is only looked at. Hugging Face's `save_pretrained` is called on every rank, with
+        the weights on rank 0. The others write the weights on rank 0. The others write nothing, and only look at their
+        parameters."""
         return self.zero_holder.whole is None and dist.is_initialized() and dist.get_rank() > 0
 
     def data_ptr(self) -> int:
-        """0 while it is sharded."""
+        """Return 0 while it is sharded."""
         whole = self.zero_holder.whole
         return 0 if whole is None else whole.data_ptr()
 
     def register_hook(self, hook: Any) -> Any:
-        """As on a plain parameter: gradients come to what stands in its place while it is gathered."""
+        """Register a hook as on a plain parameter: gradients come to what stands in its place while it is gathered."""
         leaf = getattr(self.zero_holder, "leaf", None)
         if leaf is None:
             raise self._too_early("register_hook()")
@@ -166,7 +167,7 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
         )
 
     def _whole(self, who: str) -> torch.Tensor:
-        """The full data while it is gathered."""
+        """Return the full data while it is gathered."""
         holder = self.zero_holder
         if (whole := holder.whole) is None:
             raise ShardedParameterError(

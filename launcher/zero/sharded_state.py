@@ -1,4 +1,4 @@
-"""What there is of a flat buffer's parameters on a rank, and what features may add to that."""
+"""The state of a flat buffer's parameters on a rank, and what features may add to that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.offload.offloaded import OffloadedTensor
 
 
 class ShardedState(Enum):
-    """What there is of a flat buffer's parameters in this rank's memory.
+    """The state of a flat buffer's parameters in this rank's memory.
 
     REPLICATED: all of them, for good: they are not sharded.
     SHARDED: the shard; modules show handles.
@@ -47,7 +47,7 @@ class GatherFeature(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of parameters that it keeps between steps."""
+        """Return the bytes of parameters that it keeps between steps."""
 
 
 class PackedShard(Protocol):
@@ -57,4 +57,4 @@ class PackedShard(Protocol):
         """Take the values of the buffer's master weights or shard, and let those go."""
 
     def unpack(self) -> OffloadedTensor:
-        """The values, until `pack`."""
+        """Return the values, until `pack`."""

@@ -1,4 +1,4 @@
-"""Where parameters get their first values from: the model as it is, or a model on meta that is made unit by unit."""
+"""The source of the first values of parameters: the model as it is, or a model on meta that is made unit by unit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ParamSource(Protocol):
     """Gives the values of a group of parameters, and only while asked for them."""
 
     def open(self, slots: list[ParamSlot]) -> AbstractContextManager[ParamReader]:
-        """A context in which the reader knows the parameters of `slots`; leaving it frees what it made."""
+        """Return a context in which the reader knows the parameters of `slots`; leaving it frees what it made."""
         ...
 
 
@@ -56,7 +56,7 @@ class MadeOnMeta:
         self._take_shapes_of(model)
 
     def keep_whole(self) -> None:
-        """From now on make the model as it is at this moment, on meta: its parameters are about to be split."""
+        """Make the model from now on as it is at this moment, on meta: its parameters are about to be split."""
         self._take_shapes_of(copy.deepcopy(self.model))
 
     def _take_shapes_of(self, root: nn.Module) -> None:

@@ -12,8 +12,8 @@ from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import ParamSlot
 
 
-class UnitPhase(Enum):
-    """How far the present backward has come with a unit.
+class BackwardState(Enum):
+    """The progress of the present backward with a unit.
 
     IDLE: it has not come to it, or there is none.
     BACKWARD: from the first use of its parameters in the backward on, until it is over.
@@ -44,7 +44,7 @@ class Unit:
         self.name, self.module, self.flats, self.gradients = name, module, flats, gradients
         self.numel = sum(flat.numel for flat in flats if flat.sharded)  # what a gather costs
         self.held = False  # GatheredParameters keeps it unsharded
-        self.phase = UnitPhase.IDLE
+        self.backward_state = BackwardState.IDLE
         self.arrived = 0  # leaves whose gradient has come in this backward
         self.expected = sum(len(gradient.flat.slots) for gradient in gradients)
         self.ran: tuple[int, int] | None = None
@@ -70,7 +70,7 @@ class Unit:
     @property
     def in_backward(self) -> bool:
         """Return whether its parameters are in use in the present backward."""
-        return self.phase in (UnitPhase.BACKWARD, UnitPhase.RECOMPUTED)
+        return self.backward_state in (BackwardState.BACKWARD, BackwardState.RECOMPUTED)
 
     @property
     def has_all_gradients(self) -> bool:
@@ -80,7 +80,7 @@ class Unit:
     @property
     def may_need_frozen(self) -> bool:
         """Return whether its frozen parameters may be needed after its last gradient: autograd has saved them."""
-        return self.phase is UnitPhase.RECOMPUTED and self._partly_frozen
+        return self.backward_state is BackwardState.RECOMPUTED and self._partly_frozen
 
     def ran_as(self, number: int) -> None:
         """Note a forward."""
@@ -88,20 +88,20 @@ class Unit:
 
     def to_backward(self) -> None:
         """Begin its backward, if that has not begun."""
-        if self.phase is not UnitPhase.RECOMPUTED:
-            self.phase = UnitPhase.BACKWARD
+        if self.backward_state is not BackwardState.RECOMPUTED:
+            self.backward_state = BackwardState.BACKWARD
 
     def to_recomputed(self) -> None:
         """Note that its forward runs again in the backward."""
-        self.phase = UnitPhase.RECOMPUTED
+        self.backward_state = BackwardState.RECOMPUTED
 
     def to_passed(self) -> None:
         """Note that the backward has come to units before it."""
-        self.phase = UnitPhase.PASSED
+        self.backward_state = BackwardState.PASSED
 
     def to_idle(self) -> None:
         """Forget a backward that is over."""
-        self.phase, self.arrived, self.ran = UnitPhase.IDLE, 0, None
+        self.backward_state, self.arrived, self.ran = BackwardState.IDLE, 0, None
 
     # ---- its parameters ---------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ FLAGS = [
     (["--tee", "9" * 5000], "--tee: needs a whole number"),
     (["--tee", "\u00b2"], "--tee: needs a whole number"),
     (["--master_port", "\u00b2"], "--master_port"),
-    (["--num_nodes=--"], "argument --num_nodes: -- is no value"),
+    (["--num_nodes=--"], "argument --num_nodes: -- is not a value"),
     (["--hostfile", "many"], "no machine has more than 4,096"),
     (["--hostfile", "fifo"], "is a pipe or a device"),
     (["--config", "fifo"], "is a pipe or a device"),
@@ -70,18 +70,18 @@ FLAGS = [
     ([*JOINING, "--node_rank", "5", "--dry_run"], "--node_rank 5: the number of hosts is 2"),
     (["--num_gpus", "100000000", "--dry_run"], "100,000,000 ranks on this machine"),
     (["--hostfile", "crowd", "--dry_run"], "a run has at most 262,144"),
-    (["--hostfile", "escape"], "'a\\x1b[31m' cannot be a host's name"),
-    (["--hostfile", "bom", "--include", f"node1:{'9' * 5000}"], "no range of slots"),
-    (["--hostfile", "bom", "--exclude", "x" * 5000], "no host of this run"),
+    (["--hostfile", "escape"], "'a\\x1b[31m' is not a valid host name"),
+    (["--hostfile", "bom", "--include", f"node1:{'9' * 5000}"], "nor a range of slots"),
+    (["--hostfile", "bom", "--exclude", "x" * 5000], "not a host of this run"),
     ([*JOINING, "--node_rank", "0", "--token_file", "fifo"], "is a pipe or a device"),
     ([*JOINING, "--node_rank", "0", "--token_file", "/dev/zero"], "is a pipe or a device"),
     ([*JOINING, "--node_rank", "1", "--master_addr", "x" * 5000], "the name of a host"),
     (["--config", "alias.yaml"], "this is not YAML"),
     (["--config", "lists.yaml"], "num_machines is a list"),
     (["--config", "digits.yaml"], "a number of 4000 digits"),
-    (["--module", ""], "'' is no name of a module"),
-    (["--no_python", ""], "'' is no name of a program"),
-    (["--no_python", "x" * 5000], "is no name of a program"),
+    (["--module", ""], "'' is not the name of a module"),
+    (["--no_python", ""], "'' is not the name of a program"),
+    (["--no_python", "x" * 5000], "is not the name of a program"),
     (["x" * 5000 + ".py"], "there is no file"),
     (["x" * 300 + ".py"], "there is no file"),
 ]
@@ -184,8 +184,8 @@ def test_ranks_that_the_cores_cannot_carry_are_asked_for(
         (["--image", "i", "--namespace", "a\nb"], "the name of an object"),
         (["--image", "i", "--token_secret", ""], "the name of an object"),
         (["--image", "i", "--volume", "a\nb:/data"], "needs CLAIM:/PATH"),
-        (["--image", "i", "--module", ""], "'' is no name of a module"),
-        (["--image", "i", "x" * 5000 + ".py"], "is no name of a script"),
+        (["--image", "i", "--module", ""], "'' is not the name of a module"),
+        (["--image", "i", "x" * 5000 + ".py"], "is not the name of a script"),
     ],
 )
 def test_a_manifest_has_bounds_too(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +212,7 @@ def test_a_file_of_variables_is_read_as_carefully(place: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("program", "fix"),
-    [("./nope", "named by its path"), ("./script.py", "chmod +x"), ("./plain", "#!/bin/sh")],
+    [("./nope", "given by path"), ("./script.py", "chmod +x"), ("./plain", "#!/bin/sh")],
 )
 def test_a_program_that_cannot_be_run(place: Path, program: str, fix: str) -> None:
     Path("plain").touch(0o755)
@@ -226,8 +226,8 @@ def test_names_of_hosts_do_not_act_on_a_terminal(
 ) -> None:
     """They may also come from a scheduler, and facts from any machine."""
     host = Host("a\x1b[31m", (0,))
-    crew = SimpleNamespace(nodes=[Node(host, 0, [])], connect=lambda *_: (), close=lambda: None)
-    job = SimpleNamespace(hosts=[host], front_end=lambda: SimpleNamespace(crew=crew), hello=None)
+    node_group = SimpleNamespace(nodes=[Node(host, 0, [])], connect=lambda *_: (), close=lambda: None)
+    job = SimpleNamespace(hosts=[host], front_end=lambda: SimpleNamespace(node_group=node_group), hello=None)
     job.shell_command, job.timeouts = (lambda *_: ["echo", "x"]), SimpleNamespace(fan_out=1)
     monkeypatch.setattr(hosts, "_job", lambda _: job)
     hosts.report([])
@@ -269,7 +269,7 @@ def test_a_directory_that_sbatch_cannot_read_is_refused(tmp_path: Path) -> None:
     request = Namespace(
         arguments=["--output-dir", str(tmp_path / "a\n#SBATCH --x")], name="pretrain", is_ours=True
     )
-    with pytest.raises(ConfigError, match="SBATCH cannot have"):
+    with pytest.raises(ConfigError, match="SBATCH lines cannot have"):
         submit(flags_of(), request, [])  # type: ignore[arg-type]
 
 

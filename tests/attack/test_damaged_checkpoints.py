@@ -170,11 +170,11 @@ def test_what_stands_in_for_a_file_is_told(
     pool: WorkerPool, saved: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     cases: list[tuple[str, bytes | None, str | None, list[str]]] = [
-        ("a pipe", None, None, ["/latest names no checkpoint", "is a pipe"]),
-        ("50 MB", b"x" * 50_000_000, None, ["/latest names no checkpoint", "47 MiB"]),
-        ("a long name", b"x" * 4000, None, ["/latest names no checkpoint", "xxx..."]),
+        ("a pipe", None, None, ["/latest does not name a checkpoint", "is a pipe"]),
+        ("50 MB", b"x" * 50_000_000, None, ["/latest does not name a checkpoint", "47 MiB"]),
+        ("a long name", b"x" * 4000, None, ["/latest does not name a checkpoint", "xxx..."]),
         ("forged", b"", json.dumps(FORGED), [
-            "global_step11/meta.json is no record of a run", "global_steps is of type str", "optimizer is missing",
+            "global_step11/meta.json is not a record of a run", "global_steps is of type str", "optimizer is missing",
         ]),
     ]  # fmt: skip
     for number, (name, latest, meta, told) in enumerate(cases):
@@ -192,7 +192,7 @@ def test_a_renamed_checkpoint_is_refused_by_both_names(pool: WorkerPool, saved: 
     (work / "global_step1").rename(work / "global_step11")
     for tag in ("global_step11", None):
         said, _ = pool.run(told_by, 1, work, b"", tag, None)[0]
-        assert f"{work}/global_step11/meta.json is of the checkpoint 'global_step1'" in said
+        assert f"{work}/global_step11/meta.json belongs to the checkpoint 'global_step1'" in said
         assert "is named 'global_step11'" in said and "name it global_step1" in said
     (work / "global_step11").rename(work / "global_step1")
     assert pool.run(told_by, 1, work, b"", "global_step1", None)[0] == ("loaded", True)

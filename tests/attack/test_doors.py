@@ -230,7 +230,7 @@ def test_the_token_that_node_0_prints_lets_others_in_and_their_secrets_stay_thei
     monkeypatch.setenv("HF_TOKEN", "hf_of_node_0")
     first, second = nodes(tmp_path, free_port(), "--export", "HF_TOKEN", "--export", "WORD=said")
     refused = launch(*second, cwd=tmp_path)
-    assert refused.returncode == 2 and "none is named" in refused.stderr
+    assert refused.returncode == 2 and "none is given" in refused.stderr
     with launching(*first, cwd=tmp_path) as node0:
         assert node0.stderr is not None
         line = node0.stderr.readline()
@@ -334,7 +334,7 @@ def test_a_door_of_another_token() -> None:
     port = free_port()
     door, nodes = JoinServer("127.0.0.1", port, WORD), [Node(Host(f"node{n}", (0,)), n, []) for n in (0, 1)]
     for token in ("", "another" * 3):
-        with pytest.raises(ConfigError, match="did not take this node"):
+        with pytest.raises(ConfigError, match="rejected this node"):
             knock("127.0.0.1", port, 1, token, 1.0)
         door.admit(nodes)
         assert not nodes[1].connected

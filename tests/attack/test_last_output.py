@@ -179,7 +179,7 @@ def test_a_full_disk_is_named_as_the_cause(tmp_path: Path, program: str) -> None
     assert done.returncode not in (0, 2) and f"the disk of {tmp_path}/disk is full" in done.stderr, (
         done.stderr
     )
-    assert "make room there" in done.stderr and "agent was lost" not in done.stderr
+    assert "free some space there" in done.stderr and "agent was lost" not in done.stderr
 
 
 def test_a_terminals_log_may_end_before_its_output(tmp_path: Path) -> None:

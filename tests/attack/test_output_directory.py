@@ -79,7 +79,7 @@ def test_who_counts_as_gone(tmp_path: Path, subtests: pytest.Subtests) -> None:
     parent = os.getppid()
     cases: list[tuple[str, dict[str, object], float, str | None]] = [
         ("its id belongs to another process now", {"pid": parent, "started": 1}, 0, f"process {parent} has ended"),
-        ("the machine was started again", {"pid": parent, "boot": "before"}, 0, "was started again"),
+        ("the machine was restarted", {"pid": parent, "boot": "before"}, 0, "was restarted"),
         ("another machine, which shows that it lives", {"host": "elsewhere"}, 60, None),
         ("another machine, silent", {"host": "elsewhere"}, 600, "elsewhere was silent for 6"),
         ("a container on this machine", {"space": "pid:[1]"}, 60, None),

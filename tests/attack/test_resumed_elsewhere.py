@@ -107,7 +107,7 @@ def test_another_batch_is_told_where_it_is_not_kept(
             resume = ("--resume", str(tmp_path / "out"), *flags)
             said, _, (batch_size, _) = pool.run(train, 1, out, {**CONFIG, **change}, STEPS, *resume)[0]
             assert batch_size == size and told.format(size) in said
-    for change, why in (({"train_micro_batch_size_per_gpu": 3}, "no multiple of 3 x 1 ranks"),
+    for change, why in (({"train_micro_batch_size_per_gpu": 3}, "not a multiple of 3 x 1 ranks"),
                         ({"train_batch_size": 4}, "train_batch_size 4 is written")):  # fmt: skip
         with pytest.raises(RanksFailed, match=why):
             pool.run(train, 1, tmp_path, {**CONFIG, **change}, STEPS, *RESUME, "--keep-batch")
@@ -146,11 +146,11 @@ def test_what_has_changed_of_the_data_is_told(subtests: pytest.Subtests) -> None
     assert Identity.of(Known(), 0).changes(was, place) == []
     assert not Identity.of(data, 0).is_other(None) and Identity.of(Known(digest="b"), 0).is_other(was)
     cases: list[tuple[Known, int, Any, list[str]]] = [
-        (Known(digest="b"), 1, was, ["another one than in the checkpoint", "from its beginning"]),
+        (Known(digest="b"), 1, was, ["not that of the checkpoint", "from its beginning"]),
         (Known(seq_length=8), 0, was, ["--seq-length is 8 and was 16", "sequence 40 of epoch 1"]),
         (Known(ids=data.ids[:50]), 0, was, ["have 50 sequences and had 64"]),
         (data, 7, was, ["--seed is 7 and was 0", "read twice"]),
-        (Known(separator=0), 0, was, ["trained without --document-mask", "goes on with it"]),
+        (Known(separator=0), 0, was, ["trained without --document-mask", "continues with it"]),
         (data, 0, None, ["does not say which data"]),
     ]
     for dataset, seed, noted, told in cases:
@@ -177,7 +177,7 @@ def test_another_data_set_is_read_from_its_beginning(pool: WorkerPool, tmp_path:
     elsewhere.mkdir()
     resume = ("--resume", str(tmp_path / "out"))
     said, place = pool.run(on_other_data, 1, elsewhere, "b", *resume, "--learning-rate", "0.01")[0]
-    assert "WARNING --dataset is another one" in said and place["samples"] == (STEPS - SAVED) * 4
+    assert "WARNING --dataset is not that of" in said and place["samples"] == (STEPS - SAVED) * 4
     said, place = pool.run(on_other_data, 1, elsewhere, "a", *resume, "--seed", "7", "--overwrite")[0]
     assert "WARNING --seed is 7" in said and place["samples"] == STEPS * 4
 
@@ -205,8 +205,8 @@ def test_a_learning_rate_of_the_json_that_does_not_count_is_told(
 ) -> None:
     cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 8, "warmup_num_steps": 2}}
     step = {"type": "StepLR", "params": {"step_size": 2}}
-    cases = [(None, "the checkpoint's counts, 0.01"), (cosine, "goes on with what the JSON says now"),
-             (step, "the checkpoint's counts, which its schedule keeps")]  # fmt: skip
+    cases = [(None, "using the checkpoint's value, 0.01"), (cosine, "continues with the JSON's present values"),
+             (step, "using the checkpoint's value, which its schedule keeps")]  # fmt: skip
     for number, (scheduler, told) in enumerate(cases):
         with subtests.test(told):
             directory = tmp_path / str(number)
@@ -215,7 +215,7 @@ def test_a_learning_rate_of_the_json_that_does_not_count_is_told(
             (line,) = pool.run(rates, 1, directory, scheduler, 0.5)[0]
             assert "optimizer.params.lr was 0.01 in the checkpoint and is 0.5" in line and told in line
     (line,) = pool.run(rates, 1, tmp_path / "0", cosine, 0.01)[0]
-    assert "begins at its first step" in line
+    assert "starts at its first step" in line
     (line,) = pool.run(rates, 1, tmp_path / "1", None, 0.01)[0]
     assert "had a schedule, and this run has none" in line
     for saved, other, name in (("1", step, "StepLR"), ("2", cosine, "WarmupCosineLR")):

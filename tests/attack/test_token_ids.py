@@ -55,7 +55,9 @@ def test_an_id_that_the_tokenizer_does_not_name_is_refused(tmp_path: Path) -> No
             return found
 
     tokenizer.__class__ = Odd
-    with pytest.raises(ConfigError, match=f"gives ids from 0 to {LARGEST}, but its vocabulary ends with 4"):
+    with pytest.raises(
+        ConfigError, match=f"produces ids from 0 to {LARGEST}, but its vocabulary ends with 4"
+    ):
         pack(Dataset.from_dict({"text": ["a far b"]}), tokenizer, 4, tmp_path)
 
 
@@ -113,4 +115,4 @@ def test_damaged_tokens_are_made_again(
         (first.path / file).write_bytes(content)
     again = pack(rows, with_gaps(), 4, tmp_path)
     assert [again[i].tolist() for i in range(len(again))] == want and again.largest_id == largest  # type: ignore[union-attr]
-    assert "it is made again" in caplog.text and str(first.path) in caplog.text
+    assert "making it again" in caplog.text and str(first.path) in caplog.text

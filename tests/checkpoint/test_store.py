@@ -68,7 +68,7 @@ def test_prune_keeps_the_newest_and_the_latest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tag", ["", "..", "a/b", "../a", ".hidden", "latest", "a b", "a\n", "-x", "x" * 300])
 def test_odd_tags_are_refused(tmp_path: Path, tag: str) -> None:
-    with pytest.raises(CheckpointError, match="cannot be the tag"):
+    with pytest.raises(CheckpointError, match="is not a valid checkpoint tag"):
         _save(tmp_path, tag)
     assert _names(tmp_path) == set()
 
@@ -80,7 +80,7 @@ def test_nothing_to_load_says_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'step2'[\s\S]*load one of: step1"):
         load_meta(tmp_path, "step2")
     (tmp_path / "latest").write_text("../elsewhere")
-    with pytest.raises(CheckpointError, match="latest names no checkpoint"):
+    with pytest.raises(CheckpointError, match="latest does not name a checkpoint"):
         latest_tag(tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_disk_full_on_one_rank_is_an_error_on_every_rank(pool: WorkerPool, tmp_p
     assert len(messages) == 2
     for message in messages:
         assert "could not be written on rank 1: [Errno 27] File too large" in message
-        assert "saved before are intact" in message
+        assert "earlier checkpoints are intact" in message
 
 
 def test_ranks_that_disagree_about_the_tag(pool: WorkerPool, tmp_path: Path) -> None:

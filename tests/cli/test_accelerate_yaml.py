@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "precision": ({"mixed_precision": "fp8"}, "write one of no, bf16, fp16"),
     "cloud": ({"compute_environment": "AMAZON_SAGEMAKER"}, "LOCAL_MACHINE"),
     "uneven": ({**TWO, "num_processes": 15}, "not a multiple"),
-    "no number": ({"num_processes": "two"}, "whole number"),
+    "not a number": ({"num_processes": "two"}, "whole number"),
     "runner": (
         {**TWO, "deepspeed_config": {**SECTION, "deepspeed_multinode_launcher": "slurm"}},
         "--launcher slurm",

@@ -160,7 +160,7 @@ def test_one_pod_and_no_second_try(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "said"),
     [
         (["--image", "i", "--num_nodes", "2", "m"], "--num_gpus is missing"),
-        ([*PLAIN, "--hostfile", "h", "m"], "--hostfile means nothing in a manifest"),
+        ([*PLAIN, "--hostfile", "h", "m"], "--hostfile has no meaning in a manifest"),
         ([*PLAIN, "--name", "My_Run", "m"], "small letters, digits and dashes"),
         ([*PLAIN, "--volume", "data", "m"], "needs CLAIM:/PATH"),
         ([*PLAIN, "--shm", "16 Gi", "m"], "needs a size such as 16Gi"),

@@ -97,5 +97,5 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         memory_of("80 lots")
     assert memory_of("80GiB") == 80 << 30
     assert 78 << 30 < memory_of("h100") < 80 << 30
-    with pytest.raises(ConfigError, match="unknown device 'abacus'"):
+    with pytest.raises(ConfigError, match="unknown GPU 'abacus'"):
         memory_of("abacus")

@@ -55,7 +55,8 @@ def test_where_nothing_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--gpu", "abacus"], "unknown device 'abacus'"),
+        (["--gpu", "abacus"], "unknown GPU 'abacus'"),
+        (["--gpu", "4090"], "did you mean rtx-4090"),
         (["--gpu", "missing.json"], "missing.json cannot be read"),
         (["--hostfile", "missing"], "the hostfile missing does not exist"),
     ],

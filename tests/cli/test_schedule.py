@@ -56,7 +56,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told(capsys, "--trace", str(tmp_path / "run.json"), "--out", str(tmp_path / "both.json"))
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
-    with pytest.raises(ConfigError, match="--stages is 3, the run had 2"):
+    with pytest.raises(ConfigError, match="--stages is 3, but the run had 2"):
         schedule(["--trace", str(tmp_path / "run.json"), "--stages", "3"])
 
 

@@ -73,7 +73,7 @@ def test_launch_tells_it_once_itself_and_its_flag_wins_over_an_installed_shim(tm
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["run"], "no command is named"),
+        (["run"], "the command is missing"),
         (["run", "--", "no-such-program"], "cannot be started"),
         (["add"], "add"),
         (["path", "more"], "takes no arguments"),

@@ -28,18 +28,18 @@ def measure(count: int) -> dict[str, float]:
         flags = launch_parser().parse_args(["--hostfile", str(hostfile), "--device", "cpu", "--no_python"])
         job = Job(RunRequest(flags, ["true"]), flags, None, None)
     command = runners.HERE.command(job.hosts[0], runners.RunnerOptions())
-    crew = NodeGroup([Node(host, i, command) for i, host in enumerate(job.hosts)], job.timeouts)
+    node_group = NodeGroup([Node(host, i, command) for i, host in enumerate(job.hosts)], job.timeouts)
     began = time.monotonic()
     try:
-        for _ in crew.connect(crew.nodes, job.hello):
+        for _ in node_group.connect(node_group.nodes, job.hello):
             pass
         answered = time.monotonic()
-        rendezvous.meet(crew, rendezvous.RendezvousOptions(), lambda: None)
+        rendezvous.meet(node_group, rendezvous.RendezvousOptions(), lambda: None)
         met = time.monotonic()
-        preflight.judge(crew.nodes, preflight.NodeRequirements(job.needs, "cpu"))
+        preflight.judge(node_group.nodes, preflight.NodeRequirements(job.needs, "cpu"))
         judged = time.monotonic()
     finally:
-        crew.close()
+        node_group.close()
     return {"answered": answered - began, "tried one another": met - answered, "judged": judged - met}
 
 

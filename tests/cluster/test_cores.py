@@ -35,7 +35,7 @@ def machine(directory: Path, nodes: dict[int, str], siblings: dict[int, str] | N
 
 def test_shares_are_equal_and_disjoint(tmp_path: Path) -> None:
     assert cores.share_cores([0, 1, 2, 4, 5, 6, 7], 3, tmp_path) == [[0, 1], [2, 4], [5, 6]]
-    with pytest.raises(ConfigError, match="2 cores cannot be shared out to 3 ranks"):
+    with pytest.raises(ConfigError, match="2 cores cannot be divided among 3 ranks"):
         cores.share_cores([0, 1], 3, tmp_path)
 
 

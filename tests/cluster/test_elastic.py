@@ -93,7 +93,7 @@ def test_fewer_nodes_then_more_again(tmp_path: Path) -> None:
         said = ""
         for _ in range(2):  # it may also go and come back while it waits
             back = stack.enter_context(node(2, port, tmp_path, *flags))
-            said += told(first, "node2 is there, the next restart can use it")
+            said += told(first, "node2 is available; the next restart can use it")
             if said.count("node2 is there") == 1:
                 os.kill(back.pid, signal.SIGKILL)
         (tmp_path / "order1").write_text("fail")
@@ -110,22 +110,22 @@ def test_fewer_nodes_then_more_again(tmp_path: Path) -> None:
 
 def test_nodes_that_are_left_out_stay_so_while_the_others_are_the_same() -> None:
     nodes = [Node(Host(name, (0,)), index, []) for index, name in enumerate("abc")]
-    crew = NodeGroup(nodes, NodeTimeouts())
+    node_group = NodeGroup(nodes, NodeTimeouts())
     front_end = FrontEnd(
-        crew,
+        node_group,
         *[lambda *_: None] * 3,
         meeting=RendezvousOptions(),
         min_nodes=1,
         max_nodes=2,
-        patience=Timeouts(),
+        timeouts=Timeouts(),
     )  # type: ignore[arg-type]
     for node in nodes:
         node.facts = {}
-    assert front_end._choose() and crew.nodes == nodes[:2]  # the third is in reserve
-    crew.nodes = nodes[:1]
-    assert not front_end._choose() and crew.nodes == nodes[:1]
+    assert front_end._choose() and node_group.nodes == nodes[:2]  # the third is in reserve
+    node_group.nodes = nodes[:1]
+    assert not front_end._choose() and node_group.nodes == nodes[:1]
     nodes[0].lost = "gone"
-    assert front_end._choose() and crew.nodes == nodes[1:]
+    assert front_end._choose() and node_group.nodes == nodes[1:]
 
 
 def test_a_number_of_ranks_that_is_not_allowed_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_file_and_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(here)
     found = asked_for(["C=x=y", "FROM_HERE"], {"FROM_HERE": " $HOME\n"})
     assert found == {"A": "home", "B": "here", "C": "x=y", "FROM_HERE": " $HOME\n"}
-    for wrong, said in (("1A=2", "no name of a variable"), ("NOT_SET", "is not set here")):
+    for wrong, said in (("1A=2", "not a valid variable name"), ("NOT_SET", "is not set here")):
         with pytest.raises(ConfigError, match=said):
             asked_for([wrong], {})
 

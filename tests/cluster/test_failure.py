@@ -96,18 +96,20 @@ def test_a_failure_travels_as_json() -> None:
 
 def test_on_several_hosts_the_message_says_where(tmp_path: Path) -> None:
     failure = Failure(
-        3, 101, -9, None, local_rank=1, log="/runs/x/rank3.log", memory_killer="the log says so"
+        3, 101, -9, None, local_rank=1, log="/runs/x/rank3.log", memory_killer="the log reports it"
     )
     text = describe(failure, log_was_shown=False, place="stage 1", host="node2")
-    assert "rank 3 (stage 1, node2, local rank 1, pid 101) was killed by the kernel for memory" in text
+    assert (
+        "rank 3 (stage 1, node2, local rank 1, pid 101) was killed by the kernel for lack of memory" in text
+    )
     assert "its log: node2:/runs/x/rank3.log" in text and "dmesg" not in text
 
 
 def test_a_rank_that_waited_for_one_that_had_ended_says_so() -> None:
     lost = record(1, message="RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:5033")
     text = describe(Failure(0, 100, 1, lost, left_before=(1,)), log_was_shown=True)
-    assert "rank 1 had ended before, without an error" in text and "fix: call on every rank" in text
-    assert "ranks 1, 2 had ended" in describe(
+    assert "rank 1 ended earlier, without an error" in text and "fix: on every rank, call" in text
+    assert "ranks 1, 2 ended earlier" in describe(
         Failure(0, 100, 1, lost, left_before=(1, 2)), log_was_shown=True
     )
     assert "had ended" not in describe(Failure(0, 100, 1, lost), log_was_shown=True)

@@ -91,8 +91,8 @@ def test_a_node_that_says_nothing_ends_all(hosts: Hosts, tmp_path: Path, verb: s
             hosts("heal", "node2")
         assert hosts.wait_until_empty("node2", limit_s=8) == []
     assert end.code == 1 and end.took_s < 11
-    assert "node2 was lost: nothing was heard of it for 3 s" in end.errors
-    assert "could not be cleaned from here: node2" in end.errors
+    assert "node2 was lost: nothing was heard from it for 3 s" in end.errors
+    assert "could not be cleaned up from here: node2" in end.errors
 
 
 @thorough
@@ -137,7 +137,7 @@ def test_ctrl_c_while_a_node_is_cut_off(hosts: Hosts, tmp_path: Path, times: int
         end = ended(process, since, limit_s=30)
         assert hosts.left("node1") == []
     assert end.code == 130 and end.took_s < limit_s
-    assert f"could not be cleaned from here: node2 (processes {pids})" in end.errors
+    assert f"could not be cleaned up from here: node2 (processes {pids})" in end.errors
 
 
 def test_nothing_outlives_a_killed_front_end(hosts: Hosts, tmp_path: Path) -> None:
@@ -196,4 +196,4 @@ def test_a_name_that_nobody_knows(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     end = hosts.launch(tmp_path, "--hostfile", hosts.hostfile(tmp_path, more="nodex slots=1\n"), "script.py")
     assert end.code == 2 and end.took_s < 10
-    assert "1 of 3 hosts is not ready" in end.errors and "no such name: see the hostfile" in end.errors
+    assert "1 of 3 hosts is not ready" in end.errors and "unknown host name: check the hostfile" in end.errors

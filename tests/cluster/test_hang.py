@@ -95,7 +95,8 @@ def test_who_waits_and_who_never_came() -> None:
     assert describe(states, "/logs").splitlines() == [
         "no rank has made progress for 30 s",
         "  ranks 0,1,3 wait in all_gather of layers.7/forward among ranks 0,1,2,3 (number 812)",
-        "  rank 2 (w1) never entered it, its last is reduce_scatter of head/backward among ranks 0,1,2,3 (number 811), "
+        "  rank 2 (w1) never entered it, its last was reduce_scatter of head/backward among ranks 0,1,2,3 "
+        "(number 811), "
         "it is at data.py:88 in next_batch",
         "  all stacks: /logs/hang.txt",
     ]
@@ -120,7 +121,7 @@ def test_hung_rank_ends_the_run(tmp_path: Path) -> None:
     done = launch("--num_gpus", "3", "--hang_timeout", "2", "script.py", "--output-dir", "out", cwd=tmp_path)
     assert done.returncode == 1
     assert "ranks 0,2 wait in all_gather of layers.2/forward among ranks 0,1,2 (number 3)" in done.stderr
-    assert "rank 1 (localhost) never entered it, its last is all_gather of layers.1/forward" in done.stderr
+    assert "rank 1 (localhost) never entered it, its last was all_gather of layers.1/forward" in done.stderr
     assert "it is at script.py:5 in next_batch" in done.stderr
     stacks = (tmp_path / "out/logs/hang.txt").read_text()
     assert stacks.count("==== rank ") == 3 and stacks.count("script.py") >= 3

@@ -73,7 +73,7 @@ def test_nodes_that_come_by_themselves(hosts: Hosts, tmp_path: Path) -> None:
     ]
     assert ended(later, time.monotonic(), limit_s=10).code == 0
     refused = ended(stranger, time.monotonic(), limit_s=10)
-    assert refused.code == 2 and "did not take this node" in refused.errors
+    assert refused.code == 2 and "rejected this node" in refused.errors
 
 
 TORCH = next(file for file in metadata.files("torch") or [] if file.name == "METADATA").locate().parent
@@ -106,7 +106,7 @@ def test_values_and_arguments_arrive_as_they_are_and_are_not_seen(hosts: Hosts, 
     [
         (sys.executable, "is " + sys.executable + " there?"),
         (str(ROOT / "launcher" / "cluster"), "its Python cannot import launcher.cluster.agent"),
-        (str(TORCH), "torch is not installed, on the others it is"),
+        (str(TORCH), "torch is not installed, on the other hosts it is"),
     ],
     ids=["python", "launcher", "torch"],
 )

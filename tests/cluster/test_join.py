@@ -92,4 +92,4 @@ def test_a_second_node_of_a_number_waits_until_the_first_is_lost(
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_number_that_no_node_has(house: House, rank: int) -> None:
     house.admit_until(house.knock(rank))
-    assert "did not take this node" in house.refused[0] and not house.inside
+    assert "rejected this node" in house.refused[0] and not house.inside

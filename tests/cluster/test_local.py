@@ -151,7 +151,7 @@ def test_an_error_says_which_rank_had_ended_before(tmp_path: Path) -> None:
         "raise RuntimeError('Connection closed by peer [127.0.0.1]:5033')\n",
     )
     done = launch("--num_gpus", "2", script, cwd=tmp_path)
-    assert "rank 1 had ended before, without an error" in done.stderr
+    assert "rank 1 ended earlier, without an error" in done.stderr
 
 
 def test_rank_that_hangs_after_its_error_ends_the_run(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_bound_cores_are_disjoint(tmp_path: Path) -> None:
     done = launch("--bind_cores_to_rank", "--num_gpus", "2", script, cwd=tmp_path)
     half = len(cores) // 2
     if half == 0:
-        assert "cannot be shared out" in done.stderr
+        assert "cannot be divided" in done.stderr
         return
     (first, threads), (second, _) = (json.loads((tmp_path / f"cores{rank}").read_text()) for rank in (0, 1))
     # Sides of a machine need not be equal: see test_cores.py.

@@ -45,14 +45,14 @@ def test_nodes_that_are_alike_are_ready() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"versions": {**GOOD["versions"], "torch": "2.11"}}, "torch is 2.11, on the others it is 2.13"),
-        ({"versions": {**GOOD["versions"], "torch": None}}, "torch is not installed, on the others"),
-        ({"source": "other"}, "its launcher is another version"),
+        ({"versions": {**GOOD["versions"], "torch": "2.11"}}, "torch is 2.11, on the other hosts it is 2.13"),
+        ({"versions": {**GOOD["versions"], "torch": None}}, "torch is not installed, on the other hosts"),
+        ({"source": "other"}, "its launcher version differs"),
         ({"files": {"/w/ds.json": None}}, "there is no file /w/ds.json"),
-        ({"files": {"/w/ds.json": "d2"}}, "/w/ds.json is another file there than here"),
-        ({"memory": 1 << 20}, "1 MiB of memory are free for 2 ranks"),
+        ({"files": {"/w/ds.json": "d2"}}, "/w/ds.json differs from the file here"),
+        ({"memory": 1 << 20}, "1 MiB of memory are free, too little for 2 ranks"),
         ({"clock": 1090.2}, "its clock is 90 s ahead"),
-        (None, "no such name: see the hostfile"),
+        (None, "unknown host name: check the hostfile"),
     ],
 )
 def test_what_is_wrong_with_one_host(change: dict[str, Any] | None, said: str) -> None:
@@ -72,7 +72,7 @@ def test_all_is_told_at_once() -> None:
 def test_devices_and_slots() -> None:
     judge(nodes({"gpus": 2}), NodeRequirements({}, "auto"))
     with pytest.raises(
-        ConfigError, match="1 CUDA devices are visible, slot 1 is wanted, CUDA_VISIBLE_DEVICES=3"
+        ConfigError, match="1 CUDA devices are visible, but slot 1 was requested, CUDA_VISIBLE_DEVICES=3"
     ):
         judge(nodes({"gpus": 1, "mask": "3"}), NodeRequirements({}, "auto"))
     with pytest.raises(ConfigError, match="no CUDA device is visible"):

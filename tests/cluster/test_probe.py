@@ -43,7 +43,7 @@ def test_the_word_tells_who_answers(opened: tuple[ProbeServer, int]) -> None:
     place = {"addresses": [HERE], "port": opened[1]}
     right, wrong = found({**place, "word": "right"}, {**place, "word": "other"})
     assert right == {"addresses": [HERE], "why": None}
-    assert wrong == {"addresses": [], "why": "something else answers there"}
+    assert wrong == {"addresses": [], "why": "another program answers there"}
 
 
 def test_more_come_than_a_backlog_holds_and_nothing_lingers(

@@ -39,10 +39,10 @@ def test_what_is_chosen(flags: dict[str, object], expected: dict[str, str]) -> N
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"include": "w9"}, "'w9' is no host of this run"),
+        ({"include": "w9"}, "'w9' is not a host of this run"),
         ({"include": "w0:7"}, "w0 has no slot 7"),
-        ({"include": "w0:"}, "is no slot"),
-        ({"include": "w0:a"}, "'a' in 'a' is no slot"),
+        ({"include": "w0:"}, "is neither a slot"),
+        ({"include": "w0:a"}, "'a' in 'a' is neither a slot"),
         ({"include": "w0", "exclude": "w1"}, "exclude each other"),
         ({"include": "w0", "num_gpus": 1}, "exclude each other"),
         ({"exclude": "w0@w1@me@w2"}, "leaves no slot of 3 hosts"),
@@ -59,5 +59,5 @@ def test_slots_are_counted_inside_of_a_mask() -> None:
     assert masked_devices(None, [0, 2], "w0") == "0,2"
     assert masked_devices("4,5,6,7", [0, 2], "w0") == "4,6"
     assert masked_devices("GPU-aa, GPU-bb", [1], "w0") == "GPU-bb"
-    with pytest.raises(ConfigError, match="slot 2 is wanted and the mask of devices shows 2"):
+    with pytest.raises(ConfigError, match="slot 2 was requested, but the device mask shows 2"):
         masked_devices("GPU-aa,GPU-bb", [2], "w0")

@@ -82,24 +82,26 @@ def test_all_is_shipped_where_there_is_no_git(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_shipped_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"is not in .*project, so its copy has no place to start in"):
+    with pytest.raises(
+        ConfigError, match=r"is not in .*project, so its copy would have no working directory"
+    ):
         pack([], str(project), "/")
     with pytest.raises(ConfigError, match="there is no directory nowhere"):
         pack([], "nowhere", "/")
     os.mkfifo(project / "pipe.bin")
-    with pytest.raises(ConfigError, match=r"pipe\.bin is no file that can be shipped"):
+    with pytest.raises(ConfigError, match=r"pipe\.bin is not a regular file"):
         pack([str(project / "pipe.bin")], None, "/")
     monkeypatch.setattr("launcher.cluster.sync_manifest.MOST_BYTES", 100)
     with pytest.raises(
-        ConfigError, match=r"3 files of .* are too much to ship: .*; the largest: .*script.py \(\d+ bytes"
+        ConfigError, match=r"3 files of .* are too much to send: .*; the largest: .*script.py \(\d+ bytes"
     ):
         pack([], str(project), str(project))
     (project / ".gitignore").write_text("*")
-    with pytest.raises(ConfigError, match="git ignores all that is there"):
+    with pytest.raises(ConfigError, match="git ignores everything there"):
         pack([], str(project), str(project))
     shutil.rmtree(project / ".git" / "refs")
     with pytest.raises(
-        ConfigError, match=r"which files of .* cannot be found out: fatal: not a git repository"
+        ConfigError, match=r"cannot find out which files of .* git ignores: fatal: not a git repository"
     ):
         pack([], str(project), str(project))
 

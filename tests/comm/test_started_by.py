@@ -128,11 +128,11 @@ def test_two_programs_meet_as_they_say(alone: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize(
     ("method", "rank", "size", "lacking"),
     [
-        ("tcp://127.0.0.1:1", -1, -1, "nothing says RANK"),
-        (None, -1, 2, "nothing says RANK"),
-        (None, 1, -1, "nothing says WORLD_SIZE"),
-        (None, 1, 2, "where ranks meet"),
-        ("env://", 1, 2, "where ranks meet"),
+        ("tcp://127.0.0.1:1", -1, -1, "RANK is missing"),
+        (None, -1, 2, "RANK is missing"),
+        (None, 1, -1, "WORLD_SIZE is missing"),
+        (None, 1, 2, "there is no rendezvous address"),
+        ("env://", 1, 2, "there is no rendezvous address"),
     ],
 )
 def test_half_of_it_is_an_error(

@@ -40,7 +40,7 @@ def test_all_problems_of_a_file_at_once_in_its_order() -> None:
         """x.json has 7 problems:
   x.json:2:3 train_batch_sze: unknown key
       fix: did you mean `train_batch_size`?
-  x.json:3:12 fp16.enabled: fp16.enabled and bf16.enabled are both true, and parameters have one dtype
+  x.json:3:12 fp16.enabled: fp16.enabled and bf16.enabled are both true, but parameters have one dtype
       fix: set one of fp16.enabled and bf16.enabled to false
   x.json:3:29 fp16.hysteresys: unknown key
       fix: did you mean `fp16.hysteresis`?

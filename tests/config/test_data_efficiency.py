@@ -92,7 +92,7 @@ def test_routing_and_batches_by_tokens_are_refused_when_on() -> None:
         ({"index_to_metric_path": "a"}, "index_to_metric_path", "needs DeepSpeed's index files"),
         ({"difficulty_type": "percentile"}, "difficulty_type", 'write "value"'),
         ({"clustering_type": "schedule_based"}, "clustering_type", 'write "single_cluster"'),
-        ({"schedule_type": "custom"}, "schedule_type", "needs a function of Python"),
+        ({"schedule_type": "custom"}, "schedule_type", "needs a Python function"),
         ({"schedule_type": "fixed_lin"}, "schedule_type", 'did you mean "fixed_linear"?'),
         ({"min_difficulty": 128}, "max_difficulty", "64 is below min_difficulty 128"),
         ({"min_difficulty": None}, "min_difficulty", "is required"),
@@ -142,7 +142,7 @@ CHOOSING = ("index_to_sample_path", "index_to_metric_path", "difficulty_type", "
 def test_what_chooses_sequences_is_refused_with_a_reason() -> None:
     values = ("samples", "metrics", "percentile", "schedule_based")
     said = problems(sections(SEQLEN | dict(zip(CHOOSING, values, strict=True))))
-    assert said.count("here sequences are cut to the length, not chosen by it") == 4
+    assert said.count("here sequences are truncated to a length, not selected by it") == 4
 
 
 @pytest.mark.key(f"{LEARNING}.curriculum_metrics")
@@ -164,7 +164,7 @@ def test_what_has_no_effect_is_told() -> None:
     tree["data_efficiency"]["data_sampling"]["curriculum_learning"]["data_cluster_path"] = "clusters"
     assert "there are no clusters to write" in notes(load(tree))
     odd = sections(SEQLEN | {"schedule_config": {**PACE, "difficulty_step": 5}})
-    assert "5 is no multiple of 8" in notes(load(odd))
+    assert "5 is not a multiple of 8" in notes(load(odd))
 
 
 @pytest.mark.key("vocabulary_size")

@@ -133,7 +133,7 @@ def test_pipeline_stages_of_the_model_itself_count() -> None:
 def test_batch_keys_beside_it() -> None:
     beside = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}
     found = wrong({KEY: PLAIN, **beside})
-    assert set(found) == set(beside) and "says another" in found["train_batch_size"]
+    assert set(found) == set(beside) and "sets another" in found["train_batch_size"]
     ignored = load({KEY: PLAIN | {"ignore_non_elastic_batch_info": True}, **beside})
     assert triple(ignored, 2) == triple(elastic(), 2)
     auto = load({KEY: PLAIN, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 50})

@@ -115,7 +115,7 @@ def test_keywords_of_torch_are_kept() -> None:
         ("AdamV", {}, 'unknown optimizer type "AdamV"'),
         ("Adem", {}, 'did you mean "Adam"?'),
         ("Adafactor", {}, "Adafactor cannot step on sharded state: it keeps row and column means"),
-        ("lbfgs", {}, "LBFGS cannot step on sharded state: it needs the loss again and again"),
+        ("lbfgs", {}, "LBFGS cannot step on sharded state: it evaluates the loss several times"),
         ("SparseAdam", {}, "SparseAdam cannot step on sharded state: it needs sparse gradients"),
         (7, {}, "optimizer.type: must be a text in quotes, not 7"),
         ("AdamW", {"momentum": 0.9}, "AdamW has no such keyword; it is one of SGD, RMSprop, Muon"),

@@ -86,7 +86,7 @@ def test_what_each_auto_became_is_told() -> None:
     assert told["gradient_accumulation_steps"] == (1, "the key's default")
     assert told["train_batch_size"] == (8, "from the batch equation")
     assert told["zero_optimization.offload_optimizer.device"] == ("none", "the key's default")
-    assert any("amp is obsolete: left out" in str(note) for note in hf_style().notes)
+    assert any("amp is obsolete: removed" in str(note) for note in hf_style().notes)
 
 
 @pytest.mark.parametrize(

@@ -128,18 +128,18 @@ BAD_RULES: list[tuple[Any, str, str]] = [  # the rule, the key that is named, wh
     ({}, "[0].patterns", "required key is missing"),
     ({"patterns": []}, "[0].patterns", "must be a list of regular expressions"),
     ({"patterns": ".*"}, "[0].patterns", "must be a list of regular expressions"),
-    ({"patterns": [".*", "(a"]}, "[0].patterns[1]", '"(a" is no regular expression: missing )'),
+    ({"patterns": [".*", "(a"]}, "[0].patterns[1]", '"(a" is not a regular expression: missing )'),
     ({**RULE, "partition_typ": "row"}, "[0].partition_typ", "did you mean"),
     ({**RULE, "partition_type": "rwo"}, "[0].partition_type", "must be one of"),
     ({**RULE, "shape": []}, "[0].shape", "must be a list of sizes"),
     ({**RULE, "shape": [0, -1]}, "[0].shape", "must be a list of sizes"),
     ({**RULE, "shape": [[2, -1], -1]}, "[0].shape", "must be a list of sizes"),
     ({**RULE, "shape": [True, -1]}, "[0].shape", "must be a list of sizes"),
-    ({**RULE, "shape": [-1, [2, 2]]}, "[0].shape", "dim 0 is split, and the list of sizes stands at dim 1"),
-    ({**RULE, "shape": [3], "partition_dim": 1}, "[0].shape", "dim 1 is split, and shape has dims 0 to 0"),
+    ({**RULE, "shape": [-1, [2, 2]]}, "[0].shape", "dim 0 is split, but the list of sizes is at dim 1"),
+    ({**RULE, "shape": [3], "partition_dim": 1}, "[0].shape", "dim 1 is split, but shape has dims 0 to 0"),
     ({**RULE, "partition_type": "row", "gather_output": True}, "[0].gather_output", 'is for partition_type "column"'),
     ({**RULE, "grad_allreduce": True}, "[0].grad_allreduce", 'is for partition_type "skip"'),
-    ({**RULE, "partition_dim": "auto"}, "[0].partition_dim", '"auto" says nothing in a rule'),
+    ({**RULE, "partition_dim": "auto"}, "[0].partition_dim", '"auto" has no meaning in a rule'),
     ("column", "", "must be a list of objects"),
 ]  # fmt: skip
 
@@ -198,7 +198,7 @@ def test_sequence_parallel() -> None:
     assert not tensor().tensor_parallel.sequence_parallel
     assert tensor(sequence_parallel=True).tensor_parallel.sequence_parallel
     assert notes(tensor(sequence_parallel=True)) == {}
-    assert "does nothing" in notes(load({KEY: {"sequence_parallel": True}}))[f"{KEY}.sequence_parallel"]
+    assert "has no effect" in notes(load({KEY: {"sequence_parallel": True}}))[f"{KEY}.sequence_parallel"]
 
 
 def test_partition_activations_acts_over_tensor_parallel_ranks() -> None:

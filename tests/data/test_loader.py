@@ -157,7 +157,7 @@ def test_set_epoch_keeps_the_place_in_that_very_epoch() -> None:
 def test_numbers_that_do_not_fit_are_named() -> None:
     with pytest.raises(ConfigError, match="7 sequences, fewer than one global batch of 8"):
         loader(count=7)
-    with pytest.raises(ConfigError, match="global batch of 8 cannot be dealt to 3"):
+    with pytest.raises(ConfigError, match="global batch of 8 cannot be divided among 3"):
         loader(0, 3)
     with pytest.raises(ConfigError, match="rank 2 among 2"):
         loader(2, 2)

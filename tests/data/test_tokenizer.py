@@ -106,5 +106,5 @@ def test_a_trained_tokenizer_is_taken_from_the_cache(
 def test_too_many_or_too_few_tokens_to_train(text: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="259 tokens are too few"):
         train_tokenizer(text, 259, tmp_path)
-    with pytest.raises(ConfigError, match="90000 were asked for"):
+    with pytest.raises(ConfigError, match="90000 were requested"):
         train_tokenizer(text, 90_000, tmp_path)

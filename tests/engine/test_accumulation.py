@@ -356,7 +356,7 @@ def resize(ctx: RankContext, stage: int) -> tuple[list[float], list[tuple[int, i
     assert engine.train_micro_batch_size_per_gpu() == 2
     sizes = []
     for wrong in (ROWS + 1, 2, 0):
-        with pytest.raises(ConfigError, match="no multiple of 4"):
+        with pytest.raises(ConfigError, match="not a multiple of 4"):
             engine.set_train_batch_size(wrong)
     losses = []
     for step in range(STEPS):
@@ -444,4 +444,4 @@ def without_a_weight(ctx: RankContext) -> str:
 
 
 def test_each_microbatch_has_a_weight(pool: WorkerPool) -> None:
-    assert "microbatches and of weights: 2 and 1" in pool.run(without_a_weight, 1)[0]
+    assert "microbatches and of weights differ: 2 and 1" in pool.run(without_a_weight, 1)[0]

@@ -98,7 +98,7 @@ def test_the_section_alone() -> None:
     auto = load({"compile": {"backend": "auto"}, "train_batch_size": 1}).resolve(dp_degree=1)
     assert auto.compile.backend is None and not auto.compile.on
     for both in (True, False):
-        with pytest.raises(ConfigProblems, match="one is the other's opposite"):
+        with pytest.raises(ConfigProblems, match="they are opposites"):
             load({"compile": {"enabled": both, "disable": both}})
     with pytest.raises(ConfigProblems, match="a key of its own"):
         load({"compile": {"kwargs": {"backend": "eager"}}})

@@ -58,10 +58,10 @@ def with_mpus(ctx: RankContext) -> list[str]:
 def test_an_mpu_must_say_what_the_json_says(pool: WorkerPool) -> None:
     for said in pool.run(with_mpus, 2):
         split, staged, data, order, sequence, two = said
-        assert "2 tensor-parallel ranks, and tensor_parallel.autotp_size is 1" in split
+        assert "2 tensor-parallel ranks, but tensor_parallel.autotp_size is 1" in split
         assert "write tensor_parallel.autotp_size: 2" in split and "autotp_size is 1" in two
-        assert "2 pipeline stages, and pipeline.stages is 1" in staged
-        assert "1 data-parallel ranks, and here there are 2" in data
+        assert "2 pipeline stages, but pipeline.stages is 1" in staged
+        assert "1 data-parallel ranks, but here there are 2" in data
         assert "counts this rank as" in order and "shares sequences" in sequence
 
 

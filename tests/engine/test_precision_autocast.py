@@ -103,7 +103,7 @@ def unknown(ctx: RankContext) -> None:
 
 @pytest.mark.key("torch_autocast.lower_precision_safe_modules")
 def test_a_class_that_cannot_be_imported_is_an_error(pool: WorkerPool) -> None:
-    with pytest.raises(RanksFailed, match=r"'torch.nn.Liner' is no module class"):
+    with pytest.raises(RanksFailed, match=r"'torch.nn.Liner' is not a module class"):
         pool.run(unknown, 1)
 
 

@@ -143,5 +143,7 @@ def misspelt(ctx: RankContext) -> None:
 
 @pytest.mark.key("data_types.keep_in_fp32_modules")
 def test_a_pattern_that_fits_nothing_is_an_error(pool: WorkerPool) -> None:
-    with pytest.raises(RanksFailed, match=r"'lost' fits no parameter[\s\S]*data_types.keep_in_fp32_modules"):
+    with pytest.raises(
+        RanksFailed, match=r"'lost' matches no parameter[\s\S]*data_types.keep_in_fp32_modules"
+    ):
         pool.run(misspelt, 1)

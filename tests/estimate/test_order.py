@@ -51,7 +51,7 @@ class Recording:
         self._monkeypatch.setattr(owner, name, step)
 
     def taken(self) -> list[str]:
-        """The events of the last step. Which unit is gathered or freed first of several is up to the fetcher."""
+        """The events of the last step. Which unit is gathered or freed first of several is up to the unsharder."""
         events = [event for event in self.events if event]
         self.events.clear()
         runs = (list(run) for _, run in groupby(events, lambda event: event.partition(" ")[0]))

@@ -15,7 +15,7 @@ def test_a_builder_loads_where_the_engine_does_the_work() -> None:
     kind = surface.look_up("ops.op_builder", "CPUAdamBuilder")
     assert issubclass(kind, OpBuilder) and COMPATIBLE_OPS[kind.NAME] and kind().is_compatible()
     loaded = kind().load()
-    with pytest.raises(NotHere, match="create_adam of the operator cpu_adam is not here"):
+    with pytest.raises(NotHere, match="create_adam of the operator cpu_adam is not available"):
         loaded.create_adam()
 
 
@@ -23,7 +23,7 @@ def test_a_builder_loads_where_the_engine_does_the_work() -> None:
 def test_a_builder_without_a_counterpart_is_not_compatible(name: str) -> None:
     made = BUILDERS[name]()
     assert COMPATIBLE_OPS[made.name] is False and get_accelerator().get_op_builder(name) is None
-    with pytest.raises(NotHere, match=f"{made.name} is not here"):
+    with pytest.raises(NotHere, match=f"{made.name} is not available"):
         made.load()
 
 
@@ -31,7 +31,7 @@ def test_a_builder_of_a_script_is_not_compiled() -> None:
     class Mine(OpBuilder):
         NAME = "mine"
 
-    with pytest.raises(NotHere, match="the operator mine is not here"):
+    with pytest.raises(NotHere, match="the operator mine is not available"):
         Mine().load()
     assert OpBuilder.is_rocm_pytorch() in (True, False) and len(OpBuilder.installed_rocm_version()) == 2
 

@@ -58,5 +58,5 @@ def test_what_is_cut_off_is_an_error(tmp_path: Path, ending: str, left: int) -> 
     file = Path(f"{path}.{ending}")
     file.write_bytes(file.read_bytes()[:left] or b"nothing")
     assert MMapIndexedDataset.exists(path)
-    with pytest.raises(ConfigError, match="not the index of rows"):
+    with pytest.raises(ConfigError, match="not an index of rows"):
         MMapIndexedDataset(path)

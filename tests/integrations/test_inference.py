@@ -38,7 +38,7 @@ def test_the_dtype_is_half_where_none_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"mp_size": 2}, "mp_size=2 is not here"),
+        ({"mp_size": 2}, "mp_size=2 is not available"),
         ({"tensor_parallel": {"tp_size": 4}}, "tensor_parallel="),
         ({"quant": {"enabled": True}}, "quant="),
         ({"checkpoint": "weights.json"}, "checkpoint='weights.json'"),

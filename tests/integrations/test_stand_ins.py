@@ -48,7 +48,7 @@ def split_by_call(ctx: RankContext, given: dict[str, Any] | None) -> int:
 
 
 def refused_by_call(ctx: RankContext) -> None:
-    with pytest.raises(ConfigError, match="told tp_size=2, and the JSON says 1"):
+    with pytest.raises(ConfigError, match="called with tp_size=2, but the JSON sets 1"):
         split_by_call(ctx, {"autotp_size": 1})
 
 

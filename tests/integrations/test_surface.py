@@ -20,7 +20,7 @@ def test_the_page_is_what_the_tables_say() -> None:
 
 
 def test_every_name_has_a_verdict_with_a_reason() -> None:
-    """A name that is not here is in a table by itself, or by its module; nothing falls through."""
+    """A name that is not available is in a table by itself, or by its module; nothing falls through."""
     lost = []
     for module, names in api_page.names().items():
         for name in names if api_page.detailed(module) else ():
@@ -77,7 +77,7 @@ def test_names_of_experts_and_sequences_can_be_imported() -> None:
 
 def test_a_module_that_is_not_here_says_why() -> None:
     finder = surface._Finder()
-    with pytest.raises(NoSuchModule, match="the autotuner is not here") as error:
+    with pytest.raises(NoSuchModule, match="the autotuner is not available") as error:
         finder.find_spec("deepspeed.autotuning", None)
     assert "launch plan" in str(error.value) and "--no_deepspeed_shim" in str(error.value)
 

@@ -98,11 +98,11 @@ MUTANTS = {
         near="pipeline",
     ),
     "prefetch-passes-over-the-next": Mutant(
-        "zero/fetch.py",
+        "zero/unshard.py",
         "        ahead = 0\n        for unit in self._order[self._next :]:\n",
         "        ahead = 0\n        for unit in self._order[self._next + 1 :]:\n",
         "the unit after the next one is gathered ahead, and the next one only when it is met",
-        near="zero/test_fetch.py zero/test_keys.py",
+        near="zero/test_unshard.py zero/test_keys.py",
     ),
     "last-gather-bucket-is-left-out": Mutant(
         "zero/flat.py",
@@ -429,7 +429,7 @@ MUTANTS = {
     ),
     "sigterm-stays-at-the-front-end": Mutant(
         "cluster/attempt.py",
-        '        self.crew.tell(self.crew.nodes, "signal", number=int(signal.SIGTERM))\n',
+        '        self.node_group.tell(self.node_group.nodes, "signal", number=int(signal.SIGTERM))\n',
         "",
         "with --term_grace no rank hears of a SIGTERM, so none saves a checkpoint in the time that it has",
     ),

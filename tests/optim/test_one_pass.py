@@ -14,7 +14,7 @@ from launcher.optim import compiled, one_pass
 from launcher.optim.elementwise import Lion, UncorrectedAdam, UncorrectedAdamW
 
 SIZES = (1, 0, 7, 64, 1000, 129)
-SMALL = 256  # elements of a chunk here: some sizes are cut, others joined
+SMALL = 256  # elements of a tile here: some sizes are cut, others joined
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda p: Adam(p, lr=0.01, weight_decay=0.1, fused=True),
     "adam, amsgrad": lambda p: Adam(p, lr=0.01, amsgrad=True, maximize=True, fused=True),
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     before = torch.get_num_threads()
-    monkeypatch.setattr(one_pass, "CHUNK", SMALL)
+    monkeypatch.setattr(one_pass, "TILE", SMALL)
     one_pass._scratch.clear()
     torch.set_num_threads(request.param)
     yield request.param

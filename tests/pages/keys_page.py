@@ -28,11 +28,12 @@ the same of one file, key by key; `launch check --explain` shows what every `"au
 
 - The file is read as Hjson, as DeepSpeed reads it: comments (`//`, `#`, `/* */`), missing and trailing commas, and
   texts without quotes are fine. A text under a name for comments (`_comment`, `//`, `note`, ...) is a comment.
-- 5e8 is a whole number, and a number may stand in quotes (`"1e-3"`). For `true` and `false` 1 and 0 are taken, and
-  `"true"`, `"yes"` or `"on"` and their opposites.
+- 5e8 is a whole number, and a number may stand in quotes (`"1e-3"`). `true` and `false` may be written
+  as 1 and 0, and as `"true"`, `"yes"` or `"on"` and their opposites.
 - Any value may be `"auto"`: the run gives it, or it has its default. `null` has the default.
 - An unknown key is an error that names the nearest one. So is a value that cannot be, and a combination that cannot
-  mean what it says ([the table](#combinations)). All mistakes of a file are told at once, each with line and column.
+  mean what it says ([the table](#combinations)). All mistakes of a file are reported at once, each with line
+  and column.
 - A key at the top level that is far from every known one is a script's own: a warning names it, and nothing reads it.
 - Obsolete keys are [converted](#obsolete-keys), each with a line that says so; `launch check --migrate` writes the new
   file.
@@ -67,7 +68,7 @@ def _sections(cls: type[Section], path: str) -> Iterator[str]:
     docs = field_docs(cls)
     plain = [key for key in cls.model_fields if cls.items_of(key) or not cls.sections_of(key)]
     if plain:
-        yield "| key | type | default | meaning | otherwise than in DeepSpeed |\n|---|---|---|---|---|"
+        yield "| key | type | default | meaning | difference from DeepSpeed |\n|---|---|---|---|---|"
         for key in plain:
             yield _row(cls, key, docs[key])
         yield ""
@@ -165,8 +166,11 @@ def _obsolete() -> str:
 
 
 def _refused() -> str:
-    lines = ["## Keys that are refused\n", "Known, and an error when they ask for something.\n"]
-    lines += ["| key | what it is for | asks for nothing | status |", "|---|---|---|---|"]
+    lines = [
+        "## Keys that are refused\n",
+        "Known keys that are an error unless they have the neutral value.\n",
+    ]
+    lines += ["| key | what it is for | neutral value | status |", "|---|---|---|---|"]
     status = {"later": "not implemented", "old": "DeepSpeed dropped it", "ignored": "DeepSpeed ignores it"}
     for path, known in _leaves(known_keys(), ""):
         neutral = ", ".join(f"`{_json(value)}`" for value in known.neutral)

@@ -51,7 +51,7 @@ and batch, with their recomputation and without ZeRO; for Megatron-LM's runs of 
 
 
 def place_of(run: Published) -> int | None:
-    """Where the published mesh stands among the choices, from 1; None where it is not among the first."""
+    """Return where the published mesh stands among the choices, from 1; None where it is not among the first."""
     work, memory = run.work(), MemoryPredictor(run.model, run.sequence)
     place = PlanSearch(run.device, PER_NODE, run.device.memory)
     ways = layouts(work, run.ranks, run.batch, stages=(0,), recompute=(True,), offloads=("none",))

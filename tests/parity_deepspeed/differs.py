@@ -6,18 +6,18 @@ from collections.abc import Mapping
 
 _DATA = "the keys of DeepSpeed's own files; launcher's checkpoints have no such files"
 _SHOWN = "read-only; defaults are those of docs/config.md, and keys that contradict each other are refused"
-_KINDS = "answers isinstance(engine.optimizer, ...); one class steps at every stage"
-_OURS = "launcher's error, with what to write instead"
+_KINDS = "makes isinstance(engine.optimizer, ...) work; one class steps at every stage"
+_OURS = "launcher's error, which says what to write instead"
 _BY_RULE = "by launcher's own rule; `launch memory-estimate` traces the model and knows activations"
 _START = "the backend follows from the device; without a launcher, mpirun or srun there is one process"
 _KEPT = "as launcher.checkpointing; inputs are kept as the JSON's section says"
 _RUN = "the model itself in a dtype: no kernels are put in, and it is not split or quantised"
-_BUILT = "nothing is compiled; what has no counterpart here is not compatible, as where it cannot be compiled"
+_BUILT = "nothing is compiled; what has no counterpart here is not compatible, as when it cannot be compiled"
 _NVTX = "a profile has launcher's own ranges"
 
 DIFFERS: Mapping[str, str] = {
     **dict.fromkeys(("InferenceEngine", "init_inference", "inference.engine.InferenceEngine"), _RUN),
-    "initialize": "config sections that cannot be done are errors; an mpu is taken where its sizes are the JSON's, "
+    "initialize": "unsupported config sections are errors; an mpu is taken where its sizes are the JSON's, "
     "and mesh_param is refused",
     "init_distributed": _START,
     "comm.init_distributed": _START,
@@ -25,7 +25,7 @@ DIFFERS: Mapping[str, str] = {
     "tp_model_init": "gives the model as it is: initialize() splits its layers, over tp_size ranks",
     "set_optimizer_flags": "does nothing: Muon finds its matrices by itself",
     "add_config_arguments": "the same flags",
-    "DeepSpeedConfig": "read-only; keys that are wrong are all told at once",
+    "DeepSpeedConfig": "read-only; all wrong keys are reported at once",
     "DeepSpeedConfigError": _OURS,
     "accelerator.real_accelerator.set_accelerator": "an accelerator of one's own is refused",
     "accelerator.set_accelerator": "an accelerator of one's own is refused",
@@ -48,8 +48,8 @@ DIFFERS: Mapping[str, str] = {
     "git_version_info": "the version whose names these are, and what is installed here",
     "module_inject.layers.GatherReplacedLayerParams": "to read: a change inside is an error; not at stage 3",
     "runtime.engine.DeepSpeedEngine.clip_fp32_gradients": "nothing is left to do: step() clips",
-    "moe.layer.MoE": "can be imported; making one is an error: layers of experts are not here yet",
-    "moe.utils": "answers of a model without experts; a parameter of an expert is an error",
+    "moe.layer.MoE": "can be imported; making one is an error: expert layers are not available yet",
+    "moe.utils": "the values of a model without experts; a parameter of an expert is an error",
     "ops.__compatible_ops__": "what has a counterpart here; nothing is built",
     "ops.adam.FusedAdam": "bias_correction=False is written in the JSON; the engine steps it on any device",
     "ops.adam.DeepSpeedCPUAdam": "bias_correction=False is written in the JSON; the engine steps it on any device",
@@ -82,7 +82,7 @@ DIFFERS: Mapping[str, str] = {
     "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": _KINDS,
     "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": _KINDS,
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": _KINDS,
-    "runtime.config.DeepSpeedConfig": "read-only; keys that are wrong are all told at once",
+    "runtime.config.DeepSpeedConfig": "read-only; all wrong keys are reported at once",
     "runtime.config.DeepSpeedConfigError": _OURS,
     "runtime.precision_config": _SHOWN,
     "runtime.zero.config.DeepSpeedZeroConfig": _SHOWN,
@@ -116,11 +116,11 @@ DIFFERS: Mapping[str, str] = {
         for module, stage in (("stage3", 3), ("stage_1_and_2", 2))
         for form in ("", "_all_cold", "_all_live")
     },
-    "runtime.zero.register_external_parameter": "nothing has to be said, and nothing happens",
-    "runtime.zero.partition_parameters.register_external_parameter": "nothing has to be said, and nothing happens",
-    "runtime.zero.partition_parameters.unregister_external_parameter": "nothing has to be said, and nothing happens",
-    "zero.register_external_parameter": "nothing has to be said, and nothing happens",
-    "runtime.zero.partition_parameters.ZeroParamType": "REMOTE is none of launcher's",
+    "runtime.zero.register_external_parameter": "not needed, and does nothing",
+    "runtime.zero.partition_parameters.register_external_parameter": "not needed, and does nothing",
+    "runtime.zero.partition_parameters.unregister_external_parameter": "not needed, and does nothing",
+    "zero.register_external_parameter": "not needed, and does nothing",
+    "runtime.zero.partition_parameters.ZeroParamType": "launcher never has REMOTE",
     "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": "leaves dtypes alone",
     "utils.instrument_w_nvtx": _NVTX,
     "utils.nvtx.instrument_w_nvtx": _NVTX,
@@ -137,7 +137,7 @@ DIFFERS: Mapping[str, str] = {
 
 
 def difference_of(name: str) -> str:
-    """How a name that is here is not the same; "" where it is."""
+    """Return how a name that is here is not the same; "" where it is."""
     parts = name.split(".")
     for number in range(len(parts), 0, -1):
         if (found := DIFFERS.get(".".join(parts[:number]))) is not None:

@@ -139,8 +139,8 @@ def test_what_later_blocks_need_goes_with_the_states(way: str, sent: int, times:
 @pytest.mark.parametrize(
     ("way", "why"),
     [
-        ("sums", "made of what blocks of several stages give"),
-        ("late", "what runs after the blocks uses more than the last one gives"),
+        ("sums", "made of outputs of blocks on several stages"),
+        ("late", "what runs after the blocks uses more than the output of the last one"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(way: str, why: str) -> None:

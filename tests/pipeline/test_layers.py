@@ -172,7 +172,7 @@ def test_costs_by_every_method() -> None:
     assert elements([module.build(0, 3)]) == embedding + block
     for method, what in (
         ("type:conv", "matches no layer"),
-        ("type:(", "no regular"),
+        ("type:(", "not a regular"),
         ("profile", "seconds of 7 layers"),
     ):
         with pytest.raises(ConfigError, match=what):
@@ -238,7 +238,7 @@ def test_groups_of_layers_are_recomputed() -> None:
 SHARED = nn.Linear(2, 2)
 WITH_SHARED = nn.Sequential(SHARED, nn.ReLU())
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: LayerSpec(len), "is no class of nn.Module"),  # type: ignore[arg-type]
+    (lambda: LayerSpec(len), "is not a class of nn.Module"),  # type: ignore[arg-type]
     (lambda: PipelineModule(["linear"]), "layer 0 is 'linear'"),
     (lambda: PipelineModule([PipelineModule([nn.ReLU()])]), "layer 0 is a PipelineModule"),
     (lambda: PipelineModule([TiedLayerSpec("a", nn.Linear, 1, 1), TiedLayerSpec("a", nn.Embedding, 1, 1)]),
@@ -249,7 +249,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: PipelineModule([nn.ReLU()], num_stages=0), "num_stages is 0"),
     (lambda: PipelineModule([nn.ReLU()], partition_method="profil"), "no method 'profil'"),
     (lambda: PipelineModule([nn.ReLU()]).build(0, 2), "not among the 1"),
-    (lambda: PipelineModule([nn.ReLU()], num_stages=2).boundaries(2), "1 layer cannot be dealt out to 2 stages"),
+    (lambda: PipelineModule([nn.ReLU()], num_stages=2).boundaries(2), "1 layer cannot be divided among 2 stages"),
 ]  # fmt: skip
 
 

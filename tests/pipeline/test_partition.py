@@ -77,7 +77,9 @@ def test_many_layers_take_no_time(costs: list[float]) -> None:
 
 
 def test_too_few_layers_and_wrong_costs() -> None:
-    with pytest.raises(ConfigError, match=r"2 layers cannot be dealt out to 3 stages(?s:.)*at most 2 stages"):
+    with pytest.raises(
+        ConfigError, match=r"2 layers cannot be divided among 3 stages(?s:.)*at most 2 stages"
+    ):
         partition([1, 1], 3)
     for costs in ([-1.0, 1.0], [float("nan"), 1.0], [float("inf"), 1.0]):
         with pytest.raises(ConfigError, match="a cost of"):

@@ -179,7 +179,7 @@ def test_a_stage_is_there_before_initialize(pool: WorkerPool) -> None:
     for count, found, refused in pool.run(from_own_parameters, 2):
         assert count == sum(weight.numel() for weight in truth(False)["weights"].values())
         assert_same(found, truth(False))
-        assert "those of other stages" in refused
+        assert "to other stages" in refused
 
 
 def sequential() -> nn.Sequential:
@@ -300,7 +300,7 @@ def refused(ctx: RankContext) -> list[str]:
 
 
 def test_what_contradicts_itself(pool: WorkerPool) -> None:
-    words = ("contradicts the model", "1 ranks along data, and the run has 2", "compile", "managed_gradient")
+    words = ("contradicts the model", "degree 1 along data, but the run has 2", "compile", "managed_gradient")
     for found in pool.run(refused, 2):
         for word, text in zip(words, found, strict=True):
             assert word in text, text

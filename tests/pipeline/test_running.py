@@ -36,7 +36,7 @@ def test_a_dropped_or_doubled_action_is_found(name: str, chunks: int | None) -> 
             with pytest.raises(LauncherError, match=f"rank {rank}: {action} is there 2 times"):
                 check(with_rank(made, rank, [*actions, action]))
             if rank:
-                with pytest.raises(LauncherError, match=f"rank 0: {action} has no business on this rank"):
+                with pytest.raises(LauncherError, match=f"rank 0: {action} does not belong on this rank"):
                     check(with_rank(with_rank(made, rank, rest), 0, [*made.actions[0], action]))
 
 
@@ -53,7 +53,7 @@ def test_a_swap_against_a_dependency_is_found(name: str, chunks: int | None) -> 
                     continue
                 wrong = list(actions)
                 wrong[first], wrong[second] = wrong[second], wrong[first]
-                with pytest.raises(LauncherError, match=rf"rank {rank}: .* stands before .*, which it needs"):
+                with pytest.raises(LauncherError, match=rf"rank {rank}: .* comes before .*, which it needs"):
                     check(with_rank(made, rank, wrong))
                 swapped += 1
     assert swapped >= 12

@@ -313,7 +313,7 @@ def name_others(ctx: RankContext) -> None:
     said = rf"layers\.\d\.mlp\.up_proj\.weight is on pipeline stage {1 - ctx.rank}, and this rank is stage {ctx.rank}"
     with pytest.raises(ElsewhereError, match=said), GatheredParameters([mine, other]):
         pass
-    with pytest.raises(ElsewhereError, match=rf"on pipeline stage {1 - ctx.rank}: here is no 'mlp' of it"):
+    with pytest.raises(ElsewhereError, match=rf"on pipeline stage {1 - ctx.rank}: its 'mlp' is not here"):
         getattr(model.model.layers[3 - 3 * ctx.rank], "mlp")  # noqa: B009
     gone = weakref.ref(other)
     del named, other, engine

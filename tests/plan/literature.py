@@ -47,7 +47,7 @@ class Published:
         return _work(self.name, self.sequence)
 
     def predicted(self) -> tuple[float, Layout]:
-        """FLOP/s of a device in the published mesh, with the microbatch and the schedule that are fastest."""
+        """Return FLOP/s of a device in the published mesh, with the microbatch and the schedule that are fastest."""
         work = self.work()
         ways = layouts(
             work,
@@ -71,7 +71,7 @@ class Published:
 
 @cache
 def published() -> tuple[Published, ...]:
-    """All rows of the table."""
+    """Return all rows of the table."""
     rows = json.loads(TABLE.read_text(encoding="utf-8"))["runs"]
     return tuple(_run(row) for row in rows)
 

@@ -113,7 +113,7 @@ def test_where_a_rule_cuts(
 @pytest.mark.parametrize(
     ("spec", "shape", "why"),
     [
-        ({"partition_dim": 2}, (12, 5), "dim 2 is split, and there is none"),
+        ({"partition_dim": 2}, (12, 5), "dim 2 is split, but does not exist"),
         ({"shape": [5, -1]}, (12, 5), "12 is not 5 equal parts"),
         ({"shape": [[8, 2], -1]}, (13, 5), "another number of elements"),
         ({"shape": [3, -1], "partition_type": "row"}, (12,), "a bias does not have"),

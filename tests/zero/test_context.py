@@ -116,7 +116,7 @@ def half_on_meta(ctx: RankContext) -> None:
         engine_of(config_of(3), model)
     with launcher.zero.Init():
         orphan = Stack()  # nobody says what `scale` and `offset` begin as
-    with pytest.raises(LauncherError, match=r"how to initialise scale"):
+    with pytest.raises(LauncherError, match=r"Nothing initialises scale"):
         engine_of(config_of(3), orphan)
 
 

@@ -28,23 +28,23 @@ ALONE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0
 def gathered(ctx: RankContext, zero: dict[str, Any]) -> tuple[int, int, int]:
     """In the third step: (most elements gathered at a time, most units gathered ahead of use, gathers)."""
     engine = engine_of(config_of(3, zero_optimization={"stage": 3, **zero}), stack(depth=6))
-    fetcher = engine.zero.fetcher
+    unsharder = engine.zero.unsharder
     advance(engine, ctx, range(2))
     live, ahead, starts = [0], [0], 0
-    use, start = fetcher.use, fetcher._start
+    use, start = unsharder.use, unsharder._start
 
     def watched_start(unit: Unit, phase: str) -> None:
         nonlocal starts
-        starts += unit not in fetcher.unsharded
+        starts += unit not in unsharder.unsharded
         start(unit, phase)
-        live.append(fetcher.live)
+        live.append(unsharder.live)
 
     def watched_use(unit: Unit, phase: str) -> None:
-        before = starts + (unit not in fetcher.unsharded)
+        before = starts + (unit not in unsharder.unsharded)
         use(unit, phase)
         ahead.append(starts - before)
 
-    fetcher._start, fetcher.use = watched_start, watched_use
+    unsharder._start, unsharder.use = watched_start, watched_use
     advance(engine, ctx, [2])
     return max(live), max(ahead), starts
 
@@ -178,11 +178,11 @@ def test_old_keys_are_refused(zero: dict[str, Any], said: str) -> None:
     [
         ({"stage": 2, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size needs sharded parameters"),
         ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights needs sharded parameters"),
-        ({"stage": 1, "zero_quantized_nontrainable_weights": True}, "and at stage 1 they are not"),
-        ({"stage": 0, "zero_quantized_gradients": True}, "zero_quantized_gradients is about shards"),
-        ({"stage": 0, "mics_shard_size": 2}, "mics_shard_size is about shards"),
+        ({"stage": 1, "zero_quantized_nontrainable_weights": True}, "and stage 1 does not shard them"),
+        ({"stage": 0, "zero_quantized_gradients": True}, "zero_quantized_gradients applies to shards"),
+        ({"stage": 0, "mics_shard_size": 2}, "mics_shard_size applies to shards"),
         ({"stage": 3, "mics_shard_size": 0}, "must be -1 .* or a number of ranks, not 0"),
-        ({"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}, "both say in which groups"),
+        ({"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}, "both set the groups"),
         (
             {"stage": 3, "mics_hierarchical_params_gather": True},
             "groups of mics_shard_size, and there are none",

@@ -82,7 +82,7 @@ def trained(ctx: RankContext, kind: str, leaves: bool) -> dict[str, Tensor]:
     for step in range(2):
         engine.backward(engine(*microbatches(ctx, step)[0]))
         engine.step()
-    assert engine.zero.fetcher.live == 0
+    assert engine.zero.unsharder.live == 0
     return whole_weights(engine)
 
 

@@ -87,7 +87,7 @@ def weights_after(ctx: RankContext, call: str, stage: int) -> tuple[dict[str, Te
             loss_of(engine.module)
         loss_of(engine.module).backward()
         engine.step()
-    return whole_weights(engine), engine.zero.fetcher.live
+    return whole_weights(engine), engine.zero.unsharder.live
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -24,7 +24,7 @@ READ = 2  # a message's number plus this says that what it told of was read
 
 
 class ShmArena:
-    """What this rank shows, and what its peers do.
+    """The memory that this rank shows, and that its peers show.
 
     A place in a slot is a negative number: a message may name an address of its sender, too, and they are told apart.
     """
@@ -62,12 +62,12 @@ class ShmArena:
         ctypes.memmove(into.data_ptr(), self._address(rank, place), into.nbytes)
 
     def shown(self, rank: int, place: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """What lies in a slot of a rank: a view, to be read only before it is said to be read."""
+        """Return what lies in a slot of a rank: a view, to be read only before it is said to be read."""
         memory, start = self._mailbox.boards[rank]
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start - 1 - place)
 
     def _room(self, size: int, number: int, readers: Sequence[int]) -> tuple[int, int]:
-        """(place, address)."""
+        """Return (place, address)."""
         self._copies[:] = [copy for copy in self._copies if not self._was_read(copy)]
         for slot, shown in enumerate(self._slots):
             if shown is None or self._was_read(shown):
@@ -92,7 +92,7 @@ class ShmArena:
 
 @dataclass(frozen=True)
 class _SharedBuffer:
-    """What waits for its readers.
+    """A buffer that waits for its readers.
 
     Args:
         number: of the message that told them.

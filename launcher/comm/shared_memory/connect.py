@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can read each other's memory: tried once, when the group is made."""
+"""The trial whether the ranks of a group can read each other's memory, made once, with the group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class PeerMemoryUnavailable(Exception):
 
 
 def connect(group: dist.ProcessGroup) -> ShmQueue:
-    """A mailbox that is connected to those of the other ranks of `group`, all of which can read each other. Collective.
+    """Return a mailbox that is connected to those of the other ranks of `group`, all of which can read each other.
+    Collective.
 
     Raises:
         PeerMemoryUnavailable: some rank cannot, on every rank alike.
@@ -50,12 +51,12 @@ def _mailbox(group: dist.ProcessGroup) -> ShmQueue | None:
 def _connected(mailbox: ShmQueue | None, every: list[tuple[str, int, Any]]) -> str | None:
     """Connect the mailbox; gives why that, or reading the others' memory, is not possible."""
     if mailbox is None or any(address is None for _, _, address in every):
-        return "a rank could not get memory to share"
+        return "a rank could not allocate shared memory"
     problem = cross_memory.problem([(machine, address.pid, probe) for machine, probe, address in every])
     if problem is not None:
         return problem
     try:
         mailbox.connect([address for _, _, address in every])
     except OSError as error:
-        return f"the mailbox of another rank cannot be mapped: {error}"
+        return f"the queue of another rank cannot be mapped: {error}"
     return None

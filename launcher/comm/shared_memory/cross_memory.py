@@ -46,12 +46,13 @@ def copy(pid: int, address: int, into: Tensor) -> None:
 
 
 def allow_siblings() -> None:
-    """Where only ancestors may read a process (Yama), name our parent: its other children may, too."""
+    """Name our parent where only ancestors may read a process (Yama): its other children may, too."""
     _library().prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def machine() -> str:
-    """The running kernel and the process namespace: numbers of processes mean the same where both are the same."""
+    """Return the running kernel and the process namespace: numbers of processes mean the same where both are the
+    same."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -60,7 +61,7 @@ def machine() -> str:
 
 
 def problem(every: list[tuple[str, int, int]]) -> str | None:
-    """Why this process cannot read the others; `every`: (machine, process, address of its number) of each."""
+    """Return why this process cannot read the others; `every`: (machine, process, address of its number) of each."""
     if len({machine for machine, _, _ in every}) > 1:
         return "the ranks are not on one machine"
     value = torch.zeros(1, dtype=torch.int64)
@@ -68,7 +69,7 @@ def problem(every: list[tuple[str, int, int]]) -> str | None:
         for _, pid, address in every:
             copy(pid, address, value)
             if int(value) != pid:
-                return f"process {pid} is not what it seems"
+                return f"process {pid} is not the expected rank"
     except OSError as error:
         return str(error)
     return None

@@ -29,7 +29,7 @@ _RING = 2 * BYTES + PLACES * _MESSAGE.size  # (messages, free places), ring
 
 @dataclass(frozen=True)
 class ShmQueueAddress:
-    """Where a mailbox is: a file descriptor of its process."""
+    """The address of a queue: a file descriptor of its process."""
 
     pid: int
     descriptor: int
@@ -71,11 +71,11 @@ class ShmQueue:
         self.boards = [(memory, self.ranks * _RING) for memory in memories]
 
     def all_are_connected(self) -> None:
-        """Nobody else may map it."""
+        """Unlink the memory, so that nobody else may map it."""
         os.close(self._descriptor)
 
     def pid_of(self, peer: int) -> int:
-        """The process of a rank."""
+        """Return the process of a rank."""
         return self._peers[peer].pid
 
     def send(self, peer: int, number: int, value: int = 0) -> None:
@@ -87,7 +87,7 @@ class ShmQueue:
             out.ring.write(number, value)
 
     def receive(self, peer: int, number: int, *, spin: bool = False) -> int:
-        """The value of the peer's message of this number; waits for it.
+        """Return the value of the peer's message of this number; waits for it.
 
         Args:
             spin: it is expected at once: try for a moment before sleeping.
@@ -118,7 +118,7 @@ class ShmQueue:
                 inbox.changed.notify_all()
 
     def has(self, peer: int, number: int) -> bool:
-        """Whether the peer's message of this number has come."""
+        """Return whether the peer's message of this number has come."""
         inbox = self._inboxes[peer]
         with inbox.changed:
             while not inbox.led and inbox.ring.messages.taken():
@@ -141,8 +141,8 @@ class ShmQueue:
             raise LauncherError(f"rank {peer} of the axis (process {pid}) has ended", fix="see its log")
         if time.monotonic() > until:
             raise LauncherError(
-                f"no word from rank {peer} of the axis (process {pid}) for {LIMIT_S:g} s",
-                fix="see in its log what it is doing; ranks must run the same collectives",
+                f"nothing was received from rank {peer} of the axis (process {pid}) for {LIMIT_S:g} s",
+                fix="check its log; all ranks must run the same collectives",
             )
 
 
@@ -174,7 +174,7 @@ class _Ring:
 
 
 class _Inbox:
-    """What came from one peer."""
+    """The messages that came from one peer."""
 
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring
@@ -199,7 +199,7 @@ def _mapped(address: ShmQueueAddress) -> mmap.mmap:
 
 
 def _lives(pid: int) -> bool:
-    """A zombie does not."""
+    """Return a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

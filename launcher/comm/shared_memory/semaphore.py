@@ -59,7 +59,8 @@ class _Time(ctypes.Structure):
 
 @cache
 def _libraries() -> tuple[Any, Any]:
-    """The C library as called with Python's lock held (what returns at once), and with the lock let go (what waits)."""
+    """Return the C library as called with Python's lock held (what returns at once), and with the lock let go (what
+    waits)."""
     held, freed = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
     pointer = ctypes.c_void_p
     held.sem_init.argtypes = [pointer, ctypes.c_int, ctypes.c_uint]

@@ -105,7 +105,7 @@ class SharedMemoryTransport(GlooTransport):
         return self._reduce_and_gather(list(buffer.tensor_split(self.degree)), number, sums)
 
     def _reduce_and_gather(self, slices: list[Tensor], terms: int, sums: int) -> Pending:
-        """As reduce_scatter, with the sum in slices[rank]; then every rank reads the others' sums.
+        """Start as reduce_scatter does, with the sum in slices[rank]; then every rank reads the others' sums.
 
         Args:
             terms, sums: numbers of the messages of each.
@@ -190,7 +190,7 @@ class SharedMemoryTransport(GlooTransport):
 
 
 def _local_ranks(degree: int) -> int:
-    """Ranks on this machine, as far as is known."""
+    """Return the ranks on this machine, as far as is known."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or degree)
 
 
@@ -208,7 +208,7 @@ class _Later:
 
 
 class _Reads:
-    """That every peer has read what was offered, which lives until then."""
+    """The wait until every peer has read what was offered, which lives until then."""
 
     def __init__(self, mailbox: ShmQueue, peers: list[int], number: int, offered: object) -> None:
         self._mailbox, self._peers, self._number, self._offered = mailbox, peers, number, offered

@@ -1,4 +1,4 @@
-"""What the blocks and the two ends of a Hugging Face model cost, from shapes alone: a model on meta is enough.
+"""Costs of the blocks and the two ends of a Hugging Face model, from shapes alone: a model on meta is enough.
 
 before   what runs in front of the blocks: embeddings; on the first virtual stage
 blocks   one after the other
@@ -32,7 +32,8 @@ class LayerCosts(NamedTuple):
 
 
 def deal(costs: LayerCosts, virtual_stages: int) -> list[int]:
-    """Boundaries over the blocks [virtual stages + 1], in the order of the model; what a stage costs counts the ends.
+    """Return boundaries over the blocks [virtual stages + 1], in the order of the model; what a stage costs counts the
+    ends. ends.
 
     Raises:
         ConfigError: there are fewer blocks than virtual stages.
@@ -43,7 +44,7 @@ def deal(costs: LayerCosts, virtual_stages: int) -> list[int]:
 def model_costs(
     model: nn.Module, method: str, *, sequence: int = 2048, tp: int = 1, measured: LayerCosts | None = None
 ) -> LayerCosts:
-    """Costs of a causal LM by a method of `pipeline.partition`.
+    """Return the costs of a causal LM by a method of `pipeline.partition`.
 
     Args:
         model: Hugging Face's; on meta or not, its layers split over tensor-parallel ranks or not.
@@ -80,7 +81,7 @@ def balance(
     *,
     seconds: bool = False,
 ) -> Balance:
-    """What each virtual stage has; a head that is tied to the embedding counts at both ends.
+    """Return what each virtual stage has; a head that is tied to the embedding counts at both ends.
 
     Args:
         whole: elements of the logical parameter, of those that are split over tensor-parallel ranks.
@@ -102,7 +103,7 @@ def _each(parts: ModelParts, cost: Callable[[Sequence[nn.Module]], float]) -> La
 
 
 def _with_ends(costs: LayerCosts) -> list[float]:
-    """Costs of the blocks; the ends go with the first and the last of them, wherever the cuts are."""
+    """Return the costs of the blocks; the ends go with the first and the last of them, wherever the cuts are."""
     blocks = list(costs.blocks)
     blocks[0] += costs.before
     blocks[-1] += costs.after
@@ -110,7 +111,8 @@ def _with_ends(costs: LayerCosts) -> list[float]:
 
 
 def _operations(model: nn.Module, parts: ModelParts, sequence: int, tp: int) -> LayerCosts:
-    """Operations of the forward of one sequence; the backward has twice as many, everywhere but in lookup tables."""
+    """Return the operations of the forward of one sequence; the backward has twice as many, everywhere but in lookup
+    tables."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     experts = _share_of_experts(text)
@@ -129,7 +131,8 @@ def _operations(model: nn.Module, parts: ModelParts, sequence: int, tp: int) -> 
 
 
 def _width_of_scores(config: Any) -> int:
-    """Numbers of a token that all heads multiply to get scores, and then the outputs; 0 without attention."""
+    """Return the numbers of a token that all heads multiply to get scores, and then the outputs; 0 without
+    attention."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0
@@ -151,7 +154,7 @@ def _share_of_experts(config: Any) -> float:
 
 
 def _matching(parts: ModelParts, pattern: str) -> LayerCosts:
-    """1 for each block whose class matches; an end counts where one of its modules with parameters does."""
+    """Return 1 for each block whose class matches; an end counts where one of its modules with parameters does."""
     matches = matcher(pattern)
 
     def cost(modules: Sequence[nn.Module]) -> float:

@@ -1,4 +1,4 @@
-"""What the parts of a Hugging Face model take here: forward and backward of each alone, timed.
+"""Measured times of the parts of a Hugging Face model: forward and backward of each alone.
 
 The model runs its own forward, on one microbatch: parts get the arguments that they get in training, masks and
 positions as well. A part has memory only while it runs, so a model on meta needs that of its largest part.
@@ -19,7 +19,7 @@ from launcher.pipeline.partition.measure import LOSS, ROUNDS, MeasureOptions, Pa
 
 
 def measure_model(model: nn.Module, batch: Mapping[str, Any], way: MeasureOptions) -> LayerCosts:
-    """Seconds of one microbatch, forward and backward.
+    """Return the seconds of one microbatch, forward and backward.
 
     Args:
         model: a Hugging Face causal LM, on meta or not; its parameters and buffers are afterwards as they were. Where

@@ -1,4 +1,4 @@
-"""Where the tensors of a forward come from: whether they hold what the model computes, or lead back to a stand-in.
+"""Origins of the tensors of a forward: whether they hold what the model computes, or lead back to a stand-in.
 
 Found once for each kind of batch, with autograd: what parts and blocks give is marked, and a walk along the graph of
 any later tensor ends at the marks that it was made from. What has no gradient is known by identity alone.
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 
 class Origin(Flag):
-    """What a tensor was made from. Nothing: from the batch and from weights, as on every stage."""
+    """The origin of a tensor. Nothing: from the batch and from weights, as on every stage."""
 
     NOTHING = 0
     HERE = auto()  # received, or computed by a part or a block that runs here
@@ -29,7 +29,7 @@ class Origins:
         self._known: dict[int, tuple[Tensor, Origin]] = {}  # the tensor keeps its id
 
     def mark(self, values: Any, origin: Origin) -> Any:
-        """Values that are equal to these, and known to be of `origin`."""
+        """Return the values that are equal to these, and known to be of `origin`."""
 
         def marked(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -42,7 +42,7 @@ class Origins:
         return tree_map(marked, values)
 
     def of(self, tensor: Tensor) -> Origin:
-        """What a tensor was made from."""
+        """Return what a tensor was made from."""
         if id(tensor) in self._known:
             return self._known[id(tensor)][1]
         found, seen, ahead = Origin.NOTHING, set(), [tensor.grad_fn]

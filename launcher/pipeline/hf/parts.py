@@ -55,7 +55,7 @@ class ModelParts(NamedTuple):
 
 
 def parts_of(model: nn.Module) -> ModelParts:
-    """Where each part of a causal LM runs.
+    """Return where each part of a causal LM runs.
 
     Raises:
         ConfigError: it has no blocks, or not one row of them, or is known to be no row.
@@ -75,7 +75,9 @@ def parts_of(model: nn.Module) -> ModelParts:
     blocks = [(name, block) for name, block in unit_modules(model) if not set(name.split(".")) & TOWERS]
     rows = {name.rpartition(".")[0] for name, _ in blocks}
     if len(rows) != 1:
-        raise _uncuttable(model, "its blocks are not one row" if rows else "it has no list of blocks")
+        raise _uncuttable(
+            model, "its blocks are not a single sequence" if rows else "it has no list of blocks"
+        )
     parts, ids, passed = ModelParts([], blocks, []), {id(block) for _, block in blocks}, False
     embedding, head = ends_of(model)
     for name, module in _around(model, ids, ""):
@@ -91,7 +93,8 @@ def parts_of(model: nn.Module) -> ModelParts:
 
 
 def around(model: nn.Module, parts: ModelParts) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of modules that hold the blocks, and of lists: the model's own code uses them, on any stage."""
+    """Yield the parameters of modules that hold the blocks, and of lists: the model's own code uses them, on any
+    stage."""
     inside = {id(inner) for part in parts for _, module in part for inner in module.modules()}
     for name, module in model.named_modules():
         if id(module) not in inside:
@@ -99,7 +102,7 @@ def around(model: nn.Module, parts: ModelParts) -> Iterator[tuple[str, nn.Parame
 
 
 def _around(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks, and the largest modules without one that can be called, in registration order."""
+    """Yield the blocks, and the largest modules without one that can be called, in registration order."""
     for key, child in module.named_children():
         name = f"{prefix}.{key}" if prefix else key
         if id(child) in blocks:

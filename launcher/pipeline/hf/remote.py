@@ -1,4 +1,4 @@
-"""What stands for modules that run on other stages: no parameters, but what a model asks about them."""
+"""Stand-ins for modules that run on other stages: no parameters, but what a model asks about them."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class RemoteModule(nn.Module):
         if found is not None and not hasattr(found, "__get__"):
             return found
         raise ElsewhereError(
-            f"{self.__dict__.get('where')}: here is no {name!r} of it",
+            f"{self.__dict__.get('where')}: its {name!r} is not here",
             fix="ask on the ranks of that stage, or for the whole model: engine.save_16bit_model()",
         )
 
     def _zeros(self, shape: TensorShape) -> Tensor:
-        """Of a float, in the dtype of the weights: this one was seen before they got theirs."""
+        """Return zeros for a float, in the dtype of the weights: this one was seen before they got theirs."""
         dtype = self.route.like().dtype if shape.dtype.is_floating_point else shape.dtype
         return self.route.zeros(TensorShape(shape.size, dtype))
 
@@ -85,7 +85,7 @@ class RemoteBlock(RemoteModule):
         if self.index >= route.leave:
             route.leave_at(self.index, (args, kwargs))
         elif self.index > route.enter:
-            raise LauncherError(f"block {self.index} runs out of turn", where="pipeline", fix=NO_PIPELINE)
+            raise LauncherError(f"block {self.index} runs out of order", where="pipeline", fix=NO_PIPELINE)
         states = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
 
         def made(value: Any) -> Any:

@@ -31,7 +31,7 @@ BlockArgument = tuple[int, ArgumentPath]  # number of a block, and where in its 
 @travels
 @dataclass
 class StageInputs(StageBoundary):
-    """What earlier stages tell later ones of a model's forward.
+    """The facts that earlier stages tell later ones of a model's forward.
 
     Attributes:
         returns: class of a block -> what it returns, with a `TensorShape` for each tensor.
@@ -48,7 +48,7 @@ class StageInputs(StageBoundary):
     slicing: tuple[bool, int] | None = None
 
     def returns_of(self, kind: type) -> Any:
-        """Blocks of one model that were not seen yet return what the others do."""
+        """Return the blocks of one model that were not seen yet return what the others do."""
         return self.returns.get(kind.__qualname__, next(reversed(self.returns.values()), None))
 
 
@@ -57,7 +57,7 @@ class StageOutputs(Exception):
 
 
 class Route:
-    """Of the forward under way.
+    """The route of the forward under way.
 
     Args:
         names: of the blocks.
@@ -111,7 +111,7 @@ class Route:
         return values if self.origins is None else self.origins.mark(values, origin)
 
     def zeros(self, shape: TensorShape) -> Tensor:
-        """For a tensor that is elsewhere; they take no memory."""
+        """Return zeros for a tensor that is elsewhere; they take no memory."""
         zero: Tensor = torch.zeros((), dtype=shape.dtype, device=self.like().device)
         if zero.is_floating_point():
             return cast(Tensor, self.marked(zero, Origin.STAND_IN)).expand(shape.size)
@@ -120,29 +120,29 @@ class Route:
     # ---- blocks of this stage ---------------------------------------------------------------
 
     def enter_at(self, index: int, call: CallArguments) -> CallArguments:
-        """The arguments of a block that runs here, with what was received in its places."""
+        """Return the arguments of a block that runs here, with what was received in its places."""
         arrived = self._arrived.get(index, {})
         if self.origins is not None:
             own = {slot: value for slot, value in slots_of(call).items() if slot not in arrived}
             for slot, value in own.items():
                 if isinstance(value, Tensor) and Origin.STAND_IN in self.origins.of(value):
-                    what = f"{_in_words(slot)} of {self.names[index]} was made by other blocks than the one before"
+                    what = f"{_in_words(slot)} of {self.names[index]} was made by blocks other than the one before"
                     raise _uncuttable(self.names[self.enter], what)
             if index == self.enter > 0:
                 self._check_others(own)
         return filled(call, arrived)
 
     def check_output(self, output: Any) -> None:
-        """What the whole model returns, on the last stage, must not lead back to a stand-in."""
+        """Check that what the whole model returns, on the last stage, does not lead back to a stand-in."""
         if self.origins is None or not self.enter:
             return
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and Origin.STAND_IN in self.origins.of(value):
-                what = "what runs after the blocks uses more than the last one gives"
+                what = "what runs after the blocks uses more than the output of the last one"
                 raise _uncuttable(self.names[self.enter], what)
 
     def _check_others(self, own: dict[ArgumentPath, Any]) -> None:
-        """What a stage makes itself must be what the stage before it has."""
+        """Check that what a stage makes itself is what the stage before it has."""
         others = self.arriving.others
         tensors = {slot: value for slot, value in own.items() if isinstance(value, Tensor)}
         for slot in {**others, **tensors}:
@@ -153,7 +153,7 @@ class Route:
     # ---- blocks behind it -------------------------------------------------------------------
 
     def leave_at(self, index: int, call: CallArguments) -> None:
-        """A block of a later stage was called. Raises `StageOutputs` where no other needs to be looked at."""
+        """Note that a block of a later stage was called. Raises `StageOutputs` where no other needs to be looked at."""
         call = filled(call, self._arrived.get(index, {}))
         if self.origins is not None:
             self._find(index, call, self.origins)
@@ -170,13 +170,13 @@ class Route:
         raise StageOutputs
 
     def _find(self, index: int, call: CallArguments, origins: Origins) -> None:
-        """The first time: which arguments of a block cross."""
+        """Find, the first time, which arguments of a block cross."""
         for slot, value in slots_of(call).items():
             if not isinstance(value, Tensor):
                 continue
             origin = origins.of(value)
             if index == self.leave and origin == Origin.HERE | Origin.STAND_IN:
-                what = f"{_in_words(slot)} is made of what blocks of several stages give"
+                what = f"{_in_words(slot)} is made of outputs of blocks on several stages"
                 raise _uncuttable(self.names[index], what)
             if index == self.leave and origin == Origin.NOTHING:
                 self.learned.others[slot] = _sum(value)
@@ -193,9 +193,11 @@ class Route:
         self.learned.places.append([place])
 
     def crossing(self) -> tuple[Tensor, ...]:
-        """What the next stage needs, in the order of `learned.places`."""
+        """Return what the next stage needs, in the order of `learned.places`."""
         if not any(block == self.leave for places in self.learned.places for block, _ in places):
-            raise _uncuttable(self.names[self.leave], "none of its arguments is what the block before gives")
+            raise _uncuttable(
+                self.names[self.leave], "none of its arguments is the output of the block before"
+            )
         self.learned.shapes = tuple(TensorShape.of(tensor) for tensor in self._crossing)
         found, self._crossing = tuple(self._crossing), []
         return found

@@ -14,7 +14,7 @@ ArgumentPath = tuple[Any, ...]
 
 
 def slots_of(call: CallArguments) -> dict[ArgumentPath, Any]:
-    """What lies in each slot."""
+    """Return what lies in each slot."""
     return dict(_visited(call, ()))
 
 
@@ -32,7 +32,7 @@ def _visited(value: Any, slot: ArgumentPath) -> Iterator[tuple[ArgumentPath, Any
 
 
 def in_shared(call: CallArguments, slot: ArgumentPath) -> bool:
-    """Whether a slot lies in something shared: what is put there stays for later blocks."""
+    """Return whether a slot lies in something shared: what is put there stays for later blocks."""
     value: Any = call[slot[0]]
     for key in slot[1:-1]:
         value = value[key]
@@ -42,7 +42,7 @@ def in_shared(call: CallArguments, slot: ArgumentPath) -> bool:
 
 
 def filled(call: CallArguments, values: Mapping[ArgumentPath, Any]) -> CallArguments:
-    """The call with `values` in their slots. What is shared is changed, and may grow."""
+    """Return the call with `values` in their slots. What is shared is changed, and may grow."""
     for slot, value in values.items():
         call = _put(call, slot, value)
     return call

@@ -96,8 +96,8 @@ class StagedModel:
         return f"{name} is on pipeline stage {rank}"
 
     def _put_stand_ins(self) -> None:
-        """For good, where this rank never runs a module and no parameter of it is in one that runs here. Nothing here
-        keeps the module then, nor its memory."""
+        """Put stand-ins, for good, where this rank never runs a module and no parameter of it is in one that runs here.
+        Nothing here keeps the module then, nor its memory."""
         kept = {
             parameter
             for stages, (_, _, module, _) in self._swaps.values()
@@ -122,7 +122,7 @@ class StagedModel:
 
     @contextmanager
     def _showing(self, stage: int) -> Iterator[None]:
-        """Only what this virtual stage runs, and stand-ins for the rest."""
+        """Show only what this virtual stage runs, and stand-ins for the rest."""
         hidden: list[Swap] = []
         for stages, swap in self._swaps.values():
             parent, key, module, other = swap
@@ -204,7 +204,7 @@ class StagedModel:
         return output
 
     def _called(self, call: Callable[[nn.Module], Any]) -> Any:
-        """What the model returns; None where its forward ends before."""
+        """Return what the model returns; None where its forward ends before."""
         try:
             return call(self.model)
         except StageOutputs:
@@ -225,7 +225,7 @@ class StagedModel:
 def _shared(
     model: nn.Module, parts: ModelParts, boundaries: Sequence[int], rank_of: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Parameters that several ranks hold, by their first name, and these ranks."""
+    """Return the parameters that several ranks hold, by their first name, and these ranks."""
     holders: dict[nn.Parameter, set[int]] = {}
     places = [(module, rank_of[0]) for _, module in parts.before]
     for k, rank in enumerate(rank_of):

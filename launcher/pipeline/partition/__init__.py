@@ -1,1 +1,1 @@
-"""Where to cut: the best cut by the costs of layers, and how such costs are counted and timed, whatever the model."""
+"""The choice of a cut: the best one by the costs of layers, and how such costs are counted and timed."""

@@ -32,11 +32,11 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     wrong = [cost for cost in costs if not 0 <= cost < float("inf")]
     if stages < 1 or wrong:
         what = f"{stages} stages" if stages < 1 else f"a cost of {wrong[0]}"
-        raise ConfigError(f"layers cannot be dealt out with {what}", fix="costs are finite and not negative")
+        raise ConfigError(f"layers cannot be divided with {what}", fix="costs are finite and not negative")
     if len(costs) < stages:
         noun = "layer cannot" if len(costs) == 1 else "layers cannot"
         raise ConfigError(
-            f"{len(costs)} {noun} be dealt out to {stages} stages: every stage needs one",
+            f"{len(costs)} {noun} be divided among {stages} stages: every stage needs one",
             where="pipeline.stages",
             fix=f"take at most {max(1, len(costs))} stages; stages x chunks are counted",
         )
@@ -45,7 +45,7 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _least_peak(offset: list[float], stages: int) -> float:
-    """The cost of the dearest stage in the best cut."""
+    """Return the cost of the dearest stage in the best cut."""
     layers = len(offset) - 1
     # peaks[j]: of the best cut of the first j layers into as many stages as were gone through. It never falls with j,
     # and the cost of a last stage from i to j never rises with i: the best i is where the two cross, and that moves on
@@ -65,7 +65,7 @@ def _least_peak(offset: list[float], stages: int) -> float:
 
 
 def _evenest(offset: list[float], stages: int, peak: float) -> list[int]:
-    """The cut with the smallest sums of squares among those whose stages cost at most `peak`."""
+    """Return the cut with the smallest sums of squares among those whose stages cost at most `peak`."""
     layers = len(offset) - 1
     first = [0] * (layers + 1)  # of a stage that ends before j
     for j in range(1, layers + 1):
@@ -103,7 +103,7 @@ class _Sums(NamedTuple):
 
 
 def _one_more(offset: list[float], before: _Sums, first: list[int], least: int) -> _Sums:
-    """The best cuts of at least so many layers with one stage more, whose first layer is at least `first[j]`.
+    """Return the best cuts of at least so many layers with one stage more, whose first layer is at least `first[j]`.
 
     Where the best last stage begins never falls with j, for squares of sums obey the quadrangle inequality: the middle
     row halves the choices of all others.
@@ -134,7 +134,7 @@ def _one_more(offset: list[float], before: _Sums, first: list[int], least: int) 
 
 @dataclass(frozen=True)
 class Balance:
-    """What the stages of a cut have.
+    """The costs and parameters of the stages of a cut.
 
     Attributes:
         boundaries: [stages + 1], over the layers.
@@ -149,8 +149,8 @@ class Balance:
     seconds: bool = False
 
     def lines(self) -> list[str]:
-        """A line for each stage: its layers, its share of the cost against the mean, its parameters in millions. A cost
-        in seconds stands there in milliseconds, too."""
+        """Return a line for each stage: its layers, its share of the cost against the mean, its parameters in millions.
+        A cost in seconds stands there in milliseconds, too."""
         total = sum(self.costs)
         rows = []
         for stage, (begin, end) in enumerate(pairwise(self.boundaries)):

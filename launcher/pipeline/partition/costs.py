@@ -1,4 +1,4 @@
-"""What a layer costs by its shapes, and the ways to say so that `pipeline.partition` knows."""
+"""Costs of layers by their shapes, and the methods that `pipeline.partition` knows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ WHERE = "pipeline.partition"
 
 
 def elements(modules: Iterable[nn.Module], whole: Mapping[nn.Parameter, int] = MappingProxyType({})) -> int:
-    """Elements of the parameters of `modules`, each parameter once; `whole` knows better."""
+    """Return the elements of the parameters of `modules`, each parameter once; `whole` knows better."""
     found = {parameter for module in modules for parameter in module.parameters()}
     return sum(whole.get(parameter, parameter.numel()) for parameter in found)
 
 
 def products(module: nn.Module, *, as_head: bool = False, experts: float = 1.0) -> float:
-    """Elements of the weights inside that are multiplied with every token: matrices and kernels, no lookup tables.
+    """Return the elements of the weights inside that are multiplied with every token: matrices and kernels, no lookup
+    tables.
 
     Args:
         as_head: the module's own weight is a matrix though the module is an embedding.
@@ -39,25 +40,26 @@ def products(module: nn.Module, *, as_head: bool = False, experts: float = 1.0) 
 
 
 def matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """Looks for the regular expression of "type:REGEX" in the name of a class, large and small letters alike."""
+    """Return a search for the regular expression of "type:REGEX" in the name of a class, large and small letters alike.
+    alike."""
     try:
         return re.compile(pattern, re.IGNORECASE).search
     except re.error as error:
-        what = f"{pattern!r} is no regular expression: {error.msg}"
+        what = f"{pattern!r} is not a regular expression: {error.msg}"
         raise ConfigError(what, where=WHERE, fix='write for example "type:decoderlayer"') from None
 
 
 def no_method(method: str) -> ConfigError:
-    """There is no such method of dealing layers out."""
+    """Return the error for an unknown method of dividing layers."""
     return ConfigError(
-        f"there is no method {method!r} to deal layers out",
+        f"there is no method {method!r} to divide layers",
         where=WHERE,
         fix='write "best", "uniform", "parameters", "profile" or "type:REGEX"',
     )
 
 
 def no_match(pattern: str, classes: Iterable[str]) -> ConfigError:
-    """No class of a layer matches."""
+    """Return the error for a pattern that matches no class of a layer."""
     return ConfigError(
         f'"{TYPE}{pattern}" matches no layer: their classes are {", ".join(dict.fromkeys(classes))}',
         where=WHERE,
@@ -66,7 +68,7 @@ def no_match(pattern: str, classes: Iterable[str]) -> ConfigError:
 
 
 def not_measured(wanted: str, given: int | None) -> ConfigError:
-    """ "profile" without numbers, or with too many or too few."""
+    """Return the error for "profile" without numbers, or with too many or too few."""
     have = "none were given" if given is None else f"{given} were given"
     return ConfigError(
         f'"profile" needs the measured seconds of {wanted}, and {have}',

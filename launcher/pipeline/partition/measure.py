@@ -1,4 +1,4 @@
-"""How the forward and backward of a part of a model are timed, alone: `"partition": "profile"`.
+"""Measurement of the forward and backward of a part of a model, alone: `"partition": "profile"`.
 
 What ZeRO and the way between stages take is not in it.
 """
@@ -26,7 +26,7 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """How the run computes.
+    """The settings under which the run computes.
 
     Args:
         dtype: of floating-point parameters.
@@ -50,11 +50,11 @@ class PartClock:
         self._rounds: list[dict[str, tuple[float, float]]] = []  # name -> seconds of forward, of backward
 
     def start_round(self) -> None:
-        """What comes next was measured before: the quicker time counts."""
+        """Start a round: what comes next was measured before, and the quicker time counts."""
         self._rounds.append({})
 
     def run(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `call` returns, cut off from its graph. Further calls under a name in a round add to it."""
+        """Return what `call` returns, cut off from its graph. Further calls under a name in a round add to it."""
         forward = backward = float("inf")
         output = None
         for _ in range(REPEATS):
@@ -75,7 +75,7 @@ class PartClock:
         return _cut_off(output)
 
     def seconds(self, name: str, *, again: bool = False) -> float:
-        """Of forward and backward; nothing where nobody called it.
+        """Return the seconds of forward and backward; nothing where nobody called it.
 
         Args:
             again: the forward counts twice.
@@ -87,14 +87,14 @@ class PartClock:
 
 
 def _cut_off(value: Any) -> Any:
-    """Copies of the tensors. Where they have a gradient it ends there, and they are no leaves: code may change those of
-    its arguments in place."""
+    """Return copies of the tensors. Where they have a gradient it ends there, and they are no leaves: code may change
+    those of its arguments in place."""
     return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad).clone(), value)
 
 
 @contextmanager
 def set_up(way: MeasureOptions) -> Iterator[None]:
-    """Autograd and autocast as in training; random numbers go on afterwards as if nothing had been."""
+    """Set autograd and autocast as in training; random numbers go on afterwards as if nothing had been."""
     autocast = torch.autocast(way.device.type, way.autocast) if way.autocast else nullcontext()
     with drawn_from(0), torch.enable_grad(), autocast, loss_only():
         yield
@@ -124,7 +124,8 @@ def on_device(modules: Iterable[tuple[str, nn.Module]], way: MeasureOptions) -> 
 
 
 def _value(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What a tensor holds; where it is on meta, numbers that leave scales alone and let routers choose evenly."""
+    """Return what a tensor holds; where it is on meta, numbers that leave scales alone and let routers choose
+    evenly."""
     if not tensor.is_floating_point():
         dtype = tensor.dtype
     if not tensor.is_meta:

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 
 class ActionKind(StrEnum):
-    """What an action does for one microbatch at one virtual stage."""
+    """The kind of work that an action does for one microbatch at one virtual stage."""
 
     FORWARD = "F"
     BACKWARD = "B"  # all of it: gradients of the input and of the weights
@@ -68,7 +68,7 @@ class Action:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What every rank of a pipeline does in a step, in order.
+    """The actions of every rank of a pipeline in a step, in order.
 
     Args:
         name: as in `registry.SCHEDULES`.
@@ -102,21 +102,21 @@ class PipelineSchedule:
 
     @property
     def virtual_stages(self) -> int:
-        """P * v."""
+        """Return P * v."""
         return self.stages * self.chunks
 
     @property
     def updates_inside(self) -> bool:
-        """Whether weights change between the actions of a step, on each rank by itself."""
+        """Return whether weights change between the actions of a step, on each rank by itself."""
         return self.delay is None
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The virtual stages of a rank, in the order of the model; the position is the chunk."""
+        """Return the virtual stages of a rank, in the order of the model; the position is the chunk."""
         return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
 
 
 def dependencies(schedule: PipelineSchedule) -> dict[Action, tuple[Action, ...]]:
-    """For each action those that must have ended before it starts.
+    """Return, for each action, those that must have ended before it starts.
 
     F(k, m) needs F(k-1, m). B(k, m) and I(k, m) need F(k, m), and B or I of (k+1, m). W(k, m) needs I(k, m).
     Where an action is missing in the lists, so it is here: `check` finds it.
@@ -126,7 +126,7 @@ def dependencies(schedule: PipelineSchedule) -> dict[Action, tuple[Action, ...]]
 
 
 def needs(action: Action, virtual_stages: int, known: Collection[Action]) -> tuple[Action, ...]:
-    """What must have ended before an action starts; `known`: all of the step."""
+    """Return what must have ended before an action starts; `known`: all of the step."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind is ActionKind.WEIGHT:
         return (Action(ActionKind.INPUT, stage, microbatch),)

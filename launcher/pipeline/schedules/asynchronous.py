@@ -21,7 +21,7 @@ def drained(name: str) -> str:
 
 
 def pipedream(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """PipeDream (Narayanan et al., SOSP 2019): 1F1B that never drains; the weights change after each backward.
+    """Build PipeDream (Narayanan et al., SOSP 2019): 1F1B that never drains; the weights change after each backward.
 
     NOT equal to synchronous training. The forward of a microbatch takes the newest weights of its rank, and its
     backward the same ones, which are kept for it: up to P - r versions on rank r. Ranks differ in how old they are.
@@ -34,7 +34,7 @@ def pipedream(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedu
 
 
 def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """PipeDream-2BW (Narayanan et al. 2006.09503): 1F1B that never drains; the weights change after m microbatches.
+    """Build PipeDream-2BW (Narayanan et al. 2006.09503): 1F1B that never drains; weights change after m microbatches.
 
     NOT equal to synchronous training: step t takes, on all ranks, the weights from before step t - 1, and so a gradient
     is one update old. Two versions are kept. Needs m >= P, else the weights of a step are not ready when it starts.
@@ -53,7 +53,7 @@ def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> Pip
 
 
 def weights_used(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
-    """For each rank and microbatch: how many updates the weights of its forward and backward have behind them.
+    """Return, for each rank and microbatch, how many updates the weights of its forward and backward have behind them.
 
     Counted from the first action of the schedule. 0 throughout where the pipeline drains. pipedream takes the newest
     weights of the rank; 2bw those from before the last step, on all ranks, so that they agree.

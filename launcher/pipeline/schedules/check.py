@@ -32,7 +32,8 @@ def check(schedule: PipelineSchedule) -> None:
 
 
 def _complete(schedule: PipelineSchedule, trains: bool) -> None:
-    """Each rank has F and B (or I and W) of all its virtual stages and microbatches, once, and nothing else."""
+    """Check that each rank has F and B (or I and W) of all its virtual stages and microbatches, once, and nothing
+    else."""
     for rank, actions in enumerate(schedule.actions):
         counts = Counter(actions)
         expected = _expected(schedule, rank, counts, trains)
@@ -40,7 +41,7 @@ def _complete(schedule: PipelineSchedule, trains: bool) -> None:
             if count > 1:
                 raise _error(schedule, rank, f"{action} is there {count} times")
             if action not in expected:
-                raise _error(schedule, rank, f"{action} has no business on this rank")
+                raise _error(schedule, rank, f"{action} does not belong on this rank")
         for action in expected:
             if action not in counts:
                 raise _error(schedule, rank, f"{action} is missing")
@@ -49,7 +50,7 @@ def _complete(schedule: PipelineSchedule, trains: bool) -> None:
 def _expected(
     schedule: PipelineSchedule, rank: int, there: Counter[Action], trains: bool
 ) -> dict[Action, None]:
-    """What the rank has to do. A backward is split where either half of it is there."""
+    """Return what the rank has to do. A backward is split where either half of it is there."""
     expected: dict[Action, None] = {}
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.microbatches):
@@ -70,7 +71,7 @@ def _ordered(schedule: PipelineSchedule) -> None:
         missing = next(needed for needed in needs[action] if needed not in done)
         holder = schedule.rank_of[missing.stage]
         if holder == rank:
-            raise _error(schedule, rank, f"{action} stands before {missing}, which it needs")
+            raise _error(schedule, rank, f"{action} comes before {missing}, which it needs")
         waits.append(f"rank {rank} at {action} for {missing} of rank {holder}")
     if waits:
         raise LauncherError(f"{schedule.name}: deadlock: " + "; ".join(waits), where=_where(schedule))

@@ -14,7 +14,7 @@ from launcher.pipeline.schedules.synchronous import gpipe, interleaved, one_f_on
 
 @dataclass(frozen=True)
 class ScheduleBuilder:
-    """How one schedule is made.
+    """The builder of one schedule.
 
     Args:
         make: (stages, microbatches, chunks) -> Schedule.
@@ -31,7 +31,7 @@ ONE_STAGE = "1f1b"
 
 @lru_cache(maxsize=64)  # the same at every step
 def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
-    """The schedule of a name.
+    """Return the schedule of a name.
 
     Args:
         name: a key of `SCHEDULES`.
@@ -55,7 +55,7 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
             raise ConfigError(
                 f"{name} with {chunks} chunks",
                 where=where,
-                fix='chunks from 2 on; with one chunk it is "1f1b"',
+                fix='at least 2 chunks; with one chunk it is "1f1b"',
             )
         return maker.make(stages, microbatches, chunks)
     if chunks not in (None, maker.chunks):

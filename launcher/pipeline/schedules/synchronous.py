@@ -16,12 +16,12 @@ ScheduleSlot = tuple[int, int] | None
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """GPipe (Huang et al. 1811.06965): all forwards, then all backwards. Holds every microbatch."""
+    """Build GPipe (Huang et al. 1811.06965): all forwards, then all backwards. Holds every microbatch."""
     return _one_chunk("gpipe", stages, microbatches, lambda rank: microbatches)
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """1F1B (PipeDream-flush, Narayanan et al. 2104.04473): backwards as early as possible.
+    """Build 1F1B (PipeDream-flush, Narayanan et al. 2104.04473): backwards as early as possible.
 
     GPipe's bubble; rank r holds P - r microbatches, however many there are.
     """
@@ -29,7 +29,7 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> PipelineSche
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    """Interleaved 1F1B (Narayanan et al. 2104.04473): virtual stage k on rank k % P; 1F1B's bubble divided by v.
+    """Build interleaved 1F1B (Narayanan et al. 2104.04473): virtual stage k on rank k % P; 1F1B's bubble divided by v.
 
     A rank takes a group of microbatches through one chunk, then through the next. Groups of exactly P need m to be a
     multiple of P. Here the groups are P or more, as even as can be, which makes the same bubble for every m >= P; a
@@ -56,7 +56,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
 
 
 def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """ZB-H1 (Qi et al. 2401.10241): 1F1B whose weight gradients fill the bubble; a third of it where F = I = W.
+    """Build ZB-H1 (Qi et al. 2401.10241): 1F1B whose weight gradients fill the bubble; a third of it where F = I = W.
 
     Rank r runs the weight gradients r microbatches later, so that with them every rank has P microbatches under way:
     the memory of 1F1B's first rank.
@@ -65,7 +65,7 @@ def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
 
 
 def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
-    """ZB-V (Qi et al. 2401.10241, 2405.15362): rank r has virtual stages r and 2P - 1 - r, a V through the ranks.
+    """Build ZB-V (Qi et al. 2401.10241, 2405.15362): rank r has virtual stages r and 2P - 1 - r, a V through the ranks.
 
     First and last stage lie on rank 0, and all ranks hold the same: 2P halves, what 1F1B's first rank holds. Where
     F = I = W and m >= 2P - 2 the step takes no longer than the last rank computes, and waits for its first microbatch.
@@ -98,7 +98,8 @@ def _one_chunk(
     warmup: Callable[[int], int],
     lag: Callable[[int], int] | None = None,
 ) -> PipelineSchedule:
-    """A schedule in which rank r is stage r. `warmup` and `lag` (None: whole backwards) are functions of the rank."""
+    """Return a schedule in which rank r is stage r. `warmup` and `lag` (None: whole backwards) are functions of the
+    rank."""
 
     def rank_actions(rank: int) -> list[Action]:
         slots: list[ScheduleSlot] = [(rank, microbatch) for microbatch in range(microbatches)]
@@ -139,7 +140,7 @@ def _synchronous(
 
 
 def _slots(chunks: Iterable[int], stages: Sequence[int], microbatches: int) -> list[ScheduleSlot]:
-    """A pattern of chunks with the microbatches numbered; a turn of a chunk that has had all of them passes."""
+    """Return a pattern of chunks with the microbatches numbered; a turn of a chunk that has had all of them passes."""
     turns = [0] * len(stages)
     slots: list[ScheduleSlot] = []
     for chunk in chunks:
@@ -154,7 +155,7 @@ def _weave(
     warmup: int,
     lag: Callable[[int], int] | None = None,
 ) -> list[Action]:
-    """`warmup` forwards; then a backward and a forward in turns, until neither is left.
+    """Return `warmup` forwards; then a backward and a forward in turns, until neither is left.
 
     Args:
         forwards, backwards: what the rank runs, in order.

@@ -1,4 +1,4 @@
-"""What follows from who computes what: what ranks send each other, and when a rank changes its weights by itself.
+"""Transfers of a schedule: what ranks send each other, and when a rank changes its weights by itself.
 
 A SEND stands right after the action that makes what is sent, and does not wait. A RECV stands right before the action
 that needs what is received, and is the wait for it: receives are posted ahead, in the order in which they arrive
@@ -16,7 +16,7 @@ from launcher.pipeline.schedules.check import check
 
 @lru_cache(maxsize=16)  # the same at every step
 def with_transfers(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]:
-    """All that each rank does, in order: the schedule's actions with SEND, RECV and UPDATE between them.
+    """Return all that each rank does, in order: the schedule's actions with SEND, RECV and UPDATE between them.
 
     Raises:
         LauncherError: the schedule cannot be run (`check.py`).
@@ -32,7 +32,7 @@ def actions_of(schedule: PipelineSchedule, rank: int) -> tuple[Action, ...]:
 
 @lru_cache(maxsize=16)
 def arrivals(schedule: PipelineSchedule) -> tuple[dict[tuple[int, ActionKind], tuple[Action, ...]], ...]:
-    """What reaches each rank, in the order in which the sender sends it.
+    """Return what reaches each rank, in the order in which the sender sends it.
 
     Returns:
         for each rank, by (source rank, RECV_F or RECV_B): the RECV actions of this rank. This order need not be the one
@@ -49,14 +49,14 @@ def arrivals(schedule: PipelineSchedule) -> tuple[dict[tuple[int, ActionKind], t
 
 
 def matching_receive(send: Action) -> Action:
-    """The RECV of a SEND, at the virtual stage after or before it."""
+    """Return the RECV of a SEND, at the virtual stage after or before it."""
     if send.kind is ActionKind.SEND_F:
         return Action(ActionKind.RECV_F, send.stage + 1, send.microbatch)
     return Action(ActionKind.RECV_B, send.stage - 1, send.microbatch)
 
 
 def _surrounded(schedule: PipelineSchedule, action: Action) -> list[Action]:
-    """An action with what it receives, sends and updates."""
+    """Return an action with what it receives, sends and updates."""
     stage, microbatch = action.stage, action.microbatch
 
     def away(other: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the layers of a row cost, by a method of `pipeline.partition`."""
+"""Costs of the layers of a row, by a method of `pipeline.partition`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LayerSize = tuple[int, float]
 
 
 def known_method(method: str) -> str:
-    """The method as it is spelled here.
+    """Return the method as it is spelled here.
 
     Raises:
         ConfigError: there is no such method.
@@ -27,7 +27,7 @@ def known_method(method: str) -> str:
 
 
 def sizes_of(layers: Sequence[PipelineLayer], module_of: Callable[[int], nn.Module]) -> list[LayerSize]:
-    """The size of each layer; `module_of`: the module of the layer at an index, on meta or not."""
+    """Return the size of each layer; `module_of`: the module of the layer at an index, on meta or not."""
     sizes: list[LayerSize] = []
     for index, (source, home) in enumerate(layers):
         if not isinstance(source, LayerSpec | nn.Module):
@@ -44,7 +44,7 @@ def costs_of(
     sizes: Callable[[], list[LayerSize]],
     measured: Sequence[float] | None,
 ) -> list[float]:
-    """The cost of each layer, in the unit of the method: 1, elements, operations of a token, or seconds.
+    """Return the cost of each layer, in the unit of the method: 1, elements, operations of a token, or seconds.
 
     Args:
         sizes: called where they are needed: modules must be built for them.

@@ -96,7 +96,8 @@ class PipelineModule(nn.Module):
         self.cut = self._make_own()
 
     def _make_own(self) -> list[int] | None:
-        """Scripts give the parameters of their stage to an optimizer, or count them, before initialize()."""
+        """Build the layers of this rank early: scripts give their parameters to an optimizer, or count them, before
+        initialize()."""
         stage = stage_of_this_rank(self.num_stages)
         measures = self.partition_method == "profile"
         if stage is None or measures or not _built_as_ever():
@@ -119,15 +120,15 @@ class PipelineModule(nn.Module):
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
-        """loss_fn(outputs, labels) -> loss."""
+        """Return loss_fn(outputs, labels) -> loss."""
         return self._functions[0]
 
     def topology(self) -> ProcessTopology | None:
-        """What was given."""
+        """Return the topology that was given."""
         return self._topology
 
     def configure(self, section: PipelineConfig) -> None:
-        """Keys that the JSON writes come before arguments; its stages are `Config.with_stages`' business."""
+        """Take the keys that the JSON writes before arguments; its stages are `Config.with_stages`' business."""
         if "partition" in section.model_fields_set:
             self.partition_method = section.partition
         if "seed_layers" in section.model_fields_set:
@@ -136,7 +137,7 @@ class PipelineModule(nn.Module):
             self.activation_checkpoint_interval = section.activation_checkpoint_interval
 
     def check_degrees(self, **degrees: int) -> None:
-        """The topology's degrees are those of the run.
+        """Check that the topology's degrees are those of the run.
 
         Args:
             degrees: pipe, data and model.
@@ -148,17 +149,17 @@ class PipelineModule(nn.Module):
             wanted = self._topology.get_dim(axis) if self._topology else 0
             if wanted not in (0, degree):
                 raise ConfigError(
-                    f"the topology has {wanted} ranks along {axis}, and the run has {degree}",
+                    f"the topology has degree {wanted} along {axis}, but the run has {degree}",
                     where="PipelineModule(topology=...)",
                     fix="leave topology out and give num_stages, or start as many ranks as it has",
                 )
 
     def boundaries(self, virtual_stages: int, measured: Sequence[float] | None = None) -> list[int]:
-        """Of the virtual stages, over the layers [virtual stages + 1], by `partition_method`."""
+        """Return the boundaries of the virtual stages, over the layers [virtual stages + 1], by `partition_method`."""
         return partition(self.layer_costs(self.partition_method, measured), virtual_stages)
 
     def balance(self, boundaries: Sequence[int], measured: Sequence[float] | None = None) -> Balance:
-        """What each virtual stage has; a tied layer counts wherever it runs."""
+        """Return what each virtual stage has; a tied layer counts wherever it runs."""
         costs = self.layer_costs(self.partition_method, measured)
         spans = [slice(*span) for span in pairwise(boundaries)]
         counts = [int(size) for size, _ in self._sizes]
@@ -170,7 +171,7 @@ class PipelineModule(nn.Module):
         )
 
     def layer_costs(self, method: str, measured: Sequence[float] | None = None) -> list[float]:
-        """Of each layer, in the unit of the method: 1, elements, operations of a token, or seconds.
+        """Return the cost of each layer, in the unit of the method: 1, elements, operations of a token, or seconds.
 
         Args:
             method: as `partition_method`.
@@ -184,7 +185,7 @@ class PipelineModule(nn.Module):
     def build(
         self, first: int, last: int, seed: int | None = None, made: dict[int, nn.Module] | None = None
     ) -> PipelineStage:
-        """The layers `first` .. `last` - 1, on the device of the context; the random state stays as it was.
+        """Return the layers `first` .. `last` - 1, on the device of the context; the random state stays as it was.
 
         Args:
             seed: in place of `base_seed`.
@@ -222,15 +223,15 @@ class PipelineModule(nn.Module):
         )
 
     def name_of(self, index: int) -> str:
-        """Under which the module of a layer stands: the first part of the names of its parameters."""
+        """Return the name of the module of a layer: the first part of the names of its parameters."""
         return self._names[self.home_of(index)]
 
     def home_of(self, index: int) -> int:
-        """The index of the layer whose module a layer runs."""
+        """Return the index of the layer whose module a layer runs."""
         return self._layers[index].home
 
     def whole(self) -> nn.Module:
-        """All layers under their names, for names and shapes: what is not built yet is on meta."""
+        """Return all layers under their names, for names and shapes: what is not built yet is on meta."""
         whole = nn.Module()
         for index, (source, home) in enumerate(self._layers):
             if home == index and isinstance(source, LayerSpec | nn.Module):
@@ -254,11 +255,11 @@ class PipelineModule(nn.Module):
 
     @cached_property
     def _sizes(self) -> list[tuple[int, float]]:
-        """(elements of the parameters, of the weights that are multiplied) of each layer."""
+        """Return (elements of the parameters, of the weights that are multiplied) of each layer."""
         return sizes_of(self._layers, self._shapes)
 
     def _shapes(self, index: int) -> nn.Module:
-        """A layer for its shapes: on meta, and for real where its class cannot be built there."""
+        """Return a layer for its shapes: on meta, and for real where its class cannot be built there."""
         source = self._layers[index].source
         if index in self.made:
             return self.made[index]
@@ -270,13 +271,13 @@ class PipelineModule(nn.Module):
 
 
 def _built_as_ever() -> bool:
-    """Modules keep the parameters that they are built with: this is not inside zero.Init."""
+    """Return the modules keep the parameters that they are built with: this is not inside zero.Init."""
     watched = nn.modules.module._global_module_registration_hooks
     return not watched and torch.get_default_device().type != "meta"
 
 
 def _named(layers: Iterable[Source]) -> list[tuple[str, Source]]:
-    """The layers with the names of their modules."""
+    """Return the layers with the names of their modules."""
     if isinstance(layers, nn.Sequential):
         return list(layers._modules.items())  # named_children() leaves out what stands there twice
     named = [(str(index), source) for index, source in enumerate(layers)]

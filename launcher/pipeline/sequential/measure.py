@@ -1,4 +1,4 @@
-"""What the layers of a row take here: forward and backward of each alone, timed."""
+"""Measured times of the layers of a row: forward and backward of each alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from launcher.pipeline.sequential.layers import PipelineModule
 def measure_row(
     row: PipelineModule, inputs: Any, labels: tuple[Any, ...], way: MeasureOptions
 ) -> list[float]:
-    """Seconds of one microbatch in each layer of a row, forward and backward. Layers are built one at a time.
+    """Return the seconds of one microbatch in each layer of a row, forward and backward. Layers are built one at a
+    time.
 
     Args:
         inputs, labels: of one microbatch, on the device. The loss counts with the last layer.

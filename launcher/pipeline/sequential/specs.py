@@ -1,4 +1,4 @@
-"""What the layers of a `PipelineModule` are made from, and which of them are one. DeepSpeed's names.
+"""Specifications of the layers of a `PipelineModule`, and which of them are one. DeepSpeed's names.
 
 home   the index of the layer whose module a layer runs: its own, unless it is tied to an earlier one
 """
@@ -25,20 +25,20 @@ class LayerSpec:
         module_args, module_kwargs: its arguments.
 
     Raises:
-        ConfigError: `typename` is no class of nn.Module.
+        ConfigError: `typename` is not a class of nn.Module.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise ConfigError(
-                f"{typename!r} is no class of nn.Module",
+                f"{typename!r} is not a class of nn.Module",
                 where=type(self).__name__,
                 fix="name the class, and then its arguments; a function or a module stands in the list as it is",
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
-        """The layer, with values from the random numbers of now."""
+        """Return the layer, with values from the random numbers of now."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class PipelineLayer(NamedTuple):
 
 
 def row_of(sources: Sequence[Any]) -> tuple[tuple[PipelineLayer, ...], dict[str, list[int]]]:
-    """The row with the home of each layer, and which layers are one."""
+    """Return the row with the home of each layer, and which layers are one."""
     layers: list[PipelineLayer] = []
     uses: dict[Any, list[int]] = {}
     for index, source in enumerate(sources):
@@ -106,7 +106,7 @@ def row_of(sources: Sequence[Any]) -> tuple[tuple[PipelineLayer, ...], dict[str,
                 f"layers {places[0]} and {index} are tied by {source.key!r}, and are a {first.typename.__name__} and "
                 f"a {source.typename.__name__}",
                 where="TiedLayerSpec",
-                fix="tie layers of one class; what the second one does otherwise is its forward_fn",
+                fix="tie layers of one class; what the second one does differently is its forward_fn",
             )
     _check_shared_parameters(layers)
     several = ((key, use) for key, use in uses.items() if len(use) > 1)
@@ -123,7 +123,7 @@ def _check_source(index: int, source: Any) -> None:
 
 
 def _check_shared_parameters(layers: Sequence[PipelineLayer]) -> None:
-    """Two modules with one parameter would have two of them as soon as they are on two stages."""
+    """Refuse two modules with one parameter: they would have two of them as soon as they are on two stages."""
     seen: dict[int, int] = {}
     for index, (source, home) in enumerate(layers):
         if not isinstance(source, nn.Module):
@@ -139,7 +139,7 @@ def _check_shared_parameters(layers: Sequence[PipelineLayer]) -> None:
 
 
 def check_attributes(spec: TiedLayerSpec, module: nn.Module) -> None:
-    """The module has what the layer says is tied."""
+    """Check that the module has what the layer says is tied."""
     for name in spec.tied_weight_attr:
         found: Any = module
         for part in name.split("."):
@@ -153,7 +153,7 @@ def check_attributes(spec: TiedLayerSpec, module: nn.Module) -> None:
 
 
 def class_of(source: Source) -> str:
-    """Name of the class of a layer, or of a function."""
+    """Return the name of the class of a layer, or of a function."""
     if isinstance(source, LayerSpec):
         return source.typename.__name__
     return type(source).__name__ if isinstance(source, nn.Module) else getattr(source, "__name__", "")

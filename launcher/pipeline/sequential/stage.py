@@ -13,7 +13,7 @@ from launcher import checkpointing
 
 
 class LayerCall(NamedTuple):
-    """How a layer runs: the module of this name on the inputs, or function(module, inputs), or function(inputs)."""
+    """The call of a layer: the module of this name on the inputs, or function(module, inputs), or function(inputs)."""
 
     module: str | None
     function: Callable[..., Any] | None
@@ -76,7 +76,7 @@ class PipelineStage(nn.Module):
         return self._checkpoint(layers, *(inputs if isinstance(inputs, tuple) else (inputs,)))
 
     def _may_recompute(self, calls: tuple[LayerCall, ...]) -> bool:
-        """Whether these layers are worth it: those of the named classes, or any with parameters."""
+        """Return whether these layers are worth it: those of the named classes, or any with parameters."""
         modules = [self.get_submodule(name) for name, _ in calls if name is not None]
         if self.checkpointable is None:
             return any(True for module in modules for _ in module.parameters())

@@ -25,7 +25,7 @@ from launcher.pipeline.sequential.stage import PipelineStage
 @travels
 @dataclass
 class BoundaryValues(StageBoundary):
-    """What a stage leaves with.
+    """The values that leave a stage.
 
     Attributes:
         structure: the nest, with a `TensorShape` for each tensor.
@@ -34,7 +34,7 @@ class BoundaryValues(StageBoundary):
     structure: Any = None
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The nest with these tensors."""
+        """Return the nest with these tensors."""
         leaves, spec = tree_flatten(self.structure)
         arriving = iter(tensors)
         return tree_unflatten(
@@ -69,14 +69,15 @@ class SequentialPart(nn.Module):
         self.stage, self.received = 0, None
 
     def forward(self, *batch: Any, **named: Any) -> Any:
-        """Of the last stage {"loss": ..., "logits": what the last layer returns}; no "loss" where there is none."""
+        """Return, on the last stage, {"loss": ..., "logits": what the last layer returns}; no "loss" where there is
+        none."""
         if named or not 1 <= len(batch) <= 2:
             shown = f"a dict of {', '.join(named)}" if named else f"{len(batch)} parts"
             raise ConfigError(
-                f"a batch is {shown}, and a row of layers takes (inputs, labels)",
+                f"a batch is {shown}, but a sequence of layers takes (inputs, labels)",
                 where="engine.train_batch()",
-                fix="give pairs, with a tuple of tensors as inputs where there are several, or engine.set_batch_fn() "
-                "what makes pairs of batches",
+                fix="give pairs, with a tuple of tensors as inputs where there are several, or call "
+                "engine.set_batch_fn() with a function that makes pairs of batches",
             )
         output = self.stages[self.stage](batch[0] if self.stage == 0 else self.received)
         return output if self.stage < self.last else self._ended(output, batch[1:])
@@ -186,7 +187,7 @@ class SequentialPipeline:
 
 
 def _blocks(modules: Mapping[str, nn.Module], stages: Any) -> list[tuple[str, nn.Module]]:
-    """Those whose own forward is called, once: what a forward_fn does with a module nobody can see."""
+    """Return those whose own forward is called, once: what a forward_fn does with a module nobody can see."""
     calls = [call for stage in stages for call in stage.calls]
     uses = Counter(call.module for call in calls)
     hidden = {call.module for call in calls if call.function is not None}
@@ -214,7 +215,7 @@ def _shared(
 
 
 def _works_in_place(layers: PipelineStage) -> bool:
-    """Whether a layer says that it changes what it takes, as nn.ReLU(inplace=True) does."""
+    """Return whether a layer says that it changes what it takes, as nn.ReLU(inplace=True) does."""
     return any(getattr(module, "inplace", False) for module in layers.modules())
 
 

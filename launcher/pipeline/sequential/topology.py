@@ -29,7 +29,7 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(dim < 1 for dim in dims):
             raise ConfigError(
-                f"a topology of the axes {list(axes)} with the degrees {list(dims)} cannot be",
+                f"a topology of the axes {list(axes)} with the degrees {list(dims)} is not possible",
                 where="ProcessTopology(axes, dims)",
                 fix="give each axis a name of its own and a degree of at least 1",
             )
@@ -39,19 +39,19 @@ class ProcessTopology:
         self._ranks = {coord: rank for rank, coord in enumerate(self._coords)}
 
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return math.prod(self.dims)
 
     def get_axis_names(self) -> list[str]:
-        """Outermost first."""
+        """Return the names, outermost first."""
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
-        """Degree of an axis; 0 where there is no such axis, as in DeepSpeed."""
+        """Return the degree of an axis; 0 where there is no such axis, as in DeepSpeed."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coords: int) -> int:
-        """The rank at a coordinate of every axis.
+        """Return the rank at a coordinate of every axis.
 
         Raises:
             ConfigError: an axis is missing or not there, or a coordinate is outside.
@@ -67,7 +67,7 @@ class ProcessTopology:
         return rank
 
     def get_coord(self, rank: int) -> Any:
-        """A named tuple of the coordinates of a rank.
+        """Return a named tuple of the coordinates of a rank.
 
         Raises:
             ConfigError: there is no such rank.
@@ -83,13 +83,14 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """A rank's place in the name of a file: `model_00-seq_01`, without the axes that a file does not depend on."""
+        """Return a rank's place in the name of a file: `model_00-seq_01`, without the axes that a file does not depend
+        on."""
         coord = self.get_coord(rank)
         shown = [axis for axis in self.get_axis_names() if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
 
     def filter_match(self, **coords: int) -> list[int]:
-        """The ranks that have these coordinates."""
+        """Return the ranks that have these coordinates."""
         return [
             rank
             for rank, coord in enumerate(self._coords)
@@ -97,11 +98,11 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at one coordinate of an axis."""
+        """Return the ranks at one coordinate of an axis."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Groups of ranks that differ along `axis` only; none where there is no such axis."""
+        """Return the groups of ranks that differ along `axis` only; none where there is no such axis."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -127,14 +128,14 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def stage_of_this_rank(stages: int | None) -> int | None:
-    """Stages are outermost; None where there is no process group, or the stages do not divide it."""
+    """Return the stages are outermost; None where there is no process group, or the stages do not divide it."""
     if stages is None or not dist.is_initialized() or dist.get_world_size() % stages:
         return None
     return dist.get_rank() * stages // dist.get_world_size()
 
 
 def stages_of(num_stages: int | None, topology: ProcessTopology | None) -> int | None:
-    """What the arguments of a PipelineModule say of the number of stages; None: nothing.
+    """Return what the arguments of a PipelineModule say of the number of stages; None: nothing.
 
     Raises:
         ConfigError: they contradict each other, or the topology has other axes than a run here.

@@ -1,1 +1,1 @@
-"""When the actions of a schedule run: simulated, by formula, as measured, and in pictures. No torch."""
+"""Times of the actions of a schedule: simulated, by formula, as measured, and in pictures. No torch."""

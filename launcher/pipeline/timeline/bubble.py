@@ -13,7 +13,7 @@ def bubble_time(
     input: float = 1,
     weight: float = 1,
 ) -> float | None:
-    """How long each rank is idle in a step that starts and ends with an empty pipeline.
+    """Return how long each rank is idle in a step that starts and ends with an empty pipeline.
 
     Args:
         name, stages, microbatches, chunks: of the schedule.

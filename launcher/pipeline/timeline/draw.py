@@ -9,7 +9,7 @@ IDLE = "."
 
 
 def grid(schedule: PipelineSchedule) -> str:
-    """One line a rank, one column a unit of time: F, I and W of a virtual stage take one, B takes two.
+    """Return one line a rank, one column a unit of time: F, I and W of a virtual stage take one, B takes two.
 
     A cell is kind and microbatch; where ranks have several chunks, the chunk follows as a letter: `F0a`, `F0b`.
     """

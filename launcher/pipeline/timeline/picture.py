@@ -28,7 +28,7 @@ DIGIT = 6.4  # width of a digit of the numbers in boxes
 
 
 def svg(timeline: Timeline, title: str, other: Timeline | None = None, unit: str = "") -> str:
-    """The picture.
+    """Return the picture.
 
     Args:
         timeline: simulated, or measured.
@@ -90,7 +90,7 @@ def _lanes(timeline: Timeline, top: int, scale: float) -> list[str]:
 
 
 def _legend(timelines: list[Timeline]) -> list[str]:
-    """Right of the title: a box for each kind and chunk that is drawn."""
+    """Draw, right of the title, a box for each kind and chunk that is drawn."""
     kinds = {span.action.kind for shown in timelines for spans in shown.spans for span in spans}
     chunks = timelines[0].chunks
     drawn: list[str] = []
@@ -122,7 +122,7 @@ def _axis(longest: float, top: int, scale: float, unit: str) -> list[str]:
 
 
 def _nice(wanted: float) -> float:
-    """The least of 1, 2, 5, 10, 20, ... (and their tenths, ...) that is not below."""
+    """Return the least of 1, 2, 5, 10, 20, ... (and their tenths, ...) that is not below."""
     if wanted <= 0:
         return 1.0
     power = 1.0
@@ -134,7 +134,7 @@ def _nice(wanted: float) -> float:
 
 
 def _colour(kind: ActionKind, chunk: int, chunks: int) -> str:
-    """The kind's colour, lighter for later chunks."""
+    """Return the kind's colour, lighter for later chunks."""
     white = LIGHTEST * chunk / max(1, chunks - 1)
     parts = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)

@@ -1,4 +1,4 @@
-"""When the actions of a run ran, in files: our own record of a step, and the trace that Perfetto shows.
+"""Records of when the actions of a run ran, in files: our own record of a step, and the trace that Perfetto shows.
 
 A record: {"schedule", "stages", "chunks", "microbatches", "actions": [{"rank", "kind", "stage", "microbatch", "start",
 "end"}, ...]}; kinds F, B, I, W; `stage` is the virtual stage; times in seconds, of one clock for all ranks.
@@ -64,7 +64,7 @@ def read(path: str | Path) -> Timeline:
     except (KeyError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise LauncherError(
-            f"{path} is no record of a pipeline step: {what}",
+            f"{path} is not a record of a pipeline step: {what}",
             fix="a file that a pipeline run wrote",
         ) from None
     if not all(timeline.spans):
@@ -77,7 +77,7 @@ def _span(row: dict[str, Any], record: dict[str, Any]) -> Span:
     kind = ActionKind(row["kind"])
     start, end = float(row["start"]), float(row["end"])
     if kind not in COMPUTE:
-        raise ValueError(f"{kind} is no compute action")
+        raise ValueError(f"{kind} is not a compute action")
     if not start <= end:
         raise ValueError(f"an action ends at {end}, before its start at {start}")
     stage = _index(row, "stage", int(record["stages"]) * int(record["chunks"]))
@@ -85,7 +85,7 @@ def _span(row: dict[str, Any], record: dict[str, Any]) -> Span:
 
 
 def _index(row: dict[str, Any], key: str, count: int) -> int:
-    """A number from 0 below `count`, so that a negative one is not taken from the end."""
+    """Return a number from 0 below `count`, so that a negative one is not taken from the end."""
     number = int(row[key])
     if not 0 <= number < count:
         raise ValueError(f"{key} {number} of {count}")
@@ -93,7 +93,7 @@ def _index(row: dict[str, Any], key: str, count: int) -> int:
 
 
 def trace(*timelines: Timeline) -> dict[str, Any]:
-    """Timelines as a trace for https://ui.perfetto.dev or chrome://tracing: a process each, a thread a rank.
+    """Return timelines as a trace for https://ui.perfetto.dev or chrome://tracing: a process each, a thread a rank.
 
     A unit of a simulated timeline is shown as a second; every timeline starts at 0.
     """

@@ -1,4 +1,4 @@
-"""What a schedule takes: its lists run with given costs, without a model. `Timeline` is also what a run measured."""
+"""Simulation of a schedule: its lists run with given costs, without a model. `Timeline` is also what a run measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launcher.pipeline.schedules.actions import (
 
 @dataclass(frozen=True)
 class MicrobatchCosts:
-    """What one microbatch takes, in any unit of time.
+    """The costs of one microbatch, in any unit of time.
 
     Args:
         forward, input, weight: for each virtual stage its F, I and W; a B takes I + W.
@@ -38,14 +38,14 @@ class MicrobatchCosts:
     def even(
         cls, virtual_stages: int, forward: float, input: float, weight: float, transfer: float = 0
     ) -> MicrobatchCosts:
-        """The same for every virtual stage."""
+        """Return the same for every virtual stage."""
         return cls(
             (forward,) * virtual_stages, (input,) * virtual_stages, (weight,) * virtual_stages, transfer
         )
 
     @classmethod
     def measured(cls, timeline: Timeline) -> MicrobatchCosts:
-        """The mean of what each virtual stage took in a run; a whole backward counts as I, with a W of 0.
+        """Return the mean of what each virtual stage took in a run; a whole backward counts as I, with a W of 0.
 
         Waiting that a run measured inside of an action (for a device that does something else) is part of it. The
         transfer is the median of those that a rank stood still for.
@@ -56,7 +56,7 @@ class MicrobatchCosts:
                 taken.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
 
         def mean(*kinds: ActionKind) -> tuple[float, ...]:
-            """Of each virtual stage, summed over the microbatches of any of the kinds."""
+            """Return the mean of each virtual stage, summed over the microbatches of any of the kinds."""
             found = [
                 [t for kind in kinds for t in taken.get((kind, stage), ())]
                 for stage in range(timeline.virtual_stages)
@@ -71,7 +71,7 @@ class MicrobatchCosts:
         )
 
     def of(self, action: Action) -> float:
-        """What a compute action takes."""
+        """Return what a compute action takes."""
         stage = action.stage
         if action.kind is ActionKind.FORWARD:
             return self.forward[stage]
@@ -91,7 +91,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of a step ran.
+    """The times of all actions of a step.
 
     Args:
         name, stages, chunks, microbatches: of the schedule.
@@ -106,36 +106,36 @@ class Timeline:
 
     @property
     def virtual_stages(self) -> int:
-        """P * v."""
+        """Return P * v."""
         return self.stages * self.chunks
 
     @cached_property
     def start(self) -> float:
-        """When the first action started."""
+        """Return when the first action started."""
         return min(span.start for spans in self.spans for span in spans)
 
     @cached_property
     def total(self) -> float:
-        """From the start of the first action to the end of the last."""
+        """Return the time from the start of the first action to the end of the last."""
         return max(span.end for spans in self.spans for span in spans) - self.start
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The time each rank computes."""
+        """Return the time each rank computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> float:
-        """The part of the total in which ranks are idle, averaged over ranks: 0 to 1."""
+        """Return the part of the total in which ranks are idle, averaged over ranks: 0 to 1."""
         return 1 - sum(self.busy) / (self.stages * self.total) if self.total else 0.0
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle time over busy time: the (p-1)/m of the papers."""
+        """Return idle time over busy time: the (p-1)/m of the papers."""
         return self.stages * self.total / sum(self.busy) - 1 if sum(self.busy) else 0.0
 
     def held(self, rank: int) -> list[tuple[float, int]]:
-        """(time, activations held from then on): from the start of an F to the end of its B or I."""
+        """Return (time, activations held from then on): from the start of an F to the end of its B or I."""
         changes = [(span.start, 1) for span in self.spans[rank] if span.action.kind is ActionKind.FORWARD]
         changes += [(span.end, -1) for span in self.spans[rank] if span.action.kind in GIVES_INPUT_GRADIENT]
         curve, count = [], 0
@@ -146,12 +146,13 @@ class Timeline:
 
     @cached_property
     def peak_held(self) -> tuple[int, ...]:
-        """The most (virtual stage, microbatch) activations that each rank holds."""
+        """Return the most (virtual stage, microbatch) activations that each rank holds."""
         return tuple(max((count for _, count in self.held(rank)), default=0) for rank in range(self.stages))
 
 
 def _transfer(timeline: Timeline) -> float:
-    """From the end of an action to the start of the next on another rank, where that rank was idle before the end."""
+    """Return the time from the end of an action to the start of the next on another rank, where that rank was idle
+    before. before."""
     ended = {span.action: (rank, span.end) for rank, spans in enumerate(timeline.spans) for span in spans}
     waits = []
     for rank, spans in enumerate(timeline.spans):

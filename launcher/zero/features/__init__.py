@@ -1,1 +1,1 @@
-"""What the core of ZeRO does not need: each module is one feature, and hooked in only where it is on."""
+"""Features that the core of ZeRO does not need: each module is one, and hooked in only where it is on."""

@@ -1,4 +1,4 @@
-"""What `enable_sanity_checks` compares at each step: mistakes that would otherwise only show in the losses.
+"""The comparisons of `enable_sanity_checks` at each step: mistakes that would otherwise only show in the losses.
 
 - the order of collectives: ranks that gather different units at one time get each other's bytes without an error;
 - copies: parameters that several ranks hold, of dp or of tp, must be the same to the bit;
@@ -44,7 +44,7 @@ class StepChecks:
         self._recording.__exit__(None, None, None)
 
     def compare(self) -> None:
-        """Collective, after a backward and before the optimizer steps.
+        """Compare the ranks. Collective, after a backward and before the optimizer steps.
 
         Raises:
             LauncherError: on every rank: what differs first, and on which.
@@ -77,7 +77,7 @@ class StepChecks:
         return [column[dp] for dp in range(self.zero.axes.dp.degree) for column in columns]
 
     def _copies(self) -> dict[str, int]:
-        """Checksums of what other ranks hold, too."""
+        """Return checksums of what other ranks hold, too."""
         copies, shard, tp = {}, self.zero.axes.shard, self.zero.tp
         part = f" of tp rank {tp.rank}" if tp.degree > 1 else ""
         for flat in self.zero.flats:
@@ -109,7 +109,7 @@ def _gather_along(axis: Axis, mine: Any) -> list[Any]:
 
 
 def _streams(records: list[CollectiveRecord], activations: str) -> CollectiveStreams:
-    """Collectives by axis. Those of the axis `activations` are longer on dp ranks with longer sequences."""
+    """Return the collectives by axis. Those of the axis `activations` are longer on dp ranks with longer sequences."""
     streams: CollectiveStreams = defaultdict(list)
     for r in records:
         kind = "gathers" if r.op in ("all_gather", "broadcast") else "reductions"
@@ -128,7 +128,7 @@ def _raise_order(every: list[CollectiveStreams]) -> None:
                     f"the {name} differ: number {place + 1} since the last step is {at[0]} on rank 0, "
                     f"and {at[other]} on rank {other}",
                     where=KEY,
-                    fix="have every rank run the same modules in the same order, as often",
+                    fix="have every rank run the same modules in the same order, equally often",
                 )
 
 

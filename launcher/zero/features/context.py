@@ -62,8 +62,8 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Whole parameters inside the `with`, at every stage. A collective: every rank must enter it. Forwards inside use
-    them as they are, and free none.
+    """Gather whole parameters inside the `with`, at every stage. A collective: every rank must enter it. Forwards
+    inside use them as they are, and free none.
 
     Where layers are split over tensor-parallel ranks, each rank sees its own part whole, and `modifier_rank` is a
     data-parallel rank. Where the model is cut into stages, each stage enters it for parameters of its own.

@@ -1,5 +1,5 @@
-"""Whether gradients of what several tp ranks hold are what the plan of the split says of them: tried once, at the first
-step, for a plan that is wrong there would train a wrong model without a word.
+"""The check that gradients of what several tp ranks hold are what the plan says: made once, at the first step,
+for a plan that is wrong there would train a wrong model without a word.
 
 Where the plan says nothing, the holders must have the same gradient. Where it says "partial", theirs must differ: they
 are terms of a sum.

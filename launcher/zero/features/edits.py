@@ -1,4 +1,4 @@
-"""What a script does to parameters between steps: values that it edits, and `requires_grad` that it changes.
+"""Changes of parameters by a script between steps: values that it edits, and `requires_grad` that it changes.
 
 A parameter that is whole may be edited at any time: `p.clamp_()`, `nn.init.zeros_(p)`, `module.load_state_dict()`,
 `p.data = tensor`. Where the optimizer steps another copy of it (a 16-bit parameter, an offloaded optimizer), the next
@@ -43,7 +43,8 @@ class ParameterEdits:
         return bool(self._flats)
 
     def take_over(self) -> None:
-        """Called on every rank before a step; costs no communication and, without an edit, no pass over values.
+        """Take over edits. Called on every rank before a step; costs no communication and, without an edit, no pass
+        over values.
 
         Raises:
             LauncherError: a parameter has another shape now, or is to be trained though it was frozen.
@@ -104,7 +105,7 @@ def broadcast_edit(slot: ParamSlot, source: int) -> None:
 
 
 def _bring_back(full: Tensor, slot: ParamSlot) -> None:
-    """`p.data = tensor` has put other memory in the place of the buffer's: take the values."""
+    """Take the values of `p.data = tensor`, which has put other memory in the place of the buffer's."""
     leaf = slot.leaf
     if leaf.shape != slot.shape:
         raise LauncherError(
@@ -121,8 +122,8 @@ def _refuse_thawed(flat: FlatBuffer) -> None:
     for slot in flat.slots:
         if (slot.handle if flat.sharded else slot.leaf).requires_grad:
             raise LauncherError(
-                f"parameter '{slot.name}' was frozen in initialize(), so that no optimizer steps it, and requires a "
-                "gradient now",
+                f"parameter '{slot.name}' was frozen in initialize(), so no optimizer steps it, but it "
+                "requires a gradient now",
                 where=f"parameter {slot.name}",
                 fix=FREEZING,
             )

@@ -30,7 +30,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` that are marked."""
+    """Return the modules of `model` that are marked."""
     return [module for module in model.modules() if getattr(module, FLAG, False)]
 
 
@@ -140,7 +140,8 @@ def _mark_fine(module: nn.Module, threshold: int, found: list[nn.Module]) -> Non
 
 
 def with_leaves(model: nn.Module, blocks: Blocks) -> Blocks:
-    """The modules that are units: `blocks`, and the outermost leaves that are not inside one. In the model's order.
+    """Return the modules that are units: `blocks`, and the outermost leaves that are not inside one. In the model's
+    order.
 
     Raises:
         ConfigError: such a leaf is a container without a forward.

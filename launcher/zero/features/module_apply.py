@@ -32,7 +32,7 @@ class GatheringApply:
                 module.__dict__["apply"] = partial(self.apply, module)
 
     def remove(self) -> None:
-        """`apply` is torch's again."""
+        """Make `apply` torch's again."""
         for module in self.zero.module.modules():
             module.__dict__.pop("apply", None)
 

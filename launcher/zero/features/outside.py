@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 def gather_for_one_call(hooks: Hooks, unit: Unit, module: nn.Module) -> None:
     """Unshard a unit for the forward of a module inside it that begins now."""
     with record_function(f"{unit.name}/unshard"):
-        hooks.fetcher.use(unit, "forward")
+        hooks.unsharder.use(unit, "forward")
     packs = hooks.packing.start()
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
         closing.remove()
         if packs:
             hooks.packing.stop()
-        hooks.fetcher.reshard(unit)
+        hooks.unsharder.reshard(unit)
         if torch.is_grad_enabled():
             hooks.watch_backward(output)
 

@@ -1,4 +1,4 @@
-"""Which gradients are not finite, and on which ranks they became so."""
+"""The search for gradients that are not finite, and for the ranks on which they became so."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LocalOverflows:
 
 
 def watch_gradients(model: ZeroModel, on: bool) -> None:
-    """From now on note which gradients of this rank are not finite before they are reduced; one pass over each."""
+    """Note from now on which gradients of this rank are not finite before they are reduced; one pass over each."""
     for gradient in model.gradients:
         if isinstance(gradient.inspector, LocalOverflows):
             gradient.inspector.on = on
@@ -62,8 +62,9 @@ def watch_gradients(model: ZeroModel, on: bool) -> None:
 
 
 def find_overflows(model: ZeroModel) -> list[Overflow]:
-    """Every parameter whose gradient is not finite, the same list on every rank; in the order of the backward, so the
-    first is nearest to where it began. One collective along dp and tp; after the reduction and before zero_grad."""
+    """Return every parameter whose gradient is not finite, the same list on every rank; in the order of the backward,
+    so the first is nearest to where it began. One collective along dp and tp; after the reduction and before
+    zero_grad."""
     slots = [slot for gradient in model.gradients for slot in gradient.flat.slots]
     index = {slot: i for i, slot in enumerate(slots)}
     axis, tp = model.axis, model.tp
@@ -90,7 +91,7 @@ def find_overflows(model: ZeroModel) -> list[Overflow]:
 
 
 def in_words(found: list[Overflow], *, watched: bool = False) -> str:
-    """The first few names; with the ranks where they were watched."""
+    """Return the first few names; with the ranks where they were watched."""
     names = [f"{item.name} ({_where(item.ranks)})" if watched else item.name for item in found[:NAMED]]
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     return ", ".join(names) + more

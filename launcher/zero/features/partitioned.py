@@ -51,7 +51,7 @@ class PartitionedParam:
         self._deal(values.detach(), source=0)
 
     def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
-        """A model's own `__init__` may still look at it, and fill it in; rank 0's changes count."""
+        """Return a model's own `__init__` may still look at it, and fill it in; rank 0's changes count."""
         if self.whole is not None or self._dealer is None or not self._dealer.building:
             return nullcontext()
         return self.gathered(0 if changed else None)
@@ -70,7 +70,7 @@ class PartitionedParam:
 
     @contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[Tensor]:
-        """All values inside the `with`; a collective of all ranks.
+        """Gather all values inside the `with`; a collective of all ranks.
 
         Args:
             modifier_rank: this rank's edits are kept and sent to all; None: edits are lost.
@@ -92,7 +92,7 @@ def is_dealt(parameter: Tensor) -> bool:
 
 
 def dealt_of(parameter: Tensor) -> PartitionedParam:
-    """The values of a parameter that `is_dealt`."""
+    """Return the values of a parameter that `is_dealt`."""
     assert isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, PartitionedParam)
     return parameter.zero_holder
 
@@ -220,7 +220,7 @@ class PartitionedValues:
 
     @contextmanager
     def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
-        """As of `ParamSource`; the slices of what has been read are given up."""
+        """Open as `ParamSource` does; the slices of what has been read are given up."""
         values: dict[str, Tensor] = {}
         for slot in slots:
             with self._dealt.pop(slot.name).gathered() as whole:

@@ -67,7 +67,7 @@ class QuantizedShard:
         flat.keep(nothing, nothing)
 
     def unpack(self) -> OffloadedTensor:
-        """The values, until `pack`."""
+        """Return the values, until `pack`."""
         flat = self._flat
         if self._unpacked is None:
             assert self._packed is not None

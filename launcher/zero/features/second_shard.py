@@ -12,7 +12,7 @@ from launcher.zero.flat import EXACT, FlatBuffer
 
 
 class SecondState(Enum):
-    """What the second shard has.
+    """The state of the second shard.
 
     STALE: values from before the last step, or none.
     FILLING: the same; the gather under way brings those of this step.
@@ -65,5 +65,5 @@ class SecondShard:
 
 
 def second_shards(flat: FlatBuffer) -> list[Tensor]:
-    """The second shard of a buffer, if it has one."""
+    """Return the second shard of a buffer, if it has one."""
     return [feature.tensor for feature in flat.gather_features if isinstance(feature, SecondShard)]

@@ -87,7 +87,7 @@ def _follow(cls: Any, parameters_of: Parameters) -> None:
 
 
 def _follow_hooks() -> None:
-    """A hook that a script registers on a gradient sees it before it is collected."""
+    """Let a hook that a script registers on a gradient see it before it is collected."""
     cls: Any = Tensor
     torchs = cls.register_post_accumulate_grad_hook
 
@@ -102,7 +102,7 @@ def _follow_hooks() -> None:
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, keywords: object) -> None:
-    """Before the step of any optimizer in this process."""
+    """Refuse, before the step of any optimizer in this process, one that the engine does not know."""
     if optimizer in engine_optimizers:
         return
     models = list(_models())
@@ -122,7 +122,7 @@ def warn_of_discard_once(rank: int) -> None:
     if rank == 0:
         logger.warning(
             "zero_grad() between the microbatches of a step has thrown their gradients away, as in PyTorch; if that is "
-            "not meant, leave it out: step() clears gradients itself (this is said once)"
+            "not meant, leave it out: step() clears gradients itself (reported once)"
         )
 
 
@@ -148,7 +148,7 @@ class GradientElsewhere:
 
 
 class LeafElsewhere(GradientElsewhere, WatchedLeaf):
-    """What a leaf becomes; copies of it are plain parameters."""
+    """The class that a leaf gets; copies of it are plain parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copy = nn.Parameter(self.data.clone(), self.requires_grad)
@@ -175,6 +175,6 @@ class ClaimedLeaves:
                     self._leaves.append(leaf)
 
     def remove(self) -> None:
-        """They are plain parameters again."""
+        """Make them plain parameters again."""
         for leaf in self._leaves:
             leaf.__class__ = nn.Parameter

@@ -48,7 +48,7 @@ class Versions:
         self._shown = number
 
     def advance(self, needed: Collection[int]) -> None:
-        """The weights are about to change: the newest are shown, and become old if they are `needed` again.
+        """Show the newest weights, which are about to change and become old if they are `needed` again.
 
         Args:
             needed: versions that will be shown again. Others are dropped.
@@ -63,7 +63,7 @@ class Versions:
         self.most = max(self.most, 1 + len(self._older))
 
     def forget(self) -> None:
-        """Only the newest are left."""
+        """Forget all but the newest."""
         self.show(self.newest)
         self._drop(set(self._older))
 

@@ -1,4 +1,4 @@
-"""When to unshard and when to reshard: follows the order of use recorded in an earlier iteration.
+"""Unsharding and resharding of units: follows the order of use recorded in an earlier iteration.
 
 The order of use is recorded once, from the start of a forward to the end of its backward (or of the forward alone,
 without gradients), and followed from then on: the next units are unsharded ahead of use. A unit that is used out of
@@ -6,7 +6,7 @@ order is unsharded when it is met, and the order is recorded again. Nothing depe
 
 [Note: who reshards a unit when]
 
-    after its forward           `leave`, unless it is used again soon (`Fetcher._reused_soon`)
+    after its forward           `leave`, unless it is used again soon (`Unsharder._reused_soon`)
     after its backward          the hooks, when its last gradient has come (`Hooks._finish`)
     a unit without gradients    the hooks, when the backward enters the next unit (`Hooks._free_passed_units`)
     the root unit, what is left `end`, at the end of the backward or of a forward without gradients
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Following(Enum):
-    """What the fetcher does with the order of use.
+    """The use that the unsharder makes of the order of use.
 
     RECORDING: it writes the order down; nothing is unsharded ahead.
     FOLLOWING: it unshards ahead by the recorded order.
@@ -46,7 +46,7 @@ class Following(Enum):
     FOLLOWING = "following"
 
 
-class Fetcher:
+class Unsharder:
     """Gathers units before use and frees them after it.
 
     Args:
@@ -74,14 +74,14 @@ class Fetcher:
     # ---- one iteration ----------------------------------------------------------------------
 
     def begin(self, with_grad: bool) -> None:
-        """A forward of the whole model starts."""
+        """Begin a forward of the whole model."""
         self._with_grad, self._active, self._next = with_grad, True, 0
         known = self._orders.get(with_grad)
         self._mode = Following.FOLLOWING if known else Following.RECORDING
         self._order = known or []
 
     def end(self) -> None:
-        """The iteration is over: keep a recording, free what is still gathered."""
+        """End the iteration: keep a recording, free what is still gathered."""
         if self._active and self._mode is Following.RECORDING:
             self._orders[self._with_grad] = self._order
         self._active = False
@@ -101,7 +101,7 @@ class Fetcher:
         unit.wait_for_unshard()
 
     def leave(self, unit: Unit) -> None:
-        """The forward of `unit` has ended: free it unless the order says that it is used again soon."""
+        """Free `unit` after its forward unless the order says that it is used again soon."""
         if unit.sharded and not self._reused_soon(unit):
             self.reshard(unit)
 
@@ -150,8 +150,8 @@ class Fetcher:
     def _say_departure(self, unit: Unit) -> None:
         expected = self._order[self._next].name if self._next < len(self._order) else "the end"
         logger.warning(
-            "the order of use changed: unit %s came where %s came before, as number %d of an iteration; "
-            "nothing is gathered ahead until the next one (zero_optimization.log_trace_cache_warnings)",
+            "the order of use changed: unit %s was used where %s was used before, as number %d of an "
+            "iteration; nothing is prefetched until the next one (zero_optimization.log_trace_cache_warnings)",
             unit.name,
             expected,
             self._next + 1,

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from launcher.zero.fetch import Fetcher
 from launcher.zero.policy import ZeroPolicy
+from launcher.zero.unshard import Unsharder
 
 
 @dataclass(eq=False)
 class FakeUnit:
-    """What the fetcher asks of a unit."""
+    """What the unsharder asks of a unit."""
 
     name: str
     numel: int = 100
@@ -42,12 +42,12 @@ class FakeUnit:
         self.whole = False
 
 
-def fetcher(**sizes: int) -> Fetcher:
+def unsharder(**sizes: int) -> Unsharder:
     policy = {"prefetch_bucket_size": 0, "max_reuse_distance": 0, "max_live_parameters": 10**9, **sizes}
-    return Fetcher(ZeroPolicy.of_stage(3, **policy))
+    return Unsharder(ZeroPolicy.of_stage(3, **policy))
 
 
-def iterate(fetch: Fetcher, units: list[FakeUnit]) -> list[list[str]]:
+def iterate(fetch: Unsharder, units: list[FakeUnit]) -> list[list[str]]:
     """One forward and backward; what was gathered or on its way at each use."""
     seen = []
     fetch.begin(with_grad=True)
@@ -67,7 +67,7 @@ def iterate(fetch: Fetcher, units: list[FakeUnit]) -> list[list[str]]:
 
 def test_the_first_iteration_only_records() -> None:
     seen = iterate(
-        fetcher(prefetch_bucket_size=10**9, max_reuse_distance=10**9), [FakeUnit(c) for c in "abc"]
+        unsharder(prefetch_bucket_size=10**9, max_reuse_distance=10**9), [FakeUnit(c) for c in "abc"]
     )
     assert seen == [["a"], ["b"], ["c"], ["c"], ["b"], ["a"]]
 
@@ -75,17 +75,17 @@ def test_the_first_iteration_only_records() -> None:
 @pytest.mark.parametrize(("size", "ahead"), [(0, 0), (1, 1), (100, 1), (101, 2), (250, 3)])
 def test_prefetch_bucket_size(size: int, ahead: int) -> None:
     units = [FakeUnit(c) for c in "abcdef"]
-    fetch = fetcher(prefetch_bucket_size=size)
+    fetch = unsharder(prefetch_bucket_size=size)
     iterate(fetch, units)
     assert len(iterate(fetch, units)[0]) == 1 + ahead
 
 
 def test_max_live_parameters_stops_prefetch_but_never_the_unit_in_use() -> None:
     units = [FakeUnit(c) for c in "abcd"]
-    fetch = fetcher(prefetch_bucket_size=10**9, max_live_parameters=200)
+    fetch = unsharder(prefetch_bucket_size=10**9, max_live_parameters=200)
     iterate(fetch, units)
     assert max(len(live) for live in iterate(fetch, units)) == 2
-    fetch = fetcher(prefetch_bucket_size=10**9, max_live_parameters=0)
+    fetch = unsharder(prefetch_bucket_size=10**9, max_live_parameters=0)
     iterate(fetch, units)
     assert iterate(fetch, units) == [["a"], ["b"], ["c"], ["d"], ["d"], ["c"], ["b"], ["a"]]
 
@@ -94,7 +94,7 @@ def test_max_live_parameters_stops_prefetch_but_never_the_unit_in_use() -> None:
 def test_max_reuse_distance(distance: int, gathers: int) -> None:
     """d is used again at once, c after d (100 elements twice: kept copy and backward), b after 4 units, ..."""
     units = [FakeUnit(c) for c in "abcd"]
-    fetch = fetcher(max_reuse_distance=distance)
+    fetch = unsharder(max_reuse_distance=distance)
     iterate(fetch, units)
     before = sum(unit.starts for unit in units)
     iterate(fetch, units)
@@ -103,7 +103,7 @@ def test_max_reuse_distance(distance: int, gathers: int) -> None:
 
 def test_another_order_falls_back_and_is_recorded() -> None:
     a, b, c = units = [FakeUnit(name) for name in "abc"]
-    fetch = fetcher(prefetch_bucket_size=1)
+    fetch = unsharder(prefetch_bucket_size=1)
     iterate(fetch, units)
     turned = [b, a, c]
     iterate(fetch, turned)  # every use is served all the same: asserted inside
@@ -112,7 +112,7 @@ def test_another_order_falls_back_and_is_recorded() -> None:
 
 def test_forwards_without_gradients_have_an_order_of_their_own() -> None:
     units = [FakeUnit(name) for name in "abc"]
-    fetch = fetcher(prefetch_bucket_size=1)
+    fetch = unsharder(prefetch_bucket_size=1)
     iterate(fetch, units)
     for _ in range(2):
         fetch.begin(with_grad=False)
@@ -128,10 +128,10 @@ def test_forwards_without_gradients_have_an_order_of_their_own() -> None:
 @pytest.mark.parametrize("warn", [True, False])
 def test_a_change_of_order_is_reported_when_asked_for(warn: bool, caplog: pytest.LogCaptureFixture) -> None:
     a, b, c = units = [FakeUnit(name) for name in "abc"]
-    fetch = fetcher(prefetch_bucket_size=1, warn_of_order=warn)
+    fetch = unsharder(prefetch_bucket_size=1, warn_of_order=warn)
     for order in (units, units, [a, c, b], [a, c, b]):
         iterate(fetch, order)
-    said = ["unit c came where b came before, as number 2 of an iteration"]
+    said = ["unit c was used where b was used before, as number 2 of an iteration"]
     assert len(caplog.messages) == len(said) * warn
     assert not warn or said[0] in caplog.messages[0]
 
@@ -141,7 +141,7 @@ def test_what_rests_elsewhere_is_read_ahead_and_gathered_one_use_later(
     elements: int, number: int, asked: int
 ) -> None:
     units = [FakeUnit(c, is_offloaded=True) for c in "abcdef"]
-    fetch = Fetcher(ZeroPolicy.of_stage(3, prefetch_bucket_size=100), elements, number)
+    fetch = Unsharder(ZeroPolicy.of_stage(3, prefetch_bucket_size=100), elements, number)
     iterate(fetch, units)
     fetch.begin(with_grad=True)
     fetch.use(units[0], "forward")
@@ -157,7 +157,7 @@ def test_what_rests_elsewhere_is_kept_no_longer_than_it_would_be_read_ahead() ->
     def most(*, spares: bool) -> int:
         units = [FakeUnit(c, is_offloaded=True) for c in "abcdefghij"]
         policy = ZeroPolicy.of_stage(3, prefetch_bucket_size=10**9, max_reuse_distance=10**9)
-        fetch = Fetcher(policy, ahead=10**9, units_ahead=3, spares=spares)
+        fetch = Unsharder(policy, ahead=10**9, units_ahead=3, spares=spares)
         iterate(fetch, units)
         return max(len(live) for live in iterate(fetch, units))
 
