@@ -25,7 +25,7 @@ from launcher.config.resolve import complete, flags_for_json, micro_batch_of
 from launcher.engine import Engine, report
 from launcher.errors import ConfigError
 from launcher.monitor.summary import write_json
-from launcher.resuming import Resuming, keep_batch, written_batch
+from launcher.resuming import CHECKPOINTS, MODEL, Resuming, keep_batch, prepare_directory, written_batch
 
 
 @dataclass
@@ -89,13 +89,14 @@ class Run:
         """Rank 0 takes the output directory for all ranks, unless the agent that started them has it.
 
         Raises:
-            ConfigError: on all ranks: another run has it.
+            ConfigError: on all ranks: another run has it, or an earlier one left results that nobody gave up.
         """
         problem: tuple[str, str | None, str | None] | None = None
         if self.rank == 0:
             try:
                 if not owner.is_held(self.output_dir, os.environ.get("LAUNCHER_RUN", "")):
                     self.ownership = owner.take(self.output_dir, "", self.say)
+                prepare_directory(self.args, self.output_dir)
             except ConfigError as error:
                 problem = error.what, error.where, error.fix
         if (told := broadcast_from_first(problem)) is not None:
@@ -136,7 +137,12 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        return self.output_dir / "checkpoints"
+        return self.output_dir / CHECKPOINTS
+
+    @property
+    def model_dir(self) -> Path:
+        """Where the final weights are written, as Hugging Face reads them."""
+        return self.output_dir / MODEL
 
     def auto_values(
         self, *, lr: float, total_steps: int, micro_batch: int, weight_decay: float = 0.0
@@ -177,25 +183,14 @@ class Run:
 
     def describe(self, engine: Engine, model: str, data: str) -> None:
         """Say what will run, and what every "auto" and surprising default became. Every rank must call it."""
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        through = str(engine.mesh.dp.transports or engine.mesh.axes["tp"].transports or "")
-        autocast = engine.resolved.torch_autocast
         parameters = report.parameters(engine)
         self.say(f"model   {model}: {parameters:,} parameters")
         self.say(f"data    {data}")
-        self.say(
-            f"ranks   {engine.world_size} on {self.device.type} ({backend}{', ' + through if through else ''}), "
-            + (f"{engine.mp_world_size} share each layer, " if engine.mp_world_size > 1 else "")
-            + f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
-            + (f" under autocast to {autocast.dtype or 'bf16'}" if autocast.enabled else "")
-        )
+        self.say(f"ranks   {report.ranks(engine)}")
         mesh = mesh_lines(engine.mesh.degrees, socket.gethostname())
         for i, line in enumerate(mesh):
             self.say(f"{'' if i else 'mesh':8}{line}")
-        self.say(
-            f"batch   {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} a microbatch x "
-            f"{engine.gradient_accumulation_steps()} accumulated x {engine.dp_world_size} ranks"
-        )
+        self.say(f"batch   {report.batch(engine)}")
         for auto in engine.resolved.resolved_autos:
             self.say(f"chosen  {auto.path} = {auto.value} ({auto.why})")
         for note in engine.resolved.notes:

@@ -299,13 +299,13 @@ class Training:
         if failure is None:
             if self.engine.global_steps and not self._due(self.run.args.save_every):
                 self.save()
-            self.engine.save_16bit_model(output / "model")
+            self.engine.save_16bit_model(self.run.model_dir)
         self.engine.saver.wait()
         ranks, parameters = self._memory(), report.parameters(self.engine)
         pipeline = report.last_step(self.engine, output / "schedule.json" if self.run.rank == 0 else None)
         if self.run.rank == 0:
             if failure is None and self.tokenizer is not None:
-                save_tokenizer(self.tokenizer, output / "model")
+                save_tokenizer(self.tokenizer, self.run.model_dir)
             more = {"pipeline": pipeline} if pipeline else {}
             self._write_summary(ranks, parameters, {**more, **({"stopped": failure.what} if failure else {})})
         if self.engine.resolved.comms_logger.enabled:
@@ -373,7 +373,7 @@ class Training:
             "loss curve": output / "loss.png",
             **({"schedule": output / "schedule.json"} if "pipeline" in more else {}),
             "checkpoints": self.run.checkpoints,
-            **({} if "stopped" in more else {"model": output / "model"}),
+            **({} if "stopped" in more else {"model": self.run.model_dir}),
             "logs": output / "logs",
         }
         print_summary(summary, written, self.run.console)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import FlagParser, positive
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from launcher.config.verdicts import KeyVerdict
 
 EXIT_REFUSED = 1
+WIDTH = 100
 COLOURS = {"refused": "bold red", "obsolete": "yellow", "used differently": "cyan", "no effect": "yellow"}
 COLOURS |= {"comment": "dim", "foreign": "yellow", "default": "cyan", "used": "green"}
 
@@ -108,6 +110,7 @@ def _batch_problem(config: Config, dp_degree: int) -> str | None:
 
 
 def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
+    """Print what a reader has to know in rows, and below it the keys that are used as they are written."""
     from launcher.config.problems import dotted
     from launcher.config.verdicts import count
 
@@ -116,10 +119,21 @@ def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
     console.print(f"{name}: {sum(counts.values())} keys: {told or 'none written'}", markup=False)
     width = max((len(f"{row.line}:{row.column}") for row in rows), default=0)
     for row in rows:
+        if _is_plain(row):
+            continue
         place = f"{row.line}:{row.column}" if row.line else ""
         console.print(f"  {row.verdict:<16}", style=COLOURS[row.verdict], end="")
         words = f": {row.words}" if row.words else ""
         console.print(f"  {place:>{width}}  {dotted(row.path)}{printable(words)}", markup=False)
+    if plain := [printable(dotted(row.path)) for row in rows if _is_plain(row)]:
+        lines = wrap(
+            ", ".join(plain), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        )
+        console.print("\n".join(["as written:", *lines]), markup=False)
+
+
+def _is_plain(row: KeyVerdict) -> bool:
+    return row.verdict == "used" and not row.words
 
 
 def _explain(console: Console, examined: Examined, dp_degree: int | None) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
-from launcher.cli.recipes import DEFAULT_RECIPE, check_flags, find_config, shared_directory
+from launcher.cli.recipes import DEFAULT_RECIPE, SUBCOMMANDS, check_flags, find_config, shared_directory
 from launcher.cluster.secret import hide, hide_inherited, masked, secret_arguments, secrets_of
 from launcher.errors import ConfigError, LauncherError, printable
 
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from launcher.config import Config
 
 EXIT_MISTAKE = 2
-SUBCOMMANDS = {
-    "check": ("check", "check"),
-    "schedule": ("schedule", "schedule"),
-    "bench": ("bench", "bench"),
-    "memory-estimate": ("memory_estimate", "memory_estimate"),
-    "plan": ("plan", "plan"),
-    "manifest": ("manifest", "print_manifest"),
-    "report": ("hosts", "report"),
-    "ssh": ("hosts", "ssh"),
-    "shim": ("shim", "shim"),
-}
-"""Name, with dashes or underscores: (module of `launcher.cli`, function), imported when the command is given."""
 logger = logging.getLogger("launcher")
 
 

@@ -18,8 +18,9 @@ def training_parser(
     """The parser a recipe starts from; it may add flags of its own.
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
-    epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, save_every, eval_every, resume,
-    keep_batch, allow_model_changes, profile, profile_steps, seed, max_nonfinite_steps, device. None means "not said".
+    epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, overwrite, save_every, eval_every,
+    resume, keep_batch, allow_model_changes, profile, profile_steps, seed, max_nonfinite_steps, device.
+    None means "not said".
 
     Args:
         recipe: its name, shown by `--help`.
@@ -70,6 +71,11 @@ def training_parser(
     )
     output = parser.add_argument_group("output")
     output.add_argument("--output-dir", metavar="DIR", help="default: runs/<recipe>-<date>-<time>")
+    output.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the checkpoints and the model of an earlier run in --output-dir",
+    )
     output.add_argument("--save-every", type=whole, metavar="N", help="checkpoint every N steps")
     output.add_argument("--eval-every", type=whole, metavar="N", help="evaluate every N steps")
     output.add_argument(

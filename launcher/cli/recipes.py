@@ -1,10 +1,9 @@
-"""Recipes and example configurations by name: where they are, which is meant, whether a recipe's flags are right."""
+"""Subcommands, recipes and example configurations by name: which is meant, where it is, whether its flags are right."""
 
 from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,18 @@ from launcher.cli.flags import FlagParser
 from launcher.errors import ConfigError, printable, shortened
 
 DEFAULT_RECIPE = "pretrain"
+SUBCOMMANDS = {
+    "check": ("check", "check"),
+    "schedule": ("schedule", "schedule"),
+    "bench": ("bench", "bench"),
+    "memory-estimate": ("memory_estimate", "memory_estimate"),
+    "plan": ("plan", "plan"),
+    "manifest": ("manifest", "print_manifest"),
+    "report": ("hosts", "report"),
+    "ssh": ("hosts", "ssh"),
+    "shim": ("shim", "shim"),
+}
+"""Name, with dashes or underscores: (module of `launcher.cli`, function), imported when the command is given."""
 LONGEST_NAME = 4095  # of a path, on Linux
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -144,7 +155,9 @@ def _is_read(node: ast.AST) -> bool:
 
 
 def _known(name: str) -> str:
+    from launcher.config.problems import nearest
+
     names = recipe_names()
-    near = difflib.get_close_matches(name[:80], names, n=1)
-    guess = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(name[:80], [*names, *SUBCOMMANDS], furthest=max(1, len(name[:80]) // 2))
+    guess = f"did you mean `launch {near}`? " if near else ""
     return f"{guess}recipes: {', '.join(names) or 'none found'}; or give the path of a .py file"

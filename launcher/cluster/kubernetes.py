@@ -178,6 +178,8 @@ def _arguments(kind: WorkloadKind, pods: PodOptions) -> list[str]:
 
 def _variables(kind: WorkloadKind, pods: PodOptions) -> list[Object]:
     found = [*kind.variables]
+    if pods.restarts:  # a recipe then goes on from its newest checkpoint, if it has one
+        found.append({"name": "LAUNCHER_POD_RESTARTS", "value": str(pods.restarts)})
     found += [{"name": name, "value": _plain(value)} for name, value in (pods.environment or {}).items()]
     token = {TOKEN: (pods.token_secret, "token")} if pods.token_secret else {}
     for name, (secret, key) in {**(pods.secrets or {}), **token}.items():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.config.optimizer import TYPES
 from launcher.config.parallelism import ASYNCHRONOUS, CHUNKS
 from launcher.config.problems import Path, Problem
-from launcher.config.ranks import MICRO, TRAIN
+from launcher.config.ranks import MICRO, TRAIN, batch_without_ranks
 from launcher.config.rules import Found, Rule, RuleFunction, path_of, standing, value_at
 from launcher.config.scheduler import TORCH
 from launcher.config.section import AUTO
@@ -91,9 +91,8 @@ def _param_groups(config: Config) -> Iterator[Found]:
         if isinstance(_each(value)[0], float) and ("mom" not in key or params.cycle_momentum is True)
     }
     lists = {key: values for key, values in used.items() if isinstance(getattr(params, key), tuple)}
-    first = next(iter(lists), "")
     for key, values in lists.items():
-        if len(values) != len(lists[first]):
+        if len(values) != len(lists[first := next(iter(lists))]):
             what = f"has {len(values)} values and {first} has {len(lists[first])}: there is one for each param group"
             yield Found((key, first), what, "write as many in both, or one number").below(PARAMS)
             return
@@ -109,8 +108,8 @@ def _split_rules(config: Config) -> Iterator[Found]:
     """Check rules of one's own of how layers are split."""
     section = config.tensor_parallel.partition_config
     for i, rule in enumerate(section.layer_specs if section is not None else ()):
-        for found in _of_split_rule(rule):
-            yield found.below(f"tensor_parallel.partition_config.layer_specs.{i}")
+        at = f"tensor_parallel.partition_config.layer_specs.{i}"
+        yield from (found.below(at) for found in _of_split_rule(rule))
 
 
 def _of_split_rule(rule: LayerPattern) -> Iterator[Found]:
@@ -172,6 +171,13 @@ def _of_curriculum(metric: SeqlenConfig) -> Iterator[tuple[str, str, str]]:
             yield key, "must rise", "write the last step of each difficulty, in order"
 
 
+def _batch(config: Config) -> Iterator[Found]:
+    if (unfit := batch_without_ranks(config)) is not None:
+        keys, unit = unfit
+        what = f"{config.train_batch_size} is no multiple of {' x '.join(keys)}, {unit}: it fits no number of ranks"
+        yield Found((TRAIN, *keys), what, f"write a multiple of {unit}, or leave one of these keys out")
+
+
 def _elastic(config: Config) -> Iterator[Found]:
     """Check elasticity that is on: what it needs, and numbers that do not fit together."""
     section = config.elasticity
@@ -222,11 +228,8 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
     *(
         Rule((f"{ZERO}.{key}", STAGE), lambda value, stage, off=off: value > off and stage != 3,
              f"{key} needs sharded parameters, and at stage {{1}} they are not", 'write "stage": 3, or delete the key')
-        for key, off in (
-            ("zero_hpz_partition_size", 1),
-            ("zero_quantized_weights", False),
-            ("zero_quantized_nontrainable_weights", False),
-        )
+        for key, off in (("zero_hpz_partition_size", 1), ("zero_quantized_weights", False),
+                         ("zero_quantized_nontrainable_weights", False))
     ),
     *(
         Rule((f"{ZERO}.{key}", STAGE), lambda value, stage: value > 0 and stage == 0,
@@ -263,15 +266,15 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
     Rule(("compile.kwargs", "compile.backend"), lambda keywords, _: "backend" in keywords,
          "kwargs holds a backend, which has a key of its own", "write compile.backend"),
     *(
-        Rule((f"{TENSOR}.{key}", DEGREE), lambda size, degree: size not in (1, degree) and degree > 0,
-             f"{key} {{0}} contradicts autotp_size {{1}}", f"write the same number, or delete {key}")
+        rule
         for key in ("tp.tp_size", "partition_config.tp_size")
-    ),
-    *(
-        Rule((f"{TENSOR}.{key}", DEGREE), lambda size, degree: size != 1 and degree == 0,
-             f"{key} {{0}} alone splits nothing, neither here nor in DeepSpeed",
-             'write "autotp_size": {0} in tensor_parallel')
-        for key in ("tp.tp_size", "partition_config.tp_size")
+        for rule in (
+            Rule((f"{TENSOR}.{key}", DEGREE), lambda size, degree: size not in (1, degree) and degree > 0,
+                 f"{key} {{0}} contradicts autotp_size {{1}}", f"write the same number, or delete {key}"),
+            Rule((f"{TENSOR}.{key}", DEGREE), lambda size, degree: size != 1 and degree == 0,
+                 f"{key} {{0}} alone splits nothing, neither here nor in DeepSpeed",
+                 'write "autotp_size": {0} in tensor_parallel'),
+        )
     ),
     _split_rules,
     Rule((SCHEDULE, STAGES), lambda schedule, stages: schedule in ASYNCHRONOUS and stages == 1,
@@ -303,6 +306,7 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
 """Keys of one section."""
 
 ACROSS: tuple[Rule | RuleFunction, ...] = (
+    _batch,
     Rule(("fp16.enabled", "bf16.enabled"), lambda fp16, bf16: fp16 and bf16,
          "fp16.enabled and bf16.enabled are both true, and parameters have one dtype",
          "set one of fp16.enabled and bf16.enabled to false"),
@@ -321,9 +325,7 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
         for section in ("fp16", "bf16")
     ),
     Rule((f"{TENSOR}.dtype", "bf16.enabled", "fp16.enabled", DEGREE),
-         lambda dtype, bf16, fp16, degree: (
-             degree > 1 and dtype not in (None, "fp16" if fp16 else "bf16" if bf16 else "fp32")
-         ),
+         lambda dtype, bf16, fp16, tp: tp > 1 and dtype not in (None, "fp16" if fp16 else "bf16" if bf16 else "fp32"),
          f"{TENSOR}.dtype contradicts fp16.enabled and bf16.enabled, which say what parameters are",
          "leave dtype out, or let them say the same"),
     Rule((f"{TENSOR}.sequence_parallel", "activation_checkpointing.partition_activations", DEGREE),

@@ -27,6 +27,15 @@ BATCH_KEYS = (TRAIN, MICRO, ACCUMULATION)
 STAGES, TENSOR = "pipeline.stages", "tensor_parallel.autotp_size"
 
 
+def batch_without_ranks(config: Config) -> tuple[list[str], int] | None:
+    """Return what train_batch_size would have to be a multiple of (keys, their product) where it is none, so that the
+    batch equation holds on no number of ranks; else None."""
+    written = {key: getattr(config, key) for key in BATCH_KEYS}
+    counts = {key: value for key, value in written.items() if isinstance(value, int)}
+    train, unit = counts.pop(TRAIN, 0), math.prod(counts.values())
+    return None if config.elasticity.on or train % unit == 0 else ([*counts], unit)
+
+
 def dp_degree(config: Config, ranks: int) -> int:
     """See `Config.dp_degree`."""
     degrees = {STAGES: config.pipeline.degree, TENSOR: config.tensor_parallel.degree}

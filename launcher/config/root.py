@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import math
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
@@ -57,6 +60,7 @@ class Config(Section):
     """
 
     without_effect: ClassVar[dict[str, str]] = {
+        "zero_force_ds_cpu_optimizer": "every elementwise optimizer here can step offloaded state",
         "vocabulary_size": "the model says how many tokens it knows; DeepSpeed only warns about odd numbers",
         "seq_parallel_communication_data_type": "it is for gradients over ranks that share a sequence, and a "
         "sequence_parallel_size above 1 is refused",
@@ -281,6 +285,8 @@ def inspect(source: str | Path | Mapping[str, Any] | Document, *, where: str | N
     """Return what `load` would say of a configuration, for `launch check`. Raises ConfigError when it is not JSON."""
     written = source if isinstance(source, Document) else read(source, where)
     examined = examine(Config, convert(written))
+    if examined.problems and isinstance(source, Mapping) and (file := _file_of(written.tree)) is not None:
+        examined = examine(Config, convert(replace(written, name=file.name, places=file.places)))
     if examined.config is not None:
         examined.config._document, examined.config._notes = examined.document, examined.notes
     return examined
@@ -305,6 +311,21 @@ def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Do
     raise ConfigError(
         f"a config is a path or a dict, not a {type(source).__name__}", fix="give the path of the JSON file"
     )
+
+
+def _file_of(tree: Mapping[str, Any]) -> Document | None:
+    """Return the file on the command line that a dict was read from, so that errors can say where a key is written.
+
+    Scripts read the file of `--deepspeed` themselves, and hand on a dict to which they have added keys.
+    """
+    for token in sys.argv[1:]:
+        path = Path(token.rpartition("=")[2][:LONGEST_NAME])
+        if path.suffix in (".json", ".hjson") and path.is_file():
+            with suppress(ConfigError):
+                file = read_file(path)
+                if file.tree and file.tree.keys() <= tree.keys():
+                    return file
+    return None
 
 
 def is_yaml(source: object) -> bool:

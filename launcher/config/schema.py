@@ -40,17 +40,28 @@ def _known(node: Known, prefix: str) -> Iterator[str]:
 
 def differs_at(root: type[Section], tree: Any, path: Path) -> str | None:
     """Say how the key at `path` of `tree` differs from DeepSpeed; None if it does not, or is no implemented key."""
-    cls: type[Section] | None = root
-    whole = tree
-    for part in path[:-1]:
-        if cls is None or not isinstance(tree, dict):
-            return None
-        cls, tree = cls.section_of(cls.spelling(str(part)), tree), tree.get(str(part))
-    if cls is None or not isinstance(tree, dict) or as_switch(tree.get("enabled")) is False:
+    cls, section = _section_at(root, tree, path)
+    if cls is None or as_switch(section.get("enabled")) is False:
         return None  # what is off differs in nothing
     key = cls.spelling(str(path[-1]))
     shows = cls.differs_where.get(key)
-    return None if shows and not shows(tree.get(str(path[-1])), whole) else cls.differs.get(key)
+    return None if shows and not shows(section.get(str(path[-1])), tree) else cls.differs.get(key)
+
+
+def idle_at(root: type[Section], tree: Any, path: Path) -> str | None:
+    """Say why the key at `path` of `tree` has no effect, whatever its value is; None if it has one."""
+    cls, _ = _section_at(root, tree, path)
+    return None if cls is None else cls.without_effect.get(cls.spelling(str(path[-1])))
+
+
+def _section_at(root: type[Section], tree: Any, path: Path) -> tuple[type[Section] | None, dict[str, Any]]:
+    """Return the class and the written members of the section that holds the key at `path`; (None, {}) if none does."""
+    cls: type[Section] | None = root
+    for part in path[:-1]:
+        if cls is None or not isinstance(tree, dict):
+            return None, {}
+        cls, tree = cls.section_of(cls.spelling(str(part)), tree), tree.get(str(part))
+    return (cls, tree) if isinstance(tree, dict) else (None, {})
 
 
 def keys_written(cls: type[Section], tree: Any, path: Path = ()) -> set[Path]:

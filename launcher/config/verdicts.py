@@ -13,13 +13,13 @@ from launcher.config.problems import ConfigProblems, Note, Path, dotted
 from launcher.config.ranks import BATCH_KEYS
 from launcher.config.resolve import ResolvedAuto, defaults_at
 from launcher.config.root import Config
-from launcher.config.schema import differs_at, keys_written, known_at
+from launcher.config.schema import differs_at, idle_at, keys_written, known_at
 from launcher.config.section import AUTO, Section
 
 Verdict: TypeAlias = Literal[
     "used", "used differently", "obsolete", "no effect", "comment", "foreign", "refused", "default"
 ]
-_WHOLE = ("refused", "obsolete", "no effect")
+_WHOLE = ("refused", "obsolete", "no effect", "comment", "foreign")
 _OF_NOTE: dict[str, Verdict] = {
     "converted": "obsolete",
     "differs": "used differently",
@@ -113,9 +113,11 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[Path]:
 def _plain(path: Path, examined: Examined) -> tuple[Verdict, str]:
     """Judge a key that nothing was said of."""
     now = next((new for new, old in examined.document.origins.items() if old == path), path)
-    how = differs_at(Config, examined.document.tree, now)
-    if how is not None:
+    tree = examined.document.tree
+    if (how := differs_at(Config, tree, now)) is not None:
         return "used differently", how
+    if (why := idle_at(Config, tree, now)) is not None:
+        return "no effect", why
     return "used", "asks for nothing" if known_at(now) is not None else ""
 
 

@@ -24,6 +24,7 @@ from launcher.engine.engine import Engine
 from launcher.engine.given import check_mpu, loaded_config
 from launcher.engine.offloading import open_placements
 from launcher.engine.policy import axes_of, policy_of
+from launcher.engine.report import announce
 from launcher.engine.staging import (
     agree,
     holders_of,
@@ -188,6 +189,8 @@ def initialize(
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
     trim_malloc()  # what the parameters took before they were laid out
+    if not isinstance(config, Config):
+        announce(engine)
     return engine, stepper, loader, scheduler
 
 

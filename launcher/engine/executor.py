@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 from launcher.comm import broadcast
 from launcher.engine.batches import call, loss_in, outputs_in, to_device
 from launcher.engine.finite import can_step_in_backward
+from launcher.engine.gradient_plan import flush
 from launcher.errors import ConfigError, MisplacedCallError
 from launcher.optim.in_backward import OptimizerInBackward
 from launcher.pipeline.executor.batches import share
@@ -89,7 +90,7 @@ class EngineExecutor:
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
         place = self._begin_backward(last)
-        if not outputs:  # nothing before them is trained: `flush_gradients` reduces what there is
+        if not outputs:  # nothing before them is trained: `flush` reduces what there is
             self.engine.zero.reducer.plan = BackwardPlan(reduces=False, last=last)
             return
         with self.engine.telemetry.phase("backward", self.engine), adding_in(place):
@@ -105,7 +106,8 @@ class EngineExecutor:
     def _begin_backward(self, last: bool) -> GradientBuffer | None:
         """Where gradients of weights are added up in this backward: nowhere if it is to reduce them."""
         zero = self.engine.zero
-        zero.reducer.plan = self.plan.backward(last=last, listener=listener_of(self.engine) if last else None)
+        listener = listener_of(self.engine) if last else None
+        self.plan.begin_backward(zero.reducer, last=last, listener=listener)
         return None if zero.reducer.plan.reduces else zero.place_of_gradient
 
     def see(self, version: int) -> None:
@@ -114,7 +116,7 @@ class EngineExecutor:
 
     def update(self, needed: Collection[int]) -> None:
         engine = self.engine
-        flush_gradients(engine)
+        flush(engine.zero.reducer)
         with engine.telemetry.phase("step", engine):
             engine.step_weights({self.first + version for version in needed})
             engine.zero.zero_grad()
@@ -132,14 +134,12 @@ def train(
         fp64 [microbatches] losses, and their weights, on all ranks.
     """
     batches, weights = _shared(engine, batches, weights, training=True)
-    with _gathering(engine):
-        try:
+    try:
+        with engine.gradient_plan.of_step(engine.zero.fetcher, engine.zero.reducer):
             losses = engine.runtime.run(batches, EngineExecutor(engine, weights), training=True)
-            flush_gradients(engine)
-        finally:
-            engine.zero.reducer.plan = BackwardPlan()
-            if engine.versions is not None:
-                engine.versions.show(engine.versions.newest)
+    finally:
+        if engine.versions is not None:
+            engine.versions.show(engine.versions.newest)
     return _agreed(engine, losses, len(batches)), weights
 
 
@@ -164,7 +164,7 @@ def evaluate(
     """
     engine._check_usable("engine.eval_batch()")
     batches, weights = _shared(engine, batches, weights, training=False)
-    with _gathering(engine):
+    with engine.gradient_plan.gathering(engine.zero.fetcher):
         work = EngineExecutor(engine, weights, outputs, with_loss=with_loss)
         losses = engine.runtime.run(batches, work, training=False)
     return _agreed(engine, losses, len(batches)), weights
@@ -186,14 +186,6 @@ def listener_of(engine: EngineCore) -> OptimizerInBackward | None:
     return OptimizerInBackward(optimizer, lambda: 1 / engine.gradient_divisor())
 
 
-def flush_gradients(engine: EngineCore) -> None:
-    """Reduce what the last backward has not."""
-    reducer = engine.zero.reducer
-    if not reducer.plan.reduces:
-        reducer.plan = BackwardPlan()
-        reducer.flush()
-
-
 def _shared(
     engine: EngineCore, batches: Sequence[Any], weights: Sequence[float], *, training: bool
 ) -> tuple[Sequence[Any], Sequence[float]]:
@@ -204,11 +196,6 @@ def _shared(
     shared: tuple[list[Any], list[float]] = share(mine, engine.mesh.axes["pp"], engine.device)
     engine.inputs.look(shared, training=training)
     return shared
-
-
-def _gathering(engine: EngineCore) -> AbstractContextManager[Any]:
-    """Parameters of ZeRO-3 stay gathered for all microbatches, unless the plan says otherwise."""
-    return nullcontext() if engine.gradient_plan.gathers_each else engine.zero.fetcher.keeping()
 
 
 def _agreed(engine: EngineCore, losses: Sequence[Tensor], number: int) -> Tensor:

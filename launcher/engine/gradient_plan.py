@@ -1,11 +1,14 @@
-"""When a step reduces gradients and gathers parameters: the engine asks it, and so does the estimate."""
+"""When a step reduces gradients and gathers parameters, in the engine and in the memory estimate."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from launcher.config.parallelism import PipelineConfig
-from launcher.zero.reduce import BackwardPlan, ReduceListener
+from launcher.zero.fetch import Fetcher
+from launcher.zero.reduce import BackwardPlan, ReduceListener, Reducer
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,36 @@ class GradientPlan:
             section.chunks_of_rank,
         )
 
-    def backward(self, *, last: bool, listener: ReduceListener | None = None) -> BackwardPlan:
-        """Return what the next backward does.
+    def begin_backward(self, reducer: Reducer, *, last: bool, listener: ReduceListener | None = None) -> None:
+        """Tell the reducer what the coming backward is.
 
         Args:
             last: It is the last one of this rank in this step.
             listener: For the last one, if that reduces.
         """
         reduces = self.reduces_each or (last and self.chunks == 1)
-        return BackwardPlan(reduces, last or self.updates_inside, listener if last and reduces else None)
+        reducer.plan = BackwardPlan(
+            reduces, last or self.updates_inside, listener if last and reduces else None
+        )
+
+    @contextmanager
+    def of_step(self, fetcher: Fetcher, reducer: Reducer) -> Iterator[None]:
+        """Inside are the forwards and backwards of a step. At its end parameters are freed, and then what the last
+        backward has left is reduced: in their memory."""
+        try:
+            with self.gathering(fetcher):
+                yield
+            flush(reducer)
+        finally:
+            reducer.plan = BackwardPlan()
+
+    def gathering(self, fetcher: Fetcher) -> AbstractContextManager[None]:
+        """Inside, sharded parameters stay gathered for all microbatches, unless each gathers them."""
+        return nullcontext() if self.gathers_each else fetcher.keeping()
+
+
+def flush(reducer: Reducer) -> None:
+    """Reduce what the last backward has not."""
+    if not reducer.plan.reduces:
+        reducer.plan = BackwardPlan()
+        reducer.flush()

@@ -1,16 +1,51 @@
-"""What a run tells people of its engine: how large the model is, and how the last step went through its stages."""
+"""What a run tells people of its engine: its ranks, batch and size, and how the last step went through its stages."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from launcher.comm import all_reduce
-from launcher.engine.engine import Engine
-from launcher.pipeline.timeline.recording import write
-from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+logger = logging.getLogger("launcher")
+
+
+def ranks(engine: Engine) -> str:
+    """Say on what the engine runs, at which stage and in which precision."""
+    device = engine.device.type
+    backend = "nccl" if device == "cuda" else "gloo"
+    through = str(engine.mesh.dp.transports or engine.mesh.axes["tp"].transports or "")
+    stages, shared = engine.mesh.axes["pp"].degree, engine.mp_world_size
+    autocast = engine.resolved.torch_autocast
+    return (
+        f"{engine.world_size} on {device} ({backend}{', ' + through if through else ''}), "
+        + (f"{stages} pipeline stages, " if stages > 1 else "")
+        + (f"{shared} share each layer, " if shared > 1 else "")
+        + f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
+        + (f" under autocast to {autocast.dtype or 'bf16'}" if autocast.enabled else "")
+    )
+
+
+def batch(engine: Engine) -> str:
+    """Say what the sequences of a step are made of."""
+    return (
+        f"{engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} a microbatch x "
+        f"{engine.gradient_accumulation_steps()} accumulated x {engine.dp_world_size} rank"
+        + "s"
+        * (engine.dp_world_size > 1)
+    )
+
+
+def announce(engine: Engine) -> None:
+    """Log on rank 0 what a script's engine runs on; recipes print it themselves."""
+    if engine.mesh.rank == 0:
+        logger.info("launcher's engine: ranks %s; batch %s", ranks(engine), batch(engine))
 
 
 def parameters(engine: Engine) -> int:
@@ -27,6 +62,9 @@ def last_step(engine: Engine, path: Path | None) -> dict[str, Any] | None:
     Args:
         path: where the record of the step goes (`pipeline/timeline/recording.py`); None: nowhere.
     """
+    from launcher.pipeline.timeline.recording import write
+    from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
+
     runtime = engine.runtime
     if runtime.staged.is_whole or runtime.stopwatch.schedule is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from launcher.comm import Mesh
@@ -13,10 +14,11 @@ from launcher.estimate.memory_trace import BlockTrace, Items, TraceEvent, TraceM
 from launcher.estimate.model_trace import ModelTrace
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.simulated import SimulatedRank
+from launcher.pipeline.executor.action_loop import run_actions
 from launcher.pipeline.executor.stage_p2p import AHEAD
 from launcher.pipeline.schedules import ONE_STAGE, schedule
-from launcher.pipeline.schedules.actions import Action, ActionKind
-from launcher.zero.reduce import BackwardPlan
+from launcher.pipeline.schedules.actions import Action
+from launcher.pipeline.schedules.transfers import actions_of
 
 MICROBATCHES = 2  # later ones do what the second does, where there are no stages
 
@@ -46,12 +48,12 @@ class StepScript:
         pp, section = self.mesh.axes["pp"], self.config.pipeline
         number = int(str(self.config.gradient_accumulation_steps))
         if pp.degree == 1:
-            return schedule(ONE_STAGE, 1, number, 1).actions[0][-2 * most :]
-        return schedule(section.schedule, pp.degree, number, section.chunks_of_rank).actions[pp.rank]
+            return actions_of(schedule(ONE_STAGE, 1, number, 1), 0)[-2 * most :]
+        return actions_of(schedule(section.schedule, pp.degree, number, section.chunks_of_rank), pp.rank)
 
 
 class ScriptedStep:
-    """One step of a script.
+    """One step of a script, and what its actions do to memory (`StageActions`).
 
     Attributes:
         peaks: bytes at most in each phase.
@@ -75,25 +77,11 @@ class ScriptedStep:
         rank = self.rank
         rank.fix()
         rank.restart()
-        actions = self.script.actions(most)
-        last = next(a for a in reversed(actions) if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT))
-        rank.fetcher.keeps = not self._plan.gathers_each
         if self._staged:
             boxes = self._boxes()
             rank.stretch(boxes, boxes)
-        for action in actions:
-            if action.kind is ActionKind.FORWARD:
-                self._enter(PHASES[0])
-                self._forward(action.stage)
-            elif action.kind is not ActionKind.UPDATE:
-                self._enter(PHASES[1])
-                rank.reducer.plan = self._plan.backward(last=action is last)
-                self._finish(action.stage) if action.kind is ActionKind.WEIGHT else self._backward(action)
-        rank.fetcher.keeps = False
-        rank.fetcher.end()
-        if not rank.reducer.plan.reduces:
-            rank.reducer.plan = BackwardPlan()
-            rank.reducer.flush()
+        with self._plan.of_step(rank.fetcher, rank.reducer):
+            run_actions(self.script.actions(most), self)
         self._enter(PHASES[2])
         rank.live = 0
         rank.restart()
@@ -103,8 +91,12 @@ class ScriptedStep:
 
     # ---- actions ----------------------------------------------------------------------------
 
-    def _forward(self, stage: int) -> None:
-        rank, hidden = self.rank, self.script.ends.hidden
+    def around(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward(self, action: Action) -> None:
+        rank, hidden, stage = self.rank, self.script.ends.hidden, action.stage
+        self._enter(PHASES[0])
         rank.hooks.begin_forward()
         if stage == 0:
             self._play(self.script.ends.tape.before.forward)
@@ -118,9 +110,14 @@ class ScriptedStep:
         rank.stretch(0, -hidden)
         rank.fetcher.end()
 
-    def _backward(self, action: Action) -> None:
+    def backward(self, action: Action, *, last: bool, late: bool = False) -> None:
+        """See `StageActions`.
+
+        Args:
+            late: gradients of weights are put off.
+        """
         rank, hidden, stage = self.rank, self.script.ends.hidden, action.stage
-        late = action.kind is ActionKind.INPUT
+        self._begin_backward(last)
         rank.hooks.begin_backward()
         if stage == self._last_stage:
             ends = self.script.ends
@@ -133,9 +130,42 @@ class ScriptedStep:
         if stage:
             rank.stretch(0, -hidden)
 
-    def _finish(self, stage: int) -> None:
-        """The weight gradients that were put off."""
+    def input_backward(self, action: Action) -> None:
+        self.backward(action, last=False, late=True)
+
+    def weight_backward(self, action: Action, *, last: bool) -> None:
         rank = self.rank
+        self._begin_backward(last)
+        in_place = not rank.reducer.plan.reduces
+        gradients, held = self._put_off(action.stage)
+        new = sum(nbytes for name, nbytes in gradients if rank.makes(name, in_place=in_place))
+        rank.stretch(new, -held)
+        rank.hooks.begin_backward()
+        for name, nbytes in gradients:
+            rank.gradient(name, nbytes, in_place=in_place)
+        rank.hooks.end_backward()
+
+    def update(self, action: Action) -> None:
+        """All versions of the weights are held from the start."""
+
+    def receive(self, action: Action) -> None:
+        """All boxes are there from the start."""
+
+    def send(self, action: Action) -> None:
+        """What is sent is let go of where it was made."""
+
+    # ---- backward ---------------------------------------------------------------------------
+
+    def _begin_backward(self, last: bool) -> None:
+        self._enter(PHASES[1])
+        self._plan.begin_backward(self.rank.reducer, last=last)
+
+    def _put_off(self, stage: int) -> tuple[list[tuple[str, int]], int]:
+        """What the backward of the input has left of a microbatch.
+
+        Returns:
+            (parameter, bytes of its gradient) for each; and the bytes that were held until now to compute them.
+        """
         pairs: list[tuple[BlockTrace, BlockTrace, int]] = [
             (self._piece(block), self._piece(block, late=True), block) for block in self._blocks(stage)
         ]
@@ -152,13 +182,7 @@ class ScriptedStep:
                 if isinstance(item, TraceMark) and item.event is TraceEvent.GRADIENT and item.name not in came
             ]
             held += _change(later.backward) - _change(now.backward)
-        in_place = not rank.reducer.plan.reduces
-        new = sum(nbytes for name, nbytes in gradients if rank.makes(name, in_place=in_place))
-        rank.stretch(new, -held)
-        rank.hooks.begin_backward()
-        for name, nbytes in gradients:
-            rank.gradient(name, nbytes, in_place=in_place)
-        rank.hooks.end_backward()
+        return gradients, held
 
     # ---- tapes ------------------------------------------------------------------------------
 

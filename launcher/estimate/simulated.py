@@ -5,7 +5,7 @@ What is taken, kept and given back is decided by the code that decides it in a r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,8 +20,8 @@ from launcher.estimate.offloaded_bytes import OffloadedBytes, gradients_of, mast
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.states import StateBytes
 from launcher.estimate.tiers import CountingTier
-from launcher.offload.offloaded import OffloadedTensor
-from launcher.optim.sharded import read_ahead
+from launcher.optim.sharded import step_in_turn
+from launcher.optim.states import FlatState
 from launcher.pipeline.schedules import schedule
 from launcher.zero.apply import fill, lay_out
 from launcher.zero.fetch import Fetcher
@@ -31,7 +31,7 @@ from launcher.zero.hooks import Hooks, TrainingState
 from launcher.zero.layout import LocalModel, ShardLayout
 from launcher.zero.pool import BufferPool
 from launcher.zero.reduce import Reducer, order_of_reduction
-from launcher.zero.slot import ParamReader, ParamSlot
+from launcher.zero.slot import ParamReader, ParamSlice, ParamSlot
 
 META = torch.device("meta")
 
@@ -63,6 +63,30 @@ class SimulatedGradient(FlatGradient):
         full = super().collect()
         self.collected(self)
         return full
+
+
+class SimulatedState(FlatState):
+    """The optimizer's state of a buffer that rests in a tier; no optimizer has it in hand.
+
+    Args:
+        dtypes: of the states with a value for each element.
+    """
+
+    def __init__(self, gradient: FlatGradient, dtypes: Mapping[str, torch.dtype]) -> None:
+        super().__init__(gradient, {}, {})
+        for key, dtype in dtypes.items():
+            state = self._resting_of(key, dtype)
+            state.allocate()
+            state.write_back()
+        self.shown = False
+
+    def _give(self, piece: ParamSlice) -> None:
+        piece.part.load()
+        for state in self._resting.values():
+            state.load()
+
+    def _take_all(self) -> bool:
+        return False
 
 
 class SimulatedPool(BufferPool):
@@ -145,7 +169,8 @@ class SimulatedRank:
         self.slots = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self.gradient_of = {slot: g for g in self.gradients for slot in g.flat.slots}
         self.optimizer = states.of(self.gradients)
-        self._resting = {gradient: self._states_at_rest(gradient, states) for gradient in self.gradients}
+        moving = (one for one in self.gradients if one.flat.optim_placement.tier is not None)
+        self._states = [SimulatedState(gradient, states.dtypes(gradient)) for gradient in moving]
         self._on_leaves: dict[ParamSlot, int] = {}
         self.live = self.peak = 0
         self.at_peak = (0, 0)
@@ -199,41 +224,11 @@ class SimulatedRank:
         return not (kept.adds_in_place or placed or slot in self._on_leaves)
 
     def step(self) -> None:
-        """The optimizer steps what rests in tiers, buffer by buffer, as `ShardedOptimizer.step` does."""
-        moving = [gradient for gradient in self.gradients if gradient.flat.optim_placement.tier is not None]
-        ahead = self.placements.reads_ahead
-        for (gradient,) in read_ahead(([one] for one in moving), self._fetch, ahead=ahead):
-            self._fetch(gradient)
-            for state in self._resting[gradient]:
-                state.load()
-            gradient.flat.values().load()
-            share = gradient.owned
-            for state in self._resting[gradient]:
-                state.write_back()
-            del share
-            gradient.rest(changed=False)
-            gradient.flat.publish()
+        """The optimizer steps what rests in tiers."""
+        batches = ([state] for state in self._states)
+        for pending in step_in_turn(batches, _use, _not_in_halves, ahead=self.placements.reads_ahead):
+            pending.wait()
         self.placements.buffers.wait_for_writes()
-
-    def _fetch(self, gradient: FlatGradient) -> None:
-        gradient.flat.fetch(master=True)
-        gradient.fetch()
-        for state in self._resting[gradient]:
-            state.fetch()
-
-    def _states_at_rest(self, gradient: FlatGradient, states: StateBytes) -> list[OffloadedTensor]:
-        flat = gradient.flat
-        if flat.optim_placement.tier is None:
-            return []
-        size = flat.owned.stop - flat.owned.start
-        made = [
-            self.placements.resting(f"{flat.name}/{key}", size, dtype, flat.optim_placement)
-            for key, dtype in states.dtypes(gradient).items()
-        ]
-        for one in made:
-            one.allocate()
-            one.write_back()
-        return made
 
     def finish_step(self) -> None:
         """A step is over: what is alive now is alive between steps."""
@@ -267,6 +262,15 @@ def _versions(config: Config, mesh: Mesh) -> int:
     number = int(str(config.gradient_accumulation_steps))
     made = schedule(section.schedule, pp.degree, number, section.chunks_of_rank)
     return made.weight_versions[pp.rank]
+
+
+def _use(gradient: FlatGradient) -> bool:
+    """Bring in what is stepped with; nothing is written."""
+    _ = gradient.owned
+    return False
+
+
+def _not_in_halves(gradients: Sequence[FlatGradient]) -> None: ...
 
 
 def _never(name: str, start: int, stop: int) -> Tensor:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from types import MethodType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,12 @@ from launcher.zero.features.user_gradients import engine_optimizers
 from launcher.zero.flat import SlotView
 from launcher.zero.gradients import FlatGradient
 
-T = TypeVar("T")
 logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+StepBuffer = Callable[[FlatGradient], bool]
+"""Steps what is owned of a buffer; returns whether the parameters beside the master weights were written, too."""
+FinishBuffers = Callable[[Sequence[FlatGradient]], None]
+"""Does the second half of the step of buffers, which needs whole parameters."""
 
 
 class _Steps(Protocol):
@@ -169,24 +172,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             scale: factor on all gradients: 1 / (ranks x loss scale), and clipping.
         """
-        pending: list[Pending] = []
-        rule, ahead = one_pass.rule_of(self.inner), self.zero.placements.reads_ahead
-        for gradients in read_ahead(self._batches(), self._fetch, ahead=ahead):
-            pending += self._step_batch(gradients, scale, rule)
+        step = partial(self._step_buffer, scale=scale, rule=one_pass.rule_of(self.inner))
+        pending = step_in_turn(self._batches(), step, self._finish, ahead=self.zero.placements.reads_ahead)
         self.early.clear()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler of torch made for it wants to know
         for travelling in pending:
             travelling.wait()
 
-    def _fetch(self, gradient: FlatGradient) -> None:
-        if (state := self.states[gradient]).is_offloaded:
-            state.fetch()
-
     @torch.no_grad()
     def step_in_backward(self, gradient: FlatGradient, scale: float) -> None:
         """Step one buffer now, of those that need no collective; the next `step` leaves it out."""
         squares = gradient.squares() if self.zero.policy.compute_norm else None
-        self._step_batch([gradient], scale, one_pass.rule_of(self.inner))
+        step = partial(self._step_buffer, scale=scale, rule=one_pass.rule_of(self.inner))
+        step_together([self.states[gradient]], step, self._finish)
         gradient.spend(squares)
         self.early.add(gradient)
 
@@ -197,23 +195,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             logger.warning("a step is given up after parts of the model were stepped already: %s", names)
         self.early.clear()
 
-    def _step_batch(
-        self, gradients: Sequence[FlatGradient], scale: float, rule: one_pass.FusedRule | None
-    ) -> list[Pending]:
-        """Step buffers, let go of what rests, start bringing the parameters to every rank."""
-        written = {gradient: self._step_buffer(gradient, scale, rule) for gradient in gradients}
-        self._finish(gradients)
-        pending: list[Pending] = []
-        for gradient in gradients:
-            if self.states[gradient].is_offloaded:
-                self.states[gradient].hide()
-            gradient.rest(changed=False)
-            pending += gradient.flat.publish(written=written[gradient])
-        return pending
-
-    def _batches(self) -> Iterator[list[FlatGradient]]:
+    def _batches(self) -> Iterator[list[FlatState]]:
         """Buffers that are stepped before the parameters change: one, or those of a sub-group in the two-half step."""
-        batch: list[FlatGradient] = []
+        batch: list[FlatState] = []
         elements, alone = 0, not isinstance(self.inner, WholeOptimizer)
         for gradient in self.zero.gradients:
             if gradient in self.early:
@@ -221,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if batch and (alone or elements + gradient.flat.numel > self.sub_group_size):
                 yield batch
                 batch, elements = [], 0
-            batch.append(gradient)
+            batch.append(self.states[gradient])
             elements += gradient.flat.numel
         if batch:
             yield batch
@@ -254,9 +238,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step_buffer(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule | None) -> bool:
         """Step what is owned of a buffer; return whether the parameters beside the master weights were written."""
-        if (state := self.states[gradient]).is_offloaded:
-            state.fetch()
-            state.show()
         if rule is not None and gradient.flat.master.device.type == "cpu":
             return self._step_in_one_pass(gradient, scale, rule)
         with self._scaling_inside(scale, gradient.flat.master.device) as scale:
@@ -382,19 +363,53 @@ def _tiles(parts: list[SlotView], size: int) -> Iterator[list[SlotView]]:
         yield tile
 
 
-def read_ahead(
-    batches: Iterable[Sequence[T]], fetch: Callable[[T], None], *, ahead: bool
-) -> Iterator[Sequence[T]]:
-    """Yield batches one after the other, each after the reading of the following one has started.
+# ---- the order of a step, which the memory estimate goes through, too -----------------------
+
+
+def step_in_turn(
+    batches: Iterable[Sequence[FlatState]], step: StepBuffer, finish: FinishBuffers, *, ahead: bool
+) -> list[Pending]:
+    """Step batches of buffers one after the other.
 
     Args:
         batches: What is stepped together.
-        fetch: Starts reading one of a batch.
-        ahead: False reads nothing before its turn.
+        ahead: The following batch is read meanwhile; False reads nothing before its turn.
+
+    Returns:
+        What brings the parameters to every rank, to be waited for.
     """
+    pending: list[Pending] = []
+    for states in _read_ahead(batches, ahead=ahead):
+        pending += step_together(states, step, finish)
+    return pending
+
+
+def step_together(states: Sequence[FlatState], step: StepBuffer, finish: FinishBuffers) -> list[Pending]:
+    """Step buffers, let go of what rests, start bringing the parameters to every rank."""
+    written = [_step_shown(state, step) for state in states]
+    finish([state.gradient for state in states])
+    pending: list[Pending] = []
+    for state, beside in zip(states, written, strict=True):
+        if state.is_offloaded:
+            state.hide()
+        state.gradient.rest(changed=False)
+        pending += state.flat.publish(written=beside)
+    return pending
+
+
+def _step_shown(state: FlatState, step: StepBuffer) -> bool:
+    if state.is_offloaded:
+        state.fetch()
+        state.show()
+    return step(state.gradient)
+
+
+def _read_ahead(batches: Iterable[Sequence[FlatState]], *, ahead: bool) -> Iterator[Sequence[FlatState]]:
+    """Yield batches one after the other, each after the reading of the following one has started."""
     every = list(batches)
-    nothing: Sequence[T] = ()
+    nothing: Sequence[FlatState] = ()
     for batch, following in zip_longest(every, every[1:], fillvalue=nothing):
-        for one in following if ahead else ():
-            fetch(one)
+        for state in following if ahead else ():
+            if state.is_offloaded:
+                state.fetch()
         yield batch

@@ -59,14 +59,10 @@ class FlatState:
     def show(self) -> list[ParamSlice]:
         """Let the inner optimizer work with weights and states; gives the slices of the weights."""
         pieces = self.flat.slices()
-        if self.shown:
-            return pieces
-        for piece in pieces:
-            tensor = self.tensors[piece.name]
-            tensor.data = piece.data
-            for key in self._keys(tensor):
-                self._state[tensor][key] = self._resting[key].load()[self._places[piece.name]]
-        self.shown = True
+        if not self.shown:
+            for piece in pieces:
+                self._give(piece)
+            self.shown = True
         return pieces
 
     def zeros(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
@@ -97,6 +93,23 @@ class FlatState:
         """Take them away again, changed; weights and gradient are let go of by those who have them."""
         if not self.is_offloaded:
             return
+        if self._take_all():
+            trim_malloc()  # or what optimizers make for all buffers, one after the other, stays in malloc's hands
+        for one in self._resting.values():
+            one.write_back()
+        self.shown = False
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _give(self, piece: ParamSlice) -> None:
+        """Show the weights and states of a slice."""
+        tensor = self.tensors[piece.name]
+        tensor.data = piece.data
+        for key in self._keys(tensor):
+            self._state[tensor][key] = self._resting[key].load()[self._places[piece.name]]
+
+    def _take_all(self) -> bool:
+        """Take back what was shown; returns whether some of it was in other memory than where it rests."""
         copied = False
         for name, place in self._places.items():
             tensor = self.tensors[name]
@@ -104,13 +117,7 @@ class FlatState:
                 if isinstance(value, Tensor) and value.dim() and value.numel() == place.stop - place.start:
                     copied |= self._take(key, value, tensor, place)
             tensor.data = self._empty
-        if copied:
-            trim_malloc()  # or what optimizers make for all buffers, one after the other, stays in malloc's hands
-        for one in self._resting.values():
-            one.write_back()
-        self.shown = False
-
-    # ---- inside -----------------------------------------------------------------------------
+        return copied
 
     def _keys(self, tensor: Tensor) -> list[str]:
         """States of a tensor that were taken away."""

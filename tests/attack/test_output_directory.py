@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from launcher.cluster.agent import Agent
 from launcher.cluster.node_spec import NodeSpec
 from launcher.errors import ConfigError
 from launcher.owner import Owner, Ownership, check_free, is_held, take
+from launcher.resuming import RESTARTS, prepare_directory
 from tests.cluster.launching import environment, launch
 
 HOLD = "import sys; from pathlib import Path; from launcher.owner import take; take(Path(sys.argv[1]), '', print); print('has it', flush=True); sys.stdin.read()"  # noqa: E501
@@ -254,3 +256,55 @@ def test_records_of_failures_are_of_one_run(tmp_path: Path) -> None:
     """Two runs of a script may share the directory of their logs."""
     shares = [NodeSpec("script", "x.py", [], str(tmp_path), run=run) for run in ("a" * 32, "b" * 32)]
     assert shares[0].log(0) == shares[1].log(0) and shares[0].record(0) != shares[1].record(0)
+
+
+def finished_run(directory: Path) -> Path:
+    """The directory as a run leaves it, with a file of somebody else."""
+    for tag in ("global_step1", "global_step2"):
+        (directory / "checkpoints" / tag).mkdir(parents=True)
+        (directory / "checkpoints" / tag / "meta.json").write_text("{}")
+    (directory / "checkpoints" / "latest").write_text("global_step2")
+    (directory / "model").mkdir()
+    (directory / "model" / "config.json").write_text("{}")
+    (directory / "notes.txt").write_text("mine")
+    return directory
+
+
+def asked(**flags: object) -> Namespace:
+    return Namespace(**{"resume": None, "overwrite": False, "model": None, **flags})
+
+
+def test_an_earlier_run_is_not_replaced_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    for name in RESTARTS:
+        monkeypatch.delenv(name, raising=False)
+    before = sorted(finished_run(tmp_path).rglob("*"))
+    refused = [
+        (asked(), "earlier run: checkpoints and model.*--resume.*--overwrite"),
+        (asked(resume=str(tmp_path.parent / "other")), "earlier run: checkpoints and model"),
+        (asked(overwrite=True, resume="latest"), "--overwrite would remove the checkpoint"),
+        (asked(overwrite=True, resume=str(tmp_path)), "--overwrite would remove the checkpoint"),
+        (asked(overwrite=True, model=str(tmp_path / "model")), "the run starts from it"),
+    ]
+    for flags, words in refused:
+        with subtests.test(words), pytest.raises(ConfigError, match=f"(?s){words}"):
+            prepare_directory(flags, tmp_path)
+    for flags in (asked(resume="latest"), asked(resume=str(tmp_path / "checkpoints" / "global_step1"))):
+        prepare_directory(flags, tmp_path)
+    for name in RESTARTS:  # it is the same run
+        monkeypatch.setenv(name, "1")
+        prepare_directory(asked(), tmp_path)
+        prepare_directory(asked(overwrite=True), tmp_path)
+        monkeypatch.delenv(name)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_overwrite_removes_what_a_run_wrote_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in RESTARTS:
+        monkeypatch.delenv(name, raising=False)
+    prepare_directory(asked(overwrite=True), finished_run(tmp_path))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes.txt"]
+    prepare_directory(asked(), tmp_path)

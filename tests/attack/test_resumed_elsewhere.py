@@ -178,7 +178,7 @@ def test_another_data_set_is_read_from_its_beginning(pool: WorkerPool, tmp_path:
     resume = ("--resume", str(tmp_path / "out"))
     said, place = pool.run(on_other_data, 1, elsewhere, "b", *resume, "--learning-rate", "0.01")[0]
     assert "WARNING --dataset is another one" in said and place["samples"] == (STEPS - SAVED) * 4
-    said, place = pool.run(on_other_data, 1, elsewhere, "a", *resume, "--seed", "7")[0]
+    said, place = pool.run(on_other_data, 1, elsewhere, "a", *resume, "--seed", "7", "--overwrite")[0]
     assert "WARNING --seed is 7" in said and place["samples"] == STEPS * 4
 
 

@@ -65,16 +65,45 @@ def test_the_members_of_a_renamed_section_have_their_own_verdicts(
     )
     code, text = shown(capsys, str(path))
     assert code == 1
-    rows = [line.split() for line in text.splitlines()[1:]]
-    assert [(row[0], row[2].rstrip(":")) for row in rows] == [
+    *rows, title, plain = text.splitlines()[1:]
+    assert [(row.split()[0], row.split()[2].rstrip(":")) for row in rows] == [
         ("obsolete", "bfloat16"),
-        ("used", "bfloat16.enabled"),
         ("obsolete", "bfloat16.loss_scale"),
         ("refused", "datastates_ckpt"),
-        ("used", "optimizer.type"),
         ("refused", "optimizer.params.betas[1]"),
-        ("used", "gradient_clipping"),
     ]
+    assert title == "as written:"
+    assert plain.split(", ") == ["  bfloat16.enabled", "optimizer.type", "gradient_clipping"]
+
+
+def test_a_section_that_nobody_reads_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.json"
+    path.write_text('{"data": {"path": "x", "columns": {"text": 1}}, "_note": "mine"}')
+    code, text = shown(capsys, str(path))
+    assert code == 0 and "own.json: 2 keys: 1 comment, 1 foreign" in text
+    assert "data.path" not in text
+
+
+def test_a_key_without_effect_is_named_at_any_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "idle.json"
+    path.write_text(
+        '{"zero_optimization": {"stage": 2, "contiguous_gradients": true}, "zero_force_ds_cpu_optimizer": true}'
+    )
+    _, text = shown(capsys, str(path))
+    assert "3 keys: 1 used, 2 no effect" in text
+
+
+def test_a_batch_that_fits_no_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "batch.json"
+    micro, steps = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    for batch, unit in (({micro: 2, steps: 2}, 4), ({micro: 2}, 2), ({steps: 3}, 3)):
+        path.write_text(json.dumps({"train_batch_size": 7, **batch}))
+        code, text = shown(capsys, str(path))
+        assert code == 1 and f"{unit}: it fits no number of ranks; write a multiple of {unit}" in text
+    path.write_text(json.dumps({"train_batch_size": 8, micro: 2, steps: "auto"}))
+    assert shown(capsys, str(path))[0] == 0
 
 
 def test_all_refusals_at_once_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

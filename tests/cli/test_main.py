@@ -84,7 +84,8 @@ def test_typo_in_the_configuration(tmp_path: Path) -> None:
     [
         (["pretrain"], "--config is missing"),
         (["--config", "absent.json"], "absent.json"),
-        (["--config", "{config}", "pretrian"], "did you mean 'pretrain'?"),
+        (["--config", "{config}", "pretrian"], "did you mean `launch pretrain`?"),
+        (["cheque"], "did you mean `launch check`?"),
         (["--config", "{config}", "pretrian"], "finetune"),
         (["--config", "{config}", "absent.py"], "there is no file absent.py"),
         (["--config", "{config}", "pretrain", "--max-step", "3"], "did you mean --max-steps?"),

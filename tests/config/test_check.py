@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from launcher.config import Config, ConfigProblems, load
 from launcher.config.problems import dotted
 from launcher.config.schema import implemented_paths, known_paths
+from launcher.errors import ConfigError
 
 
 def refused(source: Any, **kwargs: Any) -> dict[str, str]:
@@ -213,3 +215,19 @@ def test_hostile_trees_end_in_problems_not_in_crashes() -> None:
 def test_a_name_of_other_libraries_is_known(tree: dict[str, Any], meant: str) -> None:
     with pytest.raises(ConfigProblems, match=f"did you mean `{meant}`"):
         load({"train_batch_size": 4, **tree})
+
+
+def test_a_dict_that_a_script_read_from_a_file_has_the_places_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization":\n  {"stag": 2}}')
+    (tmp_path / "other.json").write_text('{"unrelated": 1}')
+    given = {"zero_optimization": {"stag": 2}, "train_micro_batch_size_per_gpu": 1}
+    for words in (["--deepspeed", str(path)], [f"--deepspeed={path}", "x"]):
+        monkeypatch.setattr("sys.argv", ["train.py", str(tmp_path / "other.json"), *words])
+        with pytest.raises(ConfigError, match=rf"{path}:2:4 zero_optimization.stag"):
+            load(given)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(ConfigError, match=r"^config has 1 problem"):
+        load(given)

@@ -27,6 +27,7 @@ from launcher.comm import Axis
 from launcher.comm.p2p import P2PChannel
 from launcher.errors import LauncherError
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, signature_of
+from launcher.pipeline.executor.action_loop import run_actions
 from launcher.pipeline.executor.lazy import LazySequence
 from launcher.pipeline.executor.stage_p2p import StageP2P
 from launcher.pipeline.executor.stopwatch import Stopwatch
@@ -124,23 +125,15 @@ class Runtime:
         signatures = LazySequence(len(batches), lambda m: signature_of(batches[m]))
         mail = StageP2P(self.staged, self.letters, schedule, signatures, self.device)
         step = _Step(self, mail, schedule, batches, signatures, work, training)
-        actions = with_transfers(schedule)[self.axis.rank]
-        last = next(
-            (a for a in reversed(actions) if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)), None
-        )
         if training:
             self.most_held = self.most_deferred = 0
             self.stopwatch.begin(schedule)
-        for action in actions:
-            with self._naming(action), self.stopwatch.action(action) if training else nullcontext():
-                step.do(action, last=action is last)
-            self.most_held = max(self.most_held, len(step.kept))
-            self.most_deferred = max(self.most_deferred, len(step.deferred))
+        run_actions(with_transfers(schedule)[self.axis.rank], step)
         mail.finish()
         return [step.losses[m] for m in sorted(step.losses)]
 
     @contextmanager
-    def _naming(self, action: Action) -> Iterator[None]:
+    def naming(self, action: Action) -> Iterator[None]:
         """What is raised inside says where; in a model that is not cut there is one place only."""
         if self.staged.is_whole:
             yield
@@ -157,7 +150,7 @@ class Runtime:
 
 
 class _Step:
-    """The state of one step.
+    """The state of one step, and what its actions do to it (`StageActions`).
 
     Attributes:
         kept: forwards whose backward is to come.
@@ -178,7 +171,7 @@ class _Step:
         work: StageExecutor,
         training: bool,
     ) -> None:
-        self.staged, self.rank, self.mail = runtime.staged, runtime.axis.rank, mail
+        self.runtime, self.staged, self.rank, self.mail = runtime, runtime.staged, runtime.axis.rank, mail
         self.batches, self.signatures, self.work, self.training = batches, signatures, work, training
         self.kept: dict[MicrobatchKey, SavedForward] = {}
         self.arrived: dict[MicrobatchKey, tuple[Tensor, ...]] = {}
@@ -188,31 +181,26 @@ class _Step:
         self.losses: dict[int, Tensor] = {}
         self.versions = _versions(schedule, self.rank) if training and not schedule.flushes else None
 
-    def do(self, action: Action, *, last: bool) -> None:
-        key = action.stage, action.microbatch
-        if self.versions is not None and action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-            self.work.see(self.versions[action.microbatch])
-        match action.kind:
-            case ActionKind.RECV_F:
-                self.arrived[key] = self.mail.receive(action)
-            case ActionKind.RECV_B:
-                self.gradients[key] = self.mail.receive(action)
-            case ActionKind.SEND_F | ActionKind.SEND_B:
-                self.mail.send(action, *self.leaving.pop(action))
-            case ActionKind.FORWARD:
-                self._forward(*key)
-            case ActionKind.BACKWARD:
-                self._backward(*key, last=last)
-            case ActionKind.INPUT:
-                with putting_off() as self.deferred[key]:
-                    self._backward(*key, last=False)
-            case ActionKind.WEIGHT:
-                self.work.finish(self.deferred.pop(key), last=last)
-            case ActionKind.UPDATE:
-                assert self.versions is not None
-                self.work.update({self.versions[microbatch] for _, microbatch in self.kept})
+    # ---- actions ----------------------------------------------------------------------------
 
-    def _forward(self, stage: int, microbatch: int) -> None:
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        runtime = self.runtime
+        with runtime.naming(action), runtime.stopwatch.action(action) if self.training else nullcontext():
+            yield
+        runtime.most_held = max(runtime.most_held, len(self.kept))
+        runtime.most_deferred = max(runtime.most_deferred, len(self.deferred))
+
+    def receive(self, action: Action) -> None:
+        into = self.arrived if action.kind is ActionKind.RECV_F else self.gradients
+        into[action.stage, action.microbatch] = self.mail.receive(action)
+
+    def send(self, action: Action) -> None:
+        self.mail.send(action, *self.leaving.pop(action))
+
+    def forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        self._see(microbatch)
         received, leaves = _started(self.arrived.pop((stage, microbatch), ()))
         signature, batch = self.signatures[microbatch], self.batches[microbatch]
         is_last = stage == self.staged.virtual_stages - 1
@@ -238,7 +226,9 @@ class _Step:
         learned = self.staged.learned(stage, self.signatures[microbatch]) if new else None
         self.leaving[Action(ActionKind.SEND_F, stage, microbatch)] = tensors, learned
 
-    def _backward(self, stage: int, microbatch: int, *, last: bool) -> None:
+    def backward(self, action: Action, *, last: bool) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        self._see(microbatch)
         kept = self.kept.pop((stage, microbatch))
         if stage == self.staged.virtual_stages - 1:
             factor = self.work.root_gradient(microbatch)
@@ -255,6 +245,22 @@ class _Step:
             self.gradients[stage - 1, microbatch] = back
         else:
             self.leaving[Action(ActionKind.SEND_B, stage, microbatch)] = back, None
+
+    def input_backward(self, action: Action) -> None:
+        with putting_off() as self.deferred[action.stage, action.microbatch]:
+            self.backward(action, last=False)
+
+    def weight_backward(self, action: Action, *, last: bool) -> None:
+        self.work.finish(self.deferred.pop((action.stage, action.microbatch)), last=last)
+
+    def update(self, action: Action) -> None:
+        assert self.versions is not None
+        self.work.update({self.versions[microbatch] for _, microbatch in self.kept})
+
+    def _see(self, microbatch: int) -> None:
+        """The next forward or backward is of this microbatch."""
+        if self.versions is not None:
+            self.work.see(self.versions[microbatch])
 
 
 class _Start(torch.autograd.Function):

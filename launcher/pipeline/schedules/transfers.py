@@ -22,10 +22,12 @@ def with_transfers(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]
         LauncherError: the schedule cannot be run (`check.py`).
     """
     check(schedule)
-    return tuple(
-        tuple(step for action in actions for step in _surrounded(schedule, action))
-        for actions in schedule.actions
-    )
+    return tuple(actions_of(schedule, rank) for rank in range(len(schedule.actions)))
+
+
+def actions_of(schedule: PipelineSchedule, rank: int) -> tuple[Action, ...]:
+    """The same of one rank, of a schedule that is known to run."""
+    return tuple(step for action in schedule.actions[rank] for step in _surrounded(schedule, action))
 
 
 @lru_cache(maxsize=16)
