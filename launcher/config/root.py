@@ -314,6 +314,21 @@ def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Do
     )
 
 
+def _file_of(tree: Mapping[str, Any]) -> Document | None:
+    """Return the file on the command line that a dict was read from, so that errors can say where a key is written.
+
+    Scripts read the file of `--deepspeed` themselves, and hand on a dict to which they have added keys.
+    """
+    for token in sys.argv[1:]:
+        path = Path(token.rpartition("=")[2][:LONGEST_NAME])
+        if path.suffix in (".json", ".hjson") and path.is_file():
+            with suppress(ConfigError):
+                file = read_file(path)
+                if file.tree and file.tree.keys() <= tree.keys():
+                    return file
+    return None
+
+
 def is_yaml(source: object) -> bool:
     """Return whether it is the path of accelerate's configuration, and not a JSON."""
     return isinstance(source, str | Path) and str(source).endswith((".yaml", ".yml"))
