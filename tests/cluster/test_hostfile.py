@@ -27,13 +27,13 @@ def test_lines_comments_and_slot_lists() -> None:
     [
         ("w0 slots=4\nw1 slots=4x", "slots=4x is not a number"),
         ("w0 slots=4\nw1", "'w1' does not name a host and its slots"),
-        ("w0 slots=4\nw1 slots = 2", "names no host"),
+        ("w0 slots=4\nw1 slots = 2", "does not name a host"),
         ("w0 slots=4\nw1 slots=0", "runs nothing"),
         ("w0 slots=4\nw0 slots=2", "the host w0 is listed twice"),
         ("w0 slots=4\nw1 slots=2-1", "'2-1' in '2-1'"),
         ("w0 slots=4\nw1 slots=1,", "'' in '1,'"),
         ("w0 slots=4\n-oProxyCommand=x slots=2", "is not a valid host name"),
-        ("w0 slots=4\nw1 slots=2 slots=3", "names no host"),
+        ("w0 slots=4\nw1 slots=2 slots=3", "does not name a host"),
     ],
 )
 def test_wrong_line_is_named_with_its_number_and_text(text: str, said: str) -> None:
