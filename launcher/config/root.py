@@ -334,21 +334,6 @@ def is_yaml(source: object) -> bool:
     return isinstance(source, str | Path) and str(source).endswith((".yaml", ".yml"))
 
 
-def _file_of(tree: Mapping[str, Any]) -> Document | None:
-    """Return the file on the command line that a dict was read from, so that errors can say where a key is written.
-
-    Scripts read the file of `--deepspeed` themselves, and hand on a dict to which they have added keys.
-    """
-    for token in sys.argv[1:]:
-        path = Path(token.rpartition("=")[2][:LONGEST_NAME])
-        if path.suffix in (".json", ".hjson") and path.is_file():
-            with suppress(ConfigError):
-                file = read_file(path)
-                if file.tree and file.tree.keys() <= tree.keys():
-                    return file
-    return None
-
-
 def in_base64(tree: Mapping[str, Any]) -> str:
     """Return a configuration as a text that `load` reads, and accelerate: nothing of it has to lie in a file."""
     return base64.urlsafe_b64encode(json.dumps(tree).encode()).decode()

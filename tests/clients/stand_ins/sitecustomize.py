@@ -100,7 +100,9 @@ def _arrive_early(deepspeed: ModuleType) -> None:
 
 
 def _has_stages(engine: Any) -> bool:
-    return type(engine).__name__ == "PipelineEngine" or getattr(engine, "runtime", None) is not None
+    """Whether it trains whole batches of stages, DeepSpeed's engine or ours."""
+    runtime = getattr(engine, "runtime", None)
+    return type(engine).__name__ == "PipelineEngine" or (runtime is not None and not runtime.staged.is_whole)
 
 
 def _told(method: Callable[..., Any], of_result: bool) -> Callable[..., Any]:
