@@ -158,10 +158,10 @@ def _migrate(console: Console, out: Path, examined: Examined) -> None:
     text = json.dumps(_whole_numbers(examined.document.tree), indent=2, ensure_ascii=False) + "\n"
     lost = _lost(examined, text)
     if lost:
-        console.print(f"\nnot written: {out}; first mend what would be lost: {', '.join(lost)}", markup=False)
+        console.print(f"\nnot written: {out}; first fix what would be lost: {', '.join(lost)}", markup=False)
         return
     write(out, text, "--migrate")
-    left = f"; {len(examined.problems)} problems are left to mend" if examined.problems else ""
+    left = f"; {len(examined.problems)} problems are left to fix" if examined.problems else ""
     changes = len(examined.document.conversions)
     console.print(f"\nwritten: {out}, {changes} change{'s' if changes != 1 else ''}{left}", markup=False)
 

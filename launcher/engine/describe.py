@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from launcher.engine import report
+
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
@@ -15,10 +17,7 @@ def state_lines(engine: Engine) -> Iterator[str]:
     slots = engine.zero.slots.values()
     yield f"engine of {type(engine.module).__name__} at ZeRO stage {engine.zero_optimization_stage()}"
     yield f"  mesh           {engine.mesh.degrees} on {engine.device}"
-    yield (
-        f"  batch          {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} a microbatch x "
-        f"{engine.gradient_accumulation_steps()} accumulated x {engine.dp_world_size} ranks"
-    )
+    yield f"  batch          {report.batch(engine)}"
     parameters = sum(slot.logical_numel for slot in slots)
     yield f"  parameters     {parameters:,} in {len(slots)} tensors, {engine.resolved.dtype}"
     for gradient in engine.zero.gradients:

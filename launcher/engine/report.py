@@ -34,11 +34,11 @@ def ranks(engine: Engine) -> str:
 
 def batch(engine: Engine) -> str:
     """Say what the sequences of a step are made of."""
+    micro, ranks = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size
+    steps = engine.gradient_accumulation_steps()
     return (
-        f"{engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} a microbatch x "
-        f"{engine.gradient_accumulation_steps()} accumulated x {engine.dp_world_size} rank"
-        + "s"
-        * (engine.dp_world_size > 1)
+        f"{engine.train_batch_size()} = {micro} per microbatch x {steps} accumulation step{'s' * (steps > 1)} x "
+        f"{ranks} rank{'s' * (ranks > 1)}"
     )
 
 

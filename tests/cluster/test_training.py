@@ -96,8 +96,8 @@ def test_a_run_that_loses_a_node_goes_on_with_the_same_batches(tmp_path: Path) -
         out, errors = first.communicate(timeout=120)
     assert first.returncode == 0, errors
     assert "going on without node1" in out
-    assert "batch   4 = 2 a microbatch x 1 accumulated x 2 ranks" in out
-    assert "batch   4 = 2 a microbatch x 2 accumulated x 1 ranks" in out
+    assert "batch   4 = 2 per microbatch x 1 accumulation step x 2 ranks" in out
+    assert "batch   4 = 2 per microbatch x 2 accumulation steps x 1 rank" in out
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
 
