@@ -52,6 +52,13 @@ class Fp16Config(Section):
     """The optimizer steps the float16 weights themselves, and there is no float32 copy of them: 4 bytes a parameter
     less, and steps smaller than 1/2048 of a weight are lost. Moments are float32."""
 
+    @classmethod
+    def is_unused(cls, key: str, values: Mapping[str, Any]) -> bool:
+        """A fixed scale has no use for the keys of a dynamic one."""
+        scale = values.get("loss_scale")
+        fixed = isinstance(scale, int | float) and scale > 0
+        return fixed and key in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+
 
 class Bf16Config(Section):
     """Train in bfloat16, with float32 master weights unless the keys below say otherwise."""

@@ -273,6 +273,11 @@ class Section(BaseModel):
         """Return the defaults of the member section `key` that depend on this section (an optimizer's type)."""
         return {}
 
+    @classmethod
+    def is_unused(cls, key: str, values: Mapping[str, Any]) -> bool:
+        """Return whether other keys of the section leave `key` unread; `values` are as written."""
+        return False
+
     def idle_keys(self) -> Iterator[str]:
         """Find keys of `without_effect` that were written with another value than their default."""
         for key in self.without_effect:

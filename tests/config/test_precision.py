@@ -75,3 +75,15 @@ def test_autocast_without_a_dtype_says_which() -> None:
     assert len(notes) == 1 and "torch_autocast.dtype" in notes[0] and "bfloat16" in notes[0]
     assert not load({"torch_autocast": {**ON, "dtype": "bf16"}, "gradient_clipping": 0}).notes
     assert not load({"bf16": ON, "gradient_clipping": 0}).notes  # check_grad_overflow speaks when it acts
+
+
+def test_bounds_of_a_dynamic_scale_hold_where_it_is_used() -> None:
+    wrong = {"loss_scale_window": 0, "min_loss_scale": -1}
+    for section in ({"enabled": False, **wrong}, {"enabled": True, "loss_scale": 128, **wrong}):
+        config = load({"fp16": section})
+        assert [note.kind for note in config.notes if note.path[-1] in wrong] == ["no effect", "no effect"]
+        assert config.fp16.loss_scale_window == 1000
+    with pytest.raises(ConfigProblems, match=r"(?s)loss_scale_window: must be at least 1.*min_loss_scale"):
+        load({"fp16": {"enabled": True, **wrong}})
+    with pytest.raises(ConfigProblems, match="loss_scale_window: must be a whole number"):
+        load({"fp16": {"enabled": False, "loss_scale_window": "much"}})
