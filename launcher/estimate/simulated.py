@@ -23,8 +23,7 @@ from launcher.estimate.tiers import CountingTier
 from launcher.optim.sharded import step_in_turn
 from launcher.optim.states import FlatState
 from launcher.pipeline.schedules import schedule
-from launcher.zero.apply import lay_out
-from launcher.zero.filling import fill
+from launcher.zero.apply import fill, lay_out
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.hooks import Hooks, TrainingState

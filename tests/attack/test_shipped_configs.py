@@ -122,7 +122,7 @@ def test_a_flag_fills_what_says_auto_and_what_is_left_out() -> None:
 def test_no_schedule_is_brought_beside_an_optimizer_of_the_json() -> None:
     written = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
     assert complete(load(written), {}).scheduler is None
-    assert any("the learning rate stays" in note.what for note in complete(load(written), {}).notes)
+    assert any("the learning rate is constant" in note.what for note in complete(load(written), {}).notes)
     scheduled = complete(load(written), {"--warmup-steps": 3}).scheduler
     assert scheduled is not None and scheduled.type == "WarmupCosineLR"
 
@@ -135,12 +135,12 @@ CONTRADICTIONS = [
         *("--learning-rate", "0.2", "warmup_max_lr: is 0.1"),
     ),
     ({"optimizer": {"type": "Rprop"}}, "--weight-decay", "0.2", "Rprop has no weight decay"),
-    ({"optimizer": {"type": "AdamW", "params": {"weight_decay": 0}}}, "--weight-decay", "0.2", "is 0, and"),
+    ({"optimizer": {"type": "AdamW", "params": {"weight_decay": 0}}}, "--weight-decay", "0.2", "is 0, but"),
     (
         {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
         *("--warmup-steps", "2", "StepLR has no warmup_num_steps"),
     ),
-    ({"train_batch_size": 8}, "--batch-size", "4", "train_batch_size: is 8, and --batch-size says 4"),
+    ({"train_batch_size": 8}, "--batch-size", "4", "train_batch_size: is 8, but --batch-size is 4"),
     ({"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}}, "--batch-size", "4",
      "elasticity chooses"),
 ]  # fmt: skip

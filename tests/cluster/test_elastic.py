@@ -94,7 +94,7 @@ def test_fewer_nodes_then_more_again(tmp_path: Path) -> None:
         for _ in range(2):  # it may also go and come back while it waits
             back = stack.enter_context(node(2, port, tmp_path, *flags))
             said += told(first, "node2 is available; the next restart can use it")
-            if said.count("node2 is there") == 1:
+            if said.count("node2 is available") == 1:
                 os.kill(back.pid, signal.SIGKILL)
         (tmp_path / "order1").write_text("fail")
         assert [wait_for(tmp_path / f"world2-{rank}") for rank in range(3)] == ["3 of 3"] * 3

@@ -43,7 +43,7 @@ def test_wrong_line_is_named_with_its_number_and_text(text: str, said: str) -> N
 
 
 def test_no_host_and_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not name a host"):
+    with pytest.raises(ConfigError, match="names no host"):
         parse_hostfile("# nothing\n", "hosts")
     with pytest.raises(ConfigError, match="does not exist"):
         read_hostfile(str(tmp_path / "absent"))

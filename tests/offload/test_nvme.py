@@ -208,7 +208,7 @@ def test_a_path_that_is_missing_a_file_or_read_only(tmp_path: Path, monkeypatch:
         NvmeTier(tmp_path / "missing")
     assert str(tmp_path / "missing") in str(told.value)
     (tmp_path / "file").touch()
-    with pytest.raises(OffloadError, match="no directory"):
+    with pytest.raises(OffloadError, match="not a directory"):
         NvmeTier(tmp_path / "file")
     refuse(monkeypatch, "open", errno.EROFS)
     with pytest.raises(OffloadError, match="read-only"):
