@@ -164,7 +164,7 @@ class Checker:
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            right = dict(values)
+            right, unread = dict(values), {}
             for detail in error.errors(include_url=False):
                 key = str(detail["loc"][0])
                 right.pop(key, None)
@@ -177,10 +177,11 @@ class Checker:
                 what, fix = in_words(detail)
                 if detail["type"] in BOUNDS and (off or cls.is_unused(key, values)):
                     self.notes.append(Note(here, "no effect", f"{what}, but nothing reads it here"))
+                    unread[key] = values[key]
                 else:
                     self.problems.append(Problem(here, what, fix))
         try:
-            return cls.model_validate(right)
+            return cls.model_validate(right).model_copy(update=unread)
         except ValidationError:  # a type is not known, and what it is of neither
             return cls.model_construct(**right)
 

@@ -80,9 +80,10 @@ def test_autocast_without_a_dtype_says_which() -> None:
 def test_bounds_of_a_dynamic_scale_hold_where_it_is_used() -> None:
     wrong = {"loss_scale_window": 0, "min_loss_scale": -1}
     for section in ({"enabled": False, **wrong}, {"enabled": True, "loss_scale": 128, **wrong}):
-        config = load({"fp16": section})
+        config = load({"fp16": section, "train_batch_size": 1})
         assert [note.kind for note in config.notes if note.path[-1] in wrong] == ["no effect", "no effect"]
-        assert config.fp16.loss_scale_window == 1000
+        assert config.fp16.loss_scale_window == 0  # as written
+        assert config.resolve(dp_degree=1).fp16 == config.fp16
     with pytest.raises(ConfigProblems, match=r"(?s)loss_scale_window: must be at least 1.*min_loss_scale"):
         load({"fp16": {"enabled": True, **wrong}})
     with pytest.raises(ConfigProblems, match="loss_scale_window: must be a whole number"):
