@@ -106,6 +106,8 @@ def _environment(client: Client, engine: str, places: dict[str, Any]) -> dict[st
         **os.environ, **operators.environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(own + theirs),
         "CLIENT_STAND_INS": client.stand_ins, **losses,
         "HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "hf"), "HF_HUB_CACHE": str(places["models"] / "hub"),
+        # Programs that note the commit of their code find no repository around the directory of a run.
+        "GIT_CEILING_DIRECTORIES": str(directory.resolve()),
         "TOKENIZERS_PARALLELISM": "false", "CLIENT_MODELS": str(places["models"]),
         **{name: value.format(**places) for name, value in client.environment.items()},
     }  # fmt: skip
