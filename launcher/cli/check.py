@@ -143,7 +143,7 @@ def _explain(console: Console, examined: Examined, dp_degree: int | None) -> Non
         console.print("\n--explain: nothing is decided while keys are refused")
         return
     entries = explain(examined.config, examined.document.tree, dp_degree)
-    for auto, title in ((True, '"auto" becomes'), (False, "left out, and so")):
+    for auto, title in ((True, '"auto" becomes'), (False, "left out, with the default")):
         chosen = [entry for entry in entries if entry.auto is auto]
         if chosen:
             console.print(f"\n{title}:", markup=False)

