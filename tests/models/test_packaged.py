@@ -128,13 +128,13 @@ def test_a_package_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def converts(found: Path, directory: Path) -> None:
         converted.append(found)
-        (directory / "config.json").write_text('{"model_type": "llama", "hidden_size": 24}')
+        (directory / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
 
     with patch.object(packaged, "convert", converts):
         found = {unpacked("tiny"), unpacked("tiny")}
     assert converted == [file] and len(found) == 1
     assert sorted(os.listdir(found.pop())) == [".checksums", "config.json"]
-    assert load_config("tiny").hidden_size == 24  # so does what only asks for its shape
+    assert load_config("tiny").hidden_size == 64  # so does what only asks for its shape
     assert unpacked("owner/another") == "owner/another"
 
 
