@@ -1,27 +1,19 @@
-"""What a recipe does before there is an engine: resume a checkpoint with its global batch, or start in a directory that
-has no earlier run."""
+"""The checkpoint that a recipe goes on from, before there is an engine; the global batch is kept."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint import store
-from launcher.checkpoint.tags import LATEST_FILE, latest_tag, list_tags
+from launcher.checkpoint.tags import latest_tag
 from launcher.comm.plain import decode
 from launcher.config import Config
 from launcher.config.ranks import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
 from launcher.errors import CheckpointError, ConfigError
-
-CHECKPOINTS, MODEL = "checkpoints", "model"
-"""Directories of a run's results, below its output directory."""
-RESTARTS = ("LAUNCHER_ATTEMPT", "SLURM_RESTART_COUNT", "LAUNCHER_POD_RESTARTS")
-"""Variables above 0 in a run that was started again. A pod cannot know it: the last one says that it may have been."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,7 @@ class Resuming:
     meta: Mapping[str, Any]
 
     @classmethod
-    def wanted(cls, args: argparse.Namespace, checkpoints: Path) -> Resuming | None:
+    def wanted(cls, args: argparse.Namespace, checkpoints: Path, *, own: bool = False) -> Resuming | None:
         """Return what `--resume` names; None: start anew.
 
         After a restart by the launcher, Slurm or Kubernetes it is this run's own newest checkpoint, where there is one.
@@ -47,7 +39,7 @@ class Resuming:
             ConfigError: nothing is there.
             CheckpointError: it is damaged, or no recipe's.
         """
-        place = _place(args.resume, checkpoints)
+        place = _place(args.resume, checkpoints, own=own)
         if place is None:
             return None
         found = cls(*place, decode(store.peek(*place)))
@@ -136,59 +128,8 @@ def _count(ranks: int) -> str:
     return f"{ranks} data-parallel rank{'s' * (ranks > 1)}"
 
 
-def prepare_directory(args: argparse.Namespace, output_dir: Path) -> None:
-    """Keep the results of an earlier run in `output_dir`, or remove them where `--overwrite` says so.
-
-    A run that goes on from a checkpoint of `output_dir` writes beside what is there, and so does one that the launcher
-    or Slurm has started again. One process calls this, before the others read the directory.
-
-    Raises:
-        ConfigError: an earlier run's checkpoints or model would be replaced, and no flag says that they may be.
-    """
-    if _is_restart():
-        return
-    checkpoints, model = output_dir / CHECKPOINTS, output_dir / MODEL
-    there = [CHECKPOINTS] * store.has_latest(checkpoints) + [MODEL] * model.is_dir()
-    resumes_here = args.resume is not None and _is_inside(
-        checkpoints if args.resume == "latest" else args.resume, output_dir
-    )
-    if not args.overwrite:
-        if there and not resumes_here:
-            raise ConfigError(
-                f"{output_dir} has the results of an earlier run: {' and '.join(there)}",
-                where="--output-dir",
-                fix="go on from its checkpoint with --resume, replace it with --overwrite, or name another directory",
-            )
-        return
-    if resumes_here:
-        raise ConfigError(
-            "--overwrite would remove the checkpoint that --resume reads",
-            where=f"--output-dir {output_dir}",
-            fix="leave out one of the two flags",
-        )
-    if args.model is not None and _is_inside(args.model, output_dir):
-        raise ConfigError(
-            f"--overwrite would remove {args.model}, and the run starts from it",
-            where=f"--output-dir {output_dir}",
-            fix="name another --output-dir",
-        )
-    # Only what a run has written: the directory may hold other things.
-    (checkpoints / LATEST_FILE).unlink(missing_ok=True)
-    for path in (*(checkpoints / tag for tag in list_tags(checkpoints)), model):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_inside(path: str | Path, directory: Path) -> bool:
-    return Path(path).expanduser().resolve().is_relative_to(directory.resolve())
-
-
-def _is_restart() -> bool:
-    """Return whether the launcher, Slurm or Kubernetes has started this run before, or may have."""
-    return any(int(os.environ.get(name) or 0) > 0 for name in RESTARTS)
-
-
-def _place(wanted: str | None, checkpoints: Path) -> tuple[Path, str | None] | None:
-    if _is_restart() and store.has_latest(checkpoints):
+def _place(wanted: str | None, checkpoints: Path, *, own: bool) -> tuple[Path, str | None] | None:
+    if own:
         return checkpoints, None
     if wanted is None:
         return None

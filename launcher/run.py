@@ -15,17 +15,18 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from launcher import owner
+from launcher import earlier_run, owner
 from launcher.cluster.secret import without_secrets
 from launcher.comm import init_distributed, pick_device
 from launcher.comm.plain import broadcast_from_first
 from launcher.config import Config, load
 from launcher.config.ranks import mesh_lines
 from launcher.config.resolve import complete, flags_for_json, micro_batch_of
+from launcher.earlier_run import CHECKPOINTS, MODEL
 from launcher.engine import Engine, report
 from launcher.errors import ConfigError
 from launcher.monitor.summary import write_json
-from launcher.resuming import CHECKPOINTS, MODEL, Resuming, keep_batch, prepare_directory, written_batch
+from launcher.resuming import Resuming, keep_batch, written_batch
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Run:
     rank: int = field(default=0)
     terminated: list[int] = field(default_factory=list)
     """SIGTERMs that came, where the launcher gives time for a last checkpoint (`--term_grace`)."""
+    has_saved: bool = False
+    """This run was started before, and saved a checkpoint then."""
     resuming: Resuming | None = None
     """The checkpoint that the run goes on from."""
     batch_keys: dict[str, Any] = field(default_factory=dict)
@@ -92,21 +95,30 @@ class Run:
             ConfigError: on all ranks: another run has it, or an earlier one left results that nobody gave up.
         """
         problem: tuple[str, str | None, str | None] | None = None
+        saved = False
         if self.rank == 0:
             try:
                 if not owner.is_held(self.output_dir, os.environ.get("LAUNCHER_RUN", "")):
                     self.ownership = owner.take(self.output_dir, "", self.say)
-                prepare_directory(self.args, self.output_dir)
+                earlier_run.check(self.args, self.output_dir)
+                saved = earlier_run.has_saved(self.output_dir)
             except ConfigError as error:
                 problem = error.what, error.where, error.fix
-        if (told := broadcast_from_first(problem)) is not None:
+        told, self.has_saved = broadcast_from_first((problem, saved))
+        if told is not None:
             what, where, fix = told
             raise ConfigError(what, where=where, fix=fix)
+
+    def take_over(self) -> None:
+        """Rank 0 removes what `--overwrite` gives up and notes this run in the directory. Every rank must call it."""
+        if self.rank == 0:
+            earlier_run.take_over(self.args, self.output_dir)
+        dist.barrier()
 
     def _look_at_checkpoint(self) -> None:
         """Before there is an engine: what is gone on from, and the batch that it had."""
         self.batch_keys = written_batch(self.config)
-        self.resuming = Resuming.wanted(self.args, self.checkpoints)
+        self.resuming = Resuming.wanted(self.args, self.checkpoints, own=self.has_saved)
         if self.resuming is not None:
             dp_degree = self.config.dp_degree(dist.get_world_size())
             self.config, line = keep_batch(self.config, self.resuming, dp_degree, self.args.keep_batch)

@@ -107,6 +107,7 @@ class Training:
 
     def fit(self) -> None:
         """Train to the last step, evaluate and save on the way, and write everything at the end."""
+        self.run.take_over()  # now that model and data are loaded: a run that cannot start replaces nothing
         self.run.write_config(self.engine.config)
         self._resume()
         first = self.run.rank == 0

@@ -115,8 +115,11 @@ def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
     from launcher.config.verdicts import count
 
     counts = count(rows)
-    told = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-    console.print(f"{name}: {sum(counts.values())} keys: {told or 'none written'}", markup=False)
+    told = ", ".join(f"{many} {verdict}" for verdict, many in counts.items())
+    console.print(
+        f"{name}: {(number := sum(counts.values()))} key{'s' * (number != 1)}: {told or 'none written'}",
+        markup=False,
+    )
     width = max((len(f"{row.line}:{row.column}") for row in rows), default=0)
     for row in rows:
         if _is_plain(row):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from launcher import earlier_run
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
 from launcher.cli.recipes import DEFAULT_RECIPE, SUBCOMMANDS, check_flags, find_config, shared_directory
 from launcher.cluster.secret import hide, hide_inherited, masked, secret_arguments, secrets_of
@@ -105,6 +106,8 @@ def _launch(argv: list[str]) -> int:
         from launcher.config.resolve import complete, flags_for_json
 
         complete(config, flags_for_json(said))  # the ranks do it again: this time is for the answer
+        if said.output_dir and flags.submit is None and not flags.dry_run:
+            earlier_run.check(said, Path(said.output_dir))
     if flags.submit is not None:
         from launcher.cli.submit import submit
 

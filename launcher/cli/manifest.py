@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -155,6 +156,7 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
         shared_memory=flags.shm,
         claims=dict(flags.volume),
         restarts=restarts,
+        run_key=uuid.uuid4().hex[:12] if restarts else None,
         first_decides=least is not None,
         grace_s=flags.term_grace,
     )

@@ -46,6 +46,8 @@ class PodOptions:
     """PersistentVolumeClaim: where it is mounted."""
     restarts: int = 0
     """How often a pod that failed is started again."""
+    run_key: str | None = None
+    """By which a pod that was started again knows the run's own checkpoints."""
     first_decides: bool = False
     """The run is over when node 0 is, whatever the others do."""
     grace_s: float = 0.0
@@ -178,8 +180,8 @@ def _arguments(kind: WorkloadKind, pods: PodOptions) -> list[str]:
 
 def _variables(kind: WorkloadKind, pods: PodOptions) -> list[Object]:
     found = [*kind.variables]
-    if pods.restarts:  # a recipe then goes on from its newest checkpoint, if it has one
-        found.append({"name": "LAUNCHER_POD_RESTARTS", "value": str(pods.restarts)})
+    if pods.run_key:
+        found.append({"name": "LAUNCHER_RUN_KEY", "value": pods.run_key})
     found += [{"name": name, "value": _plain(value)} for name, value in (pods.environment or {}).items()]
     token = {TOKEN: (pods.token_secret, "token")} if pods.token_secret else {}
     for name, (secret, key) in {**(pods.secrets or {}), **token}.items():

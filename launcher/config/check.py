@@ -48,13 +48,12 @@ class Checker:
 
     def build(self, cls: type[S], known: Known | None, written: dict[str, Any], path: Path) -> S:
         """Build the section at `path`; wrong keys are reported and left out."""
-        around = self.off
-        self.off = off = around or _is_off(cls, written)
+        around, self.off = self.off, self.off or _is_off(cls, written)
         values = self.own_keys(cls, known, written, path)
         for key in cls.model_fields:
             self.build_member(cls, key, known, values, path)
         self.off = around
-        section = self.validate(cls, values, path, off=off)
+        section = self.validate(cls, values, path)
         for key in section.idle_keys():
             what = f"has no effect here: {section.without_effect[key]}"
             self.notes.append(Note((*path, key), "no effect", what))
@@ -155,12 +154,8 @@ class Checker:
         inner = known.child(key) if known else None
         values[key] = tuple(self.build(item, inner, member, (*path, i)) for i, member in enumerate(written))
 
-    def validate(self, cls: type[S], values: dict[str, Any], path: Path, *, off: bool = False) -> S:
-        """Make the section; every wrong value is reported and has its default, or "auto" where it is required.
-
-        Args:
-            off: The section is switched off: DeepSpeed does not ask whether its numbers are within their bounds.
-        """
+    def validate(self, cls: type[S], values: dict[str, Any], path: Path) -> S:
+        """Make the section; every wrong value is reported and has its default, or "auto" where it is required."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -175,7 +170,7 @@ class Checker:
                 if told or (detail["type"] == "missing" and self.excused(here)):
                     continue
                 what, fix = in_words(detail)
-                if detail["type"] in BOUNDS and (off or cls.is_unused(key, values)):
+                if detail["type"] in BOUNDS and cls.is_unused(key, values, self.document.tree):
                     self.notes.append(Note(here, "no effect", f"{what}, but nothing reads it here"))
                     unread[key] = values[key]
                 else:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from launcher.config.problems import show
-from launcher.config.section import Count, Dtype, Names, Section, WholeNumber, complaint, short_name, stage_in
+from launcher.config.section import (
+    Count,
+    Dtype,
+    Names,
+    Section,
+    WholeNumber,
+    as_switch,
+    complaint,
+    readings,
+    short_name,
+    stage_in,
+)
 
 
 class Fp16Config(Section):
@@ -33,7 +45,7 @@ class Fp16Config(Section):
     loss_scale: Annotated[float, Field(ge=0)] = 0.0
     """Fixed factor of the loss; 0 finds one by itself (dynamic)."""
 
-    initial_scale_power: WholeNumber = 16
+    initial_scale_power: Annotated[WholeNumber, Field(le=127)] = 16
     """A dynamic scale starts at 2 to this power."""
 
     loss_scale_window: Count = 1000
@@ -53,11 +65,17 @@ class Fp16Config(Section):
     less, and steps smaller than 1/2048 of a weight are lost. Moments are float32."""
 
     @classmethod
-    def is_unused(cls, key: str, values: Mapping[str, Any]) -> bool:
-        """A fixed scale has no use for the keys of a dynamic one."""
-        scale = values.get("loss_scale")
-        fixed = isinstance(scale, int | float) and scale > 0
-        return fixed and key in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+    def is_unused(cls, key: str, values: Mapping[str, Any], tree: Mapping[str, Any]) -> bool:
+        """Nothing reads the keys of a dynamic scale where the scale is fixed, or where no float16 is computed."""
+        if key not in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"):
+            return False
+        autocast = tree.get("torch_autocast")
+        casts = isinstance(autocast, Mapping) and as_switch(autocast.get("enabled")) is not False
+        on = as_switch(values.get("enabled", False)) is not False
+        written = values.get("loss_scale")
+        scale = next((item for item in (written, *readings(written)) if isinstance(item, int | float)), 0)
+        fixed = not isinstance(scale, bool) and math.isfinite(scale) and scale > 0
+        return fixed or not (on or casts)
 
 
 class Bf16Config(Section):

@@ -286,7 +286,12 @@ def inspect(source: str | Path | Mapping[str, Any] | Document, *, where: str | N
     """Return what `load` would say of a configuration, for `launch check`. Raises ConfigError when it is not JSON."""
     written = source if isinstance(source, Document) else read(source, where)
     examined = examine(Config, convert(written))
-    if examined.problems and isinstance(source, Mapping) and (file := _file_of(written.tree)) is not None:
+    if (
+        examined.problems
+        and where is None
+        and isinstance(source, Mapping)
+        and (file := _file_of(written.tree)) is not None
+    ):
         examined = examine(Config, convert(replace(written, name=file.name, places=file.places)))
     if examined.config is not None:
         examined.config._document, examined.config._notes = examined.document, examined.notes
@@ -317,16 +322,23 @@ def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Do
 def _file_of(tree: Mapping[str, Any]) -> Document | None:
     """Return the file on the command line that a dict was read from, so that errors can say where a key is written.
 
-    Scripts read the file of `--deepspeed` themselves, and hand on a dict to which they have added keys.
+    Scripts read the file of `--deepspeed` themselves, and hand on a dict in which they have filled in and added keys.
     """
     for token in sys.argv[1:]:
         path = Path(token.rpartition("=")[2][:LONGEST_NAME])
         if path.suffix in (".json", ".hjson") and path.is_file():
             with suppress(ConfigError):
                 file = read_file(path)
-                if file.tree and file.tree.keys() <= tree.keys():
+                if file.tree and _comes_from(tree, file.tree):
                     return file
     return None
+
+
+def _comes_from(value: Any, written: Any) -> bool:
+    """Return whether a value is what is written, but for what "auto" stood for and what was added."""
+    if isinstance(written, dict) and isinstance(value, Mapping):
+        return all(key in value and _comes_from(value[key], item) for key, item in written.items())
+    return bool(written == value) or written == "auto"
 
 
 def is_yaml(source: object) -> bool:

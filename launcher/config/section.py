@@ -274,8 +274,13 @@ class Section(BaseModel):
         return {}
 
     @classmethod
-    def is_unused(cls, key: str, values: Mapping[str, Any]) -> bool:
-        """Return whether other keys of the section leave `key` unread; `values` are as written."""
+    def is_unused(cls, key: str, values: Mapping[str, Any], tree: Mapping[str, Any]) -> bool:
+        """Return whether other keys leave `key` unread; its bounds are not asked for then.
+
+        Args:
+            values: Of the section, as written.
+            tree: The whole configuration.
+        """
         return False
 
     def idle_keys(self) -> Iterator[str]:

@@ -156,7 +156,7 @@ def _has_address(url: str) -> bool:
         return True  # the proxy looks it up
     try:
         return bool(socket.getaddrinfo(urlsplit(url).hostname, 443))
-    except OSError:
+    except (OSError, ValueError):  # no such name, or no such URL
         return False
 
 

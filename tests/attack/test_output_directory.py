@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import owner
+from launcher import earlier_run, owner
 from launcher.cluster.agent import Agent
 from launcher.cluster.node_spec import NodeSpec
 from launcher.errors import ConfigError
 from launcher.owner import Owner, Ownership, check_free, is_held, take
-from launcher.resuming import RESTARTS, prepare_directory
 from tests.cluster.launching import environment, launch
 
 HOLD = "import sys; from pathlib import Path; from launcher.owner import take; take(Path(sys.argv[1]), '', print); print('has it', flush=True); sys.stdin.read()"  # noqa: E501
@@ -259,52 +258,110 @@ def test_records_of_failures_are_of_one_run(tmp_path: Path) -> None:
 
 
 def finished_run(directory: Path) -> Path:
-    """The directory as a run leaves it, with a file of somebody else."""
-    for tag in ("global_step1", "global_step2"):
+    """The directory as a run leaves it, with files of somebody else, and what a killed save has left."""
+    for tag in ("global_step1", "global_step2", ".old-global_step2"):
         (directory / "checkpoints" / tag).mkdir(parents=True)
         (directory / "checkpoints" / tag / "meta.json").write_text("{}")
     (directory / "checkpoints" / "latest").write_text("global_step2")
     (directory / "model").mkdir()
-    (directory / "model" / "config.json").write_text("{}")
+    for name in ("model/config.json", "model/model.safetensors", "summary.json", "metrics.jsonl"):
+        (directory / name).write_text("{}")
     (directory / "notes.txt").write_text("mine")
+    (directory / "model" / "net.py").write_text("mine")
     return directory
 
 
 def asked(**flags: object) -> Namespace:
-    return Namespace(**{"resume": None, "overwrite": False, "model": None, **flags})
+    return Namespace(**{"resume": None, "overwrite": False, "model": None, "tokenizer": None, **flags})
+
+
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """What the launcher, Slurm or a manifest tell a run of its attempt."""
+    names = ("LAUNCHER_ATTEMPT", "LAUNCHER_RUN", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LAUNCHER_RUN_KEY")
+
+    def told(**variables: str) -> None:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    told()
+    return told
 
 
 def test_an_earlier_run_is_not_replaced_in_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+    tmp_path: Path, attempt: Callable[..., None], subtests: pytest.Subtests
 ) -> None:
-    for name in RESTARTS:
-        monkeypatch.delenv(name, raising=False)
     before = sorted(finished_run(tmp_path).rglob("*"))
     refused = [
         (asked(), "earlier run: checkpoints and model.*--resume.*--overwrite"),
         (asked(resume=str(tmp_path.parent / "other")), "earlier run: checkpoints and model"),
         (asked(overwrite=True, resume="latest"), "--overwrite would remove the checkpoint"),
         (asked(overwrite=True, resume=str(tmp_path)), "--overwrite would remove the checkpoint"),
-        (asked(overwrite=True, model=str(tmp_path / "model")), "the run starts from it"),
+        (asked(overwrite=True, model=str(tmp_path / "model")), "the run reads it"),
+        (asked(overwrite=True, tokenizer=str(tmp_path / "model")), "the run reads it"),
     ]
     for flags, words in refused:
         with subtests.test(words), pytest.raises(ConfigError, match=f"(?s){words}"):
-            prepare_directory(flags, tmp_path)
-    for flags in (asked(resume="latest"), asked(resume=str(tmp_path / "checkpoints" / "global_step1"))):
-        prepare_directory(flags, tmp_path)
-    for name in RESTARTS:  # it is the same run
-        monkeypatch.setenv(name, "1")
-        prepare_directory(asked(), tmp_path)
-        prepare_directory(asked(overwrite=True), tmp_path)
-        monkeypatch.delenv(name)
+            earlier_run.check(flags, tmp_path)
+    allowed = [
+        asked(resume="latest"),
+        asked(resume=str(tmp_path / "checkpoints" / "global_step1")),
+        asked(overwrite=True, model=str(tmp_path / "m.json")),
+        asked(overwrite=True, model="gpt2"),
+    ]
+    for flags in allowed:
+        earlier_run.check(flags, tmp_path)
+    # A restart whose first attempt had not come so far has no right to what others left.
+    attempt(LAUNCHER_ATTEMPT="1", LAUNCHER_RUN="me")
+    with pytest.raises(ConfigError, match="earlier run"):
+        earlier_run.check(asked(), tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_overwrite_removes_what_a_run_wrote_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_called_model_alone_is_nobodys_result(
+    tmp_path: Path, attempt: Callable[..., None]
 ) -> None:
-    for name in RESTARTS:
-        monkeypatch.delenv(name, raising=False)
-    prepare_directory(asked(overwrite=True), finished_run(tmp_path))
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes.txt"]
-    prepare_directory(asked(), tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "net.py").touch()
+    earlier_run.check(asked(), tmp_path)
+
+
+def test_overwrite_removes_what_a_run_wrote_and_nothing_else(
+    tmp_path: Path, attempt: Callable[..., None]
+) -> None:
+    earlier_run.take_over(asked(overwrite=True), finished_run(tmp_path))
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {".run", "notes.txt", "model/net.py", "model/config.json"}
+    earlier_run.check(asked(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ({"LAUNCHER_RUN": "me"}, {"LAUNCHER_RUN": "me", "LAUNCHER_ATTEMPT": "1"}),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}),
+        ({"LAUNCHER_RUN_KEY": "job"}, {"LAUNCHER_RUN_KEY": "job"}),
+    ],
+    ids=["launch", "slurm", "kubernetes"],
+)
+def test_a_restart_goes_on_from_what_this_run_has_saved(
+    first: dict[str, str], again: dict[str, str], tmp_path: Path, attempt: Callable[..., None]
+) -> None:
+    attempt(**first)
+    finished_run(tmp_path)
+    rollback = asked(resume=str(tmp_path / "checkpoints" / "global_step1"))
+    earlier_run.check(rollback, tmp_path)
+    earlier_run.take_over(rollback, tmp_path)
+    attempt(**again)
+    earlier_run.check(asked(), tmp_path)
+    assert not earlier_run.has_saved(tmp_path)  # it goes back to step 1 again: step 2 is not this run's
+    earlier_run.take_over(asked(overwrite=True), tmp_path)
+    assert (tmp_path / "checkpoints" / "latest").exists()
+    latest = tmp_path / "checkpoints" / "latest"
+    latest.unlink()
+    latest.write_text("global_step2")
+    assert earlier_run.has_saved(tmp_path)
+    attempt(**{name: "another" if name in first else value for name, value in again.items()})
+    assert not earlier_run.has_saved(tmp_path)

@@ -222,7 +222,7 @@ def test_a_dict_that_a_script_read_from_a_file_has_the_places_of_the_file(
 ) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization":\n  {"stag": 2}}')
-    (tmp_path / "other.json").write_text('{"unrelated": 1}')
+    (tmp_path / "other.json").write_text('{"zero_optimization": {"stag": 3}}')
     given = {"zero_optimization": {"stag": 2}, "train_micro_batch_size_per_gpu": 1}
     for words in (["--deepspeed", str(path)], [f"--deepspeed={path}", "x"]):
         monkeypatch.setattr("sys.argv", ["train.py", str(tmp_path / "other.json"), *words])

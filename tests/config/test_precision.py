@@ -79,7 +79,12 @@ def test_autocast_without_a_dtype_says_which() -> None:
 
 def test_bounds_of_a_dynamic_scale_hold_where_it_is_used() -> None:
     wrong = {"loss_scale_window": 0, "min_loss_scale": -1}
-    for section in ({"enabled": False, **wrong}, {"enabled": True, "loss_scale": 128, **wrong}):
+    fixed = {"enabled": True, **wrong}
+    for section in (
+        {"enabled": False, **wrong},
+        {**fixed, "loss_scale": 128},
+        {**fixed, "loss_scale": "128"},
+    ):
         config = load({"fp16": section, "train_batch_size": 1})
         assert [note.kind for note in config.notes if note.path[-1] in wrong] == ["no effect", "no effect"]
         assert config.fp16.loss_scale_window == 0  # as written
@@ -88,3 +93,9 @@ def test_bounds_of_a_dynamic_scale_hold_where_it_is_used() -> None:
         load({"fp16": {"enabled": True, **wrong}})
     with pytest.raises(ConfigProblems, match="loss_scale_window: must be a whole number"):
         load({"fp16": {"enabled": False, "loss_scale_window": "much"}})
+    with pytest.raises(
+        ConfigProblems, match="loss_scale_window: must be at least 1"
+    ):  # it scales losses, too
+        load({"fp16": wrong, "torch_autocast": {"enabled": True, "dtype": "float16"}})
+    with pytest.raises(ConfigProblems, match="initial_scale_power: must be at most 127"):
+        load({"fp16": {"enabled": True, "initial_scale_power": 5000}})

@@ -1,0 +1,138 @@
+"""The results of an earlier run in an output directory: refused, gone on from, or removed.
+
+A run notes itself in the directory before it trains (`FILE`). So a restart knows its own results from those of a run
+before it, also where the first attempt died before it had come so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from launcher.errors import ConfigError
+
+CHECKPOINTS, MODEL = "checkpoints", "model"
+"""Directories of a run's results, below its output directory."""
+FILE = ".run"
+LATEST = "latest"
+_OF_SAVES = (".tmp-", ".old-")  # of saves that were killed
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
+_FIGURES = ("metrics.jsonl", "summary.json", "loss.png", "schedule.json", "config.json", "flags.json")
+
+
+def check(args: argparse.Namespace, output_dir: Path) -> None:
+    """Refuse to replace what an earlier run left, where no flag says so. Nothing is changed.
+
+    Args:
+        args: A recipe's flags.
+
+    Raises:
+        ConfigError: The directory has results, and the run neither goes on from them nor may replace them; or it may,
+            and reads what it would replace.
+    """
+    if is_restart(output_dir):
+        return
+    resumes = _resumes_here(args, output_dir)
+    there = _results(output_dir)
+    if there and not (resumes or args.overwrite):
+        raise ConfigError(
+            f"{output_dir} has the results of an earlier run: {' and '.join(there)}",
+            where="--output-dir",
+            fix="go on from its checkpoint with --resume, replace them with --overwrite, or name another directory",
+        )
+    if not args.overwrite:
+        return
+    if resumes:
+        raise ConfigError(
+            "--overwrite would remove the checkpoint that --resume reads",
+            where=f"--output-dir {output_dir}",
+            fix="leave out one of the two flags",
+        )
+    for flag in ("model", "tokenizer"):
+        named = getattr(args, flag)
+        if named is not None and any(_is_inside(named, output_dir / name) for name in (CHECKPOINTS, MODEL)):
+            raise ConfigError(
+                f"--overwrite would remove {named}, and the run reads it",
+                where=f"--{flag} {named}",
+                fix="name another --output-dir",
+            )
+
+
+def take_over(args: argparse.Namespace, output_dir: Path) -> None:
+    """Remove what `--overwrite` gives up, and note the run. One process calls this, when everything else is ready."""
+    if is_restart(output_dir):
+        return
+    if args.overwrite:
+        _remove(output_dir)
+    note = json.dumps({"run": _run(), "latest": _saved_at(output_dir)})
+    (output_dir / FILE).write_text(note)
+
+
+def is_restart(output_dir: Path) -> bool:
+    """Return whether this run has been started before, by the launcher, Slurm or Kubernetes, and had begun here."""
+    again = any(
+        os.environ.get(name, "0") not in ("", "0") for name in ("LAUNCHER_ATTEMPT", "SLURM_RESTART_COUNT")
+    )
+    again = again or "LAUNCHER_RUN_KEY" in os.environ
+    return again and _noted(output_dir).get("run") == _run()
+
+
+def has_saved(output_dir: Path) -> bool:
+    """Return whether `latest` names a checkpoint that this run, started before, has saved itself."""
+    return is_restart(output_dir) and _saved_at(output_dir) not in (None, _noted(output_dir).get("latest"))
+
+
+def _run() -> str:
+    """The name of the run, the same in all its attempts: of a manifest, of a Slurm job, or of `launch`."""
+    slurm = os.environ.get("SLURM_JOB_ID")
+    return os.environ.get("LAUNCHER_RUN_KEY") or (
+        f"slurm {slurm}" if slurm else os.environ.get("LAUNCHER_RUN", "")
+    )
+
+
+def _noted(output_dir: Path) -> dict[str, object]:
+    with suppress(OSError, ValueError):
+        noted = json.loads((output_dir / FILE).read_text())
+        return noted if isinstance(noted, dict) else {}
+    return {}
+
+
+def _saved_at(output_dir: Path) -> int | None:
+    """When `latest` was written, in ns; None where there is none."""
+    try:
+        return (output_dir / CHECKPOINTS / LATEST).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _results(output_dir: Path) -> list[str]:
+    """A directory of the name alone says nothing: it may be a user's."""
+    checkpoints = _saved_at(output_dir) is not None
+    model = (output_dir / MODEL / "config.json").is_file() and (output_dir / "summary.json").is_file()
+    return [CHECKPOINTS] * checkpoints + [MODEL] * model
+
+
+def _resumes_here(args: argparse.Namespace, output_dir: Path) -> bool:
+    return args.resume is not None and (args.resume == "latest" or _is_inside(args.resume, output_dir))
+
+
+def _is_inside(path: str | Path, directory: Path) -> bool:
+    return Path(path).expanduser().resolve().is_relative_to(directory.resolve())
+
+
+def _remove(output_dir: Path) -> None:
+    """Only what a run has written: the directories may hold other things."""
+    checkpoints = output_dir / CHECKPOINTS
+    (checkpoints / LATEST).unlink(missing_ok=True)  # first: what is half removed is never the latest one
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        if path.is_dir() and ((path / "meta.json").is_file() or path.name.startswith(_OF_SAVES)):
+            shutil.rmtree(path)
+    for pattern in _WEIGHTS:
+        for path in (output_dir / MODEL).glob(pattern):
+            path.unlink()
+    for name in _FIGURES:
+        (output_dir / name).unlink(missing_ok=True)
