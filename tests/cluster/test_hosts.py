@@ -104,7 +104,7 @@ def test_values_and_arguments_arrive_as_they_are_and_are_not_seen(hosts: Hosts, 
 @pytest.mark.parametrize(
     ("hidden", "said"),
     [
-        (sys.executable, "is " + sys.executable + " there?"),
+        (sys.executable, "is " + sys.executable + " installed there?"),
         (str(ROOT / "launcher" / "cluster"), "its Python cannot import launcher.cluster.agent"),
         (str(TORCH), "torch is not installed, on the other hosts it is"),
     ],
