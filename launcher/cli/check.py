@@ -116,10 +116,9 @@ def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
 
     counts = count(rows)
     told = ", ".join(f"{many} {verdict}" for verdict, many in counts.items())
-    console.print(
-        f"{name}: {(number := sum(counts.values()))} key{'s' * (number != 1)}: {told or 'none written'}",
-        markup=False,
-    )
+    number = sum(counts.values())
+    keys = f"{number} key{'s' * (number != 1)}"
+    console.print(f"{name}: {keys}: {told or 'none written'}", markup=False)
     width = max((len(f"{row.line}:{row.column}") for row in rows), default=0)
     for row in rows:
         if _is_plain(row):

@@ -196,8 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.early.clear()
 
     def _batches(self) -> Iterator[list[FlatState]]:
-        """Yield the buffers that are stepped before the parameters change: one, or those of a sub-group in the two-half
-        step."""
+        """Yield buffers to step before parameters change: one, or those of a sub-group in the two-half step."""
         batch: list[FlatState] = []
         elements, alone = 0, not isinstance(self.inner, WholeOptimizer)
         for gradient in self.zero.gradients:
