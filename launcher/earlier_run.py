@@ -13,13 +13,12 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from launcher.checkpoint.names import LATEST_FILE, META_FILE, OLD, TMP
 from launcher.errors import ConfigError
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
 """Directories of a run's results, below its output directory."""
 FILE = ".run"
-LATEST = "latest"
-_OF_SAVES = (".tmp-", ".old-")  # of saves that were killed
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 _FIGURES = ("metrics.jsonl", "summary.json", "loss.png", "schedule.json", "config.json", "flags.json")
 
@@ -104,7 +103,7 @@ def _noted(output_dir: Path) -> dict[str, object]:
 def _saved_at(output_dir: Path) -> int | None:
     """When `latest` was written, in ns; None where there is none."""
     try:
-        return (output_dir / CHECKPOINTS / LATEST).stat().st_mtime_ns
+        return (output_dir / CHECKPOINTS / LATEST_FILE).stat().st_mtime_ns
     except OSError:
         return None
 
@@ -127,9 +126,9 @@ def _is_inside(path: str | Path, directory: Path) -> bool:
 def _remove(output_dir: Path) -> None:
     """Only what a run has written: the directories may hold other things."""
     checkpoints = output_dir / CHECKPOINTS
-    (checkpoints / LATEST).unlink(missing_ok=True)  # first: what is half removed is never the latest one
+    (checkpoints / LATEST_FILE).unlink(missing_ok=True)  # first: what is half removed is never the latest one
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        if path.is_dir() and ((path / "meta.json").is_file() or path.name.startswith(_OF_SAVES)):
+        if path.is_dir() and ((path / META_FILE).is_file() or path.name.startswith((TMP, OLD))):
             shutil.rmtree(path)
     for pattern in _WEIGHTS:
         for path in (output_dir / MODEL).glob(pattern):

@@ -18,17 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint.checksums import FileChecksum, damaged, digest
+from launcher.checkpoint.names import LATEST_FILE, META_FILE, OLD, TMP
 from launcher.errors import CheckpointError, ConfigError, shortened
 from launcher.files import read_small
 
-LATEST_FILE = "latest"
-META_FILE = "meta.json"
 LONGEST_LATEST = 1 << 12
 """Bytes of `latest`; a tag has two hundred at most."""
 FORMAT = 2
 """Version of the layout; written into meta.json. The first one had no checksums."""
 
-_TMP, _OLD = ".tmp-", ".old-"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
@@ -74,7 +72,7 @@ def tag_path(directory: Path, tag: str) -> Path:
         CheckpointError: there is no complete one.
     """
     # A save killed while it replaced a checkpoint of the same tag leaves the former one beside.
-    for path in (directory / check_tag(tag), directory / f"{_OLD}{tag}"):
+    for path in (directory / check_tag(tag), directory / f"{OLD}{tag}"):
         if (path / META_FILE).is_file():
             return path
     refuse_foreign(directory / tag)
@@ -111,7 +109,7 @@ def list_tags(directory: str | Path) -> list[str]:
         return []
     times: dict[str, int] = {}
     for path in directory.iterdir():
-        name = path.name.removeprefix(_OLD)
+        name = path.name.removeprefix(OLD)
         if _TAG.fullmatch(name) and (path / META_FILE).is_file() and (name == path.name or name not in times):
             times[name] = _saved_at(path)
     return sorted(times, key=lambda tag: (times[tag], tag))
@@ -191,7 +189,7 @@ def prune(directory: str | Path, keep: int) -> list[str]:
     for tag in gone:
         path = tag_path(directory, tag)
         # Renamed first: half a checkpoint must not look like one.
-        doomed = directory / f"{_TMP}{tag}"
+        doomed = directory / f"{TMP}{tag}"
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         shutil.rmtree(doomed)
@@ -202,10 +200,10 @@ def start(directory: Path, tag: str) -> Path:
     """Clean up after killed saves and make the temporary directory of a new one."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.iterdir():
-        if path.name.startswith(_TMP):
+        if path.name.startswith(TMP):
             shutil.rmtree(path)
-        elif path.name.startswith(_OLD):
-            whole = directory / path.name.removeprefix(_OLD)
+        elif path.name.startswith(OLD):
+            whole = directory / path.name.removeprefix(OLD)
             shutil.rmtree(path) if whole.exists() else os.rename(path, whole)
     temporary = temporary_path(directory, tag)
     temporary.mkdir()
@@ -213,12 +211,12 @@ def start(directory: Path, tag: str) -> Path:
 
 
 def temporary_path(directory: Path, tag: str) -> Path:
-    return directory / f"{_TMP}{tag}"
+    return directory / f"{TMP}{tag}"
 
 
 def tag_of(path: Path) -> str:
     """Return the tag of a directory, also while it is written or about to be replaced."""
-    return path.name.removeprefix(_TMP).removeprefix(_OLD)
+    return path.name.removeprefix(TMP).removeprefix(OLD)
 
 
 def discard(directory: Path, tag: str) -> None:
@@ -228,7 +226,7 @@ def discard(directory: Path, tag: str) -> None:
 
 def finish(directory: Path, tag: str, latest: bool = True) -> None:
     """Give the complete temporary directory its name, then move `latest` if that is wanted."""
-    temporary, final, old = temporary_path(directory, tag), directory / tag, directory / f"{_OLD}{tag}"
+    temporary, final, old = temporary_path(directory, tag), directory / tag, directory / f"{OLD}{tag}"
     sync_directory(temporary)
     if final.exists():
         os.rename(final, old)

@@ -11,9 +11,9 @@ from torch import Size
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
+from launcher.checkpoint.names import META_FILE
 from launcher.checkpoint.ranks import CollectiveErrors
 from launcher.checkpoint.reader import read_metadata
-from launcher.checkpoint.tags import META_FILE
 from launcher.engine.whole import of_stages
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers

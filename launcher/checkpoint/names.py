@@ -1,0 +1,8 @@
+"""The names of files and directories in a directory of checkpoints, for those that only look; imports nothing."""
+
+from __future__ import annotations
+
+LATEST_FILE = "latest"
+META_FILE = "meta.json"
+TMP, OLD = ".tmp-", ".old-"
+"""Before the tag, in the name of a save that is under way or was killed, and of what it replaces."""
