@@ -88,8 +88,10 @@ class EngineExecutor:
         updates = len(self.weights) if self.plan.updates_inside else 1
         return self.weights[microbatch] * updates * self.engine.loss_scaler.scale
 
-    def backward(self, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
-        place = self._begin_backward(last)
+    def backward(
+        self, stage: int, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool
+    ) -> None:
+        place = self._begin_backward(self.engine.runtime.staged.names_of(stage), last)
         if not outputs:  # nothing before them is trained: `flush` reduces what there is
             self.engine.zero.reducer.plan = BackwardPlan(reduces=False, last=last)
             return
@@ -97,17 +99,22 @@ class EngineExecutor:
             torch.autograd.backward(outputs, gradients)
 
     def finish(self, put_off: DeferredWeightGrads, *, last: bool) -> None:
-        place = self._begin_backward(last)
+        place = self._begin_backward((), last)
         with self.engine.telemetry.phase("backward", self.engine):
             leaves, gradients = put_off.computed(place)
             if leaves:
-                torch.autograd.backward(leaves, gradients)
+                with self.engine.zero.shaped(leaves):
+                    torch.autograd.backward(leaves, gradients)
 
-    def _begin_backward(self, last: bool) -> GradientBuffer | None:
-        """Where gradients of weights are added up in this backward: nowhere if it is to reduce them."""
+    def _begin_backward(self, blocks: Collection[str], last: bool) -> GradientBuffer | None:
+        """Where gradients of weights are added up in this backward: nowhere if it is to reduce them.
+
+        Args:
+            blocks: those that it goes through.
+        """
         zero = self.engine.zero
         listener = listener_of(self.engine) if last else None
-        self.plan.begin_backward(zero.reducer, last=last, listener=listener)
+        self.plan.begin_backward(zero.reducer, blocks, last=last, listener=listener)
         return None if zero.reducer.plan.reduces else zero.place_of_gradient
 
     def see(self, version: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -39,16 +39,19 @@ class GradientPlan:
             section.chunks_of_rank,
         )
 
-    def begin_backward(self, reducer: Reducer, *, last: bool, listener: ReduceListener | None = None) -> None:
+    def begin_backward(
+        self, reducer: Reducer, blocks: Collection[str], *, last: bool, listener: ReduceListener | None = None
+    ) -> None:
         """Tell the reducer what the coming backward is.
 
         Args:
+            blocks: names of those that it goes through.
             last: It is the last one of this rank in this step.
             listener: For the last one, if that reduces.
         """
         reduces = self.reduces_each or (last and self.chunks == 1)
         reducer.plan = BackwardPlan(
-            reduces, last or self.updates_inside, listener if last and reduces else None
+            reduces, last or self.updates_inside, listener if last and reduces else None, blocks
         )
 
     @contextmanager

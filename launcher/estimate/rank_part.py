@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from launcher.models.units import unit_modules
 from launcher.pipeline.hf.costs import deal, model_costs
 from launcher.pipeline.hf.staged import StagedModel
 from launcher.pipeline.schedules import drained, schedule
+from launcher.pipeline.whole import WholeModel
 from launcher.tensor.split import Split
 
 
@@ -33,6 +34,7 @@ class RankPart:
         holders: see `holders_of`.
         boundaries: over the blocks [virtual stages + 1].
         rank_of: of each virtual stage.
+        names_of: see `StagedPart`.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class RankPart:
     holders: Mapping[str, Axis]
     boundaries: tuple[int, ...]
     rank_of: tuple[int, ...]
+    names_of: Callable[[int], Collection[str]]
 
 
 class RankParts:
@@ -82,7 +85,7 @@ def _cut(
     blocks, pp, section = unit_modules(model), mesh.axes["pp"], config.pipeline
     names = tuple(name for name, _ in blocks)
     if pp.degree == 1:
-        return RankPart(model, splits, names, blocks, {}, (0, len(names)), (0,))
+        return RankPart(model, splits, names, blocks, {}, (0, len(names)), (0,), WholeModel(model).names_of)
     method = "best" if section.partition == "profile" else section.partition
     costs = model_costs(model, method, sequence=sequence, tp=mesh.axes["tp"].degree)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)
@@ -90,5 +93,12 @@ def _cut(
     model = shallow(model)
     staged = StagedModel(model, boundaries, rank_of, pp.rank)
     return RankPart(
-        model, splits, names, staged.blocks, holders_of(staged, mesh), tuple(boundaries), tuple(rank_of)
+        model,
+        splits,
+        names,
+        staged.blocks,
+        holders_of(staged, mesh),
+        tuple(boundaries),
+        tuple(rank_of),
+        staged.names_of,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -117,7 +117,7 @@ class ScriptedStep:
             late: gradients of weights are put off.
         """
         rank, hidden, stage = self.rank, self.script.ends.hidden, action.stage
-        self._begin_backward(last)
+        self._begin_backward(self.script.portion.names_of(stage), last)
         rank.hooks.begin_backward()
         if stage == self._last_stage:
             ends = self.script.ends
@@ -135,7 +135,7 @@ class ScriptedStep:
 
     def weight_backward(self, action: Action, *, last: bool) -> None:
         rank = self.rank
-        self._begin_backward(last)
+        self._begin_backward((), last)
         in_place = not rank.reducer.plan.reduces
         gradients, held = self._put_off(action.stage)
         new = sum(nbytes for name, nbytes in gradients if rank.makes(name, in_place=in_place))
@@ -156,9 +156,9 @@ class ScriptedStep:
 
     # ---- backward ---------------------------------------------------------------------------
 
-    def _begin_backward(self, last: bool) -> None:
+    def _begin_backward(self, blocks: Collection[str], last: bool) -> None:
         self._enter(PHASES[1])
-        self._plan.begin_backward(self.rank.reducer, last=last)
+        self._plan.begin_backward(self.rank.reducer, blocks, last=last)
 
     def _put_off(self, stage: int) -> tuple[list[tuple[str, int]], int]:
         """What the backward of the input has left of a microbatch.

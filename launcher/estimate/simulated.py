@@ -125,7 +125,7 @@ class SimulatedHooks(Hooks):
         """Its backward begins, if it has not."""
         if self.state is not TrainingState.BACKWARD:
             self.state = TrainingState.BACKWARD
-            self.enter_backward(self.root)
+            self.enter_root()
 
 
 class SimulatedRank:

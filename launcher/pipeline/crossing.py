@@ -3,7 +3,7 @@ that knows a kind of model and code that runs any."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -93,6 +93,9 @@ class StagedPart(Protocol):
         Returns:
             The tensors that the next one needs; of the last one what the model returns.
         """
+
+    def names_of(self, stage: int) -> Collection[str]:
+        """Return the names of the modules that a virtual stage of this rank runs: units of ZeRO among them."""
 
     def places(self) -> Callable[[str], int]:
         """Return what tells where a parameter or persistent buffer stands in the order of the whole model's

@@ -301,6 +301,16 @@ class FlatBuffer:
             for module, attribute in slot.owners:
                 module._parameters[attribute] = slot.handle  # type: ignore[assignment]
 
+    def show_shape(self, slot: ParamSlot) -> None:
+        """Give a leaf that is sharded its shape, without memory."""
+        if not self.is_unsharded:
+            put_data(slot.leaf, self.empty.new_zeros(()).expand(slot.shape))
+
+    def hide_shape(self, slot: ParamSlot) -> None:
+        """End `show_shape`."""
+        if not self.is_unsharded:
+            put_data(slot.leaf, self.empty)
+
     # ---- after the optimizer ----------------------------------------------------------------
 
     @property

@@ -249,7 +249,13 @@ class Hooks:
             gradient.reopen()
         self._graph = _graph_task()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
-        self.enter_backward(self.root)
+        self.enter_root()
+
+    def enter_root(self) -> None:
+        """Unshard the root unit for a backward that goes through anything."""
+        blocks = self.reducer.plan.blocks
+        if blocks is None or blocks:
+            self.enter_backward(self.root)
 
     def _begin_unseen(self) -> None:
         """Begin a backward of which a leaf's gradient is the first sign: its forward did not go through the model."""
@@ -334,6 +340,9 @@ class Hooks:
 
     def _take_part(self, unit: Unit) -> None:
         """Unshard a unit whose backward this rank leaves out: other ranks may need its part."""
+        blocks = self.reducer.plan.blocks
+        if blocks is not None and unit.name not in blocks:
+            return  # nor does it take part elsewhere
         if unit.sharded and unit.ran and not unit.in_backward:
             self.unsharder.use(unit, "backward")
             self.unsharder.reshard(unit)

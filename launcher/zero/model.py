@@ -129,6 +129,22 @@ class ZeroModel:
         slot = self._slot_of_parameter.get(id(leaf))
         return None if slot is None else self._gradient_of[slot.flat].place(slot)
 
+    @contextmanager
+    def shaped(self, leaves: Iterable[Tensor]) -> Iterator[None]:
+        """Show leaves that are sharded now in their shape, without memory, inside the `with`: that is all autograd
+        needs to take gradients that are computed already. Where somebody's hook on the gradient may read the parameter,
+        its unit is gathered."""
+        slots = [slot for leaf in leaves if (slot := self.find_slot(leaf)) and not slot.flat.is_unsharded]
+        for unit in dict.fromkeys(self._unit_of[slot] for slot in slots if slot.is_watched):
+            self.unsharder.use(unit, "backward")
+        try:
+            for slot in slots:
+                slot.flat.show_shape(slot)
+            yield
+        finally:
+            for slot in slots:
+                slot.flat.hide_shape(slot)
+
     def norm_and_use(self, more: Tensor | None = None) -> tuple[Tensor, list[bool], Tensor]:
         """Compute the norm and which parameters got a gradient. Collective: see `norm.py`."""
         return norm_and_use(self, more)

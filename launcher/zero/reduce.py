@@ -20,6 +20,7 @@ second hop of a gradient, and the listener's step, begin where the sum is comple
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -58,11 +59,14 @@ class BackwardPlan:
         reduces: False keeps them on the leaves, as inside `no_sync`.
         last: The microbatch is the last one of a step.
         listener: Uses gradients as soon as they are reduced; only in the last microbatch.
+        blocks: Names of the units that it goes through, the root unit apart; None: it may be all. None at all: what
+            needs parameters has been computed before, and only gradients of weights come.
     """
 
     reduces: bool = True
     last: bool = True
     listener: ReduceListener | None = None
+    blocks: Collection[str] | None = None
 
 
 class ReduceInFlight(NamedTuple):

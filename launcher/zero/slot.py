@@ -85,6 +85,12 @@ class ParamSlot:
         return self.leaf.requires_grad
 
     @property
+    def is_watched(self) -> bool:
+        """Return whether a hook of somebody else's is called with its gradient."""
+        ours = 1  # `LastHook`
+        return bool(self.leaf._backward_hooks) or len(self.leaf._post_accumulate_grad_hooks or ()) > ours
+
+    @property
     def whole(self) -> Tensor | None:
         """Return the local parameter while it is there."""
         return self.leaf.data if self.flat.is_unsharded else None

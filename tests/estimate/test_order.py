@@ -103,7 +103,6 @@ def orders(
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages(
-    request: pytest.FixtureRequest,
     estimator: Estimator,
     recording: Recording,
     stage: int,
@@ -112,9 +111,6 @@ def test_stages(
     schedule: str,
     accumulation: int,
 ) -> None:
-    if stage == 3 and each and schedule in ("interleaved", "zb-h1", "zbv"):
-        why = "a microbatch that gathers for itself frees parameters before weight gradients that are put off"
-        request.applymarker(pytest.mark.xfail(reason=why, raises=(AssertionError, RuntimeError), strict=True))
     asynchronous = schedule in ("2bw", "pipedream")
     pipeline = {"stages": 2, "schedule": schedule}
     if not asynchronous:

@@ -144,6 +144,9 @@ CASES: dict[int, list[tuple[bool, dict[str, Any]]]] = {  # by the number of rank
         (False, config_of(0, 4, {"stages": 4, "schedule": "interleaved"})),
         (True, config_of(3, 2, {"stages": 2, "schedule": "interleaved"})),
         (True, config_of(3, 2, {"stages": 2, "schedule": "gpipe", **GATHER})),
+        (True, config_of(3, 2, {"stages": 2, "schedule": "interleaved", **GATHER})),
+        (True, config_of(3, 2, {"stages": 2, "schedule": "zb-h1", **GATHER})),
+        (False, config_of(3, 2, {"stages": 2, "schedule": "zbv", **GATHER})),
     ],
 }
 

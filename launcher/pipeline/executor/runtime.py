@@ -50,8 +50,11 @@ class StageExecutor(Protocol):
     def loss(self, output: Any) -> Tensor:
         """The scalar in the output of the last stage."""
 
-    def backward(self, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
-        """From outputs to leaves; `last`: of this rank in this step. No outputs: nothing before them is trained."""
+    def backward(
+        self, stage: int, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool
+    ) -> None:
+        """From outputs of a virtual stage to leaves; `last`: of this rank in this step. No outputs: nothing before
+        them is trained."""
 
     def finish(self, put_off: DeferredWeightGrads, *, last: bool) -> None:
         """Compute gradients of weights that were put off."""
@@ -237,7 +240,7 @@ class _Step:
             gradients = self.gradients.pop((stage, microbatch))
         pairs = [(out, grad) for out, grad in zip(kept.outputs, gradients, strict=True) if out is not None]
         self.staged.before_backward(stage, self.signatures[microbatch])
-        self.work.backward([out for out, _ in pairs], [grad for _, grad in pairs], last=last)
+        self.work.backward(stage, [out for out, _ in pairs], [grad for _, grad in pairs], last=last)
         if stage == 0:
             return
         back = tuple(_gradient_of(leaf) for leaf in kept.received)

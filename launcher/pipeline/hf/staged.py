@@ -6,8 +6,9 @@ of the whole model. While a virtual stage runs, what this rank holds for its oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +57,13 @@ class StagedModel:
         self.elsewhere = WeakTensorKeyDictionary()
         parts = parts_of(model)
         self.virtual_stages = len(self.rank_of)
-        self.route = Route([name for name, _ in parts.blocks], lambda: next(model.parameters()))
+        names, first, last = (
+            [name for name, _ in part] for part in (parts.blocks, parts.before, parts.after)
+        )
+        self._names_of = [set(names[start:end]) for start, end in pairwise(self.boundaries)]
+        self._names_of[0].update(first)
+        self._names_of[-1].update(last)
+        self.route = Route(names, lambda: next(model.parameters()))
         self.shared = _shared(model, parts, self.boundaries, self.rank_of)
         self._swaps: dict[str, tuple[set[int], Swap]] = {}  # by name: virtual stages that run it
         self._plan_swaps(parts)
@@ -64,6 +71,10 @@ class StagedModel:
         self._put_stand_ins()
         self._watch(parts)
         self._learned: dict[tuple[int, Signature], StageInputs] = {}
+
+    def names_of(self, stage: int) -> Collection[str]:
+        """See `StagedPart`."""
+        return self._names_of[stage]
 
     def places(self) -> Callable[[str], int]:
         """See `StagedPart`."""

@@ -7,7 +7,7 @@ DeepSpeed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -130,6 +130,10 @@ class SequentialPipeline:
         self._in_place = {k for k, layers in stages.items() if k and _works_in_place(layers)}
         self._last_layer = [last - 1 for _, last in spans]
         self._learned: dict[tuple[int, Signature], BoundaryValues] = {}
+
+    def names_of(self, stage: int) -> Collection[str]:
+        """See `StagedPart`."""
+        return {call.module for call in self.part.stages[stage].calls if call.module is not None}
 
     def places(self) -> Callable[[str], int]:
         """See `StagedPart`."""
