@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def _saved_at(output_dir: Path) -> int | None:
 
 def _results(output_dir: Path) -> list[str]:
     """A directory of the name alone says nothing: it may be a user's."""
-    checkpoints = _saved_at(output_dir) is not None
+    checkpoints = _saved_at(output_dir) is not None or any(_saved(output_dir / CHECKPOINTS))
     model = (output_dir / MODEL / "config.json").is_file() and (output_dir / "summary.json").is_file()
     return [CHECKPOINTS] * checkpoints + [MODEL] * model
 
@@ -123,13 +124,19 @@ def _is_inside(path: str | Path, directory: Path) -> bool:
     return Path(path).expanduser().resolve().is_relative_to(directory.resolve())
 
 
+def _saved(checkpoints: Path) -> Iterator[Path]:
+    """Yield the directories that a run has saved into, or was about to: `latest` may be lost."""
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        if path.is_dir() and ((path / META_FILE).is_file() or path.name.startswith((TMP, OLD))):
+            yield path
+
+
 def _remove(output_dir: Path) -> None:
     """Only what a run has written: the directories may hold other things."""
     checkpoints = output_dir / CHECKPOINTS
     (checkpoints / LATEST_FILE).unlink(missing_ok=True)  # first: what is half removed is never the latest one
-    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        if path.is_dir() and ((path / META_FILE).is_file() or path.name.startswith((TMP, OLD))):
-            shutil.rmtree(path)
+    for path in list(_saved(checkpoints)):
+        shutil.rmtree(path)
     for pattern in _WEIGHTS:
         for path in (output_dir / MODEL).glob(pattern):
             path.unlink()

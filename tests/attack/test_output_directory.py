@@ -320,6 +320,12 @@ def test_an_earlier_run_is_not_replaced_in_silence(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_checkpoints_are_results_when_latest_is_lost(tmp_path: Path, attempt: Callable[..., None]) -> None:
+    (finished_run(tmp_path) / "checkpoints" / "latest").unlink()
+    with pytest.raises(ConfigError, match="earlier run: checkpoints and model"):
+        earlier_run.check(asked(), tmp_path)
+
+
 def test_a_directory_called_model_alone_is_nobodys_result(
     tmp_path: Path, attempt: Callable[..., None]
 ) -> None:
