@@ -70,7 +70,7 @@ class Job:
     asked: dict[str, str] = field(default_factory=dict)
     """Variables that the user asked for, for all nodes."""
 
-    parcel: SyncManifest | None = None
+    sync_manifest: SyncManifest | None = None
     """What `--sync` ships."""
 
     output_dir: Path | None = None
@@ -96,8 +96,8 @@ class Job:
         self.device = (self.run.is_ours and value_of(self.run.arguments, "--device")) or flags.device
         files = self._files()
         if flags.sync is not None:
-            self.parcel = pack(files, flags.sync or None, os.getcwd())
-        needs = files if self.parcel is None else []
+            self.sync_manifest = pack(files, flags.sync or None, os.getcwd())
+        needs = files if self.sync_manifest is None else []
         if self.run.is_ours:  # a recipe comes with the package
             needs = [self.run.target, *needs]
         self.needs = {path: facts.digest(Path(path)) for path in needs}
@@ -138,7 +138,7 @@ class Job:
             min_nodes=least,
             max_nodes=flags.max_nodes,
             timeouts=Timeouts(flags.hang_timeout, flags.term_grace),
-            prepare=None if self.parcel is None else self._ship,
+            prepare=None if self.sync_manifest is None else self._ship,
         )
 
     def _node(self, host: Host, index: int) -> Node:
@@ -180,7 +180,9 @@ class Job:
             "own": [name for name in kept if name in self.asked],
             "forget": [] if own else environment.of_mpi(),
             "python": list(sys.version_info[:2]),
-            "directory": None if self.parcel is not None and self.parcel.directory else os.getcwd(),
+            "directory": None
+            if self.sync_manifest is not None and self.sync_manifest.directory
+            else os.getcwd(),
             "path": [str(PACKAGE.parent)],
             "needs": list(self.needs),
             "count_gpus": self.device != "cpu",
@@ -195,12 +197,12 @@ class Job:
         return not node.here and (self.flags.no_ssh or node.dials)
 
     def _ship(self, node_group: NodeGroup, look_up: Callable[[], None]) -> None:
-        assert self.parcel is not None
-        sync.ship(node_group, self.parcel, look_up)
+        assert self.sync_manifest is not None
+        sync.ship(node_group, self.sync_manifest, look_up)
 
     def there(self, node: Node, path: str) -> str:
         """Return the path at which a node finds a file that is named here."""
-        place = self.parcel.places.get(path) if self.parcel is not None else None
+        place = self.sync_manifest.places.get(path) if self.sync_manifest is not None else None
         return path if place is None else f"{node.copy}/{place}"
 
     def assign_shares(self, front_end: FrontEnd) -> list[NodeSpec]:

@@ -139,7 +139,7 @@ def _join(flags: argparse.Namespace) -> NoReturn:
     addr, port = joining_place(flags)
     token = joining_token(flags)
     os.environ.update(secrets_of(environment.asked_for(flags.export, os.environ)))
-    handshake.serve_at(*join.knock(addr, port, flags.node_rank, token, JOIN_S))
+    handshake.serve_at(*join.connect(addr, port, flags.node_rank, token, JOIN_S))
 
 
 def _checked_config(path: str | None, *, needed: bool) -> Config | None:

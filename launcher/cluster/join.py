@@ -156,7 +156,7 @@ class JoinServer:
             self._greeted.put(found)
 
 
-def knock(
+def connect(
     addr: str, port: int, node_rank: int, token: str, patience_s: float
 ) -> tuple[socket.socket, SignedSession]:
     """Return a connection to the front end, which may start later than this node, or want it later.

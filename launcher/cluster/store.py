@@ -33,7 +33,7 @@ class SyncedCopy:
     """The place of one copy.
 
     Args:
-        manifest: of `Parcel.manifest`.
+        manifest: of `SyncManifest.manifest`.
         root: default `$LAUNCHER_CACHE/sync` or `~/.cache/launcher/sync`.
     """
 

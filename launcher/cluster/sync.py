@@ -1,4 +1,4 @@
-"""`--sync`: every node gets, over its control stream, what it lacks of a parcel, and ranks then run its copy."""
+"""`--sync`: every node gets, over its control stream, what it lacks of the manifest, and ranks then run its copy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from launcher.cluster.wire import Message
 logger = logging.getLogger("launcher")
 
 
-def ship(node_group: NodeGroup, parcel: SyncManifest, look_up: Callable[[], None]) -> None:
+def ship(node_group: NodeGroup, sync_manifest: SyncManifest, look_up: Callable[[], None]) -> None:
     """Give all nodes a copy that have none (`Node.copy`); `look_up` is called while waiting.
 
     Raises:
         ConfigError: a node cannot keep it, or something has changed or gone here meanwhile.
     """
-    manifest = parcel.manifest()
+    manifest = sync_manifest.manifest()
     without = [node for node in node_group.nodes if node.copy is None]
-    sizes = {entry.digest: entry.size for entry in parcel.entries.values()}
+    sizes = {entry.digest: entry.size for entry in sync_manifest.entries.values()}
     sent = dict.fromkeys(without, 0)
     pieces: dict[Node, Iterator[Message]] = {}
     problems: list[tuple[str, str]] = []
@@ -33,14 +33,14 @@ def ship(node_group: NodeGroup, parcel: SyncManifest, look_up: Callable[[], None
             match message["is"]:
                 case "lacks":
                     sent[node] = sum(sizes[digest] for digest in message["digests"])
-                    pieces[node] = parcel.pieces(message["digests"])
+                    pieces[node] = sync_manifest.pieces(message["digests"])
                 case "copied":
                     node.copy = message["root"]
                     waiting.discard(node)
                 case "uncopied":
                     why = message["why"]
                     if message["digest"]:
-                        why = f"{parcel.sources[message['digest']]} changed while it was sent"
+                        why = f"{sync_manifest.sources[message['digest']]} changed while it was sent"
                     problems.append((node.name, f"no copy can be made there: {why}"))
                     waiting.discard(node)
         for node in list(waiting):
@@ -52,8 +52,8 @@ def ship(node_group: NodeGroup, parcel: SyncManifest, look_up: Callable[[], None
         look_up()
     refuse(problems, len(node_group.nodes))
     if without:
-        files = "1 file" if len(parcel.entries) == 1 else f"{len(parcel.entries)} files"
-        logger.info("sync: %s, %s; sent %s", files, spoken(parcel.size), _told(sent))
+        files = "1 file" if len(sync_manifest.entries) == 1 else f"{len(sync_manifest.entries)} files"
+        logger.info("sync: %s, %s; sent %s", files, spoken(sync_manifest.size), _told(sent))
 
 
 def _send_some(node: Node, pieces: dict[Node, Iterator[Message]]) -> None:

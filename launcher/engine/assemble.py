@@ -51,7 +51,7 @@ from launcher.zero import (
     ParamSource,
     PartitionedValues,
     ShardLayout,
-    is_dealt,
+    is_partitioned,
     release,
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
@@ -216,9 +216,9 @@ def resolve(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any
 
 
 def _source(model: nn.Module, seed: int) -> ParamSource:
-    dealt = any(is_dealt(p) for p in model.parameters())
+    partitioned = any(is_partitioned(p) for p in model.parameters())
     if not any(p.is_meta for p in model.parameters()):
-        return PartitionedValues(model) if dealt else ModelValues()
+        return PartitionedValues(model) if partitioned else ModelValues()
     if not all(p.is_meta for p in model.parameters()):
         names = [name for name, p in model.named_parameters() if p.is_meta]
         raise LauncherError(

@@ -1,4 +1,4 @@
-"""A run rehearsed: the real engine on one rank of a mesh of any size, with hollow tensors and ranks that do not exist.
+"""A run rehearsed: the real engine on one rank of a mesh of any size, with fake tensors and ranks that do not exist.
 
 What is measured is what the engine does: padding, prefetch, buffers, recomputation and all. Three steps are taken: in
 the first one the optimizer makes its states and ZeRO-3 learns its order; the second one finds the peak; the third one

@@ -1,4 +1,4 @@
-"""Hollow tensors: tensors of the CPU whose memory is there and is never touched, so that it takes none.
+"""Fake tensors: tensors of the CPU whose memory is there and is never touched, so that it takes none.
 
 Inside of `FakeMode`, an operation on floats of some size makes its outputs with the shapes, strides and dtypes that its
 meta kernel gives, and computes nothing. Operations on integers, on small tensors and on views run: what decides where

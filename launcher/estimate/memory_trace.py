@@ -1,7 +1,7 @@
 """A memory trace: what one microbatch does to memory, written down as it runs: segments between marks.
 
-A stretch says how much more memory there was at most than at its start, and how much more at its end. A mark says what
-happened between two stretches. Memory of parameters and of their gradients is not in it: who replays a tape knows it.
+A segment says how much more memory there was at most than at its start, and how much more at its end. A mark says what
+happened between two segments. Memory of parameters and of their gradients is not in it: who replays a trace knows it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class MemoryTrace:
 
 
 class TraceRecorder:
-    """Writes a tape.
+    """Writes a trace.
 
     Args:
         live: sees all tensors.
@@ -101,13 +101,13 @@ class TraceRecorder:
         self._model, self._others = model, others
         self._entered: set[str] = set()
         self._on = False
-        self.tape = MemoryTrace()
+        self.trace = MemoryTrace()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, a microbatch runs."""
-        self.tape = MemoryTrace(blocks=[BlockTrace() for _ in self._blocks])
-        self._into = self.tape.before.forward
+        self.trace = MemoryTrace(blocks=[BlockTrace() for _ in self._blocks])
+        self._into = self.trace.before.forward
         self._entered.clear()
         self._begin()
         self._on = True
@@ -147,16 +147,16 @@ class TraceRecorder:
             return
         self._stretch()
         place = self._blocks.get(name)
-        tape = self.tape
+        trace = self.trace
         if event is TraceEvent.USE and place is not None:
-            self._into = tape.blocks[place].forward
+            self._into = trace.blocks[place].forward
         elif event is TraceEvent.TURN:
-            self._into = tape.after.backward
+            self._into = trace.after.backward
         elif event is TraceEvent.ENTER and place is not None:
-            self._into = tape.blocks[place].backward
+            self._into = trace.blocks[place].backward
         self._into.append(TraceMark(event, name, nbytes))
         if event is TraceEvent.LEAVE and place == len(self._blocks) - 1:
-            self._into = tape.after.forward
+            self._into = trace.after.forward
 
     # ---- hooks ------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class TraceRecorder:
 
         return arrived
 
-    # ---- stretches --------------------------------------------------------------------------
+    # ---- segments --------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._live.restart()

@@ -1,4 +1,4 @@
-"""What the blocks and the two ends of a model do to memory: one microbatch of a short model, with hollow tensors."""
+"""What the blocks and the two ends of a model do to memory: one microbatch of a short model, with fake tensors."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class ModelTrace:
     """A microbatch of a whole model, by its blocks.
 
     Args:
-        tape: of the short model.
+        trace: of the short model.
         late: the same where weight gradients of linear layers are put off; None: nobody asked.
         stands_for: see `ShortModel`.
         hidden: bytes that travel from block to block.
     """
 
-    tape: MemoryTrace
+    trace: MemoryTrace
     late: MemoryTrace | None
     stands_for: tuple[int, ...]
     hidden: int
 
     def of(self, block: int, *, late: bool = False) -> BlockTrace:
         """What happens in a block of the whole model."""
-        tape = self.late if late and self.late is not None else self.tape
-        return tape.blocks[self.stands_for[block]]
+        trace = self.late if late and self.late is not None else self.trace
+        return trace.blocks[self.stands_for[block]]
 
 
 class ModelTraces:
@@ -154,7 +154,7 @@ def _traced(
         recorder = TraceRecorder(live, model, [name for name, _ in blocks], sorted(ends))
         with recorder.listening():
             _run(recorder, model, batch, casting, later=False)  # what is made once is made
-            tape = _recorded(recorder, model, batch, casting, later=False)
+            trace = _recorded(recorder, model, batch, casting, later=False)
             behind = _recorded(recorder, model, batch, casting, later=True) if late else None
     names = [name for name, _ in blocks]
     text: Any = getattr(model, "config", None)
@@ -162,7 +162,7 @@ def _traced(
     hidden = batch["input_ids"].numel() * width * (autocast or DTYPES[config.dtype]).itemsize
     if config.tensor_parallel.sequence_parallel:
         hidden //= tp
-    return ModelTrace(_for_any(tape, names), behind and _for_any(behind, names), short.stands_for, hidden)
+    return ModelTrace(_for_any(trace, names), behind and _for_any(behind, names), short.stands_for, hidden)
 
 
 def _fill(model: nn.Module, dtype: torch.dtype, special: Mapping[str, torch.dtype]) -> None:
@@ -192,7 +192,7 @@ def _recorded(
 ) -> MemoryTrace:
     with recorder.recording():
         _run(recorder, model, batch, casting, later=later)
-    return recorder.tape
+    return recorder.trace
 
 
 def _run(
@@ -214,7 +214,7 @@ def _run(
         put_off.computed()
 
 
-def _for_any(tape: MemoryTrace, names: list[str]) -> MemoryTrace:
-    for piece, name in zip(tape.blocks, names, strict=True):
+def _for_any(trace: MemoryTrace, names: list[str]) -> MemoryTrace:
+    for piece, name in zip(trace.blocks, names, strict=True):
         piece.forward, piece.backward = relative(piece.forward, name), relative(piece.backward, name)
-    return tape
+    return trace

@@ -78,8 +78,8 @@ class ScriptedStep:
         rank.fix()
         rank.restart()
         if self._staged:
-            boxes = self._boxes()
-            rank.stretch(boxes, boxes)
+            buffers = self._receive_buffers()
+            rank.segment(buffers, buffers)
         with self._plan.of_step(rank.unsharder, rank.reducer):
             run_actions(self.script.actions(most), self)
         self._enter(PHASES[2])
@@ -99,15 +99,15 @@ class ScriptedStep:
         self._enter(PHASES[0])
         rank.hooks.begin_forward()
         if stage == 0:
-            self._play(self.script.ends.tape.before.forward)
+            self._play(self.script.ends.trace.before.forward)
         else:
-            rank.stretch(hidden, hidden)
+            rank.segment(hidden, hidden)
         for block in self._blocks(stage):
             self._play(self._piece(block).forward, block)
         if stage == self._last_stage:
-            self._play(self.script.ends.tape.after.forward)
+            self._play(self.script.ends.trace.after.forward)
             return
-        rank.stretch(0, -hidden)
+        rank.segment(0, -hidden)
         rank.unsharder.end()
 
     def backward(self, action: Action, *, last: bool, late: bool = False) -> None:
@@ -121,14 +121,14 @@ class ScriptedStep:
         rank.hooks.begin_backward()
         if stage == self._last_stage:
             ends = self.script.ends
-            self._play((ends.late if late and ends.late else ends.tape).after.backward)
+            self._play((ends.late if late and ends.late else ends.trace).after.backward)
         else:
-            rank.stretch(hidden, hidden)
+            rank.segment(hidden, hidden)
         for block in reversed(self._blocks(stage)):
             self._play(self._piece(block, late=late).backward, block)
         rank.hooks.end_backward()
         if stage:
-            rank.stretch(0, -hidden)
+            rank.segment(0, -hidden)
 
     def input_backward(self, action: Action) -> None:
         self.backward(action, last=False, late=True)
@@ -139,7 +139,7 @@ class ScriptedStep:
         in_place = not rank.reducer.plan.reduces
         gradients, held = self._put_off(action.stage)
         new = sum(nbytes for name, nbytes in gradients if rank.makes(name, in_place=in_place))
-        rank.stretch(new, -held)
+        rank.segment(new, -held)
         rank.hooks.begin_backward()
         for name, nbytes in gradients:
             rank.gradient(name, nbytes, in_place=in_place)
@@ -149,7 +149,7 @@ class ScriptedStep:
         """All versions of the weights are held from the start."""
 
     def receive(self, action: Action) -> None:
-        """All boxes are there from the start."""
+        """All buffers are there from the start."""
 
     def send(self, action: Action) -> None:
         """What is sent is let go of where it was made."""
@@ -171,7 +171,7 @@ class ScriptedStep:
         ]
         ends = self.script.ends
         if stage == self._last_stage and ends.late is not None:
-            pairs.append((ends.tape.after, ends.late.after, -1))
+            pairs.append((ends.trace.after, ends.late.after, -1))
         gradients: list[tuple[str, int]] = []
         held = 0
         for now, later, block in pairs:
@@ -190,7 +190,7 @@ class ScriptedStep:
         rank, name = self.rank, self._name(block)
         for item in items:
             if isinstance(item, TraceSegment):
-                rank.stretch(item.peak, item.change)
+                rank.segment(item.peak, item.change)
                 continue
             whole = absolute(item, name)
             if item.event is TraceEvent.GRADIENT:
@@ -216,7 +216,7 @@ class ScriptedStep:
     def _name(self, block: int) -> str:
         return "" if block < 0 else self.script.portion.names[block]
 
-    def _boxes(self) -> int:
+    def _receive_buffers(self) -> int:
         """Messages that are received before they are needed."""
         pp = self.script.mesh.axes["pp"]
         kinds = (pp.rank > 0) + (pp.rank < pp.degree - 1)

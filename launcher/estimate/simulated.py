@@ -109,7 +109,7 @@ class SimulatedPool(BufferPool):
 
 
 class SimulatedHooks(Hooks):
-    """What modules and autograd call, called by a tape."""
+    """What modules and autograd call, called by a trace."""
 
     def _register(self) -> None:
         self.packing.enabled = False
@@ -194,7 +194,7 @@ class SimulatedRank:
 
     # ---- what changes -----------------------------------------------------------------------
 
-    def stretch(self, peak: int, change: int) -> None:
+    def segment(self, peak: int, change: int) -> None:
         """Activations come and go."""
         self._look(peak)
         self.live += change

@@ -197,7 +197,7 @@ class IoQueue:
                 if transfer.failure is None:
                     self._carry_out(request, transfer.ready, index)
             except OSError as error:
-                failure = faults.told(error, request.label(), request.file.path)
+                failure = faults.as_offload_error(error, request.label(), request.file.path)
             except BaseException as error:  # it belongs to whoever waits, not to this thread
                 failure = error
             transfer.finish_one(failure)

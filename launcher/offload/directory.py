@@ -24,7 +24,7 @@ class OwnDirectory:
         try:
             self._scratch = Scratch(parent, PREFIX, f"rank{rank}")
         except OSError as error:
-            raise faults.told(error, "making a directory for offloaded shards", parent) from error
+            raise faults.as_offload_error(error, "making a directory for offloaded shards", parent) from error
         self.data = self._scratch.path / DATA
         if self._scratch.removed:
             logger.warning(

@@ -35,7 +35,7 @@ _KNOWN: dict[int, tuple[str, str]] = {
 }
 
 
-def told(error: OSError, doing: str, path: Path | str) -> OffloadError:
+def as_offload_error(error: OSError, doing: str, path: Path | str) -> OffloadError:
     """Return the error for a failed call.
 
     Args:

@@ -65,7 +65,7 @@ class Bench:
             self.run(*DISK, self.size, write=True)  # the first write to a new place is another work
         except OSError as error:
             self._directory.close()
-            raise faults.told(error, f"making a file of {size:,} bytes", path) from error
+            raise faults.as_offload_error(error, f"making a file of {size:,} bytes", path) from error
         except BaseException:
             self._directory.close()
             raise

@@ -57,7 +57,7 @@ class NvmeTier:
             self._file = DirectFile(self._directory.data)
         except OSError as error:
             self._directory.close()
-            raise faults.told(error, "making a file for offloaded shards", path) from error
+            raise faults.as_offload_error(error, "making a file for offloaded shards", path) from error
         self._queue = IoQueue(padded(config.block_size), config.queue_depth * config.intra_op_parallelism)
         self._pages = slice(None) if config.checksum == "all" else SAMPLES
 
@@ -128,7 +128,7 @@ class NvmeTier:
         try:
             self._file.grow(length)
         except OSError as error:
-            raise faults.told(error, doing, self._file.path) from error
+            raise faults.as_offload_error(error, doing, self._file.path) from error
 
     def _requests(self, key: str, extent: Extent, data: Tensor, *, write: bool) -> Iterator[IoRequest]:
         """Yield requests of block_size bytes; what is left after the last page has one of its own, so that only it is

@@ -14,7 +14,7 @@ from launcher.zero.features.leaf import (
     set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
 )
-from launcher.zero.features.partitioned import PartitionedInit, PartitionedValues, is_dealt
+from launcher.zero.features.partitioned import PartitionedInit, PartitionedValues, is_partitioned
 from launcher.zero.features.release import release
 from launcher.zero.layout import LocalModel, ShardLayout
 from launcher.zero.model import ZeroModel
@@ -41,7 +41,7 @@ __all__ = [
     "ZeroPolicy",
     "apply",
     "get_z3_leaf_modules",
-    "is_dealt",
+    "is_partitioned",
     "release",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",

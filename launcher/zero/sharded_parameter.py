@@ -14,7 +14,7 @@ from launcher.zero.features.user_gradients import GradientElsewhere
 
 
 class ParameterHolder(Protocol):
-    """Knows where the values of a parameter are: a slot of a flat buffer, or `Dealt` before there is one.
+    """Knows where the values of a parameter are: a slot of a flat buffer, or `PartitionedParam` before there is one.
 
     Attributes:
         name: for messages.

@@ -218,7 +218,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
     monkeypatch.setattr(subprocess, "Popen", refused)
     monkeypatch.setattr(os, "execv", left)
-    monkeypatch.setattr(join, "knock", left)
+    monkeypatch.setattr(join, "connect", left)
     (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
     (tmp_path / "script.py").write_text("")
     (tmp_path / "wrong.json").write_text('{"train_batch_size": "x"}')

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.cluster.hostfile import Host
-from launcher.cluster.join import JoinServer, knock
+from launcher.cluster.join import JoinServer, connect
 from launcher.cluster.node import Node
 from launcher.errors import ConfigError
 from tests.cluster.test_elastic import free_port
@@ -33,7 +33,7 @@ class House:
     def knock(self, rank: int) -> threading.Thread:
         def come() -> None:
             try:
-                self.inside.append(knock("127.0.0.1", self.port, rank, WORD, 1.0)[0])
+                self.inside.append(connect("127.0.0.1", self.port, rank, WORD, 1.0)[0])
             except ConfigError as error:
                 self.refused.append(str(error))
 

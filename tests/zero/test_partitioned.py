@@ -1,4 +1,4 @@
-"""Parameters that are dealt out before there is an engine, and models that get another engine."""
+"""Parameters that are partitioned before there is an engine, and models that get another engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pool import RankContext, WorkerPool
 from tests.zero.models import points, stack
 
 
-def dealt_stack(ctx: RankContext) -> nn.Module:
+def partitioned_stack(ctx: RankContext) -> nn.Module:
     """Ranks build other values; those of rank 0 count."""
     with PartitionedInit():
         model = stack(5 + ctx.rank)
@@ -27,8 +27,8 @@ def plain_stack() -> nn.Module:
     return stack(5)
 
 
-def trained(ctx: RankContext, stage: int, dealt: bool) -> tuple[list[float], dict[str, Tensor]]:
-    engine = engine_of(config_of(stage), dealt_stack(ctx) if dealt else plain_stack())
+def trained(ctx: RankContext, stage: int, partitioned: bool) -> tuple[list[float], dict[str, Tensor]]:
+    engine = engine_of(config_of(stage), partitioned_stack(ctx) if partitioned else plain_stack())
     return advance(engine, ctx, range(3)), whole_weights(engine)
 
 
@@ -60,7 +60,7 @@ def test_parameters_are_dealt_out_in_the_dtype_of_training(pool: WorkerPool, wor
 
 
 def changed(ctx: RankContext) -> dict[str, Tensor]:
-    """Edits of a dealt parameter, a frozen one, a tied one, a new one; then an engine."""
+    """Edits of a partitioned parameter, a frozen one, a tied one, a new one; then an engine."""
     with PartitionedInit():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     first, second, third = model

@@ -99,7 +99,7 @@ class Runtime:
 
     def __init__(self, staged: StagedPart, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
-        self.letters = P2PChannel(axis)
+        self.channel = P2PChannel(axis)
         if not staged.is_whole:  # there, autograd adds every gradient by itself
             from launcher.tensor.layers import give_own_backward
 
@@ -115,7 +115,7 @@ class Runtime:
         """The same where no weights change."""
         return schedule_of(drained(self.name), self.axis.degree, microbatches, self.chunks)
 
-    def run(self, batches: Sequence[Any], work: StageExecutor, *, training: bool) -> list[Tensor]:
+    def run(self, batches: Sequence[Any], executor: StageExecutor, *, training: bool) -> list[Tensor]:
         """Take microbatches through all stages, and back where `training`.
 
         Args:
@@ -126,13 +126,13 @@ class Runtime:
         """
         schedule = self.schedule(len(batches)) if training else _forwards(self.drained(len(batches)))
         signatures = LazySequence(len(batches), lambda m: signature_of(batches[m]))
-        mail = StageP2P(self.staged, self.letters, schedule, signatures, self.device)
-        step = _Step(self, mail, schedule, batches, signatures, work, training)
+        p2p = StageP2P(self.staged, self.channel, schedule, signatures, self.device)
+        step = _Step(self, p2p, schedule, batches, signatures, executor, training)
         if training:
             self.most_held = self.most_deferred = 0
             self.stopwatch.begin(schedule)
         run_actions(with_transfers(schedule)[self.axis.rank], step)
-        mail.finish()
+        p2p.finish()
         return [step.losses[m] for m in sorted(step.losses)]
 
     @contextmanager
@@ -167,15 +167,15 @@ class _Step:
     def __init__(
         self,
         runtime: Runtime,
-        mail: StageP2P,
+        p2p: StageP2P,
         schedule: PipelineSchedule,
         batches: Sequence[Any],
         signatures: Sequence[Signature],
-        work: StageExecutor,
+        executor: StageExecutor,
         training: bool,
     ) -> None:
-        self.runtime, self.staged, self.rank, self.mail = runtime, runtime.staged, runtime.axis.rank, mail
-        self.batches, self.signatures, self.work, self.training = batches, signatures, work, training
+        self.runtime, self.staged, self.rank, self.p2p = runtime, runtime.staged, runtime.axis.rank, p2p
+        self.batches, self.signatures, self.executor, self.training = batches, signatures, executor, training
         self.kept: dict[MicrobatchKey, SavedForward] = {}
         self.arrived: dict[MicrobatchKey, tuple[Tensor, ...]] = {}
         self.gradients: dict[MicrobatchKey, tuple[Tensor, ...]] = {}
@@ -196,10 +196,10 @@ class _Step:
 
     def receive(self, action: Action) -> None:
         into = self.arrived if action.kind is ActionKind.RECV_F else self.gradients
-        into[action.stage, action.microbatch] = self.mail.receive(action)
+        into[action.stage, action.microbatch] = self.p2p.receive(action)
 
     def send(self, action: Action) -> None:
-        self.mail.send(action, *self.leaving.pop(action))
+        self.p2p.send(action, *self.leaving.pop(action))
 
     def forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -209,10 +209,10 @@ class _Step:
         is_last = stage == self.staged.virtual_stages - 1
         new = not is_last and self.staged.learned(stage, signature) is None
         output = self.staged.forward(
-            stage, received, signature, lambda module: self.work.forward(module, batch)
+            stage, received, signature, lambda module: self.executor.forward(module, batch)
         )
         if is_last:
-            loss = self.work.loss(output)
+            loss = self.executor.loss(output)
             self.losses[microbatch] = loss.detach()
             outputs: tuple[Tensor, ...] = (loss,)
         else:
@@ -234,13 +234,13 @@ class _Step:
         self._see(microbatch)
         kept = self.kept.pop((stage, microbatch))
         if stage == self.staged.virtual_stages - 1:
-            factor = self.work.root_gradient(microbatch)
+            factor = self.executor.root_gradient(microbatch)
             gradients: tuple[Tensor, ...] = (torch.full_like(self.losses[microbatch], factor),)
         else:
             gradients = self.gradients.pop((stage, microbatch))
         pairs = [(out, grad) for out, grad in zip(kept.outputs, gradients, strict=True) if out is not None]
         self.staged.before_backward(stage, self.signatures[microbatch])
-        self.work.backward(stage, [out for out, _ in pairs], [grad for _, grad in pairs], last=last)
+        self.executor.backward(stage, [out for out, _ in pairs], [grad for _, grad in pairs], last=last)
         if stage == 0:
             return
         back = tuple(_gradient_of(leaf) for leaf in kept.received)
@@ -254,16 +254,16 @@ class _Step:
             self.backward(action, last=False)
 
     def weight_backward(self, action: Action, *, last: bool) -> None:
-        self.work.finish(self.deferred.pop((action.stage, action.microbatch)), last=last)
+        self.executor.finish(self.deferred.pop((action.stage, action.microbatch)), last=last)
 
     def update(self, action: Action) -> None:
         assert self.versions is not None
-        self.work.update({self.versions[microbatch] for _, microbatch in self.kept})
+        self.executor.update({self.versions[microbatch] for _, microbatch in self.kept})
 
     def _see(self, microbatch: int) -> None:
         """The next forward or backward is of this microbatch."""
         if self.versions is not None:
-            self.work.see(self.versions[microbatch])
+            self.executor.see(self.versions[microbatch])
 
 
 class _Start(torch.autograd.Function):

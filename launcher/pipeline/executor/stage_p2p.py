@@ -28,7 +28,7 @@ class StageP2P:
 
     Args:
         staged: knows the shapes, and learns them.
-        letters: of the pp axis.
+        channel: of the pp axis.
         schedule: what is sent, and in which order.
         signatures: of the microbatches.
     """
@@ -36,15 +36,15 @@ class StageP2P:
     def __init__(
         self,
         staged: StagedPart,
-        letters: P2PChannel,
+        channel: P2PChannel,
         schedule: PipelineSchedule,
         signatures: Sequence[Signature],
         device: torch.device,
     ) -> None:
-        self.staged, self.letters, self.schedule, self.signatures = staged, letters, schedule, signatures
+        self.staged, self.channel, self.schedule, self.signatures = staged, channel, schedule, signatures
         self.device = device
         self._expected = {
-            key: deque(actions) for key, actions in arrivals(schedule)[letters.axis.rank].items()
+            key: deque(actions) for key, actions in arrivals(schedule)[channel.axis.rank].items()
         }
         self._boxes: dict[Action, tuple[tuple[Tensor, ...], list[Pending]]] = {}
         self._posted: dict[tuple[int, ActionKind], int] = {}
@@ -63,8 +63,8 @@ class StageP2P:
         if learned is not None:
             content = packed(learned).to(self.device)
             size = torch.tensor([content.numel()], device=self.device)
-            outgoing += [self.letters.send(part, to, tag) for part in (size, content)]
-        outgoing += [self.letters.send(tensor, to, tag, back=back) for tensor in tensors]
+            outgoing += [self.channel.send(part, to, tag) for part in (size, content)]
+        outgoing += [self.channel.send(tensor, to, tag, back=back) for tensor in tensors]
 
     def receive(self, action: Action) -> tuple[Tensor, ...]:
         """Wait for what RECV_F or RECV_B stands for."""
@@ -112,7 +112,7 @@ class StageP2P:
         if shapes is None:
             shapes = self._learn(action, source, tag)
         tensors = tuple(torch.empty(shape.size, dtype=shape.dtype, device=self.device) for shape in shapes)
-        pendings = [self.letters.receive(tensor, source, tag, back=back) for tensor in tensors]
+        pendings = [self.channel.receive(tensor, source, tag, back=back) for tensor in tensors]
         self._boxes[action] = tensors, pendings
         self._posted[key] = self._posted.get(key, 0) + 1
 
@@ -126,9 +126,9 @@ class StageP2P:
 
     def _learn(self, action: Action, source: int, tag: str) -> tuple[TensorShape, ...]:
         size = torch.empty(1, dtype=torch.int64, device=self.device)
-        self.letters.receive(size, source, tag).wait()
+        self.channel.receive(size, source, tag).wait()
         content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        self.letters.receive(content, source, tag).wait()
+        self.channel.receive(content, source, tag).wait()
         learned = unpacked(content)
         if not isinstance(learned, StageBoundary):
             raise ValueError(f"stage {action.stage - 1} sent a {type(learned).__name__} in place of shapes")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.zero.features.partitioned import dealt_of, is_dealt
+from launcher.zero.features.partitioned import is_partitioned, partitioned_of
 from launcher.zero.model import ZeroModel, live_models
 
 
@@ -80,8 +80,8 @@ def GatheredParameters(
     with ExitStack() as stack:
         if enabled:
             wanted = [params] if isinstance(params, Tensor) else list(params)
-            for dealt in dict.fromkeys(dealt_of(p) for p in wanted if is_dealt(p)):
-                stack.enter_context(dealt.gathered(modifier_rank))
+            for partitioned in dict.fromkeys(partitioned_of(p) for p in wanted if is_partitioned(p)):
+                stack.enter_context(partitioned.gathered(modifier_rank))
             for model, own in _by_model(wanted):
                 stack.enter_context(model.gathered(own, modifier_rank))
         yield

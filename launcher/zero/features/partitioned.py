@@ -1,4 +1,4 @@
-"""Parameters dealt out among all ranks before there is an engine: what `from_pretrained` fills under ZeRO-3.
+"""Parameters partitioned among all ranks before there is an engine: what `from_pretrained` fills under ZeRO-3.
 
 `Init` of `context.py` builds on meta, and the values come from a seed. Here they are the module's own, as DeepSpeed's
 `zero.Init` has them: a module is built as ever, and as soon as it becomes a part of another one each rank keeps a slice
@@ -34,15 +34,15 @@ class PartitionedParam:
         values: whole, on every rank; rank 0's count.
         name: for messages.
         device: where they are gathered.
-        dealer: who deals them out, and in which dtype.
+        partitioner: what partitions them, and in which dtype.
     """
 
     def __init__(
-        self, values: Tensor, name: str, device: torch.device, dealer: Partitioner | None = None
+        self, values: Tensor, name: str, device: torch.device, partitioner: Partitioner | None = None
     ) -> None:
         self.name, self.shape, self.device = name, values.shape, device
-        self.dtype = values.dtype if dealer is None else dealer.dtype_of(values)
-        self._dealer = dealer
+        self.dtype = values.dtype if partitioner is None else partitioner.dtype_of(values)
+        self._partitioner = partitioner
         self.trainable = values.requires_grad
         self.whole: Tensor | None = None
         world = dist.get_world_size()
@@ -52,7 +52,7 @@ class PartitionedParam:
 
     def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
         """Return a model's own `__init__` may still look at it, and fill it in; rank 0's changes count."""
-        if self.whole is not None or self._dealer is None or not self._dealer.building:
+        if self.whole is not None or self._partitioner is None or not self._partitioner.building:
             return nullcontext()
         return self.gathered(0 if changed else None)
 
@@ -86,13 +86,13 @@ class PartitionedParam:
                 self.whole = None
 
 
-def is_dealt(parameter: Tensor) -> bool:
-    """Return whether it stands for values that are dealt out, and belongs to no engine yet."""
+def is_partitioned(parameter: Tensor) -> bool:
+    """Return whether it stands for values that are partitioned, and belongs to no engine yet."""
     return isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, PartitionedParam)
 
 
-def dealt_of(parameter: Tensor) -> PartitionedParam:
-    """Return the values of a parameter that `is_dealt`."""
+def partitioned_of(parameter: Tensor) -> PartitionedParam:
+    """Return the values of a parameter that `is_partitioned`."""
     assert isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, PartitionedParam)
     return parameter.zero_holder
 
@@ -111,7 +111,7 @@ class Partitioner:
         self.device, self.building, self._dtype = pick_device(), False, dtype
         self._handles: Any = WeakIdKeyDictionary()
 
-    def deal(self, module: nn.Module, prefix: str = "") -> None:
+    def partition(self, module: nn.Module, prefix: str = "") -> None:
         """Deal out every parameter inside `module` that is not yet, and is not on meta. A collective of all ranks."""
         for path, inner in module.named_modules(prefix=prefix or type(module).__name__):
             for attribute, parameter in inner._parameters.items():
@@ -140,9 +140,9 @@ class PartitionedInit:
     `__init__` can fill them in (`self.apply(self._init_weights)`). One rank keeps a slice that is the whole.
 
     Args:
-        module: an existing module: its parameters are dealt out at once.
+        module: an existing module: its parameters are partitioned at once.
         enabled: false makes this do nothing.
-        dtype: of the parameters, as soon as they are dealt out; None: their own.
+        dtype: of the parameters, as soon as they are partitioned; None: their own.
         others: accepted for DeepSpeed's callers; the JSON is read by initialize().
     """
 
@@ -157,14 +157,14 @@ class PartitionedInit:
         init_distributed()
         self.enabled = enabled
         self._hooks: list[Any] = []
-        self._dealer = Partitioner(dtype)
+        self._partitioner = Partitioner(dtype)
         if module is not None and self.enabled:
-            self._dealer.deal(module)
+            self._partitioner.partition(module)
 
     def __enter__(self) -> PartitionedInit:
         self._seen: dict[nn.Module, None] = {}
         if self.enabled:
-            self._dealer.building = True
+            self._partitioner.building = True
             self._hooks = [
                 register_module_module_registration_hook(self._child_joins),
                 register_module_parameter_registration_hook(self._parameter_joins),
@@ -174,7 +174,7 @@ class PartitionedInit:
     def _child_joins(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         self._seen[parent] = None
         if child is not None:
-            self._dealer.deal(child)
+            self._partitioner.partition(child)
             self._seen.pop(child, None)
 
     def _parameter_joins(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
@@ -188,16 +188,16 @@ class PartitionedInit:
         self._hooks = []
         if kind is None and self.enabled:
             for root in self._seen:
-                self._dealer.deal(root)
-        self._dealer.building = False
+                self._partitioner.partition(root)
+        self._partitioner.building = False
         self._seen.clear()
 
 
 class PartitionedValues:
-    """A source: takes what is dealt out, and what is whole, out of a model, and leaves parameters on meta there.
+    """A source: takes what is partitioned, and what is whole, out of a model, and leaves parameters on meta there.
 
     Args:
-        model: some of its parameters are dealt out; the others (added since) are rank 0's.
+        model: some of its parameters are partitioned; the others (added since) are rank 0's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -210,8 +210,8 @@ class PartitionedValues:
                 if parameter not in stand_ins:
                     name = f"{prefix}.{attribute}" if prefix else attribute
                     held = (
-                        dealt_of(parameter)
-                        if is_dealt(parameter)
+                        partitioned_of(parameter)
+                        if is_partitioned(parameter)
                         else PartitionedParam(parameter, name, device)
                     )
                     self._dealt[name] = held

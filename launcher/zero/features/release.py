@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from launcher.errors import LauncherError
-from launcher.zero.features.partitioned import Partitioner, is_dealt
+from launcher.zero.features.partitioned import Partitioner, is_partitioned
 from launcher.zero.flat import EXACT
 from launcher.zero.model import live_models
 from launcher.zero.sharded_parameter import ShardedParameter
@@ -13,13 +13,13 @@ from launcher.zero.slot import ParamSlot
 
 
 def release(model: nn.Module) -> None:
-    """Take a model from the engine that it has, if any: no hooks; what was sharded is dealt out. A collective.
+    """Take a model from the engine that it has, if any: no hooks; what was sharded is partitioned. A collective.
 
     Raises:
         LauncherError: layers are split over tp, or the model is cut into stages: it is not what it was.
     """
     earlier = [zero for zero in live_models() if any(zero.slot_of(p) is not None for p in model.parameters())]
-    handles = [p for p in model.parameters() if isinstance(p, ShardedParameter) and not is_dealt(p)]
+    handles = [p for p in model.parameters() if isinstance(p, ShardedParameter) and not is_partitioned(p)]
     slots = [handle.zero_holder for handle in handles if isinstance(handle.zero_holder, ParamSlot)]
     if any(zero.pp.degree > 1 for zero in earlier) or not all(slot.split.is_whole for slot in slots):
         raise LauncherError(
@@ -29,13 +29,13 @@ def release(model: nn.Module) -> None:
         )
     for zero in earlier:
         zero.retire()
-    dealer = Partitioner()
+    partitioner = Partitioner()
     for flat in dict.fromkeys(slot.flat for slot in slots):
         flat.unshard(EXACT)
         flat.wait_for_unshard()
-        dealt = [(slot, dealer.handle(slot.leaf, slot.name)) for slot in flat.slots]
+        partitioned = [(slot, partitioner.handle(slot.leaf, slot.name)) for slot in flat.slots]
         flat.reshard()
-        for slot, handle in dealt:
+        for slot, handle in partitioned:
             slot.show(handle)
     for zero in earlier:
         zero.placements.close()
