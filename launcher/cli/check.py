@@ -69,9 +69,9 @@ def check(argv: Sequence[str]) -> int:
     rows = verdicts(written, examined)
     unfit, dp_degree = _fit(examined, flags.num_gpus)
     refused = bool(examined.problems) or unfit is not None
-    _show(console, written.name, rows)
     if unfit is not None:
         console.print(unfit, markup=False)
+    _show(console, written.name, rows)
     if flags.explain:
         _explain(console, examined, dp_degree)
     if flags.migrate is not None:

@@ -12,6 +12,7 @@ from launcher.config.elasticity import few
 from launcher.config.optimizer import TYPES
 from launcher.config.parallelism import ASYNCHRONOUS, idle_share
 from launcher.config.problems import Note, NoteKind, Path
+from launcher.config.ranks import BATCH_KEYS
 from launcher.config.scheduler import WarmupParams
 from launcher.config.section import AUTO
 
@@ -213,6 +214,13 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
     Rule((DIFFICULTY_STEP, "data_efficiency"), lambda step, section: section.curriculum and step and step % 8,
          "{0} is not a multiple of 8: the tensor cores of GPUs are less efficient"),
     _elastic,
+    *(
+        Rule((key, "elasticity"),
+             lambda value, section: value not in (None, AUTO) and section.on
+             and section.value_of("ignore_non_elastic_batch_info"),
+             "has no effect: elasticity sets the batch, and ignore_non_elastic_batch_info is true", kind="no effect")
+        for key in BATCH_KEYS
+    ),
     Rule(("elasticity.num_gpus_per_node", "elasticity.version", "elasticity.enabled"),
          lambda number, version, on: on and version == 0.1 and number > 1,
          "is not used: version 0.1 counts GPUs, not nodes"),

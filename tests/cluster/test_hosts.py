@@ -46,7 +46,10 @@ def test_dry_run_prints_the_commands_and_starts_nothing(tmp_path: Path) -> None:
 
 def test_nodes_that_come_by_themselves(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "import os; print(os.environ['RANK'], os.environ['WHERE'], flush=True)"
+        "import os, time\n"
+        "while not os.path.exists('refused'):\n"
+        "    time.sleep(0.05)\n"
+        "print(os.environ['RANK'], os.environ['WHERE'], flush=True)\n"
     )
     flags = ("--no_ssh", "--num_nodes", "2", "--num_gpus", "2", "--device", "cpu", "--tee", "all")
     flags += ("--master_addr", "node1", "--node_timeout", "4")
@@ -66,14 +69,15 @@ def test_nodes_that_come_by_themselves(hosts: Hosts, tmp_path: Path) -> None:
     first = hosts.start(
         tmp_path, *flags, "--node_rank", "0", "script.py", env={**token, "WHERE": "here"}, name="node1"
     )
+    refused = ended(stranger, time.monotonic(), limit_s=40)
+    assert refused.code == 2 and "rejected this node" in refused.errors
+    (tmp_path / "refused").touch()  # a stranger that came after the run would wait for another
     end = ended(first, time.monotonic(), limit_s=40)
     assert end.code == 0, end.errors
     assert sorted(line for line in end.out.splitlines() if line.startswith("node")) == [
         f"node{rank // 2}:{rank}: {rank} {'there' if rank > 1 else 'here'}" for rank in range(4)
     ]
     assert ended(later, time.monotonic(), limit_s=10).code == 0
-    refused = ended(stranger, time.monotonic(), limit_s=10)
-    assert refused.code == 2 and "rejected this node" in refused.errors
 
 
 TORCH = next(file for file in metadata.files("torch") or [] if file.name == "METADATA").locate().parent

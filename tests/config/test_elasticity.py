@@ -136,6 +136,7 @@ def test_batch_keys_beside_it() -> None:
     assert set(found) == set(beside) and "sets another" in found["train_batch_size"]
     ignored = load({KEY: PLAIN | {"ignore_non_elastic_batch_info": True}, **beside})
     assert triple(ignored, 2) == triple(elastic(), 2)
+    assert {note.path[0] for note in ignored.notes if note.kind == "no effect"} == set(beside)
     auto = load({KEY: PLAIN, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 50})
     with pytest.raises(ConfigError, match="gradient_accumulation_steps: 50"):
         auto.resolve(dp_degree=2)
