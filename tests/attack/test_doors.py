@@ -19,7 +19,7 @@ from launcher.cli.manifest import print_manifest
 from launcher.cluster import dial, handshake
 from launcher.cluster.handshake import SignedSession
 from launcher.cluster.hostfile import Host
-from launcher.cluster.join import TOKEN, JoinServer, knock, token_of
+from launcher.cluster.join import TOKEN, JoinServer, connect, token_of
 from launcher.cluster.node import Node
 from launcher.cluster.wire import MARK, Message, MessageReader, MessageWriter
 from launcher.errors import ConfigError
@@ -335,6 +335,6 @@ def test_a_door_of_another_token() -> None:
     door, nodes = JoinServer("127.0.0.1", port, WORD), [Node(Host(f"node{n}", (0,)), n, []) for n in (0, 1)]
     for token in ("", "another" * 3):
         with pytest.raises(ConfigError, match="rejected this node"):
-            knock("127.0.0.1", port, 1, token, 1.0)
+            connect("127.0.0.1", port, 1, token, 1.0)
         door.admit(nodes)
         assert not nodes[1].connected
