@@ -111,7 +111,9 @@ def _saved_at(output_dir: Path) -> int | None:
 
 def _results(output_dir: Path) -> list[str]:
     """A directory of the name alone says nothing: it may be a user's."""
-    checkpoints = _saved_at(output_dir) is not None or any(_saved(output_dir / CHECKPOINTS))
+    checkpoints = _saved_at(output_dir) is not None or any(
+        not path.name.startswith(TMP) for path in _saved(output_dir / CHECKPOINTS)
+    )
     model = (output_dir / MODEL / "config.json").is_file() and (output_dir / "summary.json").is_file()
     return [CHECKPOINTS] * checkpoints + [MODEL] * model
 

@@ -140,7 +140,7 @@ class Run:
         self.console.print(text, highlight=False, markup=False)
 
     def stop_requested(self) -> bool:
-        """Whether some rank was told to end, so that all save a checkpoint first. Every rank must call it."""
+        """Return whether some rank was told to end, so that all save a checkpoint first. Every rank must call it."""
         if "LAUNCHER_TERM_GRACE" not in os.environ:
             return False
         told = torch.tensor(float(bool(self.terminated)))
@@ -153,7 +153,7 @@ class Run:
 
     @property
     def model_dir(self) -> Path:
-        """Where the final weights are written, as Hugging Face reads them."""
+        """Return where the final weights are written, as Hugging Face reads them."""
         return self.output_dir / MODEL
 
     def auto_values(

@@ -257,7 +257,7 @@ class Training:
         return True
 
     def _is_sound(self) -> bool:
-        """Whether the last step and the weights after it are finite. Every rank must call it."""
+        """Return whether the last step and the weights after it are finite. Every rank must call it."""
         return self.nonfinite == 0 and weights_are_finite(self.engine)
 
     def _save_last(self, error: LossScaleExhausted) -> None:

@@ -191,7 +191,7 @@ class Agent:
             self._ownership = None
 
     def _check_ownership(self) -> None:
-        """Where another run has the directory, ranks are killed without a grace, in which they might write there."""
+        """Kill ranks without a grace where another run has the directory: they might write there."""
         if self._ownership is None or self._ranks is None:
             return
         try:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class EngineExecutor:
-    """What the runtime asks of an engine in one step (`StageExecutor`).
+    """Carries the actions of one step out on an engine (`StageExecutor`).
 
     Args:
         weights: of each microbatch in the loss; they add up to 1.
@@ -84,7 +84,7 @@ class EngineExecutor:
         return loss
 
     def root_gradient(self, microbatch: int) -> float:
-        """Where each microbatch makes an update of its own, it is a batch of its own: weights are 1 on the average."""
+        """Return the factor of a loss. A microbatch that makes an update is a batch: weights are 1 on the average."""
         updates = len(self.weights) if self.plan.updates_inside else 1
         return self.weights[microbatch] * updates * self.engine.loss_scaler.scale
 
@@ -106,11 +106,11 @@ class EngineExecutor:
                 with self.engine.zero.shaped(leaves):
                     torch.autograd.backward(leaves, gradients)
 
-    def _begin_backward(self, blocks: Collection[str], last: bool) -> GradientBuffer | None:
-        """Where gradients of weights are added up in this backward: nowhere if it is to reduce them.
+    def _begin_backward(self, blocks: Collection[str] | None, last: bool) -> GradientBuffer | None:
+        """Begin a backward, and return where it adds gradients of weights up: nowhere if it is to reduce them.
 
         Args:
-            blocks: those that it goes through.
+            blocks: see `GradientPlan.begin_backward`.
         """
         zero = self.engine.zero
         listener = listener_of(self.engine) if last else None
@@ -196,7 +196,7 @@ def listener_of(engine: EngineCore) -> OptimizerInBackward | None:
 def _shared(
     engine: EngineCore, batches: Sequence[Any], weights: Sequence[float], *, training: bool
 ) -> tuple[Sequence[Any], Sequence[float]]:
-    """Those of the first stage, on all. Its tp ranks have read them, each by itself."""
+    """Return the batches of the first stage, on all ranks. Its tp ranks have read them, each by itself."""
     if engine.runtime.staged.is_whole:  # nobody to share with, and hooks of the model look at its inputs
         return batches, weights
     mine = [to_device(batch, engine.device) for batch in batches], list(weights)

@@ -40,12 +40,17 @@ class GradientPlan:
         )
 
     def begin_backward(
-        self, reducer: Reducer, blocks: Collection[str], *, last: bool, listener: ReduceListener | None = None
+        self,
+        reducer: Reducer,
+        blocks: Collection[str] | None,
+        *,
+        last: bool,
+        listener: ReduceListener | None = None,
     ) -> None:
         """Tell the reducer what the coming backward is.
 
         Args:
-            blocks: names of those that it goes through.
+            blocks: see `BackwardPlan`.
             last: It is the last one of this rank in this step.
             listener: For the last one, if that reduces.
         """

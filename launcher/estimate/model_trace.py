@@ -48,7 +48,7 @@ class ModelTrace:
     hidden: int
 
     def of(self, block: int, *, late: bool = False) -> BlockTrace:
-        """What happens in a block of the whole model."""
+        """Return the trace of a block of the whole model."""
         trace = self.late if late and self.late is not None else self.trace
         return trace.blocks[self.stands_for[block]]
 
@@ -90,7 +90,7 @@ class ModelTraces:
 
 
 def section_of(config: Config) -> ActivationCheckpointingConfig | None:
-    """What the JSON says about recomputation, of a Hugging Face model; None: nothing is recomputed."""
+    """Return the JSON's recomputation of a Hugging Face model; None: nothing is recomputed."""
     if config.pipeline.degree > 1 and config.pipeline.activation_checkpoint_interval == 1:
         return config.activation_checkpointing or ActivationCheckpointingConfig()
     return config.activation_checkpointing

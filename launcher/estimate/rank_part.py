@@ -18,7 +18,6 @@ from launcher.models.units import unit_modules
 from launcher.pipeline.hf.costs import deal, model_costs
 from launcher.pipeline.hf.staged import StagedModel
 from launcher.pipeline.schedules import drained, schedule
-from launcher.pipeline.whole import WholeModel
 from launcher.tensor.split import Split
 
 
@@ -44,7 +43,7 @@ class RankPart:
     holders: Mapping[str, Axis]
     boundaries: tuple[int, ...]
     rank_of: tuple[int, ...]
-    names_of: Callable[[int], Collection[str]]
+    names_of: Callable[[int], Collection[str] | None]
 
 
 class RankParts:
@@ -85,7 +84,7 @@ def _cut(
     blocks, pp, section = unit_modules(model), mesh.axes["pp"], config.pipeline
     names = tuple(name for name, _ in blocks)
     if pp.degree == 1:
-        return RankPart(model, splits, names, blocks, {}, (0, len(names)), (0,), WholeModel(model).names_of)
+        return RankPart(model, splits, names, blocks, {}, (0, len(names)), (0,), lambda stage: None)
     method = "best" if section.partition == "profile" else section.partition
     costs = model_costs(model, method, sequence=sequence, tp=mesh.axes["tp"].degree)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)

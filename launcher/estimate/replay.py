@@ -1,4 +1,4 @@
-"""A step of one rank: its actions in their order, with tapes in the place of computation."""
+"""A step of one rank: its actions in their order, with traces in the place of computation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MICROBATCHES = 2  # later ones do what the second does, where there are no stage
 
 @dataclass(frozen=True)
 class StepScript:
-    """What a rank does in a step.
+    """The actions of a rank in a step.
 
     Args:
         traced: the trace of each block of the whole model; blocks are recomputed or not.
@@ -152,16 +152,16 @@ class ScriptedStep:
         """All buffers are there from the start."""
 
     def send(self, action: Action) -> None:
-        """What is sent is let go of where it was made."""
+        """Do nothing: memory that is sent was freed where it was made."""
 
     # ---- backward ---------------------------------------------------------------------------
 
-    def _begin_backward(self, blocks: Collection[str], last: bool) -> None:
+    def _begin_backward(self, blocks: Collection[str] | None, last: bool) -> None:
         self._enter(PHASES[1])
         self._plan.begin_backward(self.rank.reducer, blocks, last=last)
 
     def _put_off(self, stage: int) -> tuple[list[tuple[str, int]], int]:
-        """What the backward of the input has left of a microbatch.
+        """Return the gradients that the backward of the input has left.
 
         Returns:
             (parameter, bytes of its gradient) for each; and the bytes that were held until now to compute them.
@@ -184,7 +184,7 @@ class ScriptedStep:
             held += _change(later.backward) - _change(now.backward)
         return gradients, held
 
-    # ---- tapes ------------------------------------------------------------------------------
+    # ---- traces -----------------------------------------------------------------------------
 
     def _play(self, items: Items, block: int = -1) -> None:
         rank, name = self.rank, self._name(block)

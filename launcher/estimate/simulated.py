@@ -109,7 +109,7 @@ class SimulatedPool(BufferPool):
 
 
 class SimulatedHooks(Hooks):
-    """What modules and autograd call, called by a trace."""
+    """The hooks of modules and autograd, called by a trace."""
 
     def _register(self) -> None:
         self.packing.enabled = False
@@ -189,7 +189,7 @@ class SimulatedRank:
         return parameters, gradients_of(self.gradients), masters
 
     def fix(self) -> None:
-        """What is held between steps is held from here on."""
+        """Count from here on as held what is held between steps."""
         self._fixed = sum(on(META, held) for held in self.kept())
 
     # ---- what changes -----------------------------------------------------------------------
@@ -200,7 +200,7 @@ class SimulatedRank:
         self.live += change
 
     def gradient(self, name: str, nbytes: int, *, in_place: bool) -> None:
-        """That of a parameter is there.
+        """Note that the gradient of a parameter has come.
 
         Args:
             in_place: it is added to what the leaf has.
@@ -215,7 +215,7 @@ class SimulatedRank:
         self.hooks.arrival[slot](slot.leaf)
 
     def makes(self, name: str, *, in_place: bool) -> bool:
-        """Whether a gradient is a new tensor that its leaf holds."""
+        """Return whether a gradient is a new tensor that its leaf holds."""
         slot = self.slots.get(name)
         if slot is None or not slot.trainable:
             return False

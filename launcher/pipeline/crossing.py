@@ -94,8 +94,9 @@ class StagedPart(Protocol):
             The tensors that the next one needs; of the last one what the model returns.
         """
 
-    def names_of(self, stage: int) -> Collection[str]:
-        """Return the names of the modules that a virtual stage of this rank runs: units of ZeRO among them."""
+    def names_of(self, stage: int) -> Collection[str] | None:
+        """Return the names of the modules that a virtual stage of this rank runs, units of ZeRO among them; None: all
+        that there are."""
 
     def places(self) -> Callable[[str], int]:
         """Return what tells where a parameter or persistent buffer stands in the order of the whole model's

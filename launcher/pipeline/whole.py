@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ class WholeModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.blocks = model, unit_modules(model)
-        self._names = {name for name, _ in model.named_modules()}
         self.rank_of = [0]
         self.shared: dict[str, tuple[int, ...]] = {}
         self.elsewhere: Mapping[Tensor, str] = {}
@@ -41,9 +40,8 @@ class WholeModel:
         """See `StagedPart`."""
         return call(self.model)
 
-    def names_of(self, stage: int) -> Collection[str]:
+    def names_of(self, stage: int) -> None:
         """See `StagedPart`."""
-        return self._names
 
     def places(self) -> Callable[[str], int]:
         """See `StagedPart`."""

@@ -253,8 +253,7 @@ class Hooks:
 
     def enter_root(self) -> None:
         """Unshard the root unit for a backward that goes through anything."""
-        blocks = self.reducer.plan.blocks
-        if blocks is None or blocks:
+        if self.reducer.plan.blocks != ():
             self.enter_backward(self.root)
 
     def _begin_unseen(self) -> None:
@@ -340,10 +339,7 @@ class Hooks:
 
     def _take_part(self, unit: Unit) -> None:
         """Unshard a unit whose backward this rank leaves out: other ranks may need its part."""
-        blocks = self.reducer.plan.blocks
-        if blocks is not None and unit.name not in blocks:
-            return  # nor does it take part elsewhere
-        if unit.sharded and unit.ran and not unit.in_backward:
+        if unit.sharded and unit.ran and not unit.in_backward and self.reducer.plan.enters(unit.name):
             self.unsharder.use(unit, "backward")
             self.unsharder.reshard(unit)
 

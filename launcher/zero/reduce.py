@@ -68,6 +68,10 @@ class BackwardPlan:
     listener: ReduceListener | None = None
     blocks: Collection[str] | None = None
 
+    def enters(self, unit: str) -> bool:
+        """Return whether it goes through the unit of that name."""
+        return self.blocks is None or unit in self.blocks
+
 
 class ReduceInFlight(NamedTuple):
     """A bucket of a gradient on its way. It is dropped after its wait: see [Note: who frees a gradient when].

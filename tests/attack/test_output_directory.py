@@ -326,6 +326,11 @@ def test_checkpoints_are_results_when_latest_is_lost(tmp_path: Path, attempt: Ca
         earlier_run.check(asked(), tmp_path)
 
 
+def test_a_first_save_that_was_killed_is_no_result(tmp_path: Path, attempt: Callable[..., None]) -> None:
+    (tmp_path / "checkpoints" / ".tmp-global_step1").mkdir(parents=True)
+    earlier_run.check(asked(), tmp_path)
+
+
 def test_a_directory_called_model_alone_is_nobodys_result(
     tmp_path: Path, attempt: Callable[..., None]
 ) -> None:

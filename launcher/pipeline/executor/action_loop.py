@@ -14,7 +14,7 @@ from launcher.pipeline.schedules.actions import Action, ActionKind
 
 
 class StageActions(Protocol):
-    """What is done for an action of each kind; `last` says that it is the last backward of this rank in this step."""
+    """Does the actions of each kind; `last` says that it is the last backward of this rank in this step."""
 
     def around(self, action: Action) -> AbstractContextManager[None]:
         """Return what an action of any kind is done in."""

@@ -42,7 +42,7 @@ MicrobatchKey = tuple[int, int]  # virtual stage, microbatch
 
 
 class StageExecutor(Protocol):
-    """What the engine does for an action."""
+    """An engine, as the actions of a step use it."""
 
     def forward(self, module: nn.Module, batch: Any) -> Any:
         """The model's output, under autocast and timers."""
@@ -60,7 +60,7 @@ class StageExecutor(Protocol):
         """Compute gradients of weights that were put off."""
 
     def root_gradient(self, microbatch: int) -> float:
-        """What the loss of a microbatch is multiplied with."""
+        """Return the factor that the loss of a microbatch is multiplied by."""
 
     def see(self, version: int) -> None:
         """The next forward or backward runs with these weights: so many updates since the step began, below 0 from
@@ -137,7 +137,7 @@ class Runtime:
 
     @contextmanager
     def naming(self, action: Action) -> Iterator[None]:
-        """What is raised inside says where; in a model that is not cut there is one place only."""
+        """Add the place to errors that are raised inside; a model that is not cut has one place only."""
         if self.staged.is_whole:
             yield
             return
