@@ -80,7 +80,7 @@ def meet(node_group: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[],
 
 def partners(node: Node, nodes: Sequence[Node], first: Node) -> list[Node]:
     """Return the nodes that a node tries: the first one, its next in the ring, and the one across. Three tries for each
-    node node find a machine that is walled off as all pairs would, and do not grow with the square of their number."""
+    node find a machine that is walled off as all pairs would, and do not grow with the square of their number."""
     here, count = nodes.index(node), len(nodes)
     chosen = [first, nodes[(here + 1) % count], nodes[(here + max(2, count // 2)) % count]]
     return [other for other in dict.fromkeys(chosen) if other is not node and other in nodes]

@@ -41,8 +41,7 @@ class Identity:
         return before is not None and self.digest is not None and before != self.digest
 
     def changes(self, was: Mapping[str, Any] | None, place: Mapping[str, Any]) -> list[str]:
-        """Return remarks, a line each, for a run that goes on at `place` of the data that a checkpoint noted.
-        noted."""
+        """Return remarks, a line each, for a run that goes on at `place` of the data that a checkpoint noted."""
         at = f"sequence {place['samples']:,} of epoch {place['epoch']}"
         if was is None:
             return [

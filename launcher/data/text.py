@@ -157,7 +157,7 @@ def _stdlib_documents() -> list[str]:
 
 def _is_library(path: Path) -> bool:
     """Return whether a path is not a test, an installed package, or a file that differs by machine or repeats the
-    topics. topics."""
+    topics."""
     if _NOT_LIBRARY & set(path.parts) or path.parts[0].startswith("config-"):
         return False
     return not path.name.startswith("_sysconfigdata") and path.parts != ("pydoc_data", "topics.py")

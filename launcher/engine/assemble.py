@@ -277,7 +277,7 @@ def _dataloader(
     in_stages: bool,
 ) -> Any:
     """Return a loader in random order; for a model in stages as the rows lie, as DeepSpeed's pipeline engine takes
-    them. them."""
+    them."""
     if data is None:
         return None
     from launcher.engine.loaders import loader_of, share_of

@@ -71,7 +71,7 @@ class SameInputs:
 
     def share(self) -> Tensor:
         """Return fp64 [1], [0] without tp: adds up to 0 over all ranks if every tp group had the same inputs in this
-        step. step."""
+        step."""
         if not self.active:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
         factor = self.axis.degree - 1 if self.axis.rank == 0 else -1
@@ -109,7 +109,7 @@ class SameInputs:
 
 def digest(inputs: Any, device: torch.device) -> Tensor:
     """Return int64 [], of 31 bits: of the shapes and dtypes of all tensors in a nest, and of the values of those of
-    whole whole numbers; of all where there are none such, for what ranks compute themselves may be rounded in other
+    whole numbers; of all where there are none such, for what ranks compute themselves may be rounded in other
     ways."""
     leaves = [leaf.detach() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     looks = zlib.crc32(repr([(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]).encode())

@@ -106,8 +106,7 @@ def _written(engine: Engine) -> list[ParamSlice]:
 def _flat_slice(
     engine: Engine, piece: ParamSlice, data: Tensor | OffloadedSlice, window: PrefetchWindow
 ) -> FlatSlice:
-    """Return `data` in the place of a piece of a parameter. A node with storage of its own may lack the first holders.
-    holders."""
+    """Return `data` in the place of a piece of a parameter. A node with storage of its own may lack the first holders."""
     place, firsts_only = (piece.split, piece.start, piece.stop), not engine.saver.node_local
     if isinstance(data, Tensor):
         return FlatSlice(data, *place, firsts_only=firsts_only)

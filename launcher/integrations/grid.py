@@ -63,7 +63,7 @@ class PipelineParallelGrid:
         return lists, mine, group
 
     def _share_batches(self) -> None:
-        """Return the the ranks that hold parts of one model."""
+        """Return the ranks that hold parts of one model."""
         for number in range(self.data_parallel_size):
             ranks = (
                 self._topo.get_axis_list("data", number)

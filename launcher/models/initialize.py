@@ -63,7 +63,7 @@ def initialize_module(
 
 def initializer(model: nn.Module, seed: int) -> Callable[[nn.Module, str, nn.Module], None]:
     """Return (root, name, module) -> None: `initialize_module` for the modules of `model`, or of a copy of it as it is
-    now. now."""
+    now."""
     plan = plan_of(model)
     return lambda root, name, module: initialize_module(root, name, module, seed, plan)
 

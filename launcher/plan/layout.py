@@ -104,7 +104,7 @@ def layouts(
 
 def _makes_sense(stage: int, dp: int, offload: str) -> bool:
     """Return whether a layout makes sense: offload needs a stage that shards; without it, one rank alone shards
-    nothing. nothing."""
+    nothing."""
     least = {"none": 0, "optimizer": 1, "all": 3}[offload]
     return stage >= least and (dp > 1 or stage == least)
 

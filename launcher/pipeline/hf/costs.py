@@ -33,7 +33,7 @@ class LayerCosts(NamedTuple):
 
 def deal(costs: LayerCosts, virtual_stages: int) -> list[int]:
     """Return boundaries over the blocks [virtual stages + 1], in the order of the model; what a stage costs counts the
-    ends. ends.
+    ends.
 
     Raises:
         ConfigError: there are fewer blocks than virtual stages.

@@ -40,8 +40,7 @@ def products(module: nn.Module, *, as_head: bool = False, experts: float = 1.0) 
 
 
 def matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """Return a search for the regular expression of "type:REGEX" in the name of a class, large and small letters alike.
-    alike."""
+    """Return a search for the regular expression of "type:REGEX" in the name of a class, large and small letters alike."""
     try:
         return re.compile(pattern, re.IGNORECASE).search
     except re.error as error:

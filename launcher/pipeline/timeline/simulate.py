@@ -152,7 +152,7 @@ class Timeline:
 
 def _transfer(timeline: Timeline) -> float:
     """Return the time from the end of an action to the start of the next on another rank, where that rank was idle
-    before. before."""
+    before."""
     ended = {span.action: (rank, span.end) for rank, spans in enumerate(timeline.spans) for span in spans}
     waits = []
     for rank, spans in enumerate(timeline.spans):
