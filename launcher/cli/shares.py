@@ -88,7 +88,9 @@ def places(job: Job, total: int) -> Sequence[str]:
     dp = job.config.dp_degree(total)
     if not job.run.is_ours and job.config.pipeline.stages is None:
         return ()
-    return ranks.places(job.config.pipeline.degree, dp, job.config.tensor_parallel.degree)
+    return ranks.places(
+        job.config.pipeline.degree, dp, job.config.tensor_parallel.degree, job.config.cp_degree
+    )
 
 
 def common(job: Job, output_dir: Path, device: str) -> NodeSpec:

@@ -15,7 +15,7 @@ _COUNT = "import torch; print(torch.cuda.device_count())"
 
 
 def count() -> int:
-    """Return the number of CUDA devices that this environment shows to a rank: 0 without torch, or without CUDA in it."""
+    """Return the number of CUDA devices that this environment shows to a rank: 0 without torch or without CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return 0

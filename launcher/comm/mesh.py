@@ -136,23 +136,52 @@ class Mesh:
     def dp(self) -> Axis:
         return self.axes["dp"]
 
-    def split_dp(self, size: int) -> tuple[Axis, Axis]:
-        """Return two axes inside dp: `shard`, groups of `size` neighbours, and `replicate`, across these groups.
+    @cached_property
+    def dp_cp(self) -> Axis:
+        """Return the ranks that hold the same parameters: those of dp, and those that share their sequences (cp). Every
+        rank must ask for it, for it may have a process group of its own."""
+        return self.joined("dp", "cp")
 
-        Every rank must call it; `size` must divide the degree of dp.
+    def joined(self, outer: str, inner: str) -> Axis:
+        """Return one axis over two that are neighbours in the mesh, or have only axes of degree 1 between them. Its
+        name is "outer_inner", or that of the one with more than one rank. Every rank must call it."""
+        one, other = self.axes[outer], self.axes[inner]
+        if one.degree == 1 or other.degree == 1:
+            return one if other.degree == 1 else other
+        first, last = AXES.index(outer), AXES.index(inner)
+        degrees = [self.axes[name].degree for name in AXES]
+        shape = (*degrees[:first], one.degree * other.degree, *degrees[last + 1 :])
+        assert all(degree == 1 for degree in degrees[first + 1 : last]), "nothing lies between the two"
+        return self._line(f"{outer}_{inner}", torch.arange(self.world_size).view(shape), first)
+
+    def split_cp(self, inner: int) -> tuple[Axis, Axis]:
+        """Return two axes inside cp: `ring`, across groups of `inner` neighbours, and `ulysses`, inside each. Every
+        rank must call it; `inner` must divide the degree of cp."""
+        cp = self.axes["cp"]
+        if inner == cp.degree:
+            return Axis("ring"), replace(cp, name="ulysses")
+        if inner == 1:
+            return replace(cp, name="ring"), Axis("ulysses")
+        ring, ulysses = self._inside("cp", "cp", ring=cp.degree // inner, ulysses=inner)
+        return ring, ulysses
+
+    def split_dp(self, size: int) -> tuple[Axis, Axis]:
+        """Return two axes inside dp_cp: `shard`, groups of `size` neighbours, and `replicate`, across these groups.
+
+        Every rank must call it; `size` must divide the degree of dp_cp.
         """
-        if size == self.dp.degree:
-            return self.dp, Axis("replicate")
+        if size == self.dp_cp.degree:
+            return self.dp_cp, Axis("replicate")
         if size == 1:
-            return Axis("shard"), replace(self.dp, name="replicate")
-        replicate, shard = self._inside_dp(replicate=self.dp.degree // size, shard=size)
+            return Axis("shard"), replace(self.dp_cp, name="replicate")
+        replicate, shard = self._inside("dp", "cp", replicate=self.dp_cp.degree // size, shard=size)
         return shard, replicate
 
     def with_levels(self, shard: Axis, node: int) -> Axis:
-        """Return the axis `shard`, which lies innermost in dp, with gathers in two hops: across nodes of `node` ranks
-        of dp, then inside each. Every rank must call it; `node` must divide its degree."""
-        sizes = {"": self.dp.degree // shard.degree, "across": shard.degree // node, "inside": node}
-        across, inside = self._inside_dp(**sizes)
+        """Return the axis `shard`, which lies innermost in dp_cp, with gathers in two hops: across nodes of `node`
+        ranks of it, then inside each. Every rank must call it; `node` must divide its degree."""
+        sizes = {"": self.dp_cp.degree // shard.degree, "across": shard.degree // node, "inside": node}
+        across, inside = self._inside("dp", "cp", **sizes)
         return replace(shard, levels=(across, inside))
 
     def part_of(self, name: str, coordinates: Sequence[int]) -> Axis:
@@ -166,11 +195,12 @@ class Mesh:
         axis = self._line(name, ranks.index_select(dim, torch.tensor(coordinates)), dim)
         return axis if whole.rank in coordinates else Axis(name)
 
-    def _inside_dp(self, **sizes: int) -> list[Axis]:
-        """Return an axis for each size; together they are dp, outermost first. One without a name is left out."""
+    def _inside(self, first: str, last: str, **sizes: int) -> list[Axis]:
+        """Return an axis for each size; together they are the mesh's axes from `first` to `last`, outermost first. One
+        without a name is left out."""
         degrees = [self.axes[name].degree for name in AXES]
-        place = AXES.index("dp")
-        shape = (*degrees[:place], *sizes.values(), *degrees[place + 1 :])
+        place = AXES.index(first)
+        shape = (*degrees[:place], *sizes.values(), *degrees[AXES.index(last) + 1 :])
         ranks = torch.arange(self.world_size).view(shape)
         return [self._line(name, ranks, place + i) for i, name in enumerate(sizes) if name]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.config.monitor import FlopsProfilerConfig
 from launcher.config.optimizer import OptimizerConfig
-from launcher.config.parallelism import PartitionConfig, PipelineConfig
+from launcher.config.parallelism import ContextParallelConfig, PartitionConfig, PipelineConfig
 from launcher.config.precision import Fp16Config
 from launcher.config.problems import ConfigProblems
 from launcher.config.ranks import BatchTriple
@@ -35,6 +35,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigProblems",
+    "ContextParallelConfig",
     "DataEfficiencyConfig",
     "DeepSpeedParams",
     "FlopsProfilerConfig",

@@ -26,7 +26,6 @@ tensor_parallel
   tp
     mpu | | an object of Python, which JSON cannot hold | delete it; neighbouring ranks share a layer
     tp_group | | a process group of Python, which JSON cannot hold | delete it; neighbouring ranks share a layer
-sequence_parallel_size | 1 | degree of sequence parallelism
 data_parallel_size | | data-parallel degree beside sequence parallelism
 use_data_before_expert_parallelism | false | order of ranks in expert groups
 expert_parallel

@@ -230,6 +230,31 @@ class TensorParallelConfig(Section):
         return 1 if self.autotp_size == AUTO else max(1, self.autotp_size)
 
 
+class ContextParallelConfig(Section):
+    """The tokens of each sequence are shared by neighbouring ranks. They work on the same sequences: data-parallel
+    ranks are all ranks / (`ulysses` x `ring`), and ZeRO shards over both.
+
+    Without the section, `sequence_parallel_size` says how many ranks share a sequence.
+    """
+
+    differs: ClassVar[dict[str, str]] = {
+        key: "a key of this launcher; DeepSpeed has sequence_parallel_size"
+        for key in ("ulysses", "ring", "layout")
+    }
+
+    ulysses: WholeNumber = 0
+    """Ranks that exchange heads for tokens around attention (Jacobs et al. 2023, arXiv:2309.14509); it must divide the
+    query heads. 0: as many as the heads allow, of those that the ring leaves."""
+
+    ring: WholeNumber = 0
+    """Ranks, or groups of `ulysses` ranks, that send keys and values round (Liu et al. 2023, arXiv:2310.01889). 0: as
+    many as Ulysses leaves."""
+
+    layout: Annotated[Literal["zigzag", "contiguous", "striped"], BeforeValidator(lower)] = "zigzag"
+    """Which tokens a rank of the ring has. "zigzag": one part from the beginning and one from the end, so that causal
+    attention is as much work on every rank. "contiguous": one part. "striped": every `ring`-th token."""
+
+
 METHODS = ("best", "uniform", "parameters", "profile")
 TYPE = "type:"
 CHUNKS = {"interleaved": 2, "zbv": 2}

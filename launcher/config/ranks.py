@@ -1,7 +1,7 @@
 """The division of a run into ranks and batches.
 
-Ranks are pipeline stages x data-parallel ranks x tensor-parallel ranks; train_batch_size is micro batch x accumulation
-x data-parallel ranks.
+Ranks are pipeline stages x data-parallel x context-parallel x tensor-parallel ranks; train_batch_size is micro batch x
+accumulation x data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ TRAIN, MICRO, ACCUMULATION = (
 MOST_TRIED = 10**6
 BATCH_KEYS = (TRAIN, MICRO, ACCUMULATION)
 STAGES, TENSOR = "pipeline.stages", "tensor_parallel.autotp_size"
+CONTEXT = "sequence_parallel_size"
 
 
 def batch_without_ranks(config: Config) -> tuple[list[str], int] | None:
@@ -39,15 +40,16 @@ def batch_without_ranks(config: Config) -> tuple[list[str], int] | None:
 def dp_degree(config: Config, ranks: int) -> int:
     """See `Config.dp_degree`."""
     degrees = {STAGES: config.pipeline.degree, TENSOR: config.tensor_parallel.degree}
+    if config.cp_degree > 1:
+        degrees[CONTEXT] = config.cp_degree
     share = math.prod(degrees.values())
     if ranks % share == 0:
         return ranks // share
     written = {key: degree for key, degree in degrees.items() if degree > 1}
     named = " x ".join(f"{key} {degree}" for key, degree in written.items())
     ways = [f"write {way}" for way in _degrees_that_fit(written, ranks)]
-    equation = (
-        f"{STAGES} {degrees[STAGES]} x data-parallel ranks x {TENSOR} {degrees[TENSOR]} = {ranks} ranks"
-    )
+    first, *others = (f"{key} {degree}" for key, degree in degrees.items())
+    equation = f"{' x '.join([first, 'data-parallel ranks', *others])} = {ranks} ranks"
     raise ConfigError(
         f"{named} does not divide the number of ranks, {ranks}: {equation}",
         where=config.where(next(iter(written))),
@@ -66,11 +68,14 @@ def with_stages(config: Config, stages: int) -> Config:
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
 
 
-def places(pp: int, dp: int, tp: int) -> list[str]:
+_WHAT = {"pp": "are the stages", "tp": "share every layer", "cp": "share every sequence"}
+
+
+def places(pp: int, dp: int, tp: int, cp: int = 1) -> list[str]:
     """Say what each rank is: "stage 1, dp 0, tp 1", in axes that have several ranks. Nothing where that is dp alone."""
-    if pp == tp == 1:
+    if pp == tp == cp == 1:
         return []
-    sizes = {"stage": pp, "dp": dp, "tp": tp}
+    sizes = {"stage": pp, "dp": dp, "cp": cp, "tp": tp}
     return [
         ", ".join(f"{name} {at}" for (name, size), at in zip(sizes.items(), where, strict=True) if size > 1)
         for where in itertools.product(*map(range, sizes.values()))
@@ -87,15 +92,16 @@ def mesh_lines(degrees: Mapping[str, int], host: str) -> list[str]:
     if not several.keys() - {"dp"}:
         return []
     title = f"{' x '.join(f'{name} {degree}' for name, degree in several.items())} on {host}"
-    pp, dp, tp = (degrees.get(name, 1) for name in ("pp", "dp", "tp"))
+    pp, dp, cp, tp = (degrees.get(name, 1) for name in ("pp", "dp", "cp", "tp"))
+    groups = [f"dp {i}" + (f", cp {j}" if cp > 1 else "") for i in range(dp) for j in range(cp)]
     if len(several) == 1:
-        return [f"{title}: ranks {'are the stages' if pp > 1 else 'share every layer'}"]
-    cells = [["", *(f"dp {i}" for i in range(dp))]]
+        return [f"{title}: ranks {_WHAT[next(iter(several))]}"]
+    cells = [["", *groups]]
     for stage in range(pp):
-        firsts = [(stage * dp + i) * tp for i in range(dp)]
+        firsts = [(stage * len(groups) + i) * tp for i in range(len(groups))]
         ranks = [" ".join(map(str, range(first, first + tp))) for first in firsts]
         cells.append([f"stage {stage}" if pp > 1 else "ranks", *ranks])
-    if dp == 1:
+    if len(groups) == 1:
         cells.pop(0)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rows = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells)

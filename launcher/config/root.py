@@ -31,7 +31,7 @@ from launcher.config.monitor import (
 )
 from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
-from launcher.config.parallelism import PipelineConfig, TensorParallelConfig
+from launcher.config.parallelism import ContextParallelConfig, PipelineConfig, TensorParallelConfig
 from launcher.config.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
 from launcher.config.reader import read_file, read_text
@@ -63,12 +63,14 @@ class Config(Section):
         "zero_force_ds_cpu_optimizer": "every elementwise optimizer here can step offloaded state",
         "vocabulary_size": "the model has its vocabulary size; DeepSpeed only warns about sizes that are "
         "not multiples of 8",
-        "seq_parallel_communication_data_type": "it is for gradients over ranks that share a sequence, and a "
-        "sequence_parallel_size above 1 is refused",
+        "seq_parallel_communication_data_type": "ranks that share a sequence are reduced over together with the "
+        "data-parallel ones: communication_data_type is for both",
     }
     differs: ClassVar[dict[str, str]] = {
         "gradient_predivide_factor": "at every stage, with reduce_scatter too",
         "prescale_gradients": "at every stage, with reduce_scatter too",
+        "sequence_parallel_size": "every rank takes whole sequences, and the loss is that of one process: loader and "
+        "script need no change",
         "gradient_allreduce_op": '"sum" works at every stage; DeepSpeed refuses it at stage 3',
     }
 
@@ -101,6 +103,12 @@ class Config(Section):
 
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig.model_construct)
     """Layers split over ranks."""
+
+    sequence_parallel_size: Count = 1
+    """Ranks that share the tokens of each sequence; `context_parallel` says how."""
+
+    context_parallel: ContextParallelConfig = Field(default_factory=ContextParallelConfig.model_construct)
+    """How ranks share the tokens of each sequence."""
 
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig.model_construct)
     """Layers dealt out to ranks."""
@@ -234,8 +242,16 @@ class Config(Section):
         """Return the dtype of the model's parameters and gradients."""
         return "fp16" if self.fp16.enabled is True else "bf16" if self.bf16.enabled is True else "fp32"
 
+    @property
+    def cp_degree(self) -> int:
+        """Return how many ranks share a sequence, at least 1."""
+        section = self.context_parallel
+        size = 1 if isinstance(self.sequence_parallel_size, str) else self.sequence_parallel_size
+        return max(size, max(1, section.ulysses) * max(1, section.ring))
+
     def dp_degree(self, ranks: int) -> int:
-        """Return how many of `ranks` ranks are data-parallel: stages x data-parallel x tensor-parallel ranks are all.
+        """Return how many of `ranks` ranks are data-parallel: stages x data-parallel x context-parallel x
+        tensor-parallel ranks are all.
 
         Raises:
             ConfigError: the degrees do not divide the number of ranks.

@@ -62,6 +62,7 @@ from launcher.zero.features.leaf import mark_fine_modules
 
 if TYPE_CHECKING:
     from launcher.pipeline.sequential.staged import SequentialPipeline
+    from launcher.sequence.apply import SharedModel
 
 
 def initialize(
@@ -126,7 +127,9 @@ def initialize(
     loaded = loaded_config(args, config if config is not None else config_params)
     row, loaded = row_in(model, loaded)
     dp = loaded.dp_degree(dist.get_world_size())
-    mesh = Mesh.build(device, pp=loaded.pipeline.degree, dp=dp, tp=loaded.tensor_parallel.degree)
+    mesh = Mesh.build(
+        device, pp=loaded.pipeline.degree, dp=dp, cp=loaded.cp_degree, tp=loaded.tensor_parallel.degree
+    )
     check_mpu(mpu, mesh, model)
     resolved = resolve(loaded, mesh, model, auto or {})
     monitor = open_monitor(resolved, mesh)
@@ -148,6 +151,7 @@ def initialize(
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = split_layers(model, mesh, resolved)
+    shared = share_sequences(model, mesh, resolved)
     staged: StagedPart = own or stages_of(model, split_model, mesh, resolved, seq_length)
     checkpointer = recompute(model, staged, resolved, mesh.axes["tp"])
     mark_leaves(model, resolved)
@@ -186,6 +190,10 @@ def initialize(
     engine = Engine(
         zero, resolved, mesh, runtime, stepper, scheduler, loader, checkpointer, monitor, versions
     )
+    if (
+        shared is not None and mesh.axes["pp"].degree == 1
+    ):  # stages learn one way to cross for each shape of a batch
+        verify_shared(engine, shared)
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
     trim_malloc()  # what the parameters took before they were laid out
@@ -245,6 +253,33 @@ def split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
         rules=section.partition_config,
     )
     return apply_tensor(model, tp, options, device=mesh.device)
+
+
+def share_sequences(model: nn.Module, mesh: Mesh, config: Config) -> SharedModel | None:
+    """Share the sequences of the model along cp; None where each rank has whole ones."""
+    degree, section = mesh.axes["cp"].degree, config.context_parallel
+    if degree == 1:
+        return None
+    from launcher.sequence.apply import apply as apply_sequence
+    from launcher.sequence.layout import planned
+
+    layout = planned(model, degree, section, tp=mesh.axes["tp"].degree)
+    return apply_sequence(model, mesh, layout)
+
+
+def verify_shared(engine: Engine, shared: SharedModel) -> None:
+    """See whether the model's loss is that of whole sequences. Every rank must call it."""
+    from launcher.sequence.verify import verify
+
+    def loss_of(batch: dict[str, torch.Tensor]) -> float:
+        return engine.eval_microbatches([batch] if engine.is_first_stage() else [], [1.0])
+
+    dtypes = [dtype for dtype in (engine.zero.policy.param_dtype, autocast_dtype(engine.resolved)) if dtype]
+    training = engine.training
+    engine.eval()
+    rows = engine.train_micro_batch_size_per_gpu()
+    verify(shared, loss_of, rows, min(dtypes, key=lambda dtype: dtype.itemsize))
+    engine.train(training)
 
 
 def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

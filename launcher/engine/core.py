@@ -98,7 +98,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.gradient_plan = GradientPlan.of(config.pipeline, is_whole=runtime.staged.is_whole)
         self._autocast = autocast_dtype(config)
         self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
-        self.inputs = SameInputs(mesh.axes["tp"], mesh.device)
+        self.inputs = SameInputs(mesh.joined("cp", "tp"), mesh.device)
         if runtime.staged.is_whole and self.inputs.active:  # also where a script calls the module itself
             zero.hooks.add_removable(self.inputs.follow(self.module))
         self._saver: Saver | None = None
@@ -319,7 +319,9 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
     def gradient_divisor(self) -> float:
         """Return what gradients are divided by at the end of a step, clipping apart."""
         mean = self._config.gradient_allreduce_op == "mean"
-        return self.divisor_of_local() * (self.zero.mean_divisor if mean else self.zero.sum_divisor)
+        # the ranks of cp have the gradient of one loss: its mean, whatever is done over dp
+        of_ranks = self.zero.mean_divisor if mean else self.zero.sum_divisor * self.mesh.axes["cp"].degree
+        return self.divisor_of_local() * of_ranks
 
     def divisor_of_local(self) -> float:
         """Return what gradients are divided by that have not been reduced over the ranks."""

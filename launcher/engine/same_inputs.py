@@ -1,4 +1,4 @@
-"""The check that ranks that are one copy of the model get the same inputs: those along tp.
+"""The check that ranks that are one copy of the model get the same inputs: those along cp and tp.
 
 Looked at in two ways, neither of which costs time:
 
@@ -32,10 +32,10 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SameInputs:
-    """Compares the inputs of an engine along tp.
+    """Compares the inputs of an engine along cp and tp.
 
     Args:
-        axis: tp.
+        axis: both as one.
         device: of this rank.
     """
 
@@ -44,6 +44,11 @@ class SameInputs:
         self.active = axis.group is not None
         self._looked: Counter[bool] = Counter()
         self._step = torch.zeros((), dtype=torch.int64, device=device)
+
+    @property
+    def _kind(self) -> str:
+        names = {"tp": "tensor-parallel", "cp": "context-parallel"}
+        return names.get(self.axis.name, "model-parallel")
 
     def follow(self, module: nn.Module) -> RemovableHandle:
         """Look at the inputs of every forward of the whole model, whoever calls it."""
@@ -92,7 +97,7 @@ class SameInputs:
         mine, self._step = self._step, torch.zeros_like(self._step)
         if float(total) != 0:
             self._compare(mine, f"step {step}")
-            raise _different("other ranks of this run that are one tensor-parallel group", f"step {step}")
+            raise _different("other ranks of this run that are one copy of the model", f"step {step}")
 
     def _compare(self, mine: Tensor, where: str) -> None:
         every = mine.new_zeros(self.axis.degree)
@@ -102,9 +107,7 @@ class SameInputs:
         others = [str(rank) for rank, found in zip(ranks, digests, strict=True) if found != digests[0]]
         if others:
             few = ", ".join(others[:8]) + (", ..." if len(others) > 8 else "")
-            raise _different(
-                f"{self.axis.members} are one tensor-parallel group: {few} and {ranks[0]}", where
-            )
+            raise _different(f"{self.axis.members} are one {self._kind} group: {few} and {ranks[0]}", where)
 
 
 def digest(inputs: Any, device: torch.device) -> Tensor:
@@ -127,8 +130,9 @@ def _different(who: str, where: str) -> LauncherError:
     return LauncherError(
         f"{who} got different inputs, though they compute parts of one model",
         where=where,
-        fix="all ranks of a tensor-parallel group need the same batches, and a sampler over all ranks, the default of "
-        "DistributedSampler, gives each its own: write DistributedSampler(data, num_replicas=engine.mesh.dp.degree, "
+        fix="all ranks that share the layers or the sequences of one model need the same batches, and a sampler over "
+        "all ranks, the default of DistributedSampler, gives each its own: write "
+        "DistributedSampler(data, num_replicas=engine.mesh.dp.degree, "
         "rank=engine.mesh.dp.rank), or pass initialize(training_data=...). Data that is random (augmentation, noise) "
         "needs a seed that these ranks share",
     )

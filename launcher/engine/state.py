@@ -106,7 +106,7 @@ def _written(engine: Engine) -> list[ParamSlice]:
 def _flat_slice(
     engine: Engine, piece: ParamSlice, data: Tensor | OffloadedSlice, window: PrefetchWindow
 ) -> FlatSlice:
-    """Return `data` in the place of a piece of a parameter. A node with storage of its own may lack the first holders."""
+    """Return `data` in the place of a piece of a parameter. A node with its own storage may lack the first holders."""
     place, firsts_only = (piece.split, piece.start, piece.stop), not engine.saver.node_local
     if isinstance(data, Tensor):
         return FlatSlice(data, *place, firsts_only=firsts_only)
@@ -147,10 +147,10 @@ def _rng_to_load(engine: Engine, stored: Stored) -> dict[str, Tensor]:
 
 
 def _random_states(engine: Engine) -> dict[str, Tensor]:
-    """Return the random states. Pipeline stages draw numbers of their own. Those of the first are named as where there
-    is one. is one."""
-    stage = engine.mesh.axes["pp"].rank
-    place = f"{engine.mesh.dp.rank}/stage{stage}" if stage else str(engine.mesh.dp.rank)
+    """Return the random states. Ranks with other tokens draw numbers of their own, and so do pipeline stages. Those of
+    the first stage are named as where there is one."""
+    stage, rank = engine.mesh.axes["pp"].rank, engine.mesh.dp_cp.rank
+    place = f"{rank}/stage{stage}" if stage else str(rank)
     return random_states(place, engine.device)
 
 

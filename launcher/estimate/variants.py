@@ -122,7 +122,7 @@ def advice(
 
 
 def _changes(config: Config, world: int) -> Iterator[tuple[str, ConfigChanges]]:
-    """Yield changes from the cheapest one on: (in words, keys). Each replaces what earlier ones say of the same keys."""
+    """Yield changes from the cheapest on: (in words, keys). Each replaces what earlier ones say of the same keys."""
     try:
         batch = config.resolve(dp_degree=config.dp_degree(world))
         micro, steps = (int(str(getattr(batch, key))) for key in (MICRO, ACCUMULATION))

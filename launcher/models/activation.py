@@ -65,7 +65,7 @@ class Checkpointer:
 
     def run(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return function(*args, **kwargs). Tensors among `args` are kept as `keeping` says, and those of `kwargs` that
-        need a need a gradient; the rest, such as masks and positions that all blocks share, is kept as it is."""
+        need a gradient; the rest, such as masks and positions that all blocks share, is kept as it is."""
         if _inside.get():
             return function(*args, **kwargs)
         count = len(args)

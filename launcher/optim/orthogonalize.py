@@ -22,7 +22,7 @@ NSMethod = Literal["gram", "standard"]
 
 def orthogonalize(update: Tensor, method: NSMethod) -> Tensor:
     """Return U V^T of `update` = U S V^T, with singular values near 1, times sqrt(rows / columns) where that is more
-    than 1. than 1.
+    than 1.
 
     Args:
         update: [..., rows, columns]; a convolution's filter [out, in, height, width] is taken as [out, rest].

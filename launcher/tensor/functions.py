@@ -159,7 +159,7 @@ _STATE = "_launcher_entered_state"  # on the tensor that split layers read: its 
 
 
 def enter(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
-    """Return `x` for layers that are split over the axis; several of them that read the same tensor get the same one."""
+    """Return `x` for layers that are split over the axis; several that read the same tensor get the same one."""
     if axis.degree == 1 or not (torch.is_grad_enabled() and x.requires_grad) or hasattr(x, _STATE):
         return x
     known = _known(x)

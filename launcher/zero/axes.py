@@ -17,7 +17,7 @@ class ShardAxes:
     """The axes of ZeRO inside data parallelism.
 
     Args:
-        dp: all ranks that train the same parameters.
+        dp: all ranks that train the same parameters: dp, and with it cp, whose ranks share sequences.
         shard: along it parameters, gradients and optimizer state are sharded, where the stage says so. It is dp, or
             with MiCS a group of neighbours.
         replicate: the ranks with the same shard; gradients are summed along it, too. Degree 1, but for MiCS.
@@ -47,7 +47,7 @@ def shard_axes(
     Raises:
         ConfigError: a size does not divide the degree of dp.
     """
-    dp = mesh.dp
+    dp = mesh.dp_cp
     if mics_shard_size > 0:
         _check(mics_shard_size, dp.degree, f"{KEY}.mics_shard_size")
         shard, replicate = mesh.split_dp(mics_shard_size)
@@ -69,7 +69,7 @@ def _check(size: int, degree: int, where: str) -> None:
 
 def _with_levels(mesh: Mesh, shard: Axis) -> Axis:
     """Gather in two hops, where the shard group spans several nodes; inside a node there is one hop."""
-    inner = mesh.axes["cp"].degree * mesh.axes["ep"].degree * mesh.axes["tp"].degree
+    inner = mesh.axes["ep"].degree * mesh.axes["tp"].degree
     node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)) // inner)
     if shard.degree <= node:
         return shard

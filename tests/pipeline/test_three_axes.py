@@ -14,6 +14,10 @@ from tests.pool.reference import PlainRun, batch, tiny_llama, train_plain
 
 STEPS, MICROBATCHES = 4, 2
 
+EPS = (
+    1e-4  # with 1e-8 AdamW makes steps of the rounding of gradients near zero, which differs from CPU to CPU
+)
+
 
 def train(
     ctx: RankContext,
@@ -26,6 +30,8 @@ def train(
     sections: dict[str, Any],
 ) -> dict[str, Any]:
     partition = "profile" if sequence and tied else "best"  # where layers are split and sequences sliced
+    adamw = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1, "eps": EPS}}
+    sections = {**sections, "optimizer": adamw}
     config = config_of(
         stage,
         MICROBATCHES,
@@ -41,7 +47,7 @@ def train(
 @cache
 def truth(tied: bool, microbatches: int) -> PlainRun:
     """One process with the microbatches of all ranks: other ones round differently, and AdamW enlarges that."""
-    adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1)
+    adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1, eps=EPS)
     return train_plain(tiny_llama(tied, layers=4), batch, adamw, STEPS, microbatches, CLIP)
 
 
@@ -65,4 +71,4 @@ def test_as_one_process(pool: WorkerPool, world: int, pp: int, tp: int, schedule
         assert got["weights"].keys() == want.weights.keys()
         for name, weight in want.weights.items():
             off = (got["weights"][name] - weight).norm() / weight.norm()
-            assert off < (1e-5 if tp == 1 else 2e-5), name  # AdamW: tp 2 without stages is off by 1.5e-5
+            assert off < 1e-5, name

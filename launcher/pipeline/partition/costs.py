@@ -40,7 +40,7 @@ def products(module: nn.Module, *, as_head: bool = False, experts: float = 1.0) 
 
 
 def matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """Return a search for the regular expression of "type:REGEX" in the name of a class, large and small letters alike."""
+    """Return a search for the regular expression of "type:REGEX" in the name of a class, upper or lower case."""
     try:
         return re.compile(pattern, re.IGNORECASE).search
     except re.error as error:

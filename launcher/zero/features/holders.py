@@ -22,7 +22,7 @@ def sum_over_holders(
     terms: Sequence[Tensor], parts: Sequence[DimSlice], tp: Axis, device: torch.device, tag: str
 ) -> list[Tensor]:
     """Return fp32 sums of each term over the ranks that hold its part. One collective along tp, of nothing where there
-    are no are no terms.
+    are no terms.
 
     A part that not all ranks hold has as many rows in the buffer as there are groups of holders; the other groups
     leave the row zero.

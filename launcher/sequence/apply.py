@@ -1,0 +1,185 @@
+"""`sequence.apply`: from a model to one whose sequences are shared by the ranks of the cp axis."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from launcher.comm import Axis, Mesh, all_gather, all_reduce
+from launcher.errors import ConfigError
+from launcher.sequence.attention import SharedAttention
+from launcher.sequence.inputs import EMBEDDINGS, IDS, POSITIONS, WHERE, current, cut
+from launcher.sequence.layout import SequenceLayout
+
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers in which nothing but attention looks at other tokens."""
+
+
+def apply(model: nn.Module, mesh: Mesh, layout: SequenceLayout) -> SharedModel:
+    """Share the sequences of a Hugging Face causal LM, in place. Every rank must call it.
+
+    Raises:
+        ConfigError: the model cannot work on slices of a sequence.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise _refused(model, "is not a transformers model")
+    if not model._supports_attention_backend:
+        raise _refused(model, "does not look its attention up in AttentionInterface")
+    if POSITIONS not in inspect.signature(type(model).forward).parameters:
+        raise _refused(model, f"takes no {POSITIONS}")
+    config: Any = model.config.get_text_config()
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in _ATTENTION:
+            raise _refused(model, f"has layers of kind {kind}, which pass a state along the sequence")
+    if getattr(config, "output_router_logits", False):
+        raise _refused(
+            model, "has an auxiliary loss of its routers (output_router_logits), which needs all tokens"
+        )
+    ring, ulysses = mesh.split_cp(layout.ulysses)
+    attention = SharedAttention(ring, ulysses, config._attn_implementation or "sdpa")
+    attention.install(config)
+    shared = SharedModel(model, mesh.axes["cp"], layout, attention)
+    shared.install()
+    return shared
+
+
+@dataclass
+class SharedModel:
+    """A model whose sequences are shared: the hooks around its forward.
+
+    Args:
+        axis: cp.
+        layout: the way in which sequences are shared.
+        attention: of its layers.
+
+    Attributes:
+        loss_computed: the forward under way has called `loss_function`.
+        active: false: every rank computes whole sequences.
+    """
+
+    model: PreTrainedModel
+    axis: Axis
+    layout: SequenceLayout
+    attention: SharedAttention
+    loss_computed: bool = False
+    active: bool = True
+
+    def install(self) -> None:
+        self.own_loss = self.model.loss_function
+        self.model.loss_function = self.loss
+        self.names = list(inspect.signature(type(self.model).forward).parameters)[1:]
+        self.model.register_forward_pre_hook(self.before, with_kwargs=True)
+        self.model.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        batch = {**dict(zip(self.names, args, strict=False)), **keywords}
+        current.set(None)
+        if batch.get(IDS) is None and batch.get(EMBEDDINGS) is None:
+            return None
+        generates = batch.get("past_key_values") is not None or batch.get("use_cache")
+        if generates or not self.active:  # whole, on each rank
+            return None
+        if batch.get("logits_to_keep"):
+            raise _refused(module, "is asked for some of its logits (logits_to_keep)")
+        batch, sequence = cut(batch, self.layout, self.axis.rank)
+        if "use_cache" in self.names:
+            batch["use_cache"] = False
+        self.loss_computed = False
+        current.set(sequence)
+        return (), batch
+
+    def after(self, module: nn.Module, args: Any, keywords: Any, output: Any) -> Any:
+        sequence = current.get()
+        current.set(None)
+        if sequence is None or output is None:
+            return None
+        if sequence.shift_labels is not None and not self.loss_computed:
+            raise _refused(module, "computes its loss itself, not with loss_function")
+        if sequence.shift_labels is None and getattr(output, "logits", None) is not None:
+            output["logits"] = self.whole(output["logits"], sequence.padded)[:, : sequence.length]
+        return output
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Inside, every rank computes whole sequences, as with one rank."""
+        self.active = False
+        try:
+            yield
+        finally:
+            self.active = True
+
+    def loss(
+        self, logits: Tensor, labels: Tensor | None, vocab_size: int, *args: Any, **keywords: Any
+    ) -> Tensor:
+        """Return the model's `loss_function`: that of one process, over the tokens of all ranks."""
+        sequence = current.get()
+        if sequence is None:
+            loss: Tensor = self.own_loss(logits, labels, vocab_size, *args, **keywords)
+            return loss
+        self.loss_computed = True
+        if keywords.get("num_items_in_batch") is None:
+            keywords["num_items_in_batch"] = sequence.tokens
+        keywords["shift_labels"] = sequence.shift_labels
+        mine = self.own_loss(logits, labels, vocab_size, *args, **keywords)
+        total: Tensor = _Sum.apply(mine, self.axis)  # type: ignore[no-untyped-call]
+        return total
+
+    def whole(self, x: Tensor, length: int) -> Tensor:
+        """[B, S / degree, ...] of all ranks -> [B, S, ...], in the order of the sequence."""
+        gathered: Tensor = _Gather.apply(x, self.axis)  # type: ignore[no-untyped-call]
+        order = self.layout.order(length).to(x.device)
+        return gathered.index_select(1, order.argsort())
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks of cp.
+
+    [Note: The gradient of a shared loss]
+    All ranks of cp have the same loss, and each runs the backward of it. Its gradient in a parameter is the sum of what
+    goes through the tokens of each rank. ZeRO takes the mean over dp x cp, so what goes through the own tokens counts
+    as often as cp has ranks: that is the gradient of a sum of which every rank asks for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.degree = axis.degree
+        total = x.detach().clone()
+        all_reduce(total, axis, "head/loss").wait()
+        return total
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.degree, None
+
+
+class _Gather(torch.autograd.Function):
+    """Slices of all ranks along dim 1; the gradient of it is the same on all of them (see the note above)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        full = x.new_empty(axis.degree, *x.shape)
+        full[axis.rank].copy_(x)
+        all_gather(full.view(-1), axis, "head/logits").wait()
+        return full.transpose(0, 1).flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.axis.degree, 1)[ctx.axis.rank] * ctx.axis.degree, None
+
+
+def _refused(model: nn.Module, why: str) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__} {why}, so its sequences cannot be shared by ranks",
+        where=WHERE,
+        fix="leave the section out for this model, and split its layers instead (tensor_parallel)",
+    )

@@ -1,0 +1,140 @@
+"""The seam of Hugging Face: the attention function and the mask function of a model whose sequences are shared.
+
+transformers looks both up by a name that is in the config of each model (`AttentionInterface`). Ours have a name of
+their own, which only the models that are shared have in their config. A forward over whole sequences (generation) goes
+on to what the model had before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from launcher.comm import Axis
+from launcher.errors import ConfigError
+from launcher.sequence.inputs import WHERE, current
+from launcher.sequence.kernels import Scores
+from launcher.sequence.masks import AttentionMask
+from launcher.sequence.ring import RingCall, ring_attention
+from launcher.sequence.ulysses import key_heads, query_heads, to_heads, to_tokens
+
+NAME = "launcher_context_parallel"
+
+
+@dataclass(frozen=True, eq=False)
+class SharedAttention:
+    """The attention of one model.
+
+    Args:
+        ring, ulysses: axes inside cp.
+        before: the `attn_implementation` that the model had.
+    """
+
+    ring: Axis
+    ulysses: Axis
+    before: str
+
+    def install(self, config: Any) -> None:
+        """Let every layer with this config use it."""
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, mask)
+        _shared[id(config)] = self
+        config._attn_implementation = NAME
+
+
+_shared: WeakValueDictionary[int, SharedAttention] = WeakValueDictionary()
+"""id of a config -> the attention of its model."""
+
+
+def mask(*args: Any, mask_function: Callable[..., Any], config: Any, **keywords: Any) -> Any:
+    """Return what a layer gets as its mask: rules, in a forward over shared sequences."""
+    sequence = current.get()
+    if sequence is not None:
+        return sequence.mask(mask_function)
+    own = ALL_MASK_ATTENTION_FUNCTIONS[_shared[id(config)].before]
+    return own(*args, mask_function=mask_function, config=config, **keywords)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **keywords: Any,
+) -> tuple[Tensor, Any]:
+    """Return attention of this rank's tokens to those of all ranks, as transformers wants it.
+
+    Args:
+        query: [B, H, S / degree, D]; key and value: [B, G, S / degree, D].
+        attention_mask: an `AttentionMask`.
+
+    Returns:
+        ([B, S / degree, H, D], None).
+    """
+    shared = _shared[id(module.config)]
+    if not isinstance(attention_mask, AttentionMask):
+        if current.get() is not None:
+            raise _refused(module, "gives its attention a mask of its own, or none")
+        own = _attention_before(module, shared.before)
+        found: tuple[Tensor, Any] = own(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **keywords
+        )
+        return found
+    if dropout:
+        raise _refused(module, f"drops {dropout} of its attention weights out")
+    if keywords.get("position_bias") is not None:
+        raise _refused(module, "adds a bias of positions to its scores")
+    scores = Scores(
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling), float(keywords.get("softcap") or 0.0)
+    )
+    out = _over_ranks(shared, module, (query, key, value), keywords.get("s_aux"), attention_mask, scores)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _over_ranks(
+    shared: SharedAttention,
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    rules: AttentionMask,
+    scores: Scores,
+) -> Tensor:
+    query, key, value = tensors
+    axis, sequence = shared.ulysses, rules.sequence
+    heads, groups = query.shape[1], key.shape[1]
+    if heads % axis.degree:
+        raise _refused(module, f"has {heads} heads on a rank, which {axis.degree} ranks cannot share evenly")
+    of_queries, of_keys = query_heads(heads, axis.degree), key_heads(heads, groups, axis.degree)
+    if of_keys is None:
+        key, value = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
+        of_keys = of_queries
+    query = to_heads(query, axis, of_queries)
+    key, value = to_heads(key, axis, of_keys), to_heads(value, axis, of_keys)
+    if sinks is not None:
+        sinks = sinks[of_queries[axis.rank]]
+    call = RingCall(shared.ring, sequence.layout, sequence.padded, rules, scores)
+    return to_tokens(ring_attention(query, key, value, sinks, call), axis, of_queries)
+
+
+def _attention_before(module: nn.Module, name: str) -> Callable[..., Any]:
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return found
+
+
+def _refused(module: nn.Module, why: str) -> ConfigError:
+    return ConfigError(
+        f"{type(module).__name__} {why}, which cannot be done where sequences are shared by ranks",
+        where=WHERE,
+        fix="leave the section out for this model",
+    )

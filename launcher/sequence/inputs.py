@@ -1,0 +1,120 @@
+"""One forward over a shared sequence: what a rank sees of the batch, and what its layers are told of the rest.
+
+All ranks of the cp axis are called with the same whole batch. Labels are moved to the tokens that predict them before
+anything is cut, so that no token of a slice looks for the label of another rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from launcher.data.documents import IGNORED
+from launcher.errors import ConfigError
+from launcher.sequence.layout import SequenceLayout
+from launcher.sequence.masks import AttentionMask, Kept, MaskRule, SameGroup, rules_of
+
+IDS, EMBEDDINGS, LABELS, SHIFTED = "input_ids", "inputs_embeds", "labels", "shift_labels"
+MASK, POSITIONS = "attention_mask", "position_ids"
+WHERE = "context_parallel"
+
+
+@dataclass(frozen=True, eq=False)
+class SharedSequence:
+    """The sequences of one forward.
+
+    Args:
+        layout: the way in which they are shared.
+        length: before padding.
+        padded: after it.
+        own: int64 [S / degree] positions of this rank.
+        rules: of the batch: documents, padding.
+        shift_labels: of the own positions, moved already: [B, S / degree]; None: no loss is asked for.
+        tokens: how many of the labels on all ranks are learned: int64 [].
+    """
+
+    layout: SequenceLayout
+    length: int
+    padded: int
+    own: Tensor
+    rules: tuple[MaskRule, ...]
+    shift_labels: Tensor | None = None
+    tokens: Tensor | None = None
+
+    def mask(self, function: Callable[..., Any]) -> AttentionMask:
+        """Return the mask of a kind of layer, for its mask function in transformers."""
+        rules = rules_of(function, self.padded, self.own.device)
+        return AttentionMask((*rules, *self.rules), self, self.own.device)
+
+
+current: ContextVar[SharedSequence | None] = ContextVar("current", default=None)
+"""The forward under way, where it is over shared sequences."""
+
+
+def cut(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> tuple[dict[str, Any], SharedSequence]:
+    """Return this rank's slice of a batch, and what its layers are told.
+
+    Args:
+        batch: arguments of the model's forward by name, the same on all ranks of cp.
+        rank: on the cp axis.
+
+    Raises:
+        ConfigError: an argument cannot be shared.
+    """
+    source = batch.get(IDS) if batch.get(IDS) is not None else batch.get(EMBEDDINGS)
+    assert source is not None
+    rows, length = source.shape[:2]
+    padded, device = layout.padded(length), source.device
+    own = layout.positions(padded, rank).to(device)
+
+    def slice_of(x: Tensor, fill: float | bool = 0) -> Tensor:
+        return padded_to(x, padded, fill).index_select(1, own)
+
+    positions, kept = batch.get(POSITIONS), batch.get(MASK)
+    if kept is not None and kept.dim() != 2:
+        raise ConfigError(
+            f"an attention mask of shape {tuple(kept.shape)} cannot be shared by ranks",
+            where=WHERE,
+            fix="give a mask [batch, sequence], or position_ids that start anew with each document",
+        )
+    rules: list[MaskRule] = []
+    if positions is None:
+        positions = torch.arange(length, device=device).expand(rows, -1)
+    elif kept is None:
+        positions = positions.expand(rows, -1)
+        starts = positions.diff(dim=1) != 1
+        if bool(starts.any()):
+            rules.append(SameGroup(padded_to(pad(starts, (1, 0)).cumsum(1), padded, rows * length)))
+    if kept is not None and not bool(kept.all()):
+        rules.append(Kept(padded_to(kept.bool(), padded, False)))
+    found = {
+        **batch,
+        POSITIONS: slice_of(positions),
+        # Whole: layers would take the positions of a slice for documents, without a mask.
+        MASK: torch.ones(rows, padded, dtype=torch.bool, device=device)
+        if kept is None
+        else padded_to(kept, padded, 0),
+    }
+    for key in (IDS, EMBEDDINGS):
+        if batch.get(key) is not None:
+            found[key] = slice_of(batch[key])
+    labels, shifted = batch.get(LABELS), batch.get(SHIFTED)
+    if shifted is None and labels is not None:
+        shifted = pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    if shifted is None:
+        return found, SharedSequence(layout, length, padded, own, tuple(rules))
+    found.pop(SHIFTED, None)
+    found[LABELS] = mine = slice_of(shifted, IGNORED)
+    tokens = (shifted != IGNORED).sum()
+    return found, SharedSequence(layout, length, padded, own, tuple(rules), mine, tokens)
+
+
+def padded_to(x: Tensor, length: int, fill: float | bool) -> Tensor:
+    """Return [B, S, ...] with `fill` behind it up to the length."""
+    more = length - x.shape[1]
+    return x if not more else torch.cat([x, x.new_full((x.shape[0], more, *x.shape[2:]), fill)], 1)

@@ -1,0 +1,183 @@
+"""Attention of some queries to some keys, with the log-sum-exp of each query, forward and backward.
+
+With it, attention to all keys is the merge of attention to parts of them (`merged`), and the backward of a part needs
+only the log-sum-exp of all (Dao 2023, arXiv:2307.08691, section 3.1): parts may be computed anywhere, in any order.
+
+On CPUs torch's fused kernel does it where it can; the formulas in plain torch do the rest, a few queries at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher.sequence.masks import Block
+
+_TILE = 1 << 24  # numbers of one piece of scores
+_INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The way from a query and a key to their score.
+
+    Args:
+        scale: factor of their product.
+        cap: scores are cap x tanh(score / cap) (Gemma 2); 0: as they are.
+    """
+
+    scale: float
+    cap: float = 0.0
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Return attention of a block, and log-sum-exp.
+
+    Args:
+        query: [B, H, Q, D].
+        key, value: [B, G, K, D] and [B, G, K, E]; G divides H.
+        block: some of its pairs are allowed.
+
+    Returns:
+        (fp32 [B, H, Q, E], fp32 [B, H, Q]): 0 and -inf for a query that may see no key.
+    """
+    if _is_fused(query, scores):
+        key, value = _heads(key, query), _heads(value, query)
+        wide, bias = _padded(value, query), _bias(block, query.dtype)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, wide, 0.0, block.causal, attn_mask=bias, scale=scores.scale
+        )
+        out, lse = out[..., : value.shape[-1]].float(), lse.float()
+        if block.mask is not None:  # the kernel says 0 of a query without keys
+            lse = lse.masked_fill(~block.mask.any(-1), -_INF)
+        return out, lse
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=torch.float32)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    for rows in _tiles(query, key):
+        raw = _raw(query[:, :, rows], key, scores)
+        weights = _masked(_capped(raw, scores), block, rows)
+        lse[:, :, rows] = weights.logsumexp(-1)
+        weights = weights.sub_(_finite(lse[:, :, rows])[..., None]).exp_()
+        out[:, :, rows] = weights @ _heads(value, query).float()
+    return out, lse
+
+
+def attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value that go through a block, fp32.
+
+    Args:
+        gradient, out: [B, H, Q, E] of attention to all keys, in the dtype of the query.
+        lse: fp32 [B, H, Q] of all keys.
+    """
+    groups = key.shape[1]
+    lse = _finite(lse)
+    if _is_fused(query, scores):
+        wide = value.shape[-1]
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _padded(gradient, query),
+            query,
+            _heads(key, query),
+            _padded(_heads(value, query), query),
+            _padded(out, query),
+            lse,
+            0.0,
+            block.causal,
+            attn_mask=_bias(block, query.dtype),
+            scale=scores.scale,
+        )
+        d_query, d_key, d_value = (part.float() for part in found)
+        return d_query, _summed(d_key, groups), _summed(d_value[..., :wide], groups)
+    keys, values = _heads(key, query).float(), _heads(value, query).float()
+    d_query, d_key, d_value = (
+        torch.empty_like(query, dtype=torch.float32),
+        torch.zeros_like(keys),
+        torch.zeros_like(values),
+    )
+    for rows in _tiles(query, key):
+        upstream, raw = gradient[:, :, rows].float(), _raw(query[:, :, rows], key, scores)
+        weights = _masked(_capped(raw, scores), block, rows).sub_(lse[:, :, rows, None]).exp_()
+        d_value += weights.transpose(-1, -2) @ upstream
+        mean = (upstream * out[:, :, rows].float()).sum(-1, keepdim=True)
+        d_scores = weights.mul_(upstream @ values.transpose(-1, -2) - mean)
+        if scores.cap:
+            d_scores = d_scores * (1 - (raw / scores.cap).tanh().square())
+        d_scores = d_scores.mul_(scores.scale)
+        d_query[:, :, rows] = d_scores @ keys
+        d_key += d_scores.transpose(-1, -2) @ query[:, :, rows].float()
+    return d_query, _summed(d_key, groups), _summed(d_value, groups)
+
+
+def merged(out: Tensor, lse: Tensor, more: Tensor, lse_of_more: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention to two sets of keys as one: [B, H, Q, E] and [B, H, Q], fp32."""
+    total = torch.logaddexp(lse, lse_of_more)
+    shift = _finite(total)
+    return out * (lse - shift).exp()[..., None] + more * (lse_of_more - shift).exp()[..., None], total
+
+
+def _is_fused(query: Tensor, scores: Scores) -> bool:
+    return query.device.type == "cpu" and not scores.cap
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """A query that sees no key: exp(-inf - 0) is 0, and exp(-inf + inf) no number."""
+    return lse.masked_fill(lse == -_INF, 0)
+
+
+def _bias(block: Block, dtype: torch.dtype) -> Tensor | None:
+    if block.mask is None:
+        return None
+    return torch.zeros(block.mask.shape, dtype=dtype, device=block.mask.device).masked_fill_(
+        ~block.mask, -_INF
+    )
+
+
+def _padded(value: Tensor, query: Tensor) -> Tensor:
+    """Return the values with zeros up to the width of the queries, which the fused kernel wants (DeepSeek's are
+    narrower)."""
+    return torch.nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+
+
+def _heads(grouped: Tensor, query: Tensor) -> Tensor:
+    """[B, G, K, D] -> [B, H, K, D]: one for each query head."""
+    times = query.shape[1] // grouped.shape[1]
+    return grouped if times == 1 else grouped.repeat_interleave(times, 1)
+
+
+def _summed(gradient: Tensor, groups: int) -> Tensor:
+    """[B, H, K, D] -> [B, G, K, D]."""
+    return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
+
+
+def _tiles(query: Tensor, key: Tensor) -> Iterator[slice]:
+    batch, heads, length, _ = query.shape
+    step = max(1, _TILE // (batch * heads * key.shape[2]))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def _raw(query: Tensor, key: Tensor, scores: Scores) -> Tensor:
+    return (query.float() @ _heads(key, query).float().transpose(-1, -2)).mul_(scores.scale)
+
+
+def _capped(raw: Tensor, scores: Scores) -> Tensor:
+    return (raw / scores.cap).tanh_().mul_(scores.cap) if scores.cap else raw.clone()
+
+
+def _masked(weights: Tensor, block: Block, rows: slice) -> Tensor:
+    if block.causal:
+        length = weights.shape[-1]
+        places = torch.arange(length, device=weights.device)
+        return weights.masked_fill_(places[None, :] > places[rows, None], -_INF)
+    return weights if block.mask is None else weights.masked_fill_(~block.mask[:, :, rows], -_INF)

@@ -1,0 +1,112 @@
+"""Which positions of a sequence a rank of the cp axis has.
+
+The axis is ring x ulysses, ulysses innermost. A chunk is what the ranks of one Ulysses group have together: one of
+`ring` equal parts of the sequence. Inside a chunk each of them has a slice.
+
+```
+ring 2, 8 positions     chunk 0        chunk 1
+contiguous              0 1 2 3        4 5 6 7
+zigzag                  0 1 6 7        2 3 4 5      the same number of pairs (query, key before it) in each chunk
+striped                 0 2 4 6        1 3 5 7
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.config import ContextParallelConfig
+from launcher.errors import ConfigError
+
+KINDS = ("zigzag", "contiguous", "striped")
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """The way in which sequences are shared.
+
+    Args:
+        kind: one of `KINDS`.
+        ring, ulysses: ranks along each; their product is the degree of cp.
+    """
+
+    kind: str
+    ring: int
+    ulysses: int
+
+    @property
+    def multiple(self) -> int:
+        """Return the number that must divide the length of a sequence; shorter ones are padded."""
+        return self.ring * self.ulysses * (2 if self.kind == "zigzag" and self.ring > 1 else 1)
+
+    def padded(self, length: int) -> int:
+        """Return the length after padding."""
+        return -(-length // self.multiple) * self.multiple
+
+    def runs(self, length: int, chunk: int) -> tuple[range, ...]:
+        """Return the positions of a chunk, in its order: one or two evenly spaced runs.
+
+        Args:
+            length: of the padded sequence.
+            chunk: 0 .. ring - 1.
+        """
+        if self.ring == 1:
+            return (range(length),)
+        if self.kind == "striped":
+            return (range(chunk, length, self.ring),)
+        parts = self.ring * (2 if self.kind == "zigzag" else 1)
+        size = length // parts
+        first = range(chunk * size, (chunk + 1) * size)
+        if self.kind == "contiguous":
+            return (first,)
+        last = parts - 1 - chunk
+        return first, range(last * size, (last + 1) * size)
+
+    def positions(self, length: int, rank: int) -> Tensor:
+        """Return the positions of a rank of the axis: int64 [length / degree]."""
+        return _positions(self, length, rank)
+
+    def order(self, length: int) -> Tensor:
+        """Return int64 [length]: the positions of all ranks, those of rank 0 first."""
+        return torch.cat([self.positions(length, rank) for rank in range(self.ring * self.ulysses)])
+
+
+def planned(model: Any, degree: int, section: ContextParallelConfig, *, tp: int) -> SequenceLayout:
+    """Return the layout for a model: what the JSON leaves open is Ulysses as far as the heads of a rank allow, for it
+    sends least, and a ring over the rest.
+
+    Args:
+        degree: of cp.
+        tp: ranks that share the heads.
+
+    Raises:
+        ConfigError: what the JSON says does not make the degree.
+    """
+    ulysses, ring = section.ulysses, section.ring
+    heads = int(getattr(model.config.get_text_config(), "num_attention_heads", 1)) // tp
+    if not ulysses and ring:
+        ulysses = degree // ring
+    if not ulysses:
+        ulysses = max(size for size in range(1, degree + 1) if degree % size == 0 and heads % size == 0)
+    if heads % ulysses or degree % ulysses:
+        fitting = [size for size in range(1, degree + 1) if degree % size == 0 and heads % size == 0]
+        raise ConfigError(
+            f"{ulysses} ranks cannot share {heads} attention heads evenly",
+            where="context_parallel.ulysses",
+            fix=f"write one of {', '.join(map(str, fitting))}: a ring over the others is chosen for you",
+        )
+    return SequenceLayout(section.layout, degree // ulysses, ulysses)
+
+
+@lru_cache(maxsize=64)
+def _positions(layout: SequenceLayout, length: int, rank: int) -> Tensor:
+    chunk, place = divmod(rank, layout.ulysses)
+    whole = torch.tensor(list(chain(*layout.runs(length, chunk))))
+    size = length // (layout.ring * layout.ulysses)
+    return whole[place * size : (place + 1) * size]

@@ -1,0 +1,210 @@
+"""Which keys a query may see, as rules over positions of the whole sequence.
+
+A rule answers for a block of queries and keys: all of its pairs, none, or some, and then which. transformers makes a
+mask out of small functions (`masking_utils`); `rules_of` reads them. A function that is not known is refused: it may
+look at the batch by position, and a rank has other positions than it thinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from launcher.errors import ConfigError
+
+
+class Visibility(Enum):
+    """How many of the pairs of a block a rule allows."""
+
+    NONE = "none"
+    SOME = "some"
+    ALL = "all"
+
+
+class MaskRule(Protocol):
+    """A rule about pairs of a query and a key."""
+
+    def of_block(self, queries: range, keys: range) -> Visibility:
+        """Return how many pairs of a block are allowed, in O(1) or O(length)."""
+        ...
+
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return bool [batch or 1, 1, queries, keys] for positions [queries, 1] and [1, keys]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A query sees no key after it."""
+
+    def of_block(self, queries: range, keys: range) -> Visibility:
+        if keys[0] > queries[-1]:
+            return Visibility.NONE
+        return Visibility.ALL if keys[-1] <= queries[0] else Visibility.SOME
+
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (keys <= queries)[None, None]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A query sees no key that is `size` positions or more before it."""
+
+    size: int
+
+    def of_block(self, queries: range, keys: range) -> Visibility:
+        if keys[-1] <= queries[0] - self.size:
+            return Visibility.NONE
+        return Visibility.ALL if keys[0] > queries[-1] - self.size else Visibility.SOME
+
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (keys > queries - self.size)[None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class SameGroup:
+    """A query sees keys of its own group only: of its document, or of its chunk of the sequence.
+
+    Args:
+        groups: int64 [batch or 1, length], never falling along the sequence.
+    """
+
+    groups: Tensor
+
+    def of_block(self, queries: range, keys: range) -> Visibility:
+        of_queries, of_keys = self.groups[:, _slice(queries)], self.groups[:, _slice(keys)]
+        first, last, lowest, highest = of_queries[:, 0], of_queries[:, -1], of_keys[:, 0], of_keys[:, -1]
+        if bool(((first > highest) | (last < lowest)).all()):
+            return Visibility.NONE
+        one = (first == last) & (lowest == highest) & (first == lowest)
+        return Visibility.ALL if bool(one.all()) else Visibility.SOME
+
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (self.groups[:, queries.squeeze(1), None] == self.groups[:, None, keys.squeeze(0)])[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Nobody sees keys that are padding.
+
+    Args:
+        keys: bool [batch, length]; false: padding.
+    """
+
+    keys: Tensor
+
+    def of_block(self, queries: range, keys: range) -> Visibility:
+        kept = self.keys[:, _slice(keys)]
+        if not bool(kept.any()):
+            return Visibility.NONE
+        return Visibility.ALL if bool(kept.all()) else Visibility.SOME
+
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return self.keys[:, None, None, keys.squeeze(0)]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The pairs of some queries with some keys.
+
+    Args:
+        visibility: how many of them are allowed.
+        causal: those of a square are allowed up to its diagonal, and no others are excluded.
+        mask: bool [batch or 1, 1, queries, keys], where some are allowed and it is not `causal`.
+    """
+
+    visibility: Visibility
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMask:
+    """All rules of a kind of layer in one forward. It travels through the model in the place of a mask tensor.
+
+    Args:
+        rules: a pair is allowed if all of them allow it.
+        sequence: the forward that it belongs to (`inputs.py`).
+        device: of the masks.
+    """
+
+    rules: tuple[MaskRule, ...]
+    sequence: Any
+    device: torch.device
+    _blocks: dict[tuple[range, range], Block] = field(default_factory=dict)
+
+    def visibility(self, queries: range, keys: range) -> Visibility:
+        """Return how many pairs of a block all rules allow."""
+        found = [rule.of_block(queries, keys) for rule in self.rules]
+        if Visibility.NONE in found:
+            return Visibility.NONE
+        return Visibility.SOME if Visibility.SOME in found else Visibility.ALL
+
+    def block(self, queries: range, keys: range) -> Block:
+        """Return what attention of the queries to the keys needs; kept for the layers that follow."""
+        if (queries, keys) not in self._blocks:
+            self._blocks[queries, keys] = self._make(queries, keys)
+        return self._blocks[queries, keys]
+
+    def _make(self, queries: range, keys: range) -> Block:
+        active = [rule for rule in self.rules if rule.of_block(queries, keys) is not Visibility.ALL]
+        if any(rule.of_block(queries, keys) is Visibility.NONE for rule in active):
+            return Block(Visibility.NONE)
+        if not active:
+            return Block(Visibility.ALL)
+        if active == [Causal()] and queries == keys:
+            return Block(Visibility.SOME, causal=True)
+        rows = torch.tensor(queries, device=self.device)[:, None]
+        columns = torch.tensor(keys, device=self.device)[None, :]
+        mask = active[0].allowed(rows, columns)
+        for rule in active[1:]:
+            mask = mask & rule.allowed(rows, columns)
+        return Block(Visibility.SOME if bool(mask.any()) else Visibility.NONE, mask=mask)
+
+
+def rules_of(function: Callable[..., Any], length: int, device: torch.device) -> list[MaskRule]:
+    """Read a mask function of transformers.
+
+    Args:
+        function: as transformers hands it to a mask interface.
+        length: of the padded sequence.
+        device: of the tensors in the rules.
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    kind = getattr(function, "__qualname__", repr(function)).removesuffix(".<locals>.inner_mask")
+    inside = _captured(function)
+    if kind == "causal_mask_function":
+        return [Causal()]
+    if kind == "bidirectional_mask_function":
+        return []
+    if kind == "sliding_window_overlay":
+        return [Window(int(inside["sliding_window"]))]
+    if kind == "chunked_overlay":
+        places = torch.arange(length, device=device)[None] - inside["left_padding"].to(device)[:, None]
+        return [SameGroup(places.div(inside["chunk_size"], rounding_mode="floor"))]
+    if kind == "and_masks.<locals>.and_mask":
+        return [rule for one in inside["mask_functions"] for rule in rules_of(one, length, device)]
+    raise ConfigError(
+        f"attention masks made by {kind} are not known where sequences are shared by ranks",
+        where="context_parallel",
+        fix="leave the section out for this model",
+    )
+
+
+def _captured(function: Callable[..., Any]) -> dict[str, Any]:
+    code = getattr(function, "__code__", None)
+    cells: Sequence[Any] = getattr(function, "__closure__", None) or ()
+    return (
+        {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)} if code else {}
+    )
+
+
+def _slice(positions: range) -> slice:
+    return slice(positions.start, positions.stop, positions.step)

@@ -1,0 +1,223 @@
+"""Ring attention: each rank keeps the queries of its chunk, and meets the keys and values of all chunks one by one.
+
+[Note: Who sends to whom]
+In step i a rank gets the chunk of the rank i before it, from that rank itself, and sends its own to the rank i behind
+it. So every chunk is sent by its owner, in the same number of messages as on a ring, and one that no query of a rank
+may see is not sent to it at all. The chunk of step i + 1 is on its way while attention to that of step i is computed.
+In backward the gradients of a chunk's keys and values go straight back to its owner, who adds them in the order of the
+steps: sums are the same on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from launcher.comm import Axis
+from launcher.comm.p2p import P2PChannel
+from launcher.comm.pending import Pending
+from launcher.sequence.kernels import Scores, attend, attend_backward, merged
+from launcher.sequence.layout import SequenceLayout
+from launcher.sequence.masks import AttentionMask, Visibility
+
+TAG = "attention/ring"
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """One attention over the ring.
+
+    Args:
+        axis: the ring; of degree 1 where Ulysses does all.
+        layout, length: of the padded sequence.
+        mask: of the layer.
+        scores: of the layer.
+    """
+
+    axis: Axis
+    layout: SequenceLayout
+    length: int
+    mask: AttentionMask
+    scores: Scores
+
+    def runs(self, chunk: int) -> tuple[range, ...]:
+        return self.layout.runs(self.length, chunk)
+
+    def sees(self, queries: int, keys: int) -> bool:
+        """Return whether a query of one chunk may see a key of the other."""
+        return any(
+            self.mask.visibility(mine, other) is not Visibility.NONE
+            for mine in self.runs(queries)
+            for other in self.runs(keys)
+        )
+
+    def pairs(self, keys: int) -> Iterator[tuple[slice, range, slice, range]]:
+        """Yield (place, positions) of the own runs of queries with those of another chunk's keys."""
+        for mine, queries in _placed(self.runs(self.axis.rank)):
+            for place, positions in _placed(self.runs(keys)):
+                yield mine, queries, place, positions
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: RingCall) -> Tensor:
+    """Return attention of this rank's queries to the keys of all ranks. Every rank of the ring must call it.
+
+    Args:
+        query: [B, H, C, D], C positions of this rank's chunk.
+        key, value: [B, G, C, D] and [B, G, C, E].
+        sinks: [H] scores of a key without a value that every query sees (gpt-oss); None: there is none.
+
+    Returns:
+        [B, H, C, E] in the dtype of the query.
+    """
+    out: Tensor = _Ring.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: RingCall
+    ) -> Tensor:
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=torch.float32)
+        lse = query.new_full(query.shape[:-1], float("-inf"), dtype=torch.float32)
+        with torch.no_grad():
+            for chunk, keys, values in _Chunks(key, value, call):
+                for mine, queries, place, positions in call.pairs(chunk):
+                    block = call.mask.block(queries, positions)
+                    if block.visibility is Visibility.NONE:
+                        continue
+                    found = attend(
+                        query[:, :, mine], keys[:, :, place], values[:, :, place], block, call.scores
+                    )
+                    out[:, :, mine], lse[:, :, mine] = merged(out[:, :, mine], lse[:, :, mine], *found)
+        if sinks is not None:  # one more term of the denominator, and none of the numerator
+            nothing = torch.zeros_like(out)
+            out, lse = merged(out, lse, nothing, sinks.float()[None, :, None].expand_as(lse))
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        call: RingCall = ctx.call
+        gradient = gradient.contiguous()
+        d_query = torch.zeros_like(query, dtype=torch.float32)
+        back = _Returns(key, value, call)
+        for chunk, keys, values in _Chunks(key, value, call):
+            d_key, d_value = (torch.zeros_like(part, dtype=torch.float32) for part in (keys, values))
+            for mine, queries, place, positions in call.pairs(chunk):
+                block = call.mask.block(queries, positions)
+                if block.visibility is Visibility.NONE:
+                    continue
+                found = attend_backward(
+                    gradient[:, :, mine],
+                    query[:, :, mine],
+                    keys[:, :, place],
+                    values[:, :, place],
+                    out[:, :, mine],
+                    lse[:, :, mine],
+                    block,
+                    call.scores,
+                )
+                d_query[:, :, mine] += found[0]
+                d_key[:, :, place] += found[1]
+                d_value[:, :, place] += found[2]
+            back.give(chunk, d_key, d_value)
+        d_key, d_value = back.sum()
+        d_sinks = None
+        if sinks is not None:
+            share = (sinks.float()[None, :, None] - lse).exp()
+            d_sinks = -(share * (gradient.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, None
+
+
+class _Chunks:
+    """Iterates over (chunk, keys, values): the own chunk, then those that this rank may see, as they come."""
+
+    def __init__(self, key: Tensor, value: Tensor, call: RingCall) -> None:
+        self.key, self.value, self.call = key, value, call
+        self.own = _packed(key, value)
+        self.channel = P2PChannel(call.axis)
+        self.sent: list[Pending] = []
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        axis = self.call.axis
+        coming = self._start(1)
+        if self.call.sees(axis.rank, axis.rank):
+            yield axis.rank, self.key, self.value
+        for step in range(1, axis.degree):
+            arrived, coming = coming, self._start(step + 1)
+            if arrived is not None:
+                arrived[0].wait()
+                yield ((axis.rank - step) % axis.degree, *_unpacked(arrived[1], self.key, self.value))
+        for pending in self.sent:
+            pending.wait()
+
+    def _start(self, step: int) -> tuple[Pending, Tensor] | None:
+        """Start the exchange of a step."""
+        axis = self.call.axis
+        if step >= axis.degree:
+            return None
+        source, to = (axis.rank - step) % axis.degree, (axis.rank + step) % axis.degree
+        if self.call.sees(to, axis.rank):
+            self.sent.append(self.channel.send(self.own, to, TAG))
+        if not self.call.sees(axis.rank, source):
+            return None
+        buffer = torch.empty_like(self.own)
+        return self.channel.receive(buffer, source, TAG), buffer
+
+
+class _Returns:
+    """The gradients of keys and values on their way to the ranks that own these."""
+
+    def __init__(self, key: Tensor, value: Tensor, call: RingCall) -> None:
+        self.key, self.value, self.call = key, value, call
+        self.channel = P2PChannel(call.axis)
+        self.given: list[Pending] = []
+        self.own: Tensor | None = None
+
+    def give(self, chunk: int, d_key: Tensor, d_value: Tensor) -> None:
+        """Send the gradients of a chunk to its owner."""
+        packed = _packed(d_key, d_value)
+        if chunk == self.call.axis.rank:
+            self.own = packed
+        else:
+            self.given.append(self.channel.send(packed, chunk, TAG, back=True))
+
+    def sum(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the own keys and values, from all ranks."""
+        axis, like = self.call.axis, _packed(self.key, self.value)
+        total = torch.zeros_like(like, dtype=torch.float32) if self.own is None else self.own
+        for step in range(1, axis.degree):
+            source = (axis.rank + step) % axis.degree
+            if self.call.sees(source, axis.rank):
+                buffer = torch.empty_like(total)
+                self.channel.receive(buffer, source, TAG, back=True).wait()
+                total += buffer
+        for pending in self.given:
+            pending.wait()
+        return _unpacked(total, self.key, self.value)
+
+
+def _placed(runs: tuple[range, ...]) -> Iterator[tuple[slice, range]]:
+    start = 0
+    for run in runs:
+        yield slice(start, start + len(run)), run
+        start += len(run)
+
+
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+
+def _unpacked(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = packed.split([key.numel(), value.numel()])
+    return keys.view(key.shape), values.view(value.shape)

@@ -1,0 +1,108 @@
+"""Ulysses: around attention, ranks exchange some tokens of all heads for all tokens of some heads, and back.
+
+Query heads are dealt out evenly. Of key-value heads each rank gets those that its query heads read: where there are
+fewer of them than ranks, neighbours get the same one, and its gradient is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from launcher.comm import Axis, all_to_all
+
+TAG = "attention/ulysses"
+Heads = tuple[slice, ...]  # of each rank
+
+
+def query_heads(heads: int, ranks: int) -> Heads:
+    """Return the query heads of each rank; `ranks` divides `heads`."""
+    size = heads // ranks
+    return tuple(slice(rank * size, (rank + 1) * size) for rank in range(ranks))
+
+
+def key_heads(heads: int, groups: int, ranks: int) -> Heads | None:
+    """Return the key-value heads that each rank's query heads read; None: they read unequal numbers of them, and keys
+    are to be repeated for each query head first.
+
+    Args:
+        heads, groups: query heads and key-value heads.
+    """
+    size, times = heads // ranks, heads // groups
+    if size % times and times % size:
+        return None
+    return tuple(slice(rank * size // times, -(-(rank + 1) * size // times)) for rank in range(ranks))
+
+
+def to_heads(x: Tensor, axis: Axis, heads: Heads) -> Tensor:
+    """[B, all heads, tokens of this rank, D] -> [B, heads of this rank, tokens of all ranks, D]."""
+    if axis.degree == 1:
+        return x
+    found: Tensor = _ToHeads.apply(x, axis, heads)  # type: ignore[no-untyped-call]
+    return found
+
+
+def to_tokens(x: Tensor, axis: Axis, heads: Heads) -> Tensor:
+    """[B, heads of this rank, tokens of all ranks, D] -> [B, all heads, tokens of this rank, D]."""
+    if axis.degree == 1:
+        return x
+    found: Tensor = _ToTokens.apply(x, axis, heads)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, heads: Heads) -> Tensor:
+        ctx.axis, ctx.heads, ctx.all_heads = axis, heads, x.shape[1]
+        return _gather_tokens(x, axis, heads)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_heads(gradient, ctx.axis, ctx.heads, ctx.all_heads), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, heads: Heads) -> Tensor:
+        ctx.axis, ctx.heads = axis, heads
+        return _gather_heads(x, axis, heads, heads[-1].stop)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_tokens(gradient, ctx.axis, ctx.heads), None, None
+
+
+def _gather_tokens(x: Tensor, axis: Axis, heads: Heads) -> Tensor:
+    outgoing = [x[:, own].contiguous() for own in heads]
+    mine = outgoing[axis.rank]
+    incoming = [mine if rank == axis.rank else torch.empty_like(mine) for rank in range(axis.degree)]
+    _exchange(outgoing, incoming, axis)
+    return torch.cat(incoming, 2)
+
+
+def _gather_heads(x: Tensor, axis: Axis, heads: Heads, all_heads: int) -> Tensor:
+    """Return the tokens of this rank with all heads; a head that several ranks have is their sum."""
+    outgoing = [part.contiguous() for part in x.chunk(axis.degree, 2)]
+    mine = outgoing[axis.rank]
+    incoming = [
+        mine if rank == axis.rank else mine.new_empty(_with_heads(mine.shape, own))
+        for rank, own in enumerate(heads)
+    ]
+    _exchange(outgoing, incoming, axis)
+    whole = mine.new_zeros(_with_heads(mine.shape, slice(0, all_heads)))
+    for own, part in zip(heads, incoming, strict=True):
+        whole[:, own] += part
+    return whole
+
+
+def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:
+    all_to_all([part.view(-1) for part in outgoing], [part.view(-1) for part in incoming], axis, TAG).wait()
+
+
+def _with_heads(shape: Sequence[int], heads: slice) -> list[int]:
+    return [shape[0], heads.stop - heads.start, *shape[2:]]
