@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from launcher.comm import Axis, Mesh, all_gather, all_reduce
 from launcher.errors import ConfigError
 from launcher.sequence.attention import SharedAttention
 from launcher.sequence.inputs import EMBEDDINGS, IDS, POSITIONS, WHERE, current, cut
 from launcher.sequence.layout import SequenceLayout
+from launcher.tensor.split_model import wants_loss_only
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers in which nothing but attention looks at other tokens."""
@@ -103,7 +105,13 @@ class SharedModel:
             return None
         if sequence.shift_labels is not None and not self.loss_computed:
             raise _refused(module, "computes its loss itself, not with loss_function")
-        if sequence.shift_labels is None and getattr(output, "logits", None) is not None:
+        if not isinstance(output, ModelOutput):
+            raise _refused(module, f"returns a {type(output).__name__}, not an output with names")
+        if output.get("logits") is None:
+            return output
+        if sequence.shift_labels is not None and (module.training or wants_loss_only.get()):
+            output["logits"] = None  # those of a slice would be taken for all
+        else:
             output["logits"] = self.whole(output["logits"], sequence.padded)[:, : sequence.length]
         return output
 

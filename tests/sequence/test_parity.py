@@ -142,3 +142,46 @@ def test_deepspeeds_key(pool: WorkerPool) -> None:
     """It is enough by itself: heads are exchanged as far as there are heads."""
     config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2, "optimizer": {"type": "SGD"}}
     assert pool.run(chosen, 2, config) == [(2, 1)] * 2
+
+
+def logits_of(ctx: RankContext) -> dict[str, Any]:
+    """What a script finds in `outputs.logits`: (asked with labels while it trains, with labels in eval, without)."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "context_parallel": {"ring": 2},
+    }
+    engine: Any = launcher.initialize(model=model_of("grouped"), config=config, device=CPU)[0]
+    batch = BATCHES["plain"](0, 23)
+    found = {"trained": engine(**batch).logits}
+    engine.eval()
+    with torch.no_grad():
+        found["with labels"] = engine(**batch).logits
+        found["without"] = engine(input_ids=batch["input_ids"]).logits
+    engine.destroy()
+    return found
+
+
+def test_logits_are_those_of_the_whole_sequence(pool: WorkerPool) -> None:
+    """Those of a slice are given to nobody."""
+    with torch.no_grad():
+        want = model_of("grouped").eval()(input_ids=BATCHES["plain"](0, 23)["input_ids"]).logits
+    for found in pool.run(logits_of, 2):
+        assert found["trained"] is None
+        torch.testing.assert_close(found["with labels"], want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["without"], want, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_of_a_group_with_other_batches_are_told(pool: WorkerPool) -> None:
+    with pytest.raises(Exception, match="context-parallel group"):
+        pool.run(with_other_batches, 2)
+
+
+def with_other_batches(ctx: RankContext) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "sequence_parallel_size": 2,
+    }
+    engine: Any = launcher.initialize(model=model_of("grouped"), config=config, device=CPU)[0]
+    engine(**BATCHES["plain"](ctx.rank, 24))
