@@ -239,8 +239,8 @@ MUTANTS = {
     ),
     "random-state-of-dp-rank-0": Mutant(
         "engine/state.py",
-        'place = f"{engine.mesh.dp.rank}/stage{stage}" if stage else str(engine.mesh.dp.rank)',
-        'place = f"{engine.mesh.dp.rank}/stage{stage}" if stage else "0"',
+        'place = f"{rank}/stage{stage}" if stage else str(rank)',
+        'place = f"{rank}/stage{stage}" if stage else "0"',
         "after a load all data-parallel ranks draw the random numbers of rank 0",
         near="engine/test_resume.py",
     ),
