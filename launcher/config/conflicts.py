@@ -277,9 +277,7 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
     ),
     _split_rules,
     Rule(("context_parallel.ulysses", "context_parallel.ring", "sequence_parallel_size"),
-         lambda ulysses, ring, size: size > 1 and (size % max(1, ulysses) or size % max(1, ring)
-                                                   or (max(1, ulysses) * max(1, ring) not in (1, size)
-                                                   and 0 not in (ulysses, ring))),
+         lambda u, r, size: size > 1 and (u * r != size if u and r else size % (u or r or 1)),
          "ulysses {0} x ring {1} is not sequence_parallel_size {2}", "write one of the two, or leave one of them out"),
     Rule((SCHEDULE, STAGES), lambda schedule, stages: schedule in ASYNCHRONOUS and stages == 1,
          'schedule "{0}" needs two stages or more', 'write more stages, or "schedule": "1f1b"'),

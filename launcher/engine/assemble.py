@@ -190,9 +190,8 @@ def initialize(
     engine = Engine(
         zero, resolved, mesh, runtime, stepper, scheduler, loader, checkpointer, monitor, versions
     )
-    if (
-        shared is not None and mesh.axes["pp"].degree == 1
-    ):  # stages learn one way to cross for each shape of a batch
+    # Not with stages, which learn one way to cross for each shape of a batch.
+    if shared is not None and mesh.axes["pp"].degree == 1:
         verify_shared(engine, shared)
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
@@ -272,7 +271,7 @@ def verify_shared(engine: Engine, shared: SharedModel) -> None:
     from launcher.sequence.verify import verify
 
     def loss_of(batch: dict[str, torch.Tensor]) -> float:
-        return engine.eval_microbatches([batch] if engine.is_first_stage() else [], [1.0])
+        return engine.eval_microbatches([batch], [1.0])
 
     dtypes = [dtype for dtype in (engine.zero.policy.param_dtype, autocast_dtype(engine.resolved)) if dtype]
     training = engine.training

@@ -8,17 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from launcher.comm import Axis, Mesh, all_gather, all_reduce
-from launcher.errors import ConfigError
+from launcher.comm import Axis, Mesh
 from launcher.sequence.attention import SharedAttention
-from launcher.sequence.inputs import EMBEDDINGS, IDS, POSITIONS, WHERE, current, cut
+from launcher.sequence.inputs import EMBEDDINGS, IDS, POSITIONS, current, cut, refused
 from launcher.sequence.layout import SequenceLayout
+from launcher.tensor.functions import gather_along, leave
 from launcher.tensor.split_model import wants_loss_only
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -32,17 +30,17 @@ def apply(model: nn.Module, mesh: Mesh, layout: SequenceLayout) -> SharedModel:
         ConfigError: the model cannot work on slices of a sequence.
     """
     if not isinstance(model, PreTrainedModel):
-        raise _refused(model, "is not a transformers model")
+        raise refused(model, "is not a transformers model")
     if not model._supports_attention_backend:
-        raise _refused(model, "does not look its attention up in AttentionInterface")
+        raise refused(model, "does not look its attention up in AttentionInterface")
     if POSITIONS not in inspect.signature(type(model).forward).parameters:
-        raise _refused(model, f"takes no {POSITIONS}")
+        raise refused(model, f"takes no {POSITIONS}")
     config: Any = model.config.get_text_config()
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in _ATTENTION:
-            raise _refused(model, f"has layers of kind {kind}, which pass a state along the sequence")
+            raise refused(model, f"has layers of kind {kind}, which pass a state along the sequence")
     if getattr(config, "output_router_logits", False):
-        raise _refused(
+        raise refused(
             model, "has an auxiliary loss of its routers (output_router_logits), which needs all tokens"
         )
     ring, ulysses = mesh.split_cp(layout.ulysses)
@@ -90,7 +88,7 @@ class SharedModel:
         if generates or not self.active:  # whole, on each rank
             return None
         if batch.get("logits_to_keep"):
-            raise _refused(module, "is asked for some of its logits (logits_to_keep)")
+            raise refused(module, "is asked for some of its logits (logits_to_keep)")
         batch, sequence = cut(batch, self.layout, self.axis.rank)
         if "use_cache" in self.names:
             batch["use_cache"] = False
@@ -104,9 +102,9 @@ class SharedModel:
         if sequence is None or output is None:
             return None
         if sequence.shift_labels is not None and not self.loss_computed:
-            raise _refused(module, "computes its loss itself, not with loss_function")
+            raise refused(module, "computes its loss itself, not with loss_function")
         if not isinstance(output, ModelOutput):
-            raise _refused(module, f"returns a {type(output).__name__}, not an output with names")
+            raise refused(module, f"returns a {type(output).__name__}, not an output with names")
         if output.get("logits") is None:
             return output
         if sequence.shift_labels is not None and (module.training or wants_loss_only.get()):
@@ -137,57 +135,22 @@ class SharedModel:
             keywords["num_items_in_batch"] = sequence.tokens
         keywords["shift_labels"] = sequence.shift_labels
         mine = self.own_loss(logits, labels, vocab_size, *args, **keywords)
-        total: Tensor = _Sum.apply(mine, self.axis)  # type: ignore[no-untyped-call]
-        return total
+        return _of_each_rank(leave(mine, self.axis, "head/loss"), self.axis)
 
     def whole(self, x: Tensor, length: int) -> Tensor:
         """[B, S / degree, ...] of all ranks -> [B, S, ...], in the order of the sequence."""
-        gathered: Tensor = _Gather.apply(x, self.axis)  # type: ignore[no-untyped-call]
+        gathered = _of_each_rank(gather_along(x, self.axis, 1, "head/logits"), self.axis)
         order = self.layout.order(length).to(x.device)
         return gathered.index_select(1, order.argsort())
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks of cp.
+def _of_each_rank(shared: Tensor, axis: Axis) -> Tensor:
+    """Return a result that all ranks of cp have, with the gradient that each of them is to send back.
 
     [Note: The gradient of a shared loss]
     All ranks of cp have the same loss, and each runs the backward of it. Its gradient in a parameter is the sum of what
     goes through the tokens of each rank. ZeRO takes the mean over dp x cp, so what goes through the own tokens counts
     as often as cp has ranks: that is the gradient of a sum of which every rank asks for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.degree = axis.degree
-        total = x.detach().clone()
-        all_reduce(total, axis, "head/loss").wait()
-        return total
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.degree, None
-
-
-class _Gather(torch.autograd.Function):
-    """Slices of all ranks along dim 1; the gradient of it is the same on all of them (see the note above)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        full = x.new_empty(axis.degree, *x.shape)
-        full[axis.rank].copy_(x)
-        all_gather(full.view(-1), axis, "head/logits").wait()
-        return full.transpose(0, 1).flatten(1, 2)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.axis.degree, 1)[ctx.axis.rank] * ctx.axis.degree, None
-
-
-def _refused(model: nn.Module, why: str) -> ConfigError:
-    return ConfigError(
-        f"{type(model).__name__} {why}, so its sequences cannot be shared by ranks",
-        where=WHERE,
-        fix="leave the section out for this model, and split its layers instead (tensor_parallel)",
-    )
+    if shared.requires_grad:
+        shared.register_hook(lambda gradient: gradient * axis.degree)
+    return shared

@@ -18,8 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from launcher.comm import Axis
-from launcher.errors import ConfigError
-from launcher.sequence.inputs import WHERE, current
+from launcher.sequence.inputs import current, refused
 from launcher.sequence.kernels import Scores
 from launcher.sequence.masks import AttentionMask
 from launcher.sequence.ring import RingCall, ring_attention
@@ -84,16 +83,16 @@ def attention(
     shared = _shared[id(module.config)]
     if not isinstance(attention_mask, AttentionMask):
         if current.get() is not None:
-            raise _refused(module, "gives its attention a mask of its own, or none")
+            raise refused(module, "gives its attention a mask of its own, or none")
         own = _attention_before(module, shared.before)
         found: tuple[Tensor, Any] = own(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **keywords
         )
         return found
     if dropout:
-        raise _refused(module, f"drops {dropout} of its attention weights out")
+        raise refused(module, f"drops {dropout} of its attention weights out")
     if keywords.get("position_bias") is not None:
-        raise _refused(module, "adds a bias of positions to its scores")
+        raise refused(module, "adds a bias of positions to its scores")
     scores = Scores(
         query.shape[-1] ** -0.5 if scaling is None else float(scaling), float(keywords.get("softcap") or 0.0)
     )
@@ -113,7 +112,7 @@ def _over_ranks(
     axis, sequence = shared.ulysses, rules.sequence
     heads, groups = query.shape[1], key.shape[1]
     if heads % axis.degree:
-        raise _refused(module, f"has {heads} heads on a rank, which {axis.degree} ranks cannot share evenly")
+        raise refused(module, f"has {heads} heads on a rank, which {axis.degree} ranks cannot share evenly")
     of_queries, of_keys = query_heads(heads, axis.degree), key_heads(heads, groups, axis.degree)
     if of_keys is None:
         key, value = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
@@ -130,11 +129,3 @@ def _attention_before(module: nn.Module, name: str) -> Callable[..., Any]:
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return found
-
-
-def _refused(module: nn.Module, why: str) -> ConfigError:
-    return ConfigError(
-        f"{type(module).__name__} {why}, which cannot be done where sequences are shared by ranks",
-        where=WHERE,
-        fix="leave the section out for this model",
-    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from launcher.data.documents import IGNORED
@@ -112,6 +112,15 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> tuple[di
     found[LABELS] = mine = slice_of(shifted, IGNORED)
     tokens = (shifted != IGNORED).sum()
     return found, SharedSequence(layout, length, padded, own, tuple(rules), mine, tokens)
+
+
+def refused(model: nn.Module, why: str) -> ConfigError:
+    """Return the error for a model, or a module in it, that cannot work on slices of a sequence."""
+    return ConfigError(
+        f"{type(model).__name__} {why}, so its sequences cannot be shared by ranks",
+        where=WHERE,
+        fix="leave the section out for this model, and split its layers instead (tensor_parallel)",
+    )
 
 
 def padded_to(x: Tensor, length: int, fill: float | bool) -> Tensor:

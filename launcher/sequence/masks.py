@@ -136,11 +136,12 @@ class AttentionMask:
     rules: tuple[MaskRule, ...]
     sequence: Any
     device: torch.device
+    _found: dict[tuple[range, range], list[Visibility]] = field(default_factory=dict)
     _blocks: dict[tuple[range, range], Block] = field(default_factory=dict)
 
     def visibility(self, queries: range, keys: range) -> Visibility:
         """Return how many pairs of a block all rules allow."""
-        found = [rule.of_block(queries, keys) for rule in self.rules]
+        found = self._of_rules(queries, keys)
         if Visibility.NONE in found:
             return Visibility.NONE
         return Visibility.SOME if Visibility.SOME in found else Visibility.ALL
@@ -151,12 +152,18 @@ class AttentionMask:
             self._blocks[queries, keys] = self._make(queries, keys)
         return self._blocks[queries, keys]
 
+    def _of_rules(self, queries: range, keys: range) -> list[Visibility]:
+        """Return the answer of each rule; some look at the batch, so they are asked once for all layers."""
+        if (queries, keys) not in self._found:
+            self._found[queries, keys] = [rule.of_block(queries, keys) for rule in self.rules]
+        return self._found[queries, keys]
+
     def _make(self, queries: range, keys: range) -> Block:
-        active = [rule for rule in self.rules if rule.of_block(queries, keys) is not Visibility.ALL]
-        if any(rule.of_block(queries, keys) is Visibility.NONE for rule in active):
-            return Block(Visibility.NONE)
-        if not active:
-            return Block(Visibility.ALL)
+        visibility = self.visibility(queries, keys)
+        if visibility is not Visibility.SOME:
+            return Block(visibility)
+        found = zip(self.rules, self._of_rules(queries, keys), strict=True)
+        active = [rule for rule, answer in found if answer is not Visibility.ALL]
         if active == [Causal()] and queries == keys:
             return Block(Visibility.SOME, causal=True)
         rows = torch.tensor(queries, device=self.device)[:, None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -144,9 +145,13 @@ class _Chunks:
 
     def __init__(self, key: Tensor, value: Tensor, call: RingCall) -> None:
         self.key, self.value, self.call = key, value, call
-        self.own = _packed(key, value)
         self.channel = P2PChannel(call.axis)
         self.sent: list[Pending] = []
+
+    @cached_property
+    def own(self) -> Tensor:
+        """Return the own keys and values as they are sent."""
+        return _packed(self.key, self.value)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         axis = self.call.axis
@@ -171,7 +176,7 @@ class _Chunks:
             self.sent.append(self.channel.send(self.own, to, TAG))
         if not self.call.sees(axis.rank, source):
             return None
-        buffer = torch.empty_like(self.own)
+        buffer = self.key.new_empty(self.key.numel() + self.value.numel())
         return self.channel.receive(buffer, source, TAG), buffer
 
 
@@ -182,29 +187,29 @@ class _Returns:
         self.key, self.value, self.call = key, value, call
         self.channel = P2PChannel(call.axis)
         self.given: list[Pending] = []
-        self.own: Tensor | None = None
+        self.own: tuple[Tensor, Tensor] | None = None
 
     def give(self, chunk: int, d_key: Tensor, d_value: Tensor) -> None:
         """Send the gradients of a chunk to its owner."""
-        packed = _packed(d_key, d_value)
         if chunk == self.call.axis.rank:
-            self.own = packed
+            self.own = d_key, d_value
         else:
-            self.given.append(self.channel.send(packed, chunk, TAG, back=True))
+            self.given.append(self.channel.send(_packed(d_key, d_value), chunk, TAG, back=True))
 
     def sum(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of the own keys and values, from all ranks."""
-        axis, like = self.call.axis, _packed(self.key, self.value)
-        total = torch.zeros_like(like, dtype=torch.float32) if self.own is None else self.own
+        axis = self.call.axis
+        total = self.own or tuple(torch.zeros_like(x, dtype=torch.float32) for x in (self.key, self.value))
         for step in range(1, axis.degree):
             source = (axis.rank + step) % axis.degree
             if self.call.sees(source, axis.rank):
-                buffer = torch.empty_like(total)
+                buffer = total[0].new_empty(self.key.numel() + self.value.numel())
                 self.channel.receive(buffer, source, TAG, back=True).wait()
-                total += buffer
+                for sum_of, part in zip(total, _unpacked(buffer, self.key, self.value), strict=True):
+                    sum_of += part
         for pending in self.given:
             pending.wait()
-        return _unpacked(total, self.key, self.value)
+        return total[0], total[1]
 
 
 def _placed(runs: tuple[range, ...]) -> Iterator[tuple[slice, range]]:

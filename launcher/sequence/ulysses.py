@@ -1,6 +1,6 @@
 """Ulysses: around attention, ranks exchange some tokens of all heads for all tokens of some heads, and back.
 
-Query heads are dealt out evenly. Of key-value heads each rank gets those that its query heads read: where there are
+Every rank gets as many query heads. Of key-value heads each rank gets those that its query heads read: where there are
 fewer of them than ranks, neighbours get the same one, and its gradient is summed."""
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.errors import ConfigError
 from launcher.sequence.apply import SharedModel
-from launcher.sequence.inputs import WHERE
+from launcher.sequence.inputs import refused
 
 _SEED, _TOKENS = 20, 8  # of each rank
 _MOST = {2: 2e-3, 4: 1e-5, 8: 1e-5}  # of a loss, by bytes of a number: no rounding makes more
@@ -41,9 +40,8 @@ def verify(
     with shared.whole_sequences():
         wanted = loss_of(batch)
     if not abs(found - wanted) <= _MOST[dtype.itemsize] * abs(wanted):
-        raise ConfigError(
-            f"{type(shared.model).__name__} cannot work on slices of a sequence: the loss of one that is shared by "
-            f"{shared.axis.degree} ranks is {found:.6f}, and {wanted:.6f} where each rank has all of it",
-            where=WHERE,
-            fix="leave the section out for this model, and split its layers instead (tensor_parallel)",
+        raise refused(
+            shared.model,
+            f"has a loss of {found:.6f} on slices of a sequence over {shared.axis.degree} ranks, and of {wanted:.6f} "
+            "where each rank has all of it",
         )
