@@ -68,6 +68,24 @@ def with_stages(config: Config, stages: int) -> Config:
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
 
 
+def with_shared_sequences(config: Config, ranks: int, by: str) -> Config:
+    """Return a copy in which so many ranks share a sequence, where a script says it.
+
+    Args:
+        by: the argument that says it.
+
+    Raises:
+        ConfigError: the JSON says another number.
+    """
+    if config.cp_degree not in (1, ranks):
+        raise ConfigError(
+            f"{config.cp_degree} ranks share a sequence, but {by} of initialize() says {ranks}",
+            where=config.where(CONTEXT),
+            fix=f'write "{CONTEXT}": {ranks}, or leave it out',
+        )
+    return config.model_copy(update={CONTEXT: ranks})
+
+
 _WHAT = {"pp": "are the stages", "tp": "share every layer", "cp": "share every sequence"}
 
 

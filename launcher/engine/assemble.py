@@ -25,6 +25,7 @@ from launcher.engine.given import check_mpu, loaded_config
 from launcher.engine.offloading import open_placements
 from launcher.engine.policy import axes_of, policy_of
 from launcher.engine.report import announce
+from launcher.engine.sharing import sequences_of, share_sequences, verify_shared
 from launcher.engine.staging import (
     agree,
     holders_of,
@@ -35,7 +36,7 @@ from launcher.engine.staging import (
     versions_of,
 )
 from launcher.engine.telemetry import open_monitor
-from launcher.errors import ArgumentsError, ConfigError, LauncherError
+from launcher.errors import ArgumentsError, LauncherError
 from launcher.models.units import ends_of
 from launcher.monitor.memory import trim_malloc
 from launcher.monitor.processors import warn_of_slow_products
@@ -62,7 +63,6 @@ from launcher.zero.features.leaf import mark_fine_modules
 
 if TYPE_CHECKING:
     from launcher.pipeline.sequential.staged import SequentialPipeline
-    from launcher.sequence.apply import SharedModel
 
 
 def initialize(
@@ -102,7 +102,7 @@ def initialize(
         collate_fn: for `training_data`.
         config: path, mapping or Config; `config_params` is its old name.
         mpu: model parallelism that the script has set up (Megatron's): its sizes must be those of the JSON.
-        mesh_param: sequence parallelism; refused.
+        mesh_param: (data-parallel ranks, ranks that share a sequence), for a model that shares them by itself.
         source: where parameters get their values from, instead of what `model` holds.
         placements: says where shards rest; default: where the JSON says.
         seed: for a model on meta, and for the order of `training_data`.
@@ -119,13 +119,11 @@ def initialize(
     """
     if model is None:
         raise ArgumentsError("initialize() needs a model", fix="pass model=...")
-    if mesh_param is not None:
-        what = "mesh_param shares sequences over ranks, which is not implemented here"
-        raise ConfigError(what, where="initialize()", fix="leave it out")
     device = device or pick_device()
     init_distributed(device)
     loaded = loaded_config(args, config if config is not None else config_params)
     row, loaded = row_in(model, loaded)
+    loaded, cut_by = sequences_of(loaded, mpu, mesh_param, model)
     dp = loaded.dp_degree(dist.get_world_size())
     mesh = Mesh.build(
         device, pp=loaded.pipeline.degree, dp=dp, cp=loaded.cp_degree, tp=loaded.tensor_parallel.degree
@@ -151,7 +149,7 @@ def initialize(
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = split_layers(model, mesh, resolved)
-    shared = share_sequences(model, mesh, resolved)
+    shared = share_sequences(model, mesh, resolved, cut_by, mpu)
     staged: StagedPart = own or stages_of(model, split_model, mesh, resolved, seq_length)
     checkpointer = recompute(model, staged, resolved, mesh.axes["tp"])
     mark_leaves(model, resolved)
@@ -188,8 +186,10 @@ def initialize(
     runtime = runtime_of(staged, mesh, resolved)
     versions = versions_of(zero, staged, resolved)
     engine = Engine(
-        zero, resolved, mesh, runtime, stepper, scheduler, loader, checkpointer, monitor, versions
+        zero, resolved, mesh, runtime, stepper, scheduler, loader, checkpointer, monitor, versions, cut_by
     )
+    if shared is not None:
+        zero.hooks.add_removable(shared)
     # Not with stages, which learn one way to cross for each shape of a batch.
     if shared is not None and mesh.axes["pp"].degree == 1:
         verify_shared(engine, shared)
@@ -252,33 +252,6 @@ def split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
         rules=section.partition_config,
     )
     return apply_tensor(model, tp, options, device=mesh.device)
-
-
-def share_sequences(model: nn.Module, mesh: Mesh, config: Config) -> SharedModel | None:
-    """Share the sequences of the model along cp; None where each rank has whole ones."""
-    degree, section = mesh.axes["cp"].degree, config.context_parallel
-    if degree == 1:
-        return None
-    from launcher.sequence.apply import apply as apply_sequence
-    from launcher.sequence.layout import planned
-
-    layout = planned(model, degree, section, tp=mesh.axes["tp"].degree)
-    return apply_sequence(model, mesh, layout)
-
-
-def verify_shared(engine: Engine, shared: SharedModel) -> None:
-    """See whether the model's loss is that of whole sequences. Every rank must call it."""
-    from launcher.sequence.verify import verify
-
-    def loss_of(batch: dict[str, torch.Tensor]) -> float:
-        return engine.eval_microbatches([batch], [1.0])
-
-    dtypes = [dtype for dtype in (engine.zero.policy.param_dtype, autocast_dtype(engine.resolved)) if dtype]
-    training = engine.training
-    engine.eval()
-    rows = engine.train_micro_batch_size_per_gpu()
-    verify(shared, loss_of, rows, min(dtypes, key=lambda dtype: dtype.itemsize))
-    engine.train(training)
 
 
 def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

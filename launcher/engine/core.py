@@ -88,6 +88,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         lr_scheduler: Any,
         telemetry: Telemetry,
         versions: Versions | None,
+        inputs: SameInputs,
     ) -> None:
         super().__init__()
         self.module = zero.module
@@ -98,7 +99,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.gradient_plan = GradientPlan.of(config.pipeline, is_whole=runtime.staged.is_whole)
         self._autocast = autocast_dtype(config)
         self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
-        self.inputs = SameInputs(mesh.joined("cp", "tp"), mesh.device)
+        self.inputs = inputs
         if runtime.staged.is_whole and self.inputs.active:  # also where a script calls the module itself
             zero.hooks.add_removable(self.inputs.follow(self.module))
         self._saver: Saver | None = None

@@ -21,20 +21,29 @@ class DeepSpeedMethods:
     has_moe_layers = False
     num_experts: tuple[int, ...] = ()
     mpu: Any = None
-    sequence_parallel_size = 1
     gradient_average = True
 
     def _engine(self) -> Engine:
         return cast("Engine", self)
 
     @property
+    def sequence_parallel_size(self) -> int:
+        """Return how many ranks share a sequence."""
+        return self._engine().mesh.axes["cp"].degree
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """Return the ranks that share this rank's sequences; None: they are whole."""
+        return self._engine().mesh.axes["cp"].group
+
+    @property
     def seq_dp_world_size(self) -> int:
         """Return the ranks over which gradients are averaged."""
-        return self._engine().dp_world_size
+        return self._engine().mesh.dp_cp.degree
 
     @property
     def seq_data_parallel_group(self) -> Any:
-        return self._engine().data_parallel_group
+        return self._engine().mesh.dp_cp.group
 
     @property
     def pipeline_parallelism(self) -> bool:
@@ -68,9 +77,8 @@ class DeepSpeedMethods:
     def clip_fp32_gradients(self) -> None:
         """Do nothing: step() clips the gradients to `gradient_clipping`."""
 
-    def get_sequence_parallel_group(self) -> None:
-        """Return None: a sequence lies whole on a rank."""
-        return None
+    def get_sequence_parallel_group(self) -> Any:
+        return self.seq_parallel_group
 
     def is_map_style_dataset(self, obj: Any) -> bool:
         return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")

@@ -12,7 +12,9 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.deepspeed_methods import DeepSpeedMethods
 from launcher.engine.fragments import ENGINES
+from launcher.engine.same_inputs import SameInputs
 from launcher.engine.saving import CheckpointMixin
+from launcher.engine.sharing import CutBy
 from launcher.engine.telemetry import Telemetry
 from launcher.engine.torch_clipping import follow_clipping
 from launcher.engine.whole_batches import WholeBatches
@@ -51,9 +53,11 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         checkpointer: Checkpointer | None = None,
         monitor: Monitor | None = None,
         versions: Versions | None = None,
+        cut_by: CutBy = CutBy.HOOKS,
     ) -> None:
         telemetry = Telemetry(config, mesh, monitor or Monitor(), checkpointer)
-        super().__init__(zero, config, mesh, runtime, optimizer, lr_scheduler, telemetry, versions)
+        inputs = SameInputs(cut_by.same_inputs(mesh), mesh.device)
+        super().__init__(zero, config, mesh, runtime, optimizer, lr_scheduler, telemetry, versions, inputs)
         self.training_dataloader, self.checkpointer = training_dataloader, checkpointer
         if optimizer is not None:
             optimizer.engine = weakref.ref(self)

@@ -21,7 +21,12 @@ SEQUENCE = ("get_sequence_parallel_{}",)
 DATA = ("get_data_parallel_{}",)
 """Names under which Megatron and DeepSpeed ask an mpu, the newest first; {} is `world_size` or `rank`."""
 
-WORDS = {"tp": "tensor-parallel ranks", "pp": "pipeline stages", "dp": "data-parallel ranks"}
+WORDS = {
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "cp": "ranks that share a sequence",
+    "dp": "data-parallel ranks",
+}
 WHERE = "initialize(mpu=...)"
 
 
@@ -77,12 +82,12 @@ def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
     """
     if mpu is None:
         return
-    if (_asked(mpu, SEQUENCE, "world_size") or 1) > 1:
-        what = "mpu shares sequences over ranks, which is not implemented here"
-        raise ConfigError(what, where=WHERE, fix="set it up with 1")
+    # what shares sequences calls the ranks of one "model-parallel"
+    tensor = () if hasattr(mpu, "initialize_sequence_parallel") else TENSOR
     for key, names, axis in (
-        ("tensor_parallel.autotp_size", TENSOR, mesh.axes["tp"]),
+        ("tensor_parallel.autotp_size", tensor, mesh.axes["tp"]),
         ("pipeline.stages", STAGES, mesh.axes["pp"]),
+        ("sequence_parallel_size", SEQUENCE, mesh.axes["cp"]),
         ("", DATA, mesh.dp),
     ):
         size, rank = _asked(mpu, names, "world_size"), _asked(mpu, names, "rank")

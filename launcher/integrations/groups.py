@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from launcher.comm import Axis
+from launcher.comm import Axis, Mesh
 from launcher.engine.fragments import ENGINES
-from launcher.integrations.refused import NotHere, missing
+from launcher.errors import ArgumentsError
+
+
+def _newest_mesh() -> Mesh | None:
+    return max(ENGINES, key=lambda engine: engine.zero.serial).mesh if ENGINES else None
 
 
 def _axis(name: str) -> Axis:
-    if ENGINES:
-        mesh = max(ENGINES, key=lambda engine: engine.zero.serial).mesh
-        return mesh.dp if name == "dp" else mesh.axes[name]
+    mesh = _newest_mesh()
+    if mesh is not None:
+        return mesh.axes[name]
     if name != "dp" or not dist.is_initialized():
         return Axis(name)
     return Axis.over("dp")
@@ -87,26 +92,57 @@ def _get_broadcast_src_rank() -> int:
     return _get_data_parallel_group_ranks()[0]
 
 
-# A sequence lies whole on a rank: along that axis there is one, and the ranks that average gradients are those of dp.
+# Ranks that share a sequence have one model; gradients are averaged over them and over data-parallel ranks.
 
 
 def _get_sequence_parallel_world_size() -> int:
-    return 1
+    return _sequence_axis().degree
 
 
 def _get_sequence_parallel_rank() -> int:
-    return 0
+    return _sequence_axis().rank
 
 
 def _get_sequence_parallel_group() -> Any:
-    """Raise NotHere: nothing is sent along it."""
-    what, how = missing("sequence", "a process group of ranks that share a sequence")
-    raise NotHere(what, **how)
+    """Return the ranks that share this rank's sequences.
+
+    Raises:
+        ArgumentsError: every rank has whole sequences.
+    """
+    group = _sequence_axis().group
+    if group is None:
+        raise ArgumentsError(
+            "no ranks share a sequence, so there is no process group of them",
+            where="deepspeed.utils.groups",
+            fix='write "sequence_parallel_size" into the JSON, or pass initialize(mpu=...)',
+        )
+    return group
 
 
-_get_sequence_data_parallel_group = get_data_parallel_group
-_get_sequence_data_parallel_world_size = get_data_parallel_world_size
-_get_sequence_data_parallel_rank = get_data_parallel_rank
+def _get_sequence_data_parallel_group() -> Any:
+    return _all_copies().group
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    return _all_copies().degree
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    return _all_copies().rank
+
+
+def _sequence_axis() -> Axis:
+    """Return cp of the newest engine; before it is made, the groups that the script has made."""
+    found = _axis("cp")
+    made = sys.modules.get("launcher.integrations.sequence_groups")
+    if found.degree == 1 and made is not None and (groups := made.newest()) is not None:
+        return Axis.over("cp", groups.group)
+    return found
+
+
+def _all_copies() -> Axis:
+    mesh = _newest_mesh()
+    return _axis("dp") if mesh is None else mesh.dp_cp
 
 
 # ---- with a model-parallel unit of Megatron's -------------------------------------------------------

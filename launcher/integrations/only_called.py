@@ -45,12 +45,6 @@ _CALLS: Mapping[str, str] = {
     "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer",
     "runtime.domino.transformer": "DominoTransformer",
     "runtime.hybrid_engine": "DeepSpeedHybridEngine",
-    "runtime.sequence_parallel.parallel_state_sp": """
-        get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size
-        get_sequence_data_parallel_group get_sequence_data_parallel_rank get_sequence_data_parallel_world_size
-        get_sequence_parallel_group get_sequence_parallel_rank get_sequence_parallel_world_size
-        initialize_sequence_parallel""",
-    "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.sparse_tensor": "SparseTensor",
     "runtime.state_dict_factory": "MegatronSDLoader SDLoaderFactory",
     "runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
@@ -69,8 +63,7 @@ _CALLS: Mapping[str, str] = {
         FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss SequenceChunk apply_rotary_pos_emb_backward
         bias_gelu bias_gelu_back flash_attn_version update_out_and_lse""",
     "sequence.layer": """
-        DistributedAttention apply_rotary_pos_emb post_all2all pre_all2all_fun register_all_to_all_group
-        single_all_to_all uneven_heads_all2all""",
+        apply_rotary_pos_emb post_all2all pre_all2all_fun register_all_to_all_group uneven_heads_all2all""",
     "sequence.linear_cross_entropy": "vocab_parallel_linear_cross_entropy",
     "sequence.vocab_parallel_ops": "vocab_parallel_entropy vocab_parallel_kl_div vocab_parallel_logprobs",
     "utils.groups": """

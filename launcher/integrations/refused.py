@@ -47,8 +47,8 @@ PARTS = Refusal(
 )
 EXPERTS = Refusal("expert layers are not available yet", "train a dense model")
 SEQUENCES = Refusal(
-    "sequence parallelism over ranks is not available yet",
-    "split long sequences over ranks with tensor_parallel.autotp_size, or use activation_checkpointing",
+    "this way of sharing sequences over ranks is not available",
+    "use sequence_parallel_size in the JSON, UlyssesSPAttentionHF, or DistributedAttention",
 )
 INFERENCE = Refusal(
     "inference kernels are not available: launcher trains",

@@ -242,14 +242,17 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.precision_config": _from(
         _SECTIONS, "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"
     ),
-    "runtime.sequence_parallel.ulysses_sp": _from(
-        f"{_PACKAGE}.tiled_compute",
-        "AutogradComputeMLP",
-        "SequenceTiledCompute",
-        "TiledFusedLogitsLoss",
-        "TiledMLP",
-        "sequence_tiled_compute",
-    ),
+    "runtime.sequence_parallel.ulysses_sp": {
+        **_from(
+            f"{_PACKAGE}.tiled_compute",
+            "AutogradComputeMLP",
+            "SequenceTiledCompute",
+            "TiledFusedLogitsLoss",
+            "TiledMLP",
+            "sequence_tiled_compute",
+        ),
+        **_from(f"{_PACKAGE}.ulysses", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"),
+    },
     "runtime.utils": {
         "bwc_tensor_model_parallel_rank": f"{_GROUPS}:bwc_tensor_model_parallel_rank",
     },
@@ -376,7 +379,9 @@ REST: Mapping[str, tuple[str, ...]] = {
     "runtime.pipe.p2p": (f"{_PACKAGE}.stage_sends",),
     "runtime.pipe.schedule": (f"{_PACKAGE}.pipe_schedule",),
     "runtime.pipe.topology": ("launcher.pipe", f"{_PACKAGE}.grid"),
+    "runtime.sequence_parallel.parallel_state_sp": (f"{_PACKAGE}.sequence_groups",),
     "runtime.utils": (_UTILITIES, f"{_PACKAGE}.norms", f"{_PACKAGE}.partitioned_tensor"),
+    "sequence.layer": (f"{_PACKAGE}.distributed_attention",),
     "utils.groups": (_GROUPS,),
     "utils.logging": (_UTILITIES,),
     "utils.timer": (f"{_PACKAGE}.timing",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,11 +16,24 @@ from launcher.comm import Axis, Mesh
 from launcher.sequence.attention import SharedAttention
 from launcher.sequence.inputs import EMBEDDINGS, IDS, POSITIONS, current, cut, refused
 from launcher.sequence.layout import SequenceLayout
+from launcher.sequence.slices import from_slices
 from launcher.tensor.functions import gather_along, leave
 from launcher.tensor.split_model import wants_loss_only
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers in which nothing but attention looks at other tokens."""
+
+
+def causal_lm_in(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model that it is, or that is inside it (PEFT, a value head).
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise refused(model, "is not a transformers model")
+    return found
 
 
 def apply(model: nn.Module, mesh: Mesh, layout: SequenceLayout) -> SharedModel:
@@ -29,8 +42,7 @@ def apply(model: nn.Module, mesh: Mesh, layout: SequenceLayout) -> SharedModel:
     Raises:
         ConfigError: the model cannot work on slices of a sequence.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise refused(model, "is not a transformers model")
+    model = causal_lm_in(model)
     if not model._supports_attention_backend:
         raise refused(model, "does not look its attention up in AttentionInterface")
     if POSITIONS not in inspect.signature(type(model).forward).parameters:
@@ -63,6 +75,8 @@ class SharedModel:
     Attributes:
         loss_computed: the forward under way has called `loss_function`.
         active: false: every rank computes whole sequences.
+        slices: batches come in slices.
+        in_eval: sequences are shared in evaluation, too.
     """
 
     model: PreTrainedModel
@@ -71,13 +85,29 @@ class SharedModel:
     attention: SharedAttention
     loss_computed: bool = False
     active: bool = True
+    slices: bool = False
+    in_eval: bool = True
 
     def install(self) -> None:
         self.own_loss = self.model.loss_function
         self.model.loss_function = self.loss
         self.names = list(inspect.signature(type(self.model).forward).parameters)[1:]
-        self.model.register_forward_pre_hook(self.before, with_kwargs=True)
-        self.model.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        self.handles = [
+            self.model.register_forward_pre_hook(self.before, with_kwargs=True),
+            self.model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Make the model one that has whole sequences again."""
+        for handle in self.handles:
+            handle.remove()
+        self.model.loss_function = self.own_loss
+        self.attention.remove(self.model.config.get_text_config())
+
+    def takes_slices(self, *, in_eval: bool) -> None:
+        """Take batches that come in slices, from the next forward on."""
+        self.slices, self.in_eval = True, in_eval
+        self.layout = replace(self.layout, kind="contiguous")
 
     def before(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         batch = {**dict(zip(self.names, args, strict=False)), **keywords}
@@ -85,11 +115,15 @@ class SharedModel:
         if batch.get(IDS) is None and batch.get(EMBEDDINGS) is None:
             return None
         generates = batch.get("past_key_values") is not None or batch.get("use_cache")
-        if generates or not self.active:  # whole, on each rank
+        shares = self.active and (self.in_eval or module.training)
+        if generates or not shares:  # whole, on each rank
             return None
         if batch.get("logits_to_keep"):
             raise refused(module, "is asked for some of its logits (logits_to_keep)")
-        batch, sequence = cut(batch, self.layout, self.axis.rank)
+        if self.slices:
+            batch, sequence = from_slices(batch, self.layout, self.axis)
+        else:
+            batch, sequence = cut(batch, self.layout, self.axis.rank)
         if "use_cache" in self.names:
             batch["use_cache"] = False
         self.loss_computed = False
@@ -99,7 +133,7 @@ class SharedModel:
     def after(self, module: nn.Module, args: Any, keywords: Any, output: Any) -> Any:
         sequence = current.get()
         current.set(None)
-        if sequence is None or output is None:
+        if sequence is None or output is None or sequence.came_in_slices:
             return None
         if sequence.shift_labels is not None and not self.loss_computed:
             raise refused(module, "computes its loss itself, not with loss_function")
@@ -114,13 +148,15 @@ class SharedModel:
         return output
 
     @contextmanager
-    def whole_sequences(self) -> Iterator[None]:
-        """Inside, every rank computes whole sequences, as with one rank."""
-        self.active = False
+    def verified(self, *, active: bool) -> Iterator[None]:
+        """Inside, every rank is called with the whole batch, and computes its slice or, where it is not `active`, all
+        of it."""
+        before = self.active, self.slices, self.in_eval
+        self.active, self.slices, self.in_eval = active, False, True
         try:
             yield
         finally:
-            self.active = True
+            self.active, self.slices, self.in_eval = before
 
     def loss(
         self, logits: Tensor, labels: Tensor | None, vocab_size: int, *args: Any, **keywords: Any
@@ -131,6 +167,10 @@ class SharedModel:
             loss: Tensor = self.own_loss(logits, labels, vocab_size, *args, **keywords)
             return loss
         self.loss_computed = True
+        if sequence.came_in_slices:
+            keywords["shift_labels"] = sequence.shift_labels
+            of_slice: Tensor = self.own_loss(logits, labels, vocab_size, *args, **keywords)
+            return of_slice
         if keywords.get("num_items_in_batch") is None:
             keywords["num_items_in_batch"] = sequence.tokens
         keywords["shift_labels"] = sequence.shift_labels

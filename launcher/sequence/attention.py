@@ -47,6 +47,12 @@ class SharedAttention:
         _shared[id(config)] = self
         config._attn_implementation = NAME
 
+    def remove(self, config: Any) -> None:
+        """Give the layers the attention back that they had."""
+        if _shared.get(id(config)) is self:
+            del _shared[id(config)]
+            config._attn_implementation = self.before
+
 
 _shared: WeakValueDictionary[int, SharedAttention] = WeakValueDictionary()
 """id of a config -> the attention of its model."""
@@ -57,7 +63,7 @@ def mask(*args: Any, mask_function: Callable[..., Any], config: Any, **keywords:
     sequence = current.get()
     if sequence is not None:
         return sequence.mask(mask_function)
-    own = ALL_MASK_ATTENTION_FUNCTIONS[_shared[id(config)].before]
+    own = ALL_MASK_ATTENTION_FUNCTIONS[_before(config)]
     return own(*args, mask_function=mask_function, config=config, **keywords)
 
 
@@ -80,11 +86,10 @@ def attention(
     Returns:
         ([B, S / degree, H, D], None).
     """
-    shared = _shared[id(module.config)]
     if not isinstance(attention_mask, AttentionMask):
         if current.get() is not None:
             raise refused(module, "gives its attention a mask of its own, or none")
-        own = _attention_before(module, shared.before)
+        own = _attention_before(module, _before(module.config))
         found: tuple[Tensor, Any] = own(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **keywords
         )
@@ -96,7 +101,9 @@ def attention(
     scores = Scores(
         query.shape[-1] ** -0.5 if scaling is None else float(scaling), float(keywords.get("softcap") or 0.0)
     )
-    out = _over_ranks(shared, module, (query, key, value), keywords.get("s_aux"), attention_mask, scores)
+    out = _over_ranks(
+        _shared[id(module.config)], module, (query, key, value), keywords.get("s_aux"), attention_mask, scores
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -123,6 +130,12 @@ def _over_ranks(
         sinks = sinks[of_queries[axis.rank]]
     call = RingCall(shared.ring, sequence.layout, sequence.padded, rules, scores)
     return to_tokens(ring_attention(query, key, value, sinks, call), axis, of_queries)
+
+
+def _before(config: Any) -> str:
+    """Return the attention that a model has by itself; a copy of its config has only the name of ours."""
+    shared = _shared.get(id(config))
+    return "sdpa" if shared is None else shared.before
 
 
 def _attention_before(module: nn.Module, name: str) -> Callable[..., Any]:

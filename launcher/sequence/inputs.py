@@ -36,6 +36,7 @@ class SharedSequence:
         rules: of the batch: documents, padding.
         shift_labels: of the own positions, moved already: [B, S / degree]; None: no loss is asked for.
         tokens: how many of the labels on all ranks are learned: int64 [].
+        came_in_slices: and what the model returns stays a slice.
     """
 
     layout: SequenceLayout
@@ -45,6 +46,7 @@ class SharedSequence:
     rules: tuple[MaskRule, ...]
     shift_labels: Tensor | None = None
     tokens: Tensor | None = None
+    came_in_slices: bool = False
 
     def mask(self, function: Callable[..., Any]) -> AttentionMask:
         """Return the mask of a kind of layer, for its mask function in transformers."""
@@ -76,25 +78,13 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> tuple[di
         return padded_to(x, padded, fill).index_select(1, own)
 
     positions, kept = batch.get(POSITIONS), batch.get(MASK)
-    if kept is not None and kept.dim() != 2:
-        raise ConfigError(
-            f"an attention mask of shape {tuple(kept.shape)} cannot be shared by ranks",
-            where=WHERE,
-            fix="give a mask [batch, sequence], or position_ids that start anew with each document",
-        )
-    rules: list[MaskRule] = []
+    check_mask(kept)
+    rules = rules_of_batch(positions, kept, rows, padded)
     if positions is None:
         positions = torch.arange(length, device=device).expand(rows, -1)
-    elif kept is None:
-        positions = positions.expand(rows, -1)
-        starts = positions.diff(dim=1) != 1
-        if bool(starts.any()):
-            rules.append(SameGroup(padded_to(pad(starts, (1, 0)).cumsum(1), padded, rows * length)))
-    if kept is not None and not bool(kept.all()):
-        rules.append(Kept(padded_to(kept.bool(), padded, False)))
     found = {
         **batch,
-        POSITIONS: slice_of(positions),
+        POSITIONS: slice_of(positions.expand(rows, -1)),
         # Whole: layers would take the positions of a slice for documents, without a mask.
         MASK: torch.ones(rows, padded, dtype=torch.bool, device=device)
         if kept is None
@@ -103,15 +93,52 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> tuple[di
     for key in (IDS, EMBEDDINGS):
         if batch.get(key) is not None:
             found[key] = slice_of(batch[key])
-    labels, shifted = batch.get(LABELS), batch.get(SHIFTED)
-    if shifted is None and labels is not None:
-        shifted = pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    shifted = labels_of_next(batch)
     if shifted is None:
-        return found, SharedSequence(layout, length, padded, own, tuple(rules))
+        return found, SharedSequence(layout, length, padded, own, rules)
     found.pop(SHIFTED, None)
     found[LABELS] = mine = slice_of(shifted, IGNORED)
     tokens = (shifted != IGNORED).sum()
-    return found, SharedSequence(layout, length, padded, own, tuple(rules), mine, tokens)
+    return found, SharedSequence(layout, length, padded, own, rules, mine, tokens)
+
+
+def check_mask(kept: Tensor | None) -> None:
+    """Raise ConfigError for an attention mask of pairs."""
+    if kept is not None and kept.dim() != 2:
+        raise ConfigError(
+            f"an attention mask of shape {tuple(kept.shape)} cannot be shared by ranks",
+            where=WHERE,
+            fix="give a mask [batch, sequence], or position_ids that start anew with each document",
+        )
+
+
+def rules_of_batch(
+    positions: Tensor | None, kept: Tensor | None, rows: int, padded: int
+) -> tuple[MaskRule, ...]:
+    """Return the rules that a batch adds to those of the layers.
+
+    Args:
+        positions: int64 [batch or 1, S]: documents begin where they do not go on; None: one document.
+        kept: [batch, S], 0 where there is padding. As in transformers, documents are not looked for beside it.
+        rows: of the batch.
+        padded: length of the sequence that rules are asked about.
+    """
+    if kept is not None:
+        return () if bool(kept.all()) else (Kept(padded_to(kept.bool(), padded, False)),)
+    if positions is None:
+        return ()
+    starts = positions.expand(rows, -1).diff(dim=1) != 1
+    if not bool(starts.any()):
+        return ()
+    return (SameGroup(padded_to(pad(starts, (1, 0)).cumsum(1), padded, padded)),)
+
+
+def labels_of_next(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return the label that each position predicts, -100 for none: [batch, S]; None: there are no labels."""
+    labels, shifted = batch.get(LABELS), batch.get(SHIFTED)
+    if shifted is None and labels is not None:
+        shifted = pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    return shifted
 
 
 def refused(model: nn.Module, why: str) -> ConfigError:

@@ -50,7 +50,7 @@ def with_mpus(ctx: RankContext) -> list[str]:
         refusal_of(mpu_of(**plain, pipeline_model_parallel_world_size=2)),
         refusal_of(mpu_of(data_parallel_world_size=1)),
         refusal_of(mpu_of(data_parallel_world_size=2, data_parallel_rank=1 - ctx.rank)),
-        refusal_of(mpu_of(sequence_parallel_world_size=2)),
+        refusal_of(mpu_of(sequence_parallel_world_size=2, sequence_parallel_rank=1 - ctx.rank)),
         refusal_of(two, tensor_parallel={"autotp_size": 1}),
     ]
 
@@ -62,7 +62,7 @@ def test_an_mpu_must_say_what_the_json_says(pool: WorkerPool) -> None:
         assert "write tensor_parallel.autotp_size: 2" in split and "autotp_size is 1" in two
         assert "2 pipeline stages, but pipeline.stages is 1" in staged
         assert "1 data-parallel ranks, but here there are 2" in data
-        assert "counts this rank as" in order and "shares sequences" in sequence
+        assert "counts this rank as" in order and "of the ranks that share a sequence" in sequence
 
 
 def configured(ctx: RankContext) -> None:

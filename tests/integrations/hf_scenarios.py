@@ -88,7 +88,13 @@ def json_of(stage: int, **sections: Any) -> dict[str, Any]:
 
 
 def trainer_of(
-    directory: Path, config: dict[str, Any] | None, model: Any = None, callbacks: Any = None, **arguments: Any
+    directory: Path,
+    config: dict[str, Any] | None,
+    model: Any = None,
+    callbacks: Any = None,
+    *,
+    masked: bool = True,
+    **arguments: Any,
 ) -> Trainer:
     """A Trainer of the tiny Llama: 36 rows, 8 a step, so the last of its five steps has 4."""
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -106,7 +112,7 @@ def trainer_of(
     return Trainer(
         model=made,
         args=args,
-        train_dataset=rows(),
+        train_dataset=rows(masked=masked),
         eval_dataset=rows(1, 8, masked=False),
         callbacks=callbacks,
     )
@@ -128,6 +134,21 @@ def train(directory: Path, config: dict[str, Any] | None, **arguments: Any) -> d
     trainer = trainer_of(directory, config, **arguments)
     trainer.train()
     return told(trainer)
+
+
+IN_PAIRS = {"masked": False, "per_device_train_batch_size": 2, "eval_strategy": "epoch"}
+"""transformers takes the mean of microbatches where ranks share sequences, so all labels count."""
+
+
+def shared_sequences() -> Any:
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    return ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=2,
+        sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa"),
+    )
 
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {}
@@ -166,6 +187,8 @@ def _table() -> None:
         "tp": lambda d: train(
             d, json_of(1, tensor_parallel={"autotp_size": 2}), per_device_train_batch_size=4
         ),
+        "plain_sp": lambda d: train(d, None, **IN_PAIRS),
+        "sp": lambda d: train(d, json_of(3), parallelism_config=shared_sequences(), **IN_PAIRS),
     }
     SCENARIOS.update(table)
 

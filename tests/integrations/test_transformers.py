@@ -26,7 +26,7 @@ LIMIT_S = 280
 ALIKE = ["stage1", "stage3", "json_hf", "hf_json", "bf16", "recomputed", "cpu3", "tp"]
 ALIKE_REST = ["stage0", "stage2", "json_json", "no_warm_up", "fp16", "cpu2", "nvme3", "tp3"]
 RESUMED, RESUMED_REST = ["resumed"], ["resumed_with_json_optimizer"]
-PLAIN = ["plain", "plain_bf16"]
+PLAIN = ["plain", "plain_bf16", "plain_sp"]
 RESUMED_ELSEWHERE = ["resumed_elsewhere", "resumed_elsewhere" + TIED]
 STAGES = [2, 3]
 AFTER_THE_STEP = ["json_hf", "cpu3"]  # the engine steps the schedule before the rate is logged
@@ -91,6 +91,15 @@ def test_training_is_that_of_one_process(results: dict[str, Any], name: str) -> 
         assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-5)
         shift = 1 if scenario in AFTER_THE_STEP else 0
         assert ours["rates"][: 5 - shift] == pytest.approx(plain["rates"][shift:])
+
+
+@pytest.mark.parametrize("name", kinds(["sp"]))
+def test_a_parallelism_config_shares_sequences(results: dict[str, Any], name: str) -> None:
+    """`TrainingArguments(parallelism_config=ParallelismConfig(sp_size=2))`, which is DeepSpeed's Ulysses elsewhere."""
+    ours, plain = found(results, name), found(results, f"plain_{name}")
+    assert ours["engine"] == "launcher.engine.engine" and len(ours["losses"]) == len(plain["losses"]) == 9
+    for key in ("losses", "norms", "evaluated"):
+        assert ours[key] == pytest.approx(plain[key], rel=1e-6), key
 
 
 @pytest.mark.parametrize("name", kinds(RESUMED, RESUMED_REST))

@@ -13,12 +13,19 @@ _START = "the backend follows from the device; without a launcher, mpirun or sru
 _KEPT = "as launcher.checkpointing; inputs are kept as the JSON's section says"
 _RUN = "the model itself in a dtype: no kernels are put in, and it is not split or quantised"
 _BUILT = "nothing is compiled; what has no counterpart here is not compatible, as when it cannot be compiled"
+_LAYER = "called with heads and tokens of any sizes; rotary_pos_emb is refused"
+_SLICES = (
+    "nothing of transformers is replaced: initialize(mpu=...) changes the model; masks and documents are kept"
+)
+_ADAPTER = "pads to a multiple of the ranks, and makes position_ids where there are none"
 _NVTX = "a profile has launcher's own ranges"
 
 DIFFERS: Mapping[str, str] = {
     **dict.fromkeys(("InferenceEngine", "init_inference", "inference.engine.InferenceEngine"), _RUN),
-    "initialize": "unsupported config sections are errors; an mpu is taken where its sizes are the JSON's, "
-    "and mesh_param is refused",
+    "initialize": "unsupported config sections are errors; an mpu is taken where its sizes are the JSON's",
+    "sequence.layer.DistributedAttention": _LAYER,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SLICES,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _ADAPTER,
     "init_distributed": _START,
     "comm.init_distributed": _START,
     "comm.comm.init_distributed": _START,

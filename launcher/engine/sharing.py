@@ -1,0 +1,110 @@
+"""Sequences that ranks share: what the JSON and a script say of them, and the model that is made for it."""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from launcher.comm import Axis, Mesh
+from launcher.config import Config
+from launcher.config.ranks import with_shared_sequences
+from launcher.engine.dtypes import autocast_dtype
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+    from launcher.sequence.apply import SharedModel
+
+logger = logging.getLogger("launcher")
+
+_GETTER = "get_sequence_parallel_world_size"
+
+
+class CutBy(Enum):
+    """Who cuts the sequences that the ranks of cp share."""
+
+    HOOKS = "hooks"  # of the model: every rank of cp is called with the same whole batch
+    LOADER = "loader"  # each rank gets its slice of a batch: DeepSpeed's UlyssesSPDataLoaderAdapter
+    SCRIPT = "script"  # and the model exchanges tokens by itself: DeepSpeed's DistributedAttention
+
+    def same_inputs(self, mesh: Mesh) -> Axis:
+        """Return the ranks that get the same inputs. Every rank must call it."""
+        return mesh.joined("cp", "tp") if self is CutBy.HOOKS else mesh.axes["tp"]
+
+
+def sequences_of(
+    config: Config, mpu: Any, mesh_param: tuple[int, int] | None, model: nn.Module
+) -> tuple[Config, CutBy]:
+    """Return the configuration with the ranks that share a sequence, and who cuts it.
+
+    Args:
+        config: the JSON.
+        mpu: model parallelism that the script has set up, as of `initialize`.
+        mesh_param: (data-parallel ranks, ranks that share a sequence); None: as the JSON says.
+
+    Raises:
+        ConfigError: the JSON and the script contradict each other.
+    """
+    getter = getattr(mpu, _GETTER, None)
+    given = int(getter()) if callable(getter) else 1
+    if mesh_param is not None:
+        config = with_shared_sequences(config, int(mesh_param[1]), "mesh_param")
+        by = CutBy.SCRIPT
+    elif given > 1:
+        config = with_shared_sequences(config, given, "mpu")
+        by = CutBy.LOADER if hasattr(mpu, "shares_in_eval") else CutBy.SCRIPT
+    else:
+        by = CutBy.HOOKS if _is_transformers(model) else CutBy.SCRIPT
+    if by is CutBy.SCRIPT and config.cp_degree > 1 and dist.get_rank() == 0:
+        logger.warning(
+            "%s: its attention must exchange tokens by itself (deepspeed.sequence.layer.DistributedAttention), and the "
+            "script must give each of the %d ranks its slice of a sequence",
+            type(model).__name__,
+            config.cp_degree,
+        )
+    return config, by
+
+
+def share_sequences(
+    model: nn.Module, mesh: Mesh, config: Config, by: CutBy, mpu: Any = None
+) -> SharedModel | None:
+    """Share the sequences of the model along cp; None where each rank has whole ones, or the script does it."""
+    degree, section = mesh.axes["cp"].degree, config.context_parallel
+    if degree == 1 or by is CutBy.SCRIPT:
+        return None
+    from launcher.sequence.apply import apply, causal_lm_in
+    from launcher.sequence.layout import planned
+
+    layout = planned(causal_lm_in(model), degree, section, tp=mesh.axes["tp"].degree)
+    shared = apply(model, mesh, layout)
+    if by is CutBy.LOADER:
+        shared.takes_slices(in_eval=mpu.shares_in_eval)
+    return shared
+
+
+def verify_shared(engine: Engine, shared: SharedModel) -> None:
+    """See whether the model's loss is that of whole sequences. Every rank must call it."""
+    from launcher.sequence.verify import verify
+
+    def loss_of(batch: dict[str, torch.Tensor]) -> float:
+        return engine.eval_microbatches([batch], [1.0])
+
+    dtypes = [dtype for dtype in (engine.zero.policy.param_dtype, autocast_dtype(engine.resolved)) if dtype]
+    training = engine.training
+    engine.eval()
+    rows = engine.train_micro_batch_size_per_gpu()
+    verify(shared, loss_of, rows, min(dtypes, key=lambda dtype: dtype.itemsize))
+    engine.train(training)
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    """Return whether it, or a model inside it (PEFT), is one of transformers'; that is imported if it is."""
+    return any(
+        base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
+        for module in model.modules()
+        for base in type(module).__mro__
+    )

@@ -1,0 +1,65 @@
+"""`deepspeed.runtime.sequence_parallel.parallel_state_sp`: groups of ranks that share sequences, made by hand. The
+module itself can be the `mpu` of `initialize()`: the script's model exchanges tokens by itself then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.errors import ArgumentsError
+from launcher.sequence.groups import WHERE, SequenceGroups
+
+_newest: list[SequenceGroups] = []
+
+
+def use(groups: SequenceGroups) -> SequenceGroups:
+    """Let the functions of this module answer for these groups."""
+    _newest[:] = [groups]
+    return groups
+
+
+def newest() -> SequenceGroups | None:
+    """Return the groups that were made last; None: there are none."""
+    return _newest[0] if _newest else None
+
+
+def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
+    """Make the groups of `sequence_parallel_size` neighbouring ranks. Every rank must call it."""
+    use(SequenceGroups.of(sequence_parallel_size))
+
+
+def _made() -> SequenceGroups:
+    if not _newest:
+        raise ArgumentsError(
+            "there are no groups of ranks that share a sequence yet", where=WHERE, fix="call it first"
+        )
+    return _newest[0]
+
+
+def get_sequence_parallel_group() -> Any:
+    return _made().group
+
+
+def get_sequence_parallel_world_size() -> int:
+    return _made().get_sequence_parallel_world_size()
+
+
+def get_sequence_parallel_rank() -> int:
+    return _made().get_sequence_parallel_rank()
+
+
+def get_sequence_data_parallel_group() -> Any:
+    return _made().every
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    return _made().get_sequence_data_parallel_world_size()
+
+
+def get_sequence_data_parallel_rank() -> int:
+    return _made().get_sequence_data_parallel_rank()
+
+
+# DeepSpeed's names of the same, in which the ranks of a sequence are one model
+get_model_parallel_group = get_sequence_parallel_group
+get_model_parallel_world_size = get_sequence_parallel_world_size
+get_model_parallel_rank = get_sequence_parallel_rank

@@ -1,0 +1,78 @@
+"""Process groups of ranks that share sequences, for scripts that ask before there is an engine, and as the `mpu` that
+they hand to `initialize()` (DeepSpeed's `runtime/sequence_parallel/parallel_state_sp.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launcher.errors import ArgumentsError
+
+WHERE = "initialize_sequence_parallel()"
+
+
+@dataclass(frozen=True)
+class SequenceGroups:
+    """Neighbouring ranks share a sequence.
+
+    Args:
+        group: of the ranks that share this rank's sequences.
+        every: of all ranks, over which gradients are averaged.
+    """
+
+    group: dist.ProcessGroup
+    every: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, degree: int, **more: Any) -> SequenceGroups:
+        """Make the groups. Every rank must call it.
+
+        Args:
+            degree: ranks that share a sequence.
+
+        Raises:
+            ArgumentsError: it does not divide the number of ranks.
+        """
+        world = dist.get_world_size()
+        if degree < 1 or world % degree:
+            raise ArgumentsError(
+                f"{degree} ranks that share a sequence do not divide {world} ranks",
+                where=WHERE,
+                fix=f"take one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}",
+            )
+        lines = torch.arange(world).view(-1, degree).tolist()
+        group, every = dist.new_subgroups_by_enumeration(lines)[0], dist.group.WORLD
+        assert group is not None and every is not None
+        return cls(group, every, **more)
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.group.size()
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.group.rank()
+
+    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.every
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self.every.size()
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self.every.rank()
+
+
+@dataclass(frozen=True)
+class SlicedSequences(SequenceGroups):
+    """Groups whose ranks give a transformers model their slices, which `initialize(mpu=...)` makes ready for it.
+
+    Args:
+        shares_in_eval: also in evaluation; else every rank evaluates whole batches of its own.
+    """
+
+    shares_in_eval: bool = True

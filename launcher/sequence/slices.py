@@ -1,0 +1,86 @@
+"""One forward of a batch that comes in slices: DeepSpeed's scripts cut it before they call the model.
+
+Slices are equal, and lie in the order of the ranks. Positions and padding of the others are asked for; what the model
+returns stays a slice, and its loss is that of the slice: the script puts them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.comm import Axis
+from launcher.errors import ArgumentsError
+from launcher.sequence.inputs import (
+    EMBEDDINGS,
+    IDS,
+    LABELS,
+    MASK,
+    POSITIONS,
+    SHIFTED,
+    SharedSequence,
+    check_mask,
+    labels_of_next,
+    rules_of_batch,
+)
+from launcher.sequence.layout import SequenceLayout
+from launcher.tensor.functions import gathered
+
+TAG = "root/slices"
+
+
+def from_slices(
+    batch: Mapping[str, Any], layout: SequenceLayout, axis: Axis
+) -> tuple[dict[str, Any], SharedSequence]:
+    """Return the batch for the model, and what its layers are told. Every rank of cp must call it.
+
+    Args:
+        batch: arguments of the model's forward by name.
+        layout: contiguous.
+        axis: cp.
+
+    Raises:
+        ArgumentsError: the ranks have slices of other shapes.
+    """
+    source = batch[IDS] if batch.get(IDS) is not None else batch[EMBEDDINGS]
+    rows, mine = source.shape[:2]
+    check_mask(batch.get(MASK))
+    _check_shapes(source, axis, [batch.get(key) is not None for key in (POSITIONS, MASK, LABELS, SHIFTED)])
+    length, device = mine * axis.degree, source.device
+    own = torch.arange(axis.rank * mine, (axis.rank + 1) * mine, device=device)
+
+    def whole(key: str) -> Tensor | None:
+        x = batch.get(key)
+        return None if x is None else gathered(x.expand(rows, -1).contiguous(), axis, 1, TAG)
+
+    positions, kept = whole(POSITIONS), whole(MASK)
+    rules = rules_of_batch(positions, kept, rows, length)
+    found = {
+        **batch,
+        MASK: torch.ones(rows, length, dtype=torch.bool, device=device) if kept is None else kept,
+    }
+    if positions is None:
+        found[POSITIONS] = own.expand(rows, -1)
+    shifted = batch.get(SHIFTED)
+    if shifted is None and batch.get(LABELS) is not None:  # the last label of a slice is in the next one
+        every = labels_of_next({LABELS: whole(LABELS)})
+        assert every is not None
+        shifted = every.index_select(1, own)
+    if batch.get(LABELS) is not None:
+        found.pop(SHIFTED, None)  # `SharedModel.loss` has it
+        found[LABELS] = shifted
+    return found, SharedSequence(layout, length, length, own, rules, shifted, came_in_slices=True)
+
+
+def _check_shapes(source: Tensor, axis: Axis, given: list[bool]) -> None:
+    mine = torch.tensor([[*source.shape[:2], *given]], device=source.device)
+    shapes = gathered(mine, axis, 0, TAG).tolist()
+    if any(shape != shapes[0] for shape in shapes):
+        raise ArgumentsError(
+            f"{axis.members} share a sequence, and have slices of [batch, tokens] "
+            f"{', '.join(str(shape[:2]) for shape in shapes)}, or other arguments beside them",
+            where="forward",
+            fix="give each rank an equal slice: UlyssesSPDataLoaderAdapter does",
+        )
