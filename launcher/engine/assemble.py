@@ -190,8 +190,8 @@ def initialize(
     )
     if shared is not None:
         zero.hooks.add_removable(shared)
-    # Not with stages, which learn one way to cross for each shape of a batch.
-    if shared is not None and mesh.axes["pp"].degree == 1:
+    # Not with stages, which learn one way to cross for each shape of a batch; a rehearsal has no values.
+    if shared is not None and mesh.axes["pp"].degree == 1 and shared.axis.group is not None:
         verify_shared(engine, shared)
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)

@@ -24,6 +24,7 @@ from launcher.engine.assemble import initialize, split_layers
 from launcher.engine.dtypes import DTYPES
 from launcher.engine.engine import Engine
 from launcher.engine.offloading import HOST, open_placements
+from launcher.engine.sharing import CutBy, share_sequences
 from launcher.estimate.answer import PHASES, DeviceBytes, Estimate
 from launcher.estimate.fake import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes, LiveBytesMode
@@ -132,6 +133,7 @@ def learn_crossings(engine: Engine, whole: nn.Module, batch: dict[str, Tensor]) 
     """
     own: Any = engine.runtime.staged
     split_model = split_layers(whole, engine.mesh, engine.resolved)
+    share_sequences(whole, engine.mesh, engine.resolved, CutBy.HOOKS)
     dtype = DTYPES[engine.resolved.dtype]
     for module in whole.modules():
         for name, parameter in module._parameters.items():

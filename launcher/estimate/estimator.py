@@ -17,7 +17,6 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.assemble import resolve
 from launcher.engine.offloading import HOST
-from launcher.errors import ConfigError
 from launcher.estimate.answer import DeviceBytes, Estimate
 from launcher.estimate.model_trace import ModelTrace, ModelTraces, section_of
 from launcher.estimate.offloaded_bytes import on
@@ -95,13 +94,8 @@ class Estimator:
         self, config: Config, world: int, rank: int, sequence: int
     ) -> tuple[Mesh, Config, RankPart]:
         """Return the mesh as the rank sees it, the configuration resolved on it, and the rank's part of the model."""
-        if config.cp_degree > 1:
-            raise ConfigError(
-                f"what {config.cp_degree} ranks need that share sequences cannot be estimated yet",
-                where=config.where("context_parallel"),
-                fix="leave sequence_parallel_size and context_parallel out to see what whole sequences need",
-            )
-        degrees = {"pp": config.pipeline.degree, "tp": config.tensor_parallel.degree}
+        section = config.tensor_parallel
+        degrees = {"pp": config.pipeline.degree, "cp": config.cp_degree, "tp": section.degree}
         mesh = Mesh.planned(META, world, rank, dp=config.dp_degree(world), **degrees)
         resolved = resolve(config, mesh, self.model, {})
         return mesh, resolved, self._portions.of(resolved, mesh, sequence)

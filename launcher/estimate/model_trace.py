@@ -16,6 +16,7 @@ from launcher.config import ActivationCheckpointingConfig, Config
 from launcher.engine.assemble import split_layers
 from launcher.engine.batches import call, loss_in
 from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes
+from launcher.engine.sharing import CutBy, share_sequences
 from launcher.estimate.fake import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes
 from launcher.estimate.memory_trace import BlockTrace, MemoryTrace, TraceRecorder, relative
@@ -28,7 +29,7 @@ from launcher.tensor.weight_gradients import putting_off
 
 CPU = torch.device("cpu")
 IDS = 100  # token ids are below it
-SECTIONS = ("tensor_parallel", "fp16", "bf16", "torch_autocast", "data_types")
+SECTIONS = ("tensor_parallel", "context_parallel", "fp16", "bf16", "torch_autocast", "data_types")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class ModelTraces:
             [
                 {name: getattr(config, name).to_dict() for name in SECTIONS},
                 section and section.to_dict(),
-                [config.pipeline.degree > 1, late, config.train_micro_batch_size_per_gpu, sequence],
+                [config.pipeline.degree > 1, late, config.train_micro_batch_size_per_gpu],
+                [sequence, config.cp_degree],
             ],
             default=str,
             sort_keys=True,
@@ -130,9 +132,11 @@ def _traced(
     *,
     late: bool,
 ) -> ModelTrace:
-    model, tp = short.model, config.tensor_parallel.degree
-    mesh = Mesh.planned(CPU, tp, 0, tp=tp)
+    model, tp, cp = short.model, config.tensor_parallel.degree, config.cp_degree
+    # the last rank of cp: without zigzag it sees most
+    mesh = Mesh.planned(CPU, cp * tp, (cp - 1) * tp, cp=cp, tp=tp)
     split_layers(model, mesh, config)
+    shared = share_sequences(model, mesh, config, CutBy.HOOKS)
     blocks = unit_modules(model)
     if section is not None:
         every = section.model_copy(
@@ -160,6 +164,9 @@ def _traced(
     text: Any = getattr(model, "config", None)
     width = int(getattr(text.get_text_config(), "hidden_size", 0)) if text is not None else 0
     hidden = batch["input_ids"].numel() * width * (autocast or DTYPES[config.dtype]).itemsize
+    if shared is not None:
+        hidden = hidden * shared.layout.padded(sequence) // (sequence * cp)
+        shared.remove()
     if config.tensor_parallel.sequence_parallel:
         hidden //= tp
     return ModelTrace(_for_any(trace, names), behind and _for_any(behind, names), short.stands_for, hidden)

@@ -69,7 +69,7 @@ def choose(
     timed = [
         (step_time(work, way, place.device, place.per_node).total, at, way) for at, way in enumerate(ways)
     ]
-    found: dict[tuple[int, int, int], Choice] = {}
+    found: dict[tuple[int, int, int, int], Choice] = {}
     hopeless = _Hopeless(work, kept, place.memory)
     for _, _, way in sorted(timed, key=lambda each: each[:2]):
         if way.mesh in found or hopeless(way):
@@ -130,7 +130,7 @@ def _appetite(way: Layout) -> tuple[int, ...]:
 def states(work: ModelWork, layout: Layout) -> float:
     """Return the bytes of weights, gradients and AdamW's states on the device; buffers and padding left out."""
     mine = work.parameters / (layout.tp * layout.pp)
-    shared = [1 / layout.dp if layout.stage >= stage else 1.0 for stage in (3, 2, 1)]
+    shared = [1 / layout.copies if layout.stage >= stage else 1.0 for stage in (3, 2, 1)]
     weights, gradients, moments = (mine * share for share in shared)
     held = work.itemsize * (weights * (layout.offload != "all") + gradients)
     return held + 12 * moments * (layout.offload == "none")
@@ -157,15 +157,18 @@ def reasons(
 
 def _neighbours(layout: Layout, batch: int) -> Iterator[tuple[str, Layout]]:
     """Yield the layout with one thing changed, and how to call it."""
-    world = layout.tp * layout.pp * layout.dp
+    world = layout.world
     for tp in (layout.tp // 2, layout.tp * 2):
-        if tp in TENSOR and world % (tp * layout.pp) == 0:
-            yield from _with_mesh(f"tp {tp}", layout, tp, layout.pp, batch)
+        if tp in TENSOR and world % (tp * layout.pp * layout.cp) == 0:
+            yield from _with_mesh(f"tp {tp}", layout, tp, layout.pp, layout.cp, batch)
     for pp in (layout.pp // 2, layout.pp * 2):
-        if pp and world % (pp * layout.tp) == 0:
-            yield from _with_mesh(f"pp {pp}", layout, layout.tp, pp, batch)
+        if pp and world % (pp * layout.tp * layout.cp) == 0:
+            yield from _with_mesh(f"pp {pp}", layout, layout.tp, pp, layout.cp, batch)
+    for cp in (layout.cp // 2, layout.cp * 2):
+        if layout.cp > 1 and world % (cp * layout.tp * layout.pp) == 0:
+            yield from _with_mesh(f"cp {cp}", layout, layout.tp, layout.pp, cp, batch)
     for stage in (layout.stage - 1, layout.stage + 1):
-        if 0 <= stage <= 3 and layout.dp > 1 and layout.offload == "none":
+        if 0 <= stage <= 3 and layout.copies > 1 and layout.offload == "none":
             yield f"ZeRO {stage}", replace(layout, stage=stage)
     for micro in (layout.micro // 2, layout.micro * 2):
         sequences = layout.micro * layout.accumulation
@@ -183,14 +186,17 @@ def _neighbours(layout: Layout, batch: int) -> Iterator[tuple[str, Layout]]:
         yield f"offload {OFFLOADS[at - 1]}", replace(layout, offload=OFFLOADS[at - 1])
 
 
-def _with_mesh(name: str, layout: Layout, tp: int, pp: int, batch: int) -> Iterator[tuple[str, Layout]]:
-    dp = layout.world // (tp * pp)
+def _with_mesh(
+    name: str, layout: Layout, tp: int, pp: int, cp: int, batch: int
+) -> Iterator[tuple[str, Layout]]:
+    dp = layout.world // (tp * pp * cp)
     if batch % (dp * layout.micro) == 0:
         changed = replace(
             layout,
             tp=tp,
             pp=pp,
             dp=dp,
+            cp=cp,
             accumulation=batch // (dp * layout.micro),
             sequence_parallel=tp > 1,
         )
@@ -206,7 +212,8 @@ WORDS = {
     "compute": "computing",
     "recompute": "recomputed forwards",
     "tp": "all-reduces of tensor parallelism",
+    "cp": "what attention exchanges of shared sequences",
     "bubble": "the bubble of the pipeline",
-    "data": "gathers and reductions over dp",
+    "data": "gathers and reductions of ZeRO",
     "optimizer": "the optimizer's step",
 }

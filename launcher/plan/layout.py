@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from launcher.plan.work import ModelWork
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 TENSOR = (1, 2, 4, 8, 16)
+CONTEXT = (1, 2, 4, 8, 16)
+ENOUGH = 4096  # tokens of a sequence on a rank: shorter ones need not be shared
 CHUNKS = (2, 4, 8)
 OFFLOADS = ("none", "optimizer", "all")
 
@@ -19,7 +22,7 @@ class Layout:
     """One way to run.
 
     Args:
-        tp, pp, dp: degrees; their product is the number of ranks.
+        tp, pp, dp, cp: degrees; their product is the number of ranks.
         stage: of ZeRO.
         micro: sequences of a microbatch.
         accumulation: microbatches of a step.
@@ -40,18 +43,25 @@ class Layout:
     recompute: bool = False
     sequence_parallel: bool = False
     offload: str = "none"
+    cp: int = 1
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
-    def mesh(self) -> tuple[int, int, int]:
-        return self.tp, self.pp, self.dp
+    def mesh(self) -> tuple[int, int, int, int]:
+        return self.tp, self.pp, self.dp, self.cp
+
+    @property
+    def copies(self) -> int:
+        """Return the ranks that hold the same parameters, over which ZeRO shards."""
+        return self.dp * self.cp
 
     def in_words(self) -> str:
         """ "tp 8, pp 4, dp 2, ZeRO 1, microbatch 1 x 32, 1f1b, recomputed"."""
         words = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}", f"ZeRO {self.stage}"]
+        words[2:2] = [f"cp {self.cp}"] * (self.cp > 1)
         words.append(f"microbatch {self.micro} x {self.accumulation}")
         if self.pp > 1:
             words.append(self.schedule + (f" x {self.chunks}" if self.schedule == "interleaved" else ""))
@@ -74,7 +84,7 @@ def layouts(
     Args:
         stages, recompute, offloads: which values are tried.
     """
-    for tp, pp, dp in meshes(work, world):
+    for tp, pp, dp, cp in meshes(work, world):
         if batch % dp:
             continue
         for micro in MICROBATCHES:
@@ -84,7 +94,7 @@ def layouts(
             for schedule, chunks in _schedules(work, pp, accumulation):
                 for stage in stages:
                     for offload in offloads:
-                        if not _makes_sense(stage, dp, offload):
+                        if not _makes_sense(stage, dp * cp, offload):
                             continue
                         for recomputed in recompute:
                             yield Layout(
@@ -97,27 +107,28 @@ def layouts(
                                 schedule,
                                 chunks,
                                 recomputed,
-                                tp > 1 and work.sequence % tp == 0,
+                                tp > 1 and work.sequence % (tp * cp) == 0,
                                 offload,
+                                cp,
                             )
 
 
-def _makes_sense(stage: int, dp: int, offload: str) -> bool:
+def _makes_sense(stage: int, copies: int, offload: str) -> bool:
     """Return whether a layout makes sense: offload needs a stage that shards; without it, one rank alone shards
     nothing."""
     least = {"none": 0, "optimizer": 1, "all": 3}[offload]
-    return stage >= least and (dp > 1 or stage == least)
+    return stage >= least and (copies > 1 or stage == least)
 
 
-def meshes(work: ModelWork, world: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (tp, pp, dp): tp divides the heads, and every stage has a block."""
-    for tp in TENSOR:
-        if world % tp or work.heads % tp:
+def meshes(work: ModelWork, world: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (tp, pp, dp, cp): tp divides the heads, every stage has a block, and a rank of cp has enough tokens."""
+    for tp, cp in product(TENSOR, CONTEXT):
+        if world % (tp * cp) or work.heads % tp or (cp > 1 and work.sequence < cp * ENOUGH):
             continue
-        rest = world // tp
+        rest = world // tp // cp
         for pp in range(1, min(rest, work.layers) + 1):
             if rest % pp == 0:
-                yield tp, pp, rest // pp
+                yield tp, pp, rest // pp, cp
 
 
 def _schedules(work: ModelWork, pp: int, microbatches: int) -> Iterator[tuple[str, int]]:
@@ -155,6 +166,8 @@ def as_json(layout: Layout, *, dtype: str = "bf16") -> dict[str, Any]:
         config[dtype] = {"enabled": True}
     if layout.tp > 1:
         config["tensor_parallel"] = {"autotp_size": layout.tp, "sequence_parallel": layout.sequence_parallel}
+    if layout.cp > 1:
+        config["sequence_parallel_size"] = layout.cp
     if layout.pp > 1:
         config["pipeline"] = {"stages": layout.pp, "schedule": layout.schedule}
         if layout.schedule == "interleaved":

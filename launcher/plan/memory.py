@@ -46,7 +46,7 @@ class MemoryPredictor:
         layout = replace(layout, accumulation=min(layout.accumulation, enough))
         if layout not in self._known:
             config = load(as_json(layout, dtype=self.dtype))
-            ranks = sorted({0, layout.world - layout.tp * layout.dp})
+            ranks = sorted({0, layout.world - layout.tp * layout.copies})
             self._known[layout] = tuple(
                 self._estimator.estimate(config, layout.world, rank, self.sequence) for rank in ranks
             )
@@ -55,7 +55,9 @@ class MemoryPredictor:
     def kept(self, layout: Layout) -> float:
         """Return the bytes that blocks of a rank keep, at least, when most microbatches are between forward and
         backward."""
-        alone = Layout(layout.tp, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel)
+        alone = Layout(
+            layout.tp, cp=layout.cp, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel
+        )
         if alone not in self._kept:  # one microbatch of one sequence
             try:
                 config = load(as_json(alone, dtype=self.dtype))

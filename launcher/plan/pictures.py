@@ -25,9 +25,10 @@ def pareto(choices: Sequence[Choice], limit: float) -> Figure:
     front = _front(sorted(zip(peaks, seconds, strict=True)))
     axes.plot(*zip(*front, strict=True), "o-", color="#1f4e8c", label="Pareto front") if front else None
     for choice, x, y in zip(choices, peaks, seconds, strict=True):
-        tp, pp, dp = choice.layout.mesh
+        tp, pp, dp, cp = choice.layout.mesh
+        shared = f" cp {cp}" if cp > 1 else ""
         axes.annotate(
-            f"tp {tp} pp {pp} dp {dp}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7
+            f"tp {tp} pp {pp} dp {dp}{shared}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7
         )
     axes.axvline(limit / GIB, color="#1f2933", linestyle="--", linewidth=1, label="the device")
     axes.set_xlabel("peak GiB of a device")

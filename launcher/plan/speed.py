@@ -5,9 +5,10 @@ It was compared with published runs of other programs (docs/plan.md), and with n
     computing       products at the device's share of its peak; all else at its share of the memory's
     tp              4 all-reduces of tokens x hidden a block and microbatch, and 2 more where blocks are recomputed
     pipeline        the schedule's own list of actions, simulated with these costs
+    cp              heads for tokens around attention: queries, keys, values and outputs, there and back
     data            volumes of ZeRO (arXiv 1910.02054, section 7), over the slowest link that the ranks of dp cross
 
-Collectives are rings. Ranks lie as in `comm/mesh.py`: tp ranks are neighbours, then those of dp, then those of pp.
+Collectives are rings. Ranks lie as in `comm/mesh.py`: tp ranks are neighbours, then those of cp, of dp and of pp.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class StepTime:
         compute: products and other operations, as if each rank had no neighbours.
         recompute: forwards that run again.
         tp: all-reduces of tensor parallelism.
+        cp: what attention exchanges where ranks share sequences.
         bubble: idle time of the pipeline, its transfers in it.
         data: gathers and reductions of ZeRO that computing does not hide.
         optimizer: its step, and the way to host memory and back where it is offloaded.
@@ -50,6 +52,7 @@ class StepTime:
     compute: float
     recompute: float
     tp: float
+    cp: float
     bubble: float
     data: float
     optimizer: float
@@ -68,20 +71,23 @@ class Microbatch:
         traffic: all else in a forward; twice as much in a backward. With the products no less than it takes to start
             the kernels.
         reduces: the all-reduces of a forward, and as many of a backward.
+        exchanges: what attention exchanges in a forward over cp, and in a backward.
     """
 
     products: float
     traffic: float
     reduces: float
+    exchanges: float
     recompute: bool
 
     @property
     def forward(self) -> float:
-        return self.products + self.traffic + self.reduces
+        return self.products + self.traffic + self.reduces + self.exchanges
 
     @property
     def input(self) -> float:
-        return self.products + 2 * self.traffic + self.reduces + (self.forward if self.recompute else 0)
+        waits = self.reduces + self.exchanges
+        return self.products + 2 * self.traffic + waits + (self.forward if self.recompute else 0)
 
     @property
     def weight(self) -> float:
@@ -110,6 +116,7 @@ def step_time(
         compute=number * 3 * (micro.products + micro.traffic),
         recompute=number * again,
         tp=number * passes * micro.reduces,
+        cp=number * passes * micro.exchanges,
         bubble=idle,
         data=_data(work, layout, device, per_node, micro),
         optimizer=_optimizer(work, layout, device),
@@ -126,15 +133,29 @@ def flops_per_rank(work: ModelWork, layout: Layout, seconds: float, *, recompute
 
 def microbatch_time(work: ModelWork, layout: Layout, device: Device, per_node: int) -> Microbatch:
     """Return what one microbatch takes on a rank whose share of the model is as large as the others'."""
-    share = layout.micro / layout.pp
+    share = layout.micro / layout.pp / layout.cp
     rate = device.flops * device.matmul_share * (device.fp32_share if work.itemsize == 4 else 1.0)
     products = share * work.flops / layout.tp / rate
     kept = 0.0 if layout.sequence_parallel or layout.tp == 1 else NOT_SHARED
     traffic = share * work.traffic * (kept + (1 - kept) / layout.tp) / (device.traffic * device.traffic_share)
     traffic = max(traffic, LAUNCHING * work.layers / layout.pp - products)
-    message = work.itemsize * layout.micro * work.sequence * work.hidden
-    reduce = _ring(2 * message, layout.tp, bandwidth(device, layout.tp, 1, per_node))
-    return Microbatch(products, traffic, 2 * work.layers / layout.pp * reduce, layout.recompute)
+    layers = work.layers / layout.pp
+    reduce = _ring(2 * _message(work, layout), layout.tp, bandwidth(device, layout.tp, 1, per_node))
+    exchange = _exchange(work, layout, device, per_node)
+    return Microbatch(products, traffic, 2 * layers * reduce, layers * exchange, layout.recompute)
+
+
+def _message(work: ModelWork, layout: Layout) -> float:
+    """Return the bytes of what goes from block to block, for the tokens of a rank."""
+    return work.itemsize * layout.micro * work.sequence * work.hidden / layout.cp
+
+
+def _exchange(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
+    """Return the seconds of what a block exchanges over cp in a forward: heads for tokens of queries, keys and values
+    before attention, and of its output after it."""
+    numbers = 2 * work.hidden + 2 * work.key_width
+    nbytes = _message(work, layout) / work.hidden * numbers / layout.tp
+    return 2 * _ring(nbytes / 2, layout.cp, bandwidth(device, layout.cp, layout.tp, per_node))
 
 
 def bandwidth(device: Device, degree: int, stride: int, per_node: int) -> float:
@@ -166,9 +187,8 @@ def _bubble(
     """Return how long a rank stands still."""
     if layout.pp == 1:
         return 0.0
-    message = work.itemsize * layout.micro * work.sequence * work.hidden
-    stride = layout.tp * layout.dp
-    transfer = message / bandwidth(device, 2, stride, per_node) + LATENCY
+    stride = layout.tp * layout.copies
+    transfer = _message(work, layout) / bandwidth(device, 2, stride, per_node) + LATENCY
     costs = (micro.forward, micro.input, micro.weight)
     closed = bubble_time(
         layout.schedule,
@@ -202,12 +222,12 @@ def _simulated(
 
 
 def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro: Microbatch) -> float:
-    """Return the seconds of collectives of dp that computing does not hide."""
-    if layout.dp == 1:
+    """Return the seconds of ZeRO's collectives that computing does not hide."""
+    if layout.copies == 1:
         return 0.0
     shard = work.itemsize * work.parameters / (layout.tp * layout.pp)
-    once = _ring(shard, layout.dp, bandwidth(device, layout.dp, layout.tp, per_node))
-    once += work.layers / layout.pp * LATENCY * math.log2(layout.dp)
+    once = _ring(shard, layout.copies, bandwidth(device, layout.copies, layout.tp, per_node))
+    once += work.layers / layout.pp * LATENCY * math.log2(layout.copies)
     backward = micro.input + micro.weight
     number = layout.accumulation
     if layout.pp == 1 and layout.stage == 3:  # every microbatch gathers twice and reduces
@@ -229,7 +249,7 @@ def _unhidden(work: ModelWork) -> float:
 
 
 def _optimizer(work: ModelWork, layout: Layout, device: Device) -> float:
-    over = layout.dp if layout.stage else 1
+    over = layout.copies if layout.stage else 1
     mine = work.parameters / (layout.tp * layout.pp * over)
     if layout.offload == "none":
         return mine * STEP_BYTES / (device.traffic * device.traffic_share)

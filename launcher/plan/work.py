@@ -31,6 +31,7 @@ class ModelWork:
         hidden: numbers that a token is between two blocks.
         heads: what tensor parallelism has to divide.
         sequence: tokens.
+        groups: key-value heads, fewer than `heads` where several of these read the same one.
         parameters: of the whole model; a tied one counts once.
         flops: of the forward, all blocks and the head.
         traffic: bytes that operations other than products read and write in the forward of all blocks.
@@ -45,6 +46,12 @@ class ModelWork:
     flops: float
     traffic: float
     itemsize: int = 2
+    groups: int = 0  # 0: as many as heads
+
+    @property
+    def key_width(self) -> float:
+        """Return the numbers that the keys of a token are in a block, and its values."""
+        return self.hidden * (self.groups or self.heads) / self.heads
 
 
 def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.bfloat16) -> ModelWork:
@@ -66,6 +73,7 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
         flops=costs.before + sum(costs.blocks) + costs.after,
         traffic=len(blocks) * _traffic_of(model, blocks[0][1], sequence),
         itemsize=dtype.itemsize,
+        groups=getattr(text, "num_key_value_heads", 0) or 0,
     )
 
 

@@ -43,6 +43,8 @@ CASES = {
     "3, bf16": config_of(3, **BF16),
     "0, tp": config_of(0, **TP),
     "2, tp, sequence": config_of(2, tensor_parallel={"autotp_size": 2, "sequence_parallel": True}),
+    "3, ring": config_of(3, context_parallel={"ring": 2}),
+    "2, ulysses, recompute": config_of(2, context_parallel={"ulysses": 2}, **RECOMPUTE),
     "2, recompute": config_of(2, **RECOMPUTE),
     "2, optimizer offloaded": config_of(2, OFFLOADED),
     "0, stages": config_of(0, pipeline={"stages": 2}),
@@ -76,6 +78,7 @@ CHOSEN = {
     "2, tp, sequence",
     "3, zero bubble",
     "3, all offloaded",
+    "3, ring",
 }
 CHOSEN |= {"2, bf16, stages", "3, bf16, half on the host"}
 """Those with nearly everything between them; the others are left to `make test-all`."""

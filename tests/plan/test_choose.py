@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from transformers import LlamaConfig
 
@@ -35,10 +37,24 @@ def needs(layout: Layout) -> int:
 
 def test_meshes_use_all_ranks_and_fit_the_model() -> None:
     found = list(meshes(WORK, 48))
-    assert all(tp * pp * dp == 48 for tp, pp, dp in found)
-    assert {tp for tp, _, _ in found} == {1, 2, 4, 8, 16}
-    assert max(pp for _, pp, _ in found) == 24  # 48 stages would leave some without a block
+    assert all(tp * pp * dp * cp == 48 for tp, pp, dp, cp in found)
+    assert {tp for tp, _, _, _ in found} == {1, 2, 4, 8, 16}
+    assert max(pp for _, pp, _, _ in found) == 24  # 48 stages would leave some without a block
     assert len(set(found)) == len(found)
+    assert {cp for *_, cp in found} == {1}  # the sequence is short
+
+
+def test_long_sequences_are_shared() -> None:
+    """No rank has room for one of them alone, and one sequence in a step leaves nothing for dp."""
+    work = replace(WORK, sequence=131072, flops=32 * WORK.flops, traffic=32 * WORK.traffic, groups=8)
+    ways = list(layouts(work, 16, 1))
+    assert {way.cp for way in ways} == {1, 2, 4, 8, 16} and {way.dp for way in ways} == {1}
+    shared = [way for way in ways if way.mesh == (1, 1, 1, 16) and way.stage == 3 and way.recompute]
+    assert load(as_json(shared[0])).cp_degree == 16
+    times = {way.cp: step_time(work, way, H100, 8) for way in ways if way.mesh[:2] == (1, 1)}
+    assert times[16].compute == pytest.approx(step_time(work, Layout(), H100, 8).compute / 16)
+    inside, across = (step_time(work, Layout(cp=16), H100, node).cp for node in (16, 8))
+    assert 0 < inside < across < times[16].compute
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
