@@ -110,6 +110,13 @@ class Config(Section):
     context_parallel: ContextParallelConfig = Field(default_factory=ContextParallelConfig.model_construct)
     """How ranks share the tokens of each sequence."""
 
+    tiled_loss: bool | None = None
+    """True: the head and the loss of a causal LM are computed for some tokens at a time, and again in backward, so that
+    no rank holds all logits. Null: where ranks share sequences, if the model allows it."""
+
+    tiled_mlp: bool = False
+    """The MLP of each block is computed for some tokens at a time, and again in backward."""
+
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig.model_construct)
     """Layers dealt out to ranks."""
 

@@ -25,7 +25,7 @@ from launcher.engine.given import check_mpu, loaded_config
 from launcher.engine.offloading import open_placements
 from launcher.engine.policy import axes_of, policy_of
 from launcher.engine.report import announce
-from launcher.engine.sharing import sequences_of, share_sequences, verify_shared
+from launcher.engine.sharing import sequences_of, share_sequences, tile, verify_shared
 from launcher.engine.staging import (
     agree,
     holders_of,
@@ -149,6 +149,7 @@ def initialize(
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = split_layers(model, mesh, resolved)
+    tiled = tile(model, resolved)
     shared = share_sequences(model, mesh, resolved, cut_by, mpu)
     staged: StagedPart = own or stages_of(model, split_model, mesh, resolved, seq_length)
     checkpointer = recompute(model, staged, resolved, mesh.axes["tp"])
@@ -188,8 +189,8 @@ def initialize(
     engine = Engine(
         zero, resolved, mesh, runtime, stepper, scheduler, loader, checkpointer, monitor, versions, cut_by
     )
-    if shared is not None:
-        zero.hooks.add_removable(shared)
+    for changed in [*filter(None, [shared]), *tiled]:  # the last one that changed the model first
+        zero.hooks.add_removable(changed)
     # Not with stages, which learn one way to cross for each shape of a batch; a rehearsal has no values.
     if shared is not None and mesh.axes["pp"].degree == 1 and shared.axis.group is not None:
         verify_shared(engine, shared)

@@ -69,6 +69,22 @@ def sequences_of(
     return config, by
 
 
+def tile(model: nn.Module, config: Config) -> list[Any]:
+    """Compute the loss and the MLPs of the model in tiles, as the JSON says; returns what takes that off again."""
+    shared = config.cp_degree > 1
+    if not (config.tiled_loss or config.tiled_mlp or (config.tiled_loss is None and shared)):
+        return []
+    from launcher.sequence.tiled_loss import tile_loss
+    from launcher.sequence.tiled_mlp import tile_mlps
+
+    sliced = config.tensor_parallel.sequence_parallel and config.tensor_parallel.degree > 1
+    wanted = False if sliced and config.tiled_loss is None else config.tiled_loss
+    found: list[Any] = [tile_loss(model, wanted, shared=shared)]
+    if config.tiled_mlp:
+        found.append(tile_mlps(model))
+    return [one for one in found if one is not None]
+
+
 def share_sequences(
     model: nn.Module, mesh: Mesh, config: Config, by: CutBy, mpu: Any = None
 ) -> SharedModel | None:

@@ -16,7 +16,7 @@ from launcher.config import ActivationCheckpointingConfig, Config
 from launcher.engine.assemble import split_layers
 from launcher.engine.batches import call, loss_in
 from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes
-from launcher.engine.sharing import CutBy, share_sequences
+from launcher.engine.sharing import CutBy, share_sequences, tile
 from launcher.estimate.fake import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes
 from launcher.estimate.memory_trace import BlockTrace, MemoryTrace, TraceRecorder, relative
@@ -80,7 +80,7 @@ class ModelTraces:
                 {name: getattr(config, name).to_dict() for name in SECTIONS},
                 section and section.to_dict(),
                 [config.pipeline.degree > 1, late, config.train_micro_batch_size_per_gpu],
-                [sequence, config.cp_degree],
+                [sequence, config.cp_degree, config.tiled_loss, config.tiled_mlp],
             ],
             default=str,
             sort_keys=True,
@@ -136,6 +136,7 @@ def _traced(
     # the last rank of cp: without zigzag it sees most
     mesh = Mesh.planned(CPU, cp * tp, (cp - 1) * tp, cp=cp, tp=tp)
     split_layers(model, mesh, config)
+    tiled = tile(model, config)
     shared = share_sequences(model, mesh, config, CutBy.HOOKS)
     blocks = unit_modules(model)
     if section is not None:
@@ -167,6 +168,8 @@ def _traced(
     if shared is not None:
         hidden = hidden * shared.layout.padded(sequence) // (sequence * cp)
         shared.remove()
+    for changed in tiled:
+        changed.remove()
     if config.tensor_parallel.sequence_parallel:
         hidden //= tp
     return ModelTrace(_for_any(trace, names), behind and _for_any(behind, names), short.stands_for, hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_no_values_make_a_rule_fail() -> None:
             for section in sections:
                 inner[section] = inner.get(section) if isinstance(inner.get(section), dict) else {}
                 inner = inner[section]
-            inner[name] = dice.choice(VALUES)
+            inner[name] = copy.deepcopy(dice.choice(VALUES))  # sections of later keys are put into it
         try:
             load(tree)
         except ConfigProblems as error:

@@ -1,0 +1,118 @@
+"""Conflicts inside one section whose rules compute: layers split by patterns, curriculum learning, elasticity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from launcher.config.rules import Found
+from launcher.config.section import AUTO
+
+if TYPE_CHECKING:
+    from launcher.config.elasticity import ElasticityConfig
+    from launcher.config.parallelism import LayerPattern
+    from launcher.config.root import Config
+    from launcher.config.small_sections import SeqlenConfig
+
+LEARNING = "data_efficiency.data_sampling.curriculum_learning"
+
+
+def split_rules(config: Config) -> Iterator[Found]:
+    """Check rules of one's own of how layers are split."""
+    section = config.tensor_parallel.partition_config
+    for i, rule in enumerate(section.layer_specs if section is not None else ()):
+        at = f"tensor_parallel.partition_config.layer_specs.{i}"
+        yield from (found.below(at) for found in _of_split_rule(rule))
+
+
+def _of_split_rule(rule: LayerPattern) -> Iterator[Found]:
+    autos = [key for key, value in rule if value == AUTO]
+    for key in autos:
+        yield Found((key,), '"auto" has no meaning in a rule', "write the value, or delete the key")
+    for key, kind in (("gather_output", "column"), ("grad_allreduce", "skip")):
+        if getattr(rule, key) and rule.partition_type != kind and not autos:
+            what = f'{key} is for partition_type "{kind}", and this one is "{rule.partition_type}"'
+            yield Found((key, "partition_type"), what, f'delete {key}, or write "{kind}"')
+    if autos or rule.shape is None:
+        return
+    nested = [i for i, size in enumerate(rule.shape) if isinstance(size, tuple)]
+    if rule.dim >= len(rule.shape):
+        what = f"dim {rule.dim} is split, but shape has dims 0 to {len(rule.shape) - 1}"
+        yield Found(("shape", "partition_dim"), what, "write partition_dim, or a longer shape")
+    elif nested not in ([], [rule.dim]):
+        what = f"dim {rule.dim} is split, but the list of sizes is at dim {nested[-1]}"
+        yield Found(("shape", "partition_dim"), what, "write the list of sizes at partition_dim")
+
+
+def curriculum(config: Config) -> Iterator[Found]:
+    """Check curriculum learning that is on: what it needs, and what it cannot do."""
+    sampling, metric = config.data_efficiency.sampling, config.data_efficiency.curriculum
+    needed = "is required where curriculum_learning.enabled is true"
+    metrics = f"{LEARNING}.curriculum_metrics"
+    if metric is not None:
+        for key, what, fix in _of_curriculum(metric):
+            yield Found((f"{metrics}.seqlen.{key}",), what or needed, fix)
+    elif sampling is not None and sampling.curriculum_learning.enabled is True:
+        yield Found((metrics,), needed, 'write {"seqlen": {"min_difficulty": 64, ...}}')
+
+
+def _of_curriculum(metric: SeqlenConfig) -> Iterator[tuple[str, str, str]]:
+    yield from ((key, "", "write it") for key in metric.missing())
+    chooses = "needs DeepSpeed's index files of the data: here sequences are truncated to a length, not selected by it"
+    for key in ("index_to_sample_path", "index_to_metric_path"):
+        if getattr(metric, key) is not None:
+            yield key, chooses, "delete it to truncate every sequence to the current length"
+    if metric.difficulty_type == "percentile":
+        yield "difficulty_type", f'"percentile" {chooses}', 'write "value", and difficulties in tokens'
+    if metric.clustering_type == "schedule_based":
+        yield "clustering_type", f'"schedule_based" {chooses}', 'write "single_cluster"'
+    if metric.schedule_type == "custom":
+        others = 'use "fixed_linear", "fixed_root" or "fixed_discrete"'
+        yield "schedule_type", '"custom" needs a Python function, which JSON cannot hold', others
+    low, high, pace = metric.min_difficulty, metric.max_difficulty, metric.schedule_config
+    if isinstance(low, int) and isinstance(high, int) and high < low:
+        yield "max_difficulty", f"{high} is below min_difficulty {low}", "swap the two"
+    lengths, ends = pace.difficulty, pace.max_step
+    if metric.schedule_type == "fixed_discrete" and isinstance(lengths, tuple) and isinstance(ends, tuple):
+        key = "schedule_config.max_step"
+        if len(lengths) != len(ends) + 1:
+            what = f"has {len(ends)} entries for {len(lengths)} of difficulty"
+            yield key, what, "write one entry fewer: the last difficulty has no end"
+        elif list(ends) != sorted(set(ends)):
+            yield key, "must rise", "write the last step of each difficulty, in order"
+
+
+def elastic(config: Config) -> Iterator[Found]:
+    """Check elasticity that is on: what it needs, and numbers that do not fit together."""
+    section = config.elasticity
+    if not section.on:
+        return
+    examples = {"max_train_batch_size": "2000", "micro_batch_sizes": "[2, 4, 6]"}
+    missing = [key for key in examples if section.value_of(key) is None]
+    for key in missing:
+        what = "is required where elasticity.enabled is true"
+        yield Found((key,), what, f'write "{key}": {examples[key]}').below("elasticity")
+    wrong = list(_elastic_numbers(section))
+    yield from (found.below("elasticity") for found in wrong)
+    if not missing and not wrong and section.batch is None:
+        what = f"allows no batch size made of whole microbatches on {section.value_of('min_gpus')} to "
+        what += f"{section.value_of('max_gpus')} GPUs"
+        yield Found(("elasticity.max_train_batch_size",), what, "raise it, or change min_gpus and max_gpus")
+
+
+def _elastic_numbers(section: ElasticityConfig) -> Iterator[Found]:
+    keys = ("min_gpus", "max_gpus", "num_gpus_per_node", "model_parallel_size", "max_train_batch_size")
+    least, most, per_node, per_model, largest = map(section.value_of, keys)
+    if most < least:
+        yield Found(("max_gpus", "min_gpus"), f"{most} is below min_gpus {least}", "swap the two")
+    nodes, sizes = section.value_of("version") == 0.2, section.value_of("micro_batch_sizes")
+    if not nodes and per_model > 1:
+        what = f"{per_model} needs version 0.2: version 0.1 has no model parallelism"
+        yield Found(("model_parallel_size", "version"), what, 'write "version": 0.2')
+    elif nodes and per_node % per_model:
+        what = f"{per_model} does not divide num_gpus_per_node {per_node}"
+        yield Found(("model_parallel_size", "num_gpus_per_node"), what, "write how many GPUs a node has")
+    elif largest and sizes and max(sizes) > (bound := largest // (per_node // per_model if nodes else 1)):
+        rest = "" if bound == largest else f", {bound} for each rank of a node"
+        what = f"has {max(sizes)}, above max_train_batch_size {largest}{rest}"
+        yield Found(("micro_batch_sizes", "max_train_batch_size"), what, "leave it out of the list")

@@ -1,0 +1,291 @@
+"""The loss of a causal LM in tiles along the sequence: no rank ever holds the logits of all its tokens.
+
+The head is not computed where the model calls it. What it returns (`DeferredLogits`) notes what the model's forward
+does with logits (caps, scales, casts) and hands it to `loss_function`. There the head, these steps and the loss run for
+one tile of tokens after the other, and run again in backward (Bekman et al. 2025, arXiv:2506.13996)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from launcher.data.documents import IGNORED
+from launcher.errors import ConfigError, LauncherError
+from launcher.sequence.inputs import LABELS, SHIFTED
+from launcher.tensor.head import SplitHead, wants_gathered_head
+from launcher.tensor.split_model import wants_loss_only
+
+TILE = 1 << 25  # logits at once
+WHERE = "tiled_loss"
+_STEPS = {"div", "true_divide", "mul", "multiply", "tanh", "float", "to", "type", "half", "bfloat16"}
+"""Functions of torch that change logits one by one."""
+
+
+def why_not(model: nn.Module) -> str | None:
+    """Return why the loss of a model cannot be computed in tiles; None: it can."""
+    if not isinstance(model, PreTrainedModel):
+        return "it is not a transformers model"
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return "it has no linear output head"
+    own = getattr(model.loss_function, "__self__", None)
+    return None if isinstance(own, SplitHead) else wants_gathered_head(model)
+
+
+class TiledLoss:
+    """Computes the loss of a model in tiles, while it trains or is asked for its loss only.
+
+    Args:
+        model: has a linear head, and calls `loss_function` with what that returns.
+        tile: logits at once; default: `TILE`.
+
+    Attributes:
+        wanted: the forward under way is asked for a loss.
+        width: logits of a token on this rank.
+        widest: on the rank with most.
+    """
+
+    def __init__(self, model: PreTrainedModel, tile: int = 0) -> None:
+        self.model, self.tile, self.wanted = model, tile or TILE, False
+        self.head: Any = model.get_output_embeddings()
+        self.own_loss, self.own_class = model.loss_function, type(self.head)
+        split = getattr(self.own_loss, "__self__", None)
+        self.width: int = split.width if isinstance(split, SplitHead) else self.head.out_features
+        # ranks with other numbers of ids must cut the same tiles
+        self.widest = max(split.sizes) if isinstance(split, SplitHead) else self.width
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+        self.head.tiled_loss = self
+        self.head.__class__ = _with_tiles(self.own_class)
+        model.loss_function = self.loss
+
+    def remove(self) -> None:
+        """Let the model compute all logits at once again."""
+        for handle in self._handles:
+            handle.remove()
+        self.model.loss_function, self.head.__class__ = self.own_loss, self.own_class
+        del self.head.tiled_loss
+
+    def loss(
+        self, logits: Any, labels: Tensor | None, vocab_size: int, *args: Any, **keywords: Any
+    ) -> Tensor:
+        """Return the model's `loss_function`."""
+        if not isinstance(logits, DeferredLogits):
+            found: Tensor = self.own_loss(logits, labels, vocab_size, *args, **keywords)
+            return found
+        shifted = keywords.pop(SHIFTED, None)
+        if shifted is None:
+            assert labels is not None
+            shifted = pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        if keywords.get("num_items_in_batch") is None:
+            keywords["num_items_in_batch"] = (shifted != keywords.get("ignore_index", IGNORED)).sum()
+
+        def of_tile(logits: Tensor, labels: Tensor) -> Tensor:
+            found: Tensor = self.own_loss(logits, labels, vocab_size, *args, shift_labels=labels, **keywords)
+            return found
+
+        self.wanted = False
+        tokens = max(1, self.tile // (self.widest * shifted.shape[:-1].numel()))
+        total: Tensor = self.head(_Tiles(logits, shifted, tokens, of_tile))
+        return total
+
+    def _before(self, module: nn.Module, args: Any, keywords: Mapping[str, Any]) -> None:
+        labeled = keywords.get(LABELS) is not None or keywords.get(SHIFTED) is not None
+        self.wanted = labeled and (module.training or wants_loss_only.get())
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.wanted = False
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """Stands for the logits of all tokens until their loss is computed.
+
+    Args:
+        model: the class that they belong to, for people.
+        hidden: [B, S, hidden], the input of the head.
+        shape, dtype: of the logits.
+        steps: what the model does with them.
+    """
+
+    model: str
+    hidden: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def then(self, step: Callable[[Tensor], Any]) -> DeferredLogits:
+        """Return these with another step."""
+        dtype = step(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        return replace(self, dtype=dtype, steps=(*self.steps, step))
+
+    def float(self) -> DeferredLogits:
+        return self.then(lambda x: x.float())
+
+    def to(self, *args: Any, **keywords: Any) -> DeferredLogits:
+        return self.then(lambda x: x.to(*args, **keywords))
+
+    def __truediv__(self, other: Any) -> DeferredLogits:
+        return self.then(lambda x: x / self._one(other))
+
+    def __mul__(self, other: Any) -> DeferredLogits:
+        return self.then(lambda x: x * self._one(other))
+
+    __rmul__ = __mul__
+
+    def tanh(self) -> DeferredLogits:
+        return self.then(torch.tanh)
+
+    def contiguous(self) -> DeferredLogits:
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        at = next(place for place, arg in enumerate(args) if isinstance(arg, DeferredLogits))
+        self, name = args[at], getattr(func, "__name__", str(func)).strip("_").removeprefix("r")
+        if name not in _STEPS:
+            raise self._refusal(f"torch.{name}()")
+        others = [arg if place == at else self._one(arg) for place, arg in enumerate(args)]
+        return self.then(lambda x: func(*others[:at], x, *others[at + 1 :], **(kwargs or {})))
+
+    def _one(self, other: Any) -> Any:
+        """Return a number of which there is one for all logits."""
+        if isinstance(other, DeferredLogits) or (isinstance(other, Tensor) and other.numel() > 1):
+            raise self._refusal("a product with other tensors")
+        return other
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refusal(f"outputs.logits.{name}")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._refusal("outputs.logits[...]")
+
+    def __len__(self) -> int:
+        raise self._refusal("len(outputs.logits)")
+
+    def __iter__(self) -> Any:
+        raise self._refusal("a loop over outputs.logits")
+
+    def _refusal(self, who: str) -> LauncherError:
+        return DeferredLogitsError(
+            f"{who} needs the logits of {self.model} (shape {tuple(self.shape)}); its loss is computed in tiles while "
+            "it trains, and they are never there",
+            where="outputs.logits",
+            fix='call the model without labels, or in eval mode; or write "tiled_loss": false',
+        )
+
+
+class DeferredLogitsError(LauncherError, AttributeError):
+    """Somebody reads logits that are not there."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """What the head is called with: a loop over tiles, so that its parameters are gathered once for all of them.
+
+    Args:
+        labels: of each position, moved already: [B, S].
+        tokens: of a row in a tile.
+        loss: of the logits and labels of a tile.
+    """
+
+    logits: DeferredLogits
+    labels: Tensor
+    tokens: int
+    loss: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
+
+    def run(self, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum of the losses of all tiles."""
+
+        def of_tile(hidden: Tensor, labels: Tensor) -> Tensor:
+            logits = head(hidden.view_as(hidden))  # layers that are split note on their input who reads it
+            for step in self.logits.steps:
+                logits = step(logits)
+            return self.loss(logits, labels)
+
+        hidden, total = self.logits.hidden, None
+        for start in range(0, hidden.shape[-2], self.tokens):
+            number = min(self.tokens, hidden.shape[-2] - start)
+            tile = hidden.narrow(-2, start, number), self.labels.narrow(-1, start, number).contiguous()
+            if torch.is_grad_enabled():
+                part: Tensor = checkpoint(of_tile, *tile, use_reentrant=False, preserve_rng_state=False)
+            else:
+                part = of_tile(*tile)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _with_tiles(own: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a head that defers. A class and not a hook: where it defers, nothing is to be gathered."""
+
+    class Tiled(own):  # type: ignore[misc,valid-type]
+        def __call__(self, x: Any, *args: Any, **keywords: Any) -> Any:
+            tiled: TiledLoss = self.tiled_loss
+            if not tiled.wanted or isinstance(x, _Tiles):
+                return super().__call__(x, *args, **keywords)
+            shape = torch.Size((*x.shape[:-1], tiled.width))
+            return DeferredLogits(type(tiled.model).__name__, x, shape, _computed_dtype(x))
+
+        def forward(self, x: Any, *args: Any, **keywords: Any) -> Any:
+            return x.run(super().forward) if isinstance(x, _Tiles) else super().forward(x, *args, **keywords)
+
+    Tiled.__name__, Tiled.__qualname__, Tiled.__module__ = own.__name__, own.__qualname__, own.__module__
+    return _classes.setdefault(own, Tiled)
+
+
+def _computed_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def tile_loss(model: nn.Module, wanted: bool | None, *, shared: bool) -> TiledLoss | None:
+    """Compute the loss of a model in tiles, as the JSON says.
+
+    Args:
+        wanted: null: where ranks share sequences and the model allows it.
+        shared: ranks share sequences.
+
+    Raises:
+        ConfigError: it is wanted and cannot be.
+    """
+    if wanted is False or (wanted is None and not shared):
+        return None
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    reason = why_not(found)
+    if reason is None:
+        assert isinstance(found, PreTrainedModel)
+        return TiledLoss(found)
+    if wanted:
+        raise ConfigError(
+            f"the loss of {type(found).__name__} cannot be computed in tiles: {reason}",
+            where=WHERE,
+            fix="leave it out: all logits are computed at once then",
+        )
+    return None

@@ -1,0 +1,83 @@
+"""The MLP of each block in tiles along the sequence: what it makes between its layers is there for one tile at a time,
+in forward and, computed again, in backward (Bekman et al. 2025, arXiv:2506.13996)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from launcher.errors import ConfigError
+from launcher.models.units import unit_modules
+
+NAMES = {"mlp", "feed_forward", "ffn", "ff"}
+WHERE = "tiled_mlp"
+
+
+class TiledMLPs:
+    """The MLPs of a model, in tiles.
+
+    Args:
+        modules: each takes and gives [B, S, hidden], and looks at one token at a time.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._own = [(module, type(module)) for module in modules]
+        for module, own in self._own:
+            module.__class__ = _with_tiles(own)
+
+    def remove(self) -> None:
+        """Let them compute all tokens at once again."""
+        for module, own in self._own:
+            module.__class__ = own
+
+
+def tile_mlps(model: nn.Module) -> TiledMLPs:
+    """Compute the MLPs of a model's blocks in tiles.
+
+    Raises:
+        ConfigError: none is found. Layers of experts are none.
+    """
+    found = [
+        module
+        for _, block in unit_modules(model)
+        for name, module in block.named_modules()
+        if name.rpartition(".")[2] in NAMES and _is_dense(module)
+    ]
+    if not found:
+        raise ConfigError(
+            f"no block of {type(model).__name__} has an MLP of linear layers named {', '.join(sorted(NAMES))}",
+            where=WHERE,
+            fix="leave it out for this model",
+        )
+    return TiledMLPs(found)
+
+
+def _is_dense(module: nn.Module) -> bool:
+    """Return whether its parameters are those of linear layers, none of which is chosen by a router."""
+    leaves = [child for child in module.modules() if not list(child.children())]
+    weighted = [leaf for leaf in leaves if list(leaf.parameters(recurse=False))]
+    listed = any(isinstance(child, nn.ModuleList) for child in module.modules())
+    return bool(weighted) and not listed and all(isinstance(leaf, nn.Linear | Conv1D) for leaf in weighted)
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _with_tiles(own: type[nn.Module]) -> type[nn.Module]:
+    class Tiled(own):  # type: ignore[misc,valid-type]
+        def forward(self, x: Tensor, *args: Any, **keywords: Any) -> Any:
+            whole = super().forward
+            if x.dim() != 3:
+                return whole(x, *args, **keywords)
+            tiles = x.chunk(-(-x.shape[1] // x.shape[2]), 1)
+            if not torch.is_grad_enabled():
+                return torch.cat([whole(tile, *args, **keywords) for tile in tiles], 1)
+            parts = [checkpoint(whole, tile, *args, use_reentrant=False, **keywords) for tile in tiles]
+            return torch.cat(parts, 1)
+
+    Tiled.__name__, Tiled.__qualname__, Tiled.__module__ = own.__name__, own.__qualname__, own.__module__
+    return _classes.setdefault(own, Tiled)
