@@ -59,8 +59,9 @@ def one_process(path: str, ranks: int, times: int) -> dict[str, Any]:
     config = load(path)
     dp = config.dp_degree(ranks)
     tree = config.to_dict()
-    for section in ("pipeline", "tensor_parallel", "zero_optimization"):
+    for section in ("pipeline", "tensor_parallel", "context_parallel", "zero_optimization"):
         tree.pop(section)
+    tree["sequence_parallel_size"] = 1
     tree["gradient_accumulation_steps"] = int(tree["gradient_accumulation_steps"]) * dp // times
     tree["train_micro_batch_size_per_gpu"] = int(tree["train_micro_batch_size_per_gpu"]) * times
     return tree

@@ -8,8 +8,11 @@ from launcher.config import Config, load
 
 DIRECTORY = Path(__file__).parents[2] / "ds_configs"
 FILES = sorted(DIRECTORY.glob("*.json"))
-STAGES = {"pp2": 0, "pp2_zero3": 3, "3d": 1}
+PIPELINES = {"pp2": 0, "pp2_zero3": 3, "3d": 1}
 """Those with two pipeline stages -> their stage of ZeRO."""
+SHARED = {"cp2_ulysses_ring": 3}
+"""Those in which four ranks share a sequence -> their stage of ZeRO."""
+STAGES = PIPELINES | SHARED
 
 
 def test_the_files() -> None:
@@ -31,7 +34,8 @@ def test_each_file_is_what_its_name_says_on_any_number_of_ranks(path: Path) -> N
         assert config.train_batch_size == 4 * ranks
         zero = STAGES[path.stem] if path.stem in STAGES else int(re.findall(r"zero(\d)", path.stem)[0])
         assert config.zero_optimization.stage == zero
-        assert config.pipeline.degree == (2 if path.stem in STAGES else 1)
+        assert config.pipeline.degree == (2 if path.stem in PIPELINES else 1)
+        assert config.cp_degree == (4 if path.stem in SHARED else 1)
         first = path.stem.partition("_")[0]
         assert config.dtype == (first if first in ("bf16", "fp16") else "fp32")
         assert config.tensor_parallel.degree == (2 if first in ("tp2", "3d") else 1)
