@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -115,6 +116,7 @@ class SharedModel:
         if batch.get(IDS) is None and batch.get(EMBEDDINGS) is None:
             return None
         generates = batch.get("past_key_values") is not None or batch.get("use_cache")
+        generates = generates or (batch.get("logits_to_keep") and not torch.is_grad_enabled())
         shares = self.active and (self.in_eval or module.training)
         if generates or not shares:  # whole, on each rank
             return None

@@ -163,11 +163,11 @@ class Hooks:
         """Return a hook for a module that shows a sharded parameter, and may be called by itself."""
 
         def before_forward(module: nn.Module, args: object) -> None:
-            if torch.compiler.is_compiling() or unit.is_unsharded:
+            if torch.compiler.is_compiling() or (unit.is_unsharded and not unit.in_backward):
                 return
-            if _graph_task() != NO_GRAPH:  # inside a backward: activation checkpointing
+            if _graph_task() != NO_GRAPH:  # inside a backward: activation checkpointing, also inside of the block
                 self._recompute(unit)
-            elif module is unit.module or self.gather_for_one_call is None:
+            elif unit.is_unsharded or module is unit.module or self.gather_for_one_call is None:
                 return  # that one's own hook unshards
             else:
                 self.gather_for_one_call(self, unit, module)

@@ -25,6 +25,7 @@ _BASE = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped": ("llama", {}),
+    "deep": ("llama", {"num_hidden_layers": 4}),
     "one key head": ("llama", {"num_key_value_heads": 1}),
     "norms of q and k": ("qwen3", {"head_dim": 8}),
     "windows here and there": (

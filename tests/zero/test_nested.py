@@ -52,7 +52,7 @@ class Adapted(nn.Module):
 class Checkpointed(nn.Module):
     """Blocks in the hands of torch.utils.checkpoint."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList([Adapted() for _ in range(3)])
@@ -62,7 +62,8 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = x.requires_grad_()
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+            by_json = self.reentrant is None
+            x = layer(x) if by_json else checkpoint(layer, x, use_reentrant=self.reentrant)
         return (self.norm(x).sum(-1) - y).square().mean()
 
 
@@ -71,6 +72,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lists": partial(Contained, dicts=False),
     "frozen norms": partial(Checkpointed, reentrant=False),
     "frozen norms, reentrant": partial(Checkpointed, reentrant=True),
+    "frozen norms, by the JSON": partial(Checkpointed, reentrant=None),
 }
 
 
@@ -78,7 +80,8 @@ def trained(ctx: RankContext, kind: str, leaves: bool) -> dict[str, Tensor]:
     model = MODELS[kind]()
     if leaves:
         set_z3_leaf_modules(model, [Adapted])
-    engine = engine_of(config_of(3, optimizer={"type": "SGD", "params": {"lr": LR}}), model)
+    sections = {"activation_checkpointing": {}} if "JSON" in kind else {}
+    engine = engine_of(config_of(3, optimizer={"type": "SGD", "params": {"lr": LR}}, **sections), model)
     for step in range(2):
         engine.backward(engine(*microbatches(ctx, step)[0]))
         engine.step()
