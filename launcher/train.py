@@ -16,7 +16,6 @@ from torch import Tensor
 from launcher.checkpoint.tags import latest_tag
 from launcher.comm import all_reduce, log_summary
 from launcher.comm.plain import gather_plain
-from launcher.data.documents import IGNORED
 from launcher.data.identity import Identity
 from launcher.data.loader import GlobalBatchLoader
 from launcher.data.tokenizer import fingerprint, save_tokenizer
@@ -24,6 +23,7 @@ from launcher.data.vocabulary import check_vocabulary
 from launcher.engine import Engine, report
 from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
 from launcher.engine.nonfinite_tracer import weights_are_finite
+from launcher.engine.token_weights import learned_tokens, token_weights
 from launcher.errors import CheckpointError, ConfigError, NotFiniteError
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
@@ -162,10 +162,8 @@ class Training:
         # Before tokens are counted: the loss is a mean over those that are left.
         cut = [engine.curriculum.cut(batch, engine.global_steps) for batch in microbatches]
         microbatches = [for_attention(engine, batch) for batch in cut]
-        counts = [learned_tokens(batch) for batch in microbatches]
-        total = max(1.0, self._sum(sum(counts)))
         # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
-        weights = [count * engine.dp_world_size / total for count in counts]
+        weights = token_weights(engine, [learned_tokens(batch) for batch in microbatches])
         engine.train()
         loss = engine.run_microbatches(microbatches, weights)
         engine.step()
@@ -229,10 +227,9 @@ class Training:
             chosen = [i for i in range(first, first + micro) if i < rows]
             batches.append(for_attention(engine, collate([self.eval_set[i] for i in chosen or [0]])))
             counts.append(learned_tokens(batches[-1]) if chosen else 0)
-        total = max(1.0, self._sum(sum(counts)))
-        loss = engine.eval_microbatches(batches, [count / total for count in counts])
+        loss = engine.eval_microbatches(batches, token_weights(engine, counts))
         engine.train()
-        mean = self._sum(loss)
+        mean = self._sum(loss) / engine.dp_world_size
         engine.telemetry.evaluated(engine, mean)
         return mean
 
@@ -380,15 +377,10 @@ class Training:
         print_summary(summary, written, self.run.console)
 
 
-def learned_tokens(batch: dict[str, Tensor]) -> int:
-    """Tokens of a microbatch [micro, seq] that take part in a causal LM's loss: the first label predicts nothing."""
-    return int((batch["labels"][:, 1:] != IGNORED).sum())
-
-
 def collate(items: Iterable[Tensor | dict[str, Tensor]]) -> dict[str, Tensor]:
     """Items of a data set as one microbatch."""
     rows = [item if isinstance(item, dict) else {"input_ids": item, "labels": item} for item in items]
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-__all__ = ["Training", "collate", "learned_tokens"]
+__all__ = ["Training", "collate"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from launcher.data.sft import IGNORED
-from launcher.train import collate, learned_tokens
+from launcher.engine.token_weights import learned_tokens
+from launcher.train import collate
 
 
 def test_the_first_label_of_a_row_predicts_nothing() -> None:

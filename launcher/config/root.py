@@ -141,6 +141,10 @@ class Config(Section):
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = "mean"
     """How gradients are combined over the data-parallel ranks: mean or sum (microbatches are averaged)."""
 
+    loss_normalization: Annotated[Literal["microbatches", "tokens"], BeforeValidator(lower)] = "microbatches"
+    """What `train_batch` averages: the losses of microbatches and ranks, or those of all tokens that are learned in the
+    step. Recipes always count tokens."""
+
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced; null: the one they have."""
 

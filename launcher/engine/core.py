@@ -32,6 +32,7 @@ from launcher.engine.nonfinite_tracer import NonFiniteTracer
 from launcher.engine.same_inputs import SameInputs
 from launcher.engine.state_offload import StateOffloadMixin
 from launcher.engine.telemetry import Telemetry
+from launcher.engine.token_weights import check_backward
 from launcher.errors import ConfigError, LauncherError, MisplacedCallError
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
@@ -147,6 +148,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             The loss, detached, divided as it was for the backward; without the loss scale.
         """
         self._refuse_stages("engine.backward()")
+        if self._config.loss_normalization == "tokens":
+            check_backward(loss)
         self._set_backward_plan()
         self._backwards += 1
         divided = self._divided(loss, scale_wrt_gas)

@@ -11,6 +11,7 @@ from torch import Tensor
 from launcher.engine import executor
 from launcher.engine.batches import forever, without_labels
 from launcher.engine.core import EngineCore
+from launcher.engine.token_weights import learned_tokens, token_weights
 from launcher.errors import ConfigError
 from launcher.pipeline.executor.lazy import LazySequence
 
@@ -26,12 +27,13 @@ class WholeBatches(EngineCore):
         """Run gradient_accumulation_steps microbatches and one step.
 
         Returns:
-            The mean loss over them and over dp, fp32 [].
+            The mean loss over them and over dp, fp32 []; with loss_normalization "tokens" that over all tokens.
         """
         self.train()
         number = self.gradient_accumulation_steps()
+        batches = self._pulled(data_iter, number)
         with self.telemetry.batch(self) as told:
-            loss = self.train_microbatches(self._pulled(data_iter, number), [1 / number] * number)
+            loss = self.train_microbatches(batches, self._weights(batches, number))
             self.step()
             told.append(self.mean_over_dp(loss.float()))
         return told[0]
@@ -66,15 +68,31 @@ class WholeBatches(EngineCore):
         if not compute_loss:
             batches = [without_labels(batch) for batch in batches]
         try:
-            found, _ = executor.evaluate(self, batches, outputs=outputs, with_loss=compute_loss)
+            weights: Sequence[float] = self._weights(batches, number) if compute_loss else ()
+            found, weights = executor.evaluate(self, batches, weights, outputs, with_loss=compute_loss)
         finally:
             self.train(training)
         losses = list(found.float())
+        if compute_loss and reduce_output == "avg" and self.counts_tokens:
+            losses = [executor.weighted(found, weights).float()]
         if compute_loss and self.telemetry.monitor.enabled:  # the same on all ranks
             self.telemetry.evaluated(self, float(self._reduced(losses, "avg")))
         told = self.is_last_stage() or (compute_loss and bcast_loss)
         value = self._reduced(losses if compute_loss else outputs or [], reduce_output) if told else None
         return (value, outputs[-1] if outputs else None) if return_logits else value
+
+    @property
+    def counts_tokens(self) -> bool:
+        return self._config.loss_normalization == "tokens"
+
+    def _weights(self, batches: Sequence[Any], number: int) -> list[float]:
+        """Return the weights of microbatches in the loss of a step; those by tokens read all of them first."""
+        if not self.counts_tokens:
+            return [1 / number] * number
+        cut = (
+            [self.curriculum.cut(batch, self.global_steps) for batch in batches] if self.training else batches
+        )
+        return token_weights(self, [learned_tokens(batch) for batch in cut])
 
     def _reduced(self, values: Sequence[Any], how: str | None) -> Any:
         """Return what the microbatches gave: the mean of it, over dp as well; or all of it."""

@@ -165,7 +165,9 @@ class Hooks:
         def before_forward(module: nn.Module, args: object) -> None:
             if torch.compiler.is_compiling() or (unit.is_unsharded and not unit.in_backward):
                 return
-            if _graph_task() != NO_GRAPH:  # inside a backward: activation checkpointing, also inside of the block
+            if (
+                _graph_task() != NO_GRAPH
+            ):  # inside a backward: activation checkpointing, also inside of the block
                 self._recompute(unit)
             elif unit.is_unsharded or module is unit.module or self.gather_for_one_call is None:
                 return  # that one's own hook unshards

@@ -1,0 +1,62 @@
+"""The weights of microbatches in the loss of a step, where every token is to count the same (`loss_normalization`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from launcher.comm import all_reduce
+from launcher.data.documents import IGNORED
+from launcher.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launcher.engine.core import EngineCore
+
+KEY = "loss_normalization"
+
+
+def learned_tokens(batch: Any) -> int:
+    """Return how many tokens of a microbatch take part in a causal LM's loss: the first label predicts nothing.
+
+    Args:
+        batch: a mapping with "labels" [micro, seq], or "shift_labels" that are moved already.
+
+    Raises:
+        ConfigError: it has neither.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    shifted = batch.get("shift_labels") if isinstance(batch, Mapping) else None
+    if shifted is None and labels is None:
+        raise ConfigError(
+            'the microbatch has no "labels" whose tokens could be counted',
+            where=KEY,
+            fix='give microbatches as dicts with "labels", or leave the key out',
+        )
+    counted: Tensor = labels[:, 1:] if shifted is None else shifted  # type: ignore[index]
+    return int((counted != IGNORED).sum())
+
+
+def token_weights(engine: EngineCore, counts: Sequence[int]) -> list[float]:
+    """Return the weight of each microbatch of this rank, for a loss that is averaged over dp afterwards: together the
+    mean over all tokens of the step. Every rank of dp must call it.
+
+    Args:
+        counts: tokens that are learned, by microbatch; on ranks that read no data any.
+    """
+    total = torch.tensor([float(sum(counts))], dtype=torch.float64, device=engine.device)
+    all_reduce(total, engine.mesh.dp, "root/tokens").wait()
+    return [count * engine.mesh.dp.degree / max(1.0, float(total)) for count in counts]
+
+
+def check_backward(loss: Tensor) -> None:
+    """Raise ConfigError: a backward of one microbatch does not know how many tokens the others have."""
+    raise ConfigError(
+        f'{KEY} is "tokens", and engine.backward() sees one microbatch at a time: how much its loss '
+        f"({float(loss.detach()):.4g}) counts depends on the tokens of all",
+        where=KEY,
+        fix="call engine.train_batch(), or leave the key out and give the model num_items_in_batch, as the Hugging "
+        "Face Trainer does by itself",
+    )
