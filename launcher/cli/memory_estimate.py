@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import FlagParser, add_model_and_ranks, positive, slots_of
@@ -24,6 +25,7 @@ examples:
   launch memory-estimate --config ds_configs/zero3.json --model meta-llama/Llama-3.1-8B --num-gpus 8 --gpu 80GiB
   launch memory-estimate --config ds_config.json --model ./my-model --hostfile hosts --compare --gpu 80GiB
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 2 --seq-length 4096 --json
+  launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu 80GiB --longest
 
 --model: a Hugging Face id, a directory, or a config.json.
 The estimate is made from a trace of one block of each kind. --dry-run lets the real engine take three steps as one
@@ -47,6 +49,11 @@ def estimate_parser() -> FlagParser:
     add("--seq-length", type=positive, metavar="L", help="tokens per sequence (default: 2048)")
     add("--rank", type=int, metavar="R", help="show this rank (default: one of each pipeline stage)")
     add("--compare", action="store_true", help="compare all stages and kinds of offload")
+    add(
+        "--longest",
+        action="store_true",
+        help="find the longest sequence that fits --gpu, and what makes it longer",
+    )
     add("--plot", metavar="FILE", help="draw the memory of the ranks as PNG or SVG")
     add("--dry-run", action="store_true", help="run the real engine with tensors that have no memory")
     add("--json", action="store_true", help="print a JSON object")
@@ -66,12 +73,18 @@ def memory_estimate(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"there is no rank {flags.rank} among {world}", where="--rank", fix="ranks start at 0"
         )
+    if flags.longest and device is None:
+        raise ConfigError(
+            "the longest sequence depends on the memory", where="--longest", fix="pass --gpu, too"
+        )
     from launcher.cli import memory_tables
     from launcher.estimate.estimator import Estimator
     from launcher.estimate.variants import advice, side_by_side
     from launcher.models.build import load_config
 
     estimator = Estimator(load_config(flags.model))
+    if flags.longest and device is not None:
+        return _longest(estimator, config, world, device, as_object=flags.json)
     sequence = flags.seq_length or estimator.sequence
     found = _ranks(estimator, config, world, sequence, flags.rank, rehearsed=flags.dry_run)
     fits = None if device is None else all(one.peak <= device for one in found)
@@ -105,6 +118,18 @@ def memory_estimate(argv: Sequence[str]) -> int:
         if fits is False:
             memory_tables.advise(change)
     return EXIT_DOES_NOT_FIT if fits is False else 0
+
+
+def _longest(estimator: Estimator, config: Config, world: int, device: int, *, as_object: bool) -> int:
+    from launcher.cli import memory_tables
+    from launcher.estimate.longest import longest_sequences
+
+    rows = longest_sequences(estimator, config, world, device)
+    if as_object:
+        print(json.dumps({"longest": [asdict(row) for row in rows], "device_bytes": device}, indent=2))
+        return 0
+    memory_tables.longest(rows, device, world)
+    return 0
 
 
 def memory_of(gpu: str) -> int:

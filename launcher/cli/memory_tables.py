@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.output import new_console
@@ -10,6 +10,7 @@ from launcher.sizes import in_words
 
 if TYPE_CHECKING:
     from launcher.estimate.answer import Estimate
+    from launcher.estimate.longest import LongestSequence
     from launcher.estimate.variants import Variant
 
 COMPONENTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
@@ -59,6 +60,24 @@ def compare(variants: Sequence[Variant], device: int | None) -> None:
         verdict = [] if device is None else ["yes" if one.fits(device) else "no"]
         table.add_row(one.name, *(in_words(cell) if cell else "" for cell in cells), *verdict)
     new_console().print(table)
+
+
+def longest(rows: Iterable[LongestSequence], device: int, world: int) -> None:
+    """Print the longest sequence with each lever, as it is found."""
+    console = new_console()
+    console.print(
+        f"longest sequence in {in_words(device)} on each of {world} ranks, at a microbatch's peak:",
+        markup=False,
+    )
+    for row in rows:
+        what = f"+ {row.change}" if row.change else "as the JSON is"
+        if row.refused:
+            found = f"not possible: {row.refused}"
+        elif not row.tokens:
+            found = "none: not even 1,024 tokens fit"
+        else:
+            found = f"{row.tokens:>11,} tokens, {in_words(row.peak)}"
+        console.print(f"  {what:<34} {found}", markup=False)
 
 
 def advise(found: tuple[list[str], Variant] | None) -> None:

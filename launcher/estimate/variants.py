@@ -131,6 +131,8 @@ def _changes(config: Config, world: int) -> Iterator[tuple[str, ConfigChanges]]:
     while micro > 1 and micro % 2 == 0:
         micro, steps = micro // 2, steps * 2
         yield f'"{MICRO}": {micro}, "{ACCUMULATION}": {steps}', {MICRO: micro, ACCUMULATION: steps}
+    if not config.tiled_loss:
+        yield '"tiled_loss": true', {"tiled_loss": True}
     if config.activation_checkpointing is None:
         yield '"activation_checkpointing": {}', {"activation_checkpointing": {}}
     zero = config.zero_optimization

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -42,15 +43,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scores: Scor
         block: some of its pairs are allowed.
 
     Returns:
-        (fp32 [B, H, Q, E], fp32 [B, H, Q]): 0 and -inf for a query that may see no key.
+        ([B, H, Q, E] in fp32 or the dtype of the query, fp32 [B, H, Q]): 0 and -inf for a query that may see no key.
     """
     if _is_fused(query, scores):
-        key, value = _heads(key, query), _heads(value, query)
+        if not _takes_groups():
+            key, value = _heads(key, query), _heads(value, query)
         wide, bias = _padded(value, query), _bias(block, query.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, wide, 0.0, block.causal, attn_mask=bias, scale=scores.scale
         )
-        out, lse = out[..., : value.shape[-1]].float(), lse.float()
+        out, lse = out[..., : value.shape[-1]], lse.float()
         if block.mask is not None:  # the kernel says 0 of a query without keys
             lse = lse.masked_fill(~block.mask.any(-1), -_INF)
         return out, lse
@@ -75,7 +77,7 @@ def attend_backward(
     block: Block,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value that go through a block, fp32.
+    """Return the gradients of query, key and value that go through a block, in fp32 or the dtype of the query.
 
     Args:
         gradient, out: [B, H, Q, E] of attention to all keys, in the dtype of the query.
@@ -85,11 +87,13 @@ def attend_backward(
     lse = _finite(lse)
     if _is_fused(query, scores):
         wide = value.shape[-1]
+        if not _takes_groups():
+            key, value = _heads(key, query), _heads(value, query)
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _padded(gradient, query),
             query,
-            _heads(key, query),
-            _padded(_heads(value, query), query),
+            key,
+            _padded(value, query),
             _padded(out, query),
             lse,
             0.0,
@@ -97,8 +101,7 @@ def attend_backward(
             attn_mask=_bias(block, query.dtype),
             scale=scores.scale,
         )
-        d_query, d_key, d_value = (part.float() for part in found)
-        return d_query, _summed(d_key, groups), _summed(d_value[..., :wide], groups)
+        return found[0], _summed(found[1], groups), _summed(found[2][..., :wide], groups)
     keys, values = _heads(key, query).float(), _heads(value, query).float()
     d_query, d_key, d_value = (
         torch.empty_like(query, dtype=torch.float32),
@@ -130,6 +133,25 @@ def _is_fused(query: Tensor, scores: Scores) -> bool:
     return query.device.type == "cpu" and not scores.cap
 
 
+@cache
+def _takes_groups() -> bool:
+    """Return whether torch's kernel takes fewer key heads than query heads, and gives the sums of their gradients."""
+    g = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 2, 4, generator=g) for heads in (2, 1, 1))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found = []
+    for keys, values in ((key, value), (key.expand(1, 2, 2, 4), value.expand(1, 2, 2, 4))):
+        try:
+            out, lse = kernel(query, keys, values, 0.0, False)
+            parts = getattr(torch.ops.aten, f"{kernel.__name__}_backward")(
+                out, query, keys, values, out, lse, 0.0, False
+            )
+        except RuntimeError:
+            return False
+        found.append([out, *(part.sum(1, keepdim=True) for part in parts)])
+    return all(torch.allclose(one, other) for one, other in zip(*found, strict=True))
+
+
 def _finite(lse: Tensor) -> Tensor:
     """A query that sees no key: exp(-inf - 0) is 0, and exp(-inf + inf) no number."""
     return lse.masked_fill(lse == -_INF, 0)
@@ -157,7 +179,7 @@ def _heads(grouped: Tensor, query: Tensor) -> Tensor:
 
 def _summed(gradient: Tensor, groups: int) -> Tensor:
     """[B, H, K, D] -> [B, G, K, D]."""
-    return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
+    return gradient if gradient.shape[1] == groups else gradient.float().unflatten(1, (groups, -1)).sum(2)
 
 
 def _tiles(query: Tensor, key: Tensor) -> Iterator[slice]:

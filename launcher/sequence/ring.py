@@ -10,7 +10,7 @@ steps: sums are the same on every run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -84,8 +84,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: RingCall
     ) -> Tensor:
-        out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=torch.float32)
-        lse = query.new_full(query.shape[:-1], float("-inf"), dtype=torch.float32)
+        outs, sums = _Pieces(), _Pieces()  # by own run: attention to the chunks so far, and its log-sum-exp
         with torch.no_grad():
             for chunk, keys, values in _Chunks(key, value, call):
                 for mine, queries, place, positions in call.pairs(chunk):
@@ -95,7 +94,13 @@ class _Ring(torch.autograd.Function):
                     found = attend(
                         query[:, :, mine], keys[:, :, place], values[:, :, place], block, call.scores
                     )
-                    out[:, :, mine], lse[:, :, mine] = merged(out[:, :, mine], lse[:, :, mine], *found)
+                    if mine.start in outs:
+                        found = merged(outs[mine.start], sums[mine.start], *found)
+                    outs[mine.start], sums[mine.start] = found
+        own = [mine for mine, _ in _placed(call.runs(call.axis.rank))]
+        like = query.new_empty((), dtype=torch.float32)
+        out = outs.joined(own, like, (*query.shape[:-1], value.shape[-1]), 0.0)
+        lse = sums.joined(own, like, query.shape[:-1], float("-inf"))
         if sinks is not None:  # one more term of the denominator, and none of the numerator
             nothing = torch.zeros_like(out)
             out, lse = merged(out, lse, nothing, sinks.float()[None, :, None].expand_as(lse))
@@ -110,10 +115,9 @@ class _Ring(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         call: RingCall = ctx.call
         gradient = gradient.contiguous()
-        d_query = torch.zeros_like(query, dtype=torch.float32)
-        back = _Returns(key, value, call)
+        d_queries, back = _Pieces(), _Returns(key, value, call)
         for chunk, keys, values in _Chunks(key, value, call):
-            d_key, d_value = (torch.zeros_like(part, dtype=torch.float32) for part in (keys, values))
+            d_keys, d_values = _Pieces(), _Pieces()
             for mine, queries, place, positions in call.pairs(chunk):
                 block = call.mask.block(queries, positions)
                 if block.visibility is Visibility.NONE:
@@ -128,16 +132,40 @@ class _Ring(torch.autograd.Function):
                     block,
                     call.scores,
                 )
-                d_query[:, :, mine] += found[0]
-                d_key[:, :, place] += found[1]
-                d_value[:, :, place] += found[2]
-            back.give(chunk, d_key, d_value)
+                for pieces, at, part in zip(
+                    (d_queries, d_keys, d_values), (mine, place, place), found, strict=True
+                ):
+                    pieces.add(at.start, part)
+            places = [place for place, _ in _placed(call.runs(chunk))]
+            back.give(
+                chunk, d_keys.joined(places, keys, keys.shape), d_values.joined(places, keys, values.shape)
+            )
         d_key, d_value = back.sum()
+        own = [mine for mine, _ in _placed(call.runs(call.axis.rank))]
+        d_query = d_queries.joined(own, query, query.shape)
         d_sinks = None
         if sinks is not None:
             share = (sinks.float()[None, :, None] - lse).exp()
             d_sinks = -(share * (gradient.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, None
+
+
+class _Pieces(dict[int, Tensor]):
+    """Tensors [B, H, run, ...] of the runs of a chunk, by where they start. Where there is one, it is not copied."""
+
+    def add(self, start: int, part: Tensor) -> None:
+        """Add to a piece, in fp32."""
+        self[start] = self[start].float().add_(part) if start in self else part
+
+    def joined(self, runs: Sequence[slice], like: Tensor, shape: Sequence[int], fill: float = 0.0) -> Tensor:
+        """Return [B, H, chunk, ...], with `fill` for runs without a piece."""
+        if len(runs) == 1 and runs[0].start in self:
+            return self[runs[0].start]
+        whole = like.new_full(tuple(shape), fill, dtype=torch.float32)
+        for run in runs:
+            if run.start in self:
+                whole[:, :, run] = self[run.start]
+        return whole
 
 
 class _Chunks:
@@ -194,12 +222,15 @@ class _Returns:
         if chunk == self.call.axis.rank:
             self.own = d_key, d_value
         else:
-            self.given.append(self.channel.send(_packed(d_key, d_value), chunk, TAG, back=True))
+            packed = _packed(d_key.float(), d_value.float())
+            self.given.append(self.channel.send(packed, chunk, TAG, back=True))
 
     def sum(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of the own keys and values, from all ranks."""
         axis = self.call.axis
         total = self.own or tuple(torch.zeros_like(x, dtype=torch.float32) for x in (self.key, self.value))
+        if axis.degree > 1:
+            total = tuple(part.float() for part in total)
         for step in range(1, axis.degree):
             source = (axis.rank + step) % axis.degree
             if self.call.sees(source, axis.rank):

@@ -15,6 +15,7 @@ from launcher.models.units import unit_modules
 
 NAMES = {"mlp", "feed_forward", "ffn", "ff"}
 WHERE = "tiled_mlp"
+TOKENS = 2048  # of a tile, or as many as it is wide: smaller ones take more time and hardly less memory
 
 
 class TiledMLPs:
@@ -73,7 +74,7 @@ def _with_tiles(own: type[nn.Module]) -> type[nn.Module]:
             whole = super().forward
             if x.dim() != 3:
                 return whole(x, *args, **keywords)
-            tiles = x.chunk(-(-x.shape[1] // x.shape[2]), 1)
+            tiles = x.split(max(TOKENS, x.shape[2]), 1)
             if not torch.is_grad_enabled():
                 return torch.cat([whole(tile, *args, **keywords) for tile in tiles], 1)
             parts = [checkpoint(whole, tile, *args, use_reentrant=False, **keywords) for tile in tiles]

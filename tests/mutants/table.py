@@ -447,11 +447,11 @@ MUTANTS = {
         "--no_local_rank is ignored",
     ),
     "counts-the-first-label": Mutant(
-        "train.py",
-        'return int((batch["labels"][:, 1:] != IGNORED).sum())',
-        'return int((batch["labels"][:, :-1] != IGNORED).sum())',
+        "engine/token_weights.py",
+        "labels[:, 1:] if shifted is None",
+        "labels[:, :-1] if shifted is None",
         "microbatches count by their labels but the last, not but the first, which nothing predicts",
-        near="data engine/test_recipes.py",
+        near="engine/test_token_weights.py",
     ),
     # monitor, estimate, plan: numbers for people
     "resumed-metrics-lack-a-step": Mutant(

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import launcher
 from launcher.errors import ConfigError, LauncherError
-from launcher.sequence import tiled_loss
+from launcher.sequence import tiled_loss, tiled_mlp
 from launcher.sequence.tiled_loss import TiledLoss, tile_loss
 from launcher.sequence.tiled_mlp import tile_mlps
 from tests.engine.driving import CPU
@@ -54,8 +54,9 @@ def gradients(
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_every_gradient_is_that_of_the_whole(name: str) -> None:
+def test_every_gradient_is_that_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with another number of tokens to divide by, and where no label counts in a tile."""
+    monkeypatch.setattr(tiled_mlp, "TOKENS", 4)
     model = made(name)
     batch = BATCHES["left padded"](0, 23)
     for more in ({}, {"num_items_in_batch": torch.tensor(50)}):
@@ -116,7 +117,7 @@ RUNS = [
 
 
 def trained(ctx: RankContext, case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    tiled_loss.TILE = 5 * VOCAB
+    tiled_loss.TILE, tiled_mlp.TOKENS = 5 * VOCAB, 4
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
