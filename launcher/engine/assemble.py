@@ -189,6 +189,7 @@ def initialize(
     engine = Engine(
         zero, resolved, mesh, runtime, stepper, scheduler, loader, checkpointer, monitor, versions, cut_by
     )
+    engine.shared_sequences = shared
     for changed in [*filter(None, [shared]), *tiled]:  # the last one that changed the model first
         zero.hooks.add_removable(changed)
     # Not with stages, which learn one way to cross for each shape of a batch; a rehearsal has no values.

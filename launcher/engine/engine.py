@@ -27,6 +27,7 @@ from launcher.zero import ZeroModel
 
 if TYPE_CHECKING:
     from launcher.models.activation import Checkpointer
+    from launcher.sequence.apply import SharedModel
     from launcher.zero.features.versions import Versions
 
 
@@ -39,7 +40,10 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
     Attributes: those of `EngineCore`, and
         monitor: its `write_events([(name, value, samples), ...])` reaches the monitors of the JSON.
         training_dataloader: from `initialize(training_data=...)`.
+        shared_sequences: the model whose sequences ranks share; None: they are whole, or the script shares them.
     """
+
+    shared_sequences: SharedModel | None = None
 
     def __init__(
         self,

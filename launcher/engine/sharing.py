@@ -58,7 +58,7 @@ def sequences_of(
         config = with_shared_sequences(config, given, "mpu")
         by = CutBy.LOADER if hasattr(mpu, "shares_in_eval") else CutBy.SCRIPT
     else:
-        by = CutBy.HOOKS if _is_transformers(model) else CutBy.SCRIPT
+        by = CutBy.HOOKS if config.cp_degree == 1 or _is_transformers(model) else CutBy.SCRIPT
     if by is CutBy.SCRIPT and config.cp_degree > 1 and dist.get_rank() == 0:
         logger.warning(
             "%s: its attention must exchange tokens by itself (deepspeed.sequence.layer.DistributedAttention), and the "

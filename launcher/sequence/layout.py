@@ -45,6 +45,12 @@ class SequenceLayout:
         """Return the number that must divide the length of a sequence; shorter ones are padded."""
         return self.ring * self.ulysses * (2 if self.kind == "zigzag" and self.ring > 1 else 1)
 
+    def in_words(self) -> str:
+        """ "Ulysses 2 x ring 2, zigzag"."""
+        ring = f"ring {self.ring}, {self.kind}" if self.ring > 1 else ""
+        heads = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
+        return " x ".join(filter(None, [heads, ring]))
+
     def padded(self, length: int) -> int:
         """Return the length after padding."""
         return -(-length // self.multiple) * self.multiple

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import launcher
+from launcher.engine import report
 from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
 from tests.sequence.families import BATCHES, FAMILIES, model_of
@@ -130,9 +131,10 @@ def test_ways_to_share(pool: WorkerPool, family: str, case: Case, world: int) ->
     check(pool, family, case, world)
 
 
-def chosen(ctx: RankContext, config: dict[str, Any]) -> tuple[int, int]:
+def chosen(ctx: RankContext, config: dict[str, Any], layout: str) -> tuple[int, int]:
     engine: Any = launcher.initialize(model=model_of("one key head"), config=config, device=CPU)[0]
     shared = engine.mesh.axes["cp"].degree, engine.mesh.dp.degree
+    assert f"2 share each sequence ({layout}), " in report.ranks(engine)
     engine.destroy()
     return shared
 
@@ -141,7 +143,9 @@ def chosen(ctx: RankContext, config: dict[str, Any]) -> tuple[int, int]:
 def test_deepspeeds_key(pool: WorkerPool) -> None:
     """It is enough by itself: heads are exchanged as far as there are heads."""
     config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2, "optimizer": {"type": "SGD"}}
-    assert pool.run(chosen, 2, config) == [(2, 1)] * 2
+    assert pool.run(chosen, 2, config, "Ulysses 2") == [(2, 1)] * 2
+    ring = {**config, "context_parallel": {"ring": 2}}
+    assert pool.run(chosen, 2, ring, "ring 2, zigzag") == [(2, 1)] * 2
 
 
 def logits_of(ctx: RankContext) -> dict[str, Any]:
