@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from launcher.comm import Axis, Mesh
 from launcher.sequence.attention import SharedAttention
-from launcher.sequence.inputs import EMBEDDINGS, IDS, POSITIONS, current, cut, refused
+from launcher.sequence.inputs import EMBEDDINGS, IDS, POSITIONS, SharedSequence, current, cut, refused
 from launcher.sequence.layout import SequenceLayout
 from launcher.sequence.slices import from_slices
 from launcher.tensor.functions import gather_along, leave
 from launcher.tensor.split_model import wants_loss_only
 
+_WHOLE = {"loss", "logits", "hidden_states", "last_hidden_state", "aux_loss"}
+"""Outputs of a model that are the same on all ranks of cp when they leave it."""
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers in which nothing but attention looks at other tokens."""
 
@@ -141,12 +144,19 @@ class SharedModel:
             raise refused(module, "computes its loss itself, not with loss_function")
         if not isinstance(output, ModelOutput):
             raise refused(module, f"returns a {type(output).__name__}, not an output with names")
+        for key in ("hidden_states", "last_hidden_state"):
+            if output.get(key) is not None:
+                output[key] = tree_map(lambda x: self.whole(x, sequence), output[key])
+        for key in output:
+            known = key in _WHOLE or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output[key]))
+            if not known:
+                raise refused(module, f"is asked for {key}, of which a rank has only some")
         if output.get("logits") is None:
             return output
         if sequence.shift_labels is not None and (module.training or wants_loss_only.get()):
             output["logits"] = None  # those of a slice would be taken for all
         else:
-            output["logits"] = self.whole(output["logits"], sequence.padded)[:, : sequence.length]
+            output["logits"] = self.whole(output["logits"], sequence)
         return output
 
     @contextmanager
@@ -179,11 +189,11 @@ class SharedModel:
         mine = self.own_loss(logits, labels, vocab_size, *args, **keywords)
         return _of_each_rank(leave(mine, self.axis, "head/loss"), self.axis)
 
-    def whole(self, x: Tensor, length: int) -> Tensor:
-        """[B, S / degree, ...] of all ranks -> [B, S, ...], in the order of the sequence."""
-        gathered = _of_each_rank(gather_along(x, self.axis, 1, "head/logits"), self.axis)
-        order = self.layout.order(length).to(x.device)
-        return gathered.index_select(1, order.argsort())
+    def whole(self, x: Tensor, sequence: SharedSequence) -> Tensor:
+        """[B, S / degree, ...] of all ranks -> [B, S, ...], in the order of the sequence and without padding."""
+        gathered = _of_each_rank(gather_along(x, self.axis, 1, "head/outputs"), self.axis)
+        order = self.layout.order(sequence.padded).to(x.device)
+        return gathered.index_select(1, order.argsort())[:, : sequence.length]
 
 
 def _of_each_rank(shared: Tensor, axis: Axis) -> Tensor:

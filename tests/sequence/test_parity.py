@@ -162,18 +162,22 @@ def logits_of(ctx: RankContext) -> dict[str, Any]:
     with torch.no_grad():
         found["with labels"] = engine(**batch).logits
         found["without"] = engine(input_ids=batch["input_ids"]).logits
+        found["hidden"] = engine(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states[-1]
     engine.destroy()
     return found
 
 
-def test_logits_are_those_of_the_whole_sequence(pool: WorkerPool) -> None:
+def test_outputs_are_those_of_the_whole_sequence(pool: WorkerPool) -> None:
     """Those of a slice are given to nobody."""
     with torch.no_grad():
-        want = model_of("grouped").eval()(input_ids=BATCHES["plain"](0, 23)["input_ids"]).logits
+        ids = BATCHES["plain"](0, 23)["input_ids"]
+        outputs = model_of("grouped").eval()(input_ids=ids, output_hidden_states=True)
+    want = outputs.logits
     for found in pool.run(logits_of, 2):
         assert found["trained"] is None
         torch.testing.assert_close(found["with labels"], want, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found["without"], want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["hidden"], outputs.hidden_states[-1], rtol=1e-5, atol=1e-5)
 
 
 def test_ranks_of_a_group_with_other_batches_are_told(pool: WorkerPool) -> None:
