@@ -53,6 +53,7 @@ upstream: $(VENV)/.installed-parity
 # Every causal-LM type under tensor parallelism and in stages; fails where docs/models.md says otherwise.
 models: $(VENV)/.installed-test
 	$(BIN)/python -m tests.tensor.models_table
+	$(BIN)/python -m tests.sequence.zoo
 
 # Every pipeline schedule beside one process; fails where they differ.
 stages: $(VENV)/.installed-test

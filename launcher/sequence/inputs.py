@@ -90,9 +90,10 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> tuple[di
         if kept is None
         else padded_to(kept, padded, 0),
     }
-    for key in (IDS, EMBEDDINGS):
-        if batch.get(key) is not None:
-            found[key] = slice_of(batch[key])
+    for key, value in batch.items():  # also ids of other kinds, such as token_type_ids
+        of_tokens = isinstance(value, Tensor) and value.shape[:2] == (rows, length)
+        if key == EMBEDDINGS or (of_tokens and key.endswith("_ids") and key != POSITIONS):
+            found[key] = value if value is None else slice_of(value)
     shifted = labels_of_next(batch)
     if shifted is None:
         return found, SharedSequence(layout, length, padded, own, rules)

@@ -168,7 +168,8 @@ def _bias(block: Block, dtype: torch.dtype) -> Tensor | None:
 def _padded(value: Tensor, query: Tensor) -> Tensor:
     """Return the values with zeros up to the width of the queries, which the fused kernel wants (DeepSeek's are
     narrower)."""
-    return torch.nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+    more = query.shape[-1] - value.shape[-1]
+    return torch.nn.functional.pad(value, (0, more)) if more else value  # by 0 it would be a copy
 
 
 def _heads(grouped: Tensor, query: Tensor) -> Tensor:

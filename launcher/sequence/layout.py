@@ -95,7 +95,7 @@ def planned(model: Any, degree: int, section: ContextParallelConfig, *, tp: int)
         ConfigError: what the JSON says does not make the degree.
     """
     ulysses, ring = section.ulysses, section.ring
-    heads = int(getattr(model.config.get_text_config(), "num_attention_heads", 1)) // tp
+    heads = _heads_of(model) // tp
     if not ulysses and ring:
         ulysses = degree // ring
     if not ulysses:
@@ -108,6 +108,14 @@ def planned(model: Any, degree: int, section: ContextParallelConfig, *, tp: int)
             fix=f"write one of {', '.join(map(str, fitting))}: a ring over the others is chosen for you",
         )
     return SequenceLayout(section.layout, degree // ulysses, ulysses)
+
+
+def _heads_of(model: Any) -> int:
+    """Return the attention heads of a layer; 1 where layers differ, so that a ring is chosen."""
+    try:
+        return int(getattr(model.config.get_text_config(), "num_attention_heads", 1))
+    except Exception:  # of transformers: the config has a number for each layer
+        return 1
 
 
 @lru_cache(maxsize=64)

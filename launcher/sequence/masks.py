@@ -123,6 +123,17 @@ class Block:
     mask: Tensor | None = None
 
 
+class MaskIsNoTensorError(ConfigError, AttributeError):
+    """A model does something else with its mask than give it to its attention."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"a layer {what}, which is no tensor where sequences are shared by ranks",
+            where="context_parallel",
+            fix="leave the section out for this model, and split its layers instead (tensor_parallel)",
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
     """All rules of a kind of layer in one forward. It travels through the model in the place of a mask tensor.
@@ -138,6 +149,14 @@ class AttentionMask:
     device: torch.device
     _found: dict[tuple[range, range], list[Visibility]] = field(default_factory=dict)
     _blocks: dict[tuple[range, range], Block] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise MaskIsNoTensorError(f"reads the {name} of its attention mask")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise MaskIsNoTensorError("takes a part of its attention mask")
 
     def visibility(self, queries: range, keys: range) -> Visibility:
         """Return how many pairs of a block all rules allow."""

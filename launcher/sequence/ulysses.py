@@ -6,6 +6,7 @@ fewer of them than ranks, neighbours get the same one, and its gradient is summe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,30 +79,34 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _gather_tokens(x: Tensor, axis: Axis, heads: Heads) -> Tensor:
-    outgoing = [x[:, own].contiguous() for own in heads]
-    mine = outgoing[axis.rank]
-    incoming = [mine if rank == axis.rank else torch.empty_like(mine) for rank in range(axis.degree)]
-    _exchange(outgoing, incoming, axis)
-    return torch.cat(incoming, 2)
+    mine = x[:, heads[axis.rank]]
+    parts = [x[:, own] for own in heads]
+    return torch.cat(_exchanged(parts, [mine.shape] * axis.degree, axis), 2)
 
 
 def _gather_heads(x: Tensor, axis: Axis, heads: Heads, all_heads: int) -> Tensor:
     """Return the tokens of this rank with all heads; a head that several ranks have is their sum."""
-    outgoing = [part.contiguous() for part in x.chunk(axis.degree, 2)]
-    mine = outgoing[axis.rank]
-    incoming = [
-        mine if rank == axis.rank else mine.new_empty(_with_heads(mine.shape, own))
-        for rank, own in enumerate(heads)
-    ]
-    _exchange(outgoing, incoming, axis)
-    whole = mine.new_zeros(_with_heads(mine.shape, slice(0, all_heads)))
+    parts = list(x.chunk(axis.degree, 2))
+    shapes = [_with_heads(parts[axis.rank].shape, own) for own in heads]
+    incoming = _exchanged(parts, shapes, axis)
+    if all(before.stop == after.start for before, after in pairwise(heads)):
+        return torch.cat(incoming, 1)
+    whole = x.new_zeros(_with_heads(shapes[0], slice(0, all_heads)))
     for own, part in zip(heads, incoming, strict=True):
         whole[:, own] += part
     return whole
 
 
-def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:
+def _exchanged(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: Axis) -> list[Tensor]:
+    """Send each rank its part, and return what all have sent: the own part as it is, the others of these shapes.
+
+    Of the own part no copy is made, and those for the others are let go before the caller joins what came."""
+    mine, nothing = parts[axis.rank], parts[axis.rank].new_empty(0)
+    outgoing = [nothing if rank == axis.rank else part.contiguous() for rank, part in enumerate(parts)]
+    incoming = [nothing if rank == axis.rank else mine.new_empty(shape) for rank, shape in enumerate(shapes)]
     all_to_all([part.view(-1) for part in outgoing], [part.view(-1) for part in incoming], axis, TAG).wait()
+    incoming[axis.rank] = mine
+    return incoming
 
 
 def _with_heads(shape: Sequence[int], heads: slice) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.errors import LauncherError
 from launcher.sequence.apply import SharedModel
 from launcher.sequence.inputs import refused
 
@@ -36,8 +37,15 @@ def verify(
     length = _TOKENS * shared.layout.multiple
     ids = torch.randint(config.vocab_size, (rows, length), generator=generator)
     batch = {"input_ids": ids, "labels": ids}
-    with shared.verified(active=True):
-        found = loss_of(batch)
+    try:
+        with shared.verified(active=True):
+            found = loss_of(batch)
+    except LauncherError:
+        raise
+    except Exception as error:  # of the model's own code, which meets a slice where it thinks of a sequence
+        raise refused(
+            shared.model, f"cannot compute a slice of a sequence ({type(error).__name__})"
+        ) from error
     with shared.verified(active=False):
         wanted = loss_of(batch)
     if not abs(found - wanted) <= _MOST[dtype.itemsize] * abs(wanted):

@@ -13,6 +13,7 @@ import csv
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from tests.pipeline.judging import judged
@@ -22,6 +23,7 @@ from tests.tensor.zoo import CAUSAL_TYPES
 from tests.tensor.zoo_tables import KNOWN_AT, UNRUNNABLE
 
 VERDICTS = Path(__file__).with_name("verdicts.tsv")
+SHARED = Path(__file__).parents[1] / "sequence" / "verdicts.tsv"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 LIMIT_S = 1800.0
 
@@ -42,12 +44,14 @@ fails where one is not as this page says; `make pages` writes it.
 | `"sequence_parallel": true`, degree 2 | {types} | {sequence} | {sequence_refused} |
 | its logits stay split over the vocabulary in training | {works} | {heads} | |
 | cut into 2 stages, and into 4 where it has 4 blocks | {types} | {stages} | {uncut} |
+| its sequences shared by a ring of 2 ranks | {types} | {shared} | {unshared} |
 
 **works**: logits, loss, the gradient of every parameter, and all weights after 3 steps are those of one process, within
 1e-5 of the largest value of each in fp32 (of a gradient: of its own largest value, or 5 % of the model's largest one).
 **works (float64)**: in fp32 it misses that, for its terms cancel, so that rounding is most of what is left; in float64
 it is within 1e-6. **refused**: an error says so before anything is trained. No type is silently wrong.
 
+Shared sequences are compared in the loss and every gradient of one step, with a length that the ranks do not divide.
 In stages, the same words are about losses, gradient norms and weights over 3 steps of 2 microbatches, schedule 1f1b,
 one rank a stage.
 
@@ -77,8 +81,8 @@ another loss.
 
 ## The types
 
-| type | tensor parallel | sequence parallel | plan | output head | stages |
-|---|---|---|---|---|---|
+| type | tensor parallel | sequence parallel | plan | output head | stages | shared sequences |
+|---|---|---|---|---|---|---|
 {rows}
 """
 
@@ -110,6 +114,12 @@ def read_verdicts() -> list[Verdict]:
         return [Verdict(**row) for row in csv.DictReader(file, delimiter="\t")]
 
 
+@cache
+def shared_verdicts() -> dict[str, str]:
+    """Type -> what becomes of it where ranks share sequences; tests/sequence/zoo.py writes them."""
+    return dict(line.split("\t") for line in SHARED.read_text().splitlines())
+
+
 def write_verdicts(verdicts: Sequence[Verdict]) -> None:
     with VERDICTS.open("w", newline="") as file:
         table = csv.DictWriter(file, KEYS, delimiter="\t", lineterminator="\n")
@@ -133,10 +143,12 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
         heads=sum(v.head == "split" for v in good),
         stages=sum(v.stages in (WORKS, EXACTLY) for v in verdicts),
         uncut=sum(v.stages == REFUSED for v in verdicts),
+        shared=sum(word == WORKS for word in shared_verdicts().values()),
+        unshared=sum(word != WORKS for word in shared_verdicts().values()),
         example=EXAMPLE,
         rows="\n".join(
             [_row(v) for v in verdicts]
-            + [f"| `{kind}` | not tried: {why} | | | | |" for kind, why in UNRUNNABLE.items()]
+            + [f"| `{kind}` | not tried: {why} | | | | | |" for kind, why in UNRUNNABLE.items()]
         ),
     )
 
@@ -159,6 +171,7 @@ def _row(verdict: Verdict) -> str:
         _PLANS[verdict.plan],
         _HEADS[verdict.head],
         verdict.stages + (f": {verdict.uncut}" if verdict.uncut else ""),
+        shared_verdicts().get(verdict.type, ""),
     ]
     return f"| {' | '.join(cells)} |"
 

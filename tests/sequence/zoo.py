@@ -1,0 +1,114 @@
+"""What becomes of every causal-LM type where two ranks share its sequences:
+
+    python -m tests.sequence.zoo [TYPE ...] [--write]
+
+takes one step of a tiny model of each (a ring of two ranks, a length that it does not divide) and compares the loss and
+every gradient with those of one process. Fails where one differs, stops in an error that is no refusal, or has another
+verdict than in `verdicts.tsv`; with --write it writes that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import launcher
+from launcher.engine.fragments import safe_get_full_grad
+from launcher.errors import LauncherError
+from tests.pool import RankContext, WorkerPool
+from tests.tensor.zoo import CAUSAL_TYPES, batch_of, tiny_model
+from tests.tensor.zoo_tables import UNRUNNABLE
+
+VERDICTS = Path(__file__).with_name("verdicts.tsv")
+TOLERANCE, SMALL = 1e-5, 0.05  # of the largest value of a gradient; no less than 5 % of the model's largest
+WORKS, LENGTH = "works", 15
+SUFFIX = ", so its sequences cannot be shared by ranks"
+
+
+def judge(ctx: RankContext, kind: str) -> str:
+    """WORKS; "refused: ..."; or what is wrong."""
+    batch = batch_of(kind, seed=0, length=LENGTH)
+    plain = tiny_model(kind, seed=0).train()
+    try:
+        wanted = plain(**batch).loss
+    except ValueError as error:
+        return f"refused: by itself, {str(error)[:60]}"
+    wanted.backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "context_parallel": {"ring": 2},
+    }
+    engine: Any = None
+    try:
+        engine = launcher.initialize(
+            model=tiny_model(kind, seed=0), config=config, device=torch.device("cpu")
+        )[0]
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        found = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+    except LauncherError as error:
+        return f"refused: {_reason(error.what)}"
+    except Exception as error:
+        return f"error: {type(error).__name__}: {str(error)[:150]}".replace("\n", " ")
+    finally:
+        if engine is not None:
+            engine.destroy()
+    return _compared(loss, found, wanted, gradients)
+
+
+def _reason(what: str) -> str:
+    """The words of a refusal, without what all have in common, and without losses, whose last digits differ."""
+    if "has a loss of" in what:
+        return "the loss of slices is another one"
+    return re.sub(r"^\w+ (?=does|has|takes|gives|cannot|is)", "", what).removesuffix(SUFFIX)
+
+
+def _compared(loss: Tensor, found: dict[str, Any], wanted: Tensor, gradients: dict[str, Tensor]) -> str:
+    if not abs(float(loss.detach()) - float(wanted.detach())) <= TOLERANCE * abs(float(wanted.detach())):
+        return f"another loss: {float(loss.detach()):.6f}, not {float(wanted.detach()):.6f}"
+    most = max(float(gradient.abs().max()) for gradient in gradients.values())
+    worst, name = 0.0, ""
+    for key, gradient in gradients.items():
+        if found.get(key) is None:
+            return f"no gradient of {key}"
+        off = float((found[key] - gradient).abs().max()) / max(float(gradient.abs().max()), SMALL * most)
+        worst, name = max((worst, name), (off, key))
+    return WORKS if worst <= TOLERANCE else f"another gradient: {name}, {worst:.1e} of its largest value off"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("types", nargs="*", metavar="TYPE")
+    parser.add_argument("--write", action="store_true")
+    flags = parser.parse_args()
+    types = flags.types or [kind for kind in CAUSAL_TYPES if kind not in UNRUNNABLE]
+    verdicts: dict[str, str] = {}
+    pool = WorkerPool()
+    for kind in types:
+        try:
+            verdicts[kind] = pool.run(judge, 2, kind)[0]
+        except Exception as error:  # a hang, or ranks that went other ways
+            verdicts[kind] = f"error: {str(error)[:200]}".replace("\n", " ")
+        print(f"{kind}\t{verdicts[kind]}", flush=True)
+    pool.close()
+    if flags.write:
+        VERDICTS.write_text("".join(f"{kind}\t{verdict}\n" for kind, verdict in verdicts.items()))
+        return
+    known = dict(line.split("\t") for line in VERDICTS.read_text().splitlines())
+    other = [kind for kind, verdict in verdicts.items() if known.get(kind) != verdict]
+    wrong = [kind for kind, verdict in verdicts.items() if verdict != WORKS and "refused" not in verdict]
+    sys.exit(f"another verdict than before: {other}; wrong: {wrong}" if other or wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
