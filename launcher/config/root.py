@@ -112,7 +112,7 @@ class Config(Section):
 
     tiled_loss: bool | None = None
     """True: the head and the loss of a causal LM are computed for some tokens at a time, and again in backward, so that
-    no rank holds all logits. Null: where ranks share sequences, if the model allows it."""
+    no rank holds all logits. Null: where ranks share sequences, if the model allows it and scripts do not cut them."""
 
     tiled_mlp: bool = False
     """The MLP of each block is computed for some tokens at a time, and again in backward."""

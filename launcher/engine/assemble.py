@@ -149,7 +149,7 @@ def initialize(
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = split_layers(model, mesh, resolved)
-    tiled = tile(model, resolved)
+    tiled = tile(model, resolved, cut_by)
     shared = share_sequences(model, mesh, resolved, cut_by, mpu)
     staged: StagedPart = own or stages_of(model, split_model, mesh, resolved, seq_length)
     checkpointer = recompute(model, staged, resolved, mesh.axes["tp"])

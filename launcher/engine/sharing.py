@@ -69,9 +69,11 @@ def sequences_of(
     return config, by
 
 
-def tile(model: nn.Module, config: Config) -> list[Any]:
+def tile(model: nn.Module, config: Config, by: CutBy) -> list[Any]:
     """Compute the loss and the MLPs of the model in tiles, as the JSON says; returns what takes that off again."""
-    shared = config.cp_degree > 1
+    shared = (
+        config.cp_degree > 1 and by is CutBy.HOOKS
+    )  # scripts that cut sequences read the logits of their slice
     if not (config.tiled_loss or config.tiled_mlp or (config.tiled_loss is None and shared)):
         return []
     from launcher.sequence.tiled_loss import tile_loss

@@ -136,7 +136,7 @@ def _traced(
     # the last rank of cp: without zigzag it sees most
     mesh = Mesh.planned(CPU, cp * tp, (cp - 1) * tp, cp=cp, tp=tp)
     split_layers(model, mesh, config)
-    tiled = tile(model, config)
+    tiled = tile(model, config, CutBy.HOOKS)
     shared = share_sequences(model, mesh, config, CutBy.HOOKS)
     blocks = unit_modules(model)
     if section is not None:

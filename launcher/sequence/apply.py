@@ -97,7 +97,8 @@ class SharedModel:
         self.model.loss_function = self.loss
         self.names = list(inspect.signature(type(self.model).forward).parameters)[1:]
         self.handles = [
-            self.model.register_forward_pre_hook(self.before, with_kwargs=True),
+            # first: other hooks of the model see the slice, and whether it is asked for a loss
+            self.model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
             self.model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
         ]
 

@@ -99,7 +99,9 @@ class TiledLoss:
         return total
 
     def _before(self, module: nn.Module, args: Any, keywords: Mapping[str, Any]) -> None:
-        labeled = keywords.get(LABELS) is not None or keywords.get(SHIFTED) is not None
+        labeled = (
+            keywords.get(LABELS) is not None
+        )  # without them a model computes no loss, and its logits are read
         self.wanted = labeled and (module.training or wants_loss_only.get())
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:

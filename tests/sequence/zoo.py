@@ -38,7 +38,8 @@ def judge(ctx: RankContext, kind: str) -> str:
     try:
         wanted = plain(**batch).loss
     except ValueError as error:
-        return f"refused: by itself, {str(error)[:60].rpartition(chr(32))[0]}"
+        words = str(error)[:60].rpartition(" ")[0]
+        return f"refused: by itself, {words}"
     wanted.backward()
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     config = {
