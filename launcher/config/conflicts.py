@@ -16,7 +16,6 @@ from launcher.config.ranks import MICRO, TRAIN, batch_without_ranks
 from launcher.config.rules import Found, Rule, RuleFunction, path_of, standing, value_at
 from launcher.config.scheduler import TORCH
 from launcher.config.section import AUTO
-from launcher.config.section_conflicts import curriculum, elastic, split_rules
 
 if TYPE_CHECKING:
     from launcher.config.root import Config
@@ -108,6 +107,18 @@ def _batch(config: Config) -> Iterator[Found]:
         yield Found((TRAIN, *keys), what, f"write a multiple of {unit}, or leave one of these keys out")
 
 
+def _computed(section: str, name: str) -> RuleFunction:
+    """Return a rule of `section_conflicts.py`, which is imported where the section is written."""
+
+    def rule(config: Config) -> Iterator[Found]:
+        if section in config.model_fields_set:
+            from launcher.config import section_conflicts
+
+            yield from getattr(section_conflicts, name)(config)
+
+    return rule
+
+
 WITHIN: tuple[Rule | RuleFunction, ...] = (
     *(
         Rule((f"{ZERO}.{section}.device", f"{ZERO}.{section}.nvme_path"),
@@ -171,7 +182,7 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
                  'write "autotp_size": {0} in tensor_parallel'),
         )
     ),
-    split_rules,
+    _computed("tensor_parallel", "split_rules"),
     Rule(("context_parallel.ulysses", "context_parallel.ring", "sequence_parallel_size"),
          lambda u, r, size: size > 1 and (u * r != size if u and r else size % (u or r or 1)),
          "ulysses {0} x ring {1} is not sequence_parallel_size {2}", "write one of the two, or leave one of them out"),
@@ -198,8 +209,8 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
     Rule((f"{PARAMS}.total_steps", f"{PARAMS}.epochs", f"{PARAMS}.steps_per_epoch"),
          lambda total, epochs, steps: total is None and None in (epochs, steps),
          "is required, or both epochs and steps_per_epoch are", "write the number of optimizer steps of the run"),
-    curriculum,
-    elastic,
+    _computed("data_efficiency", "curriculum"),
+    _computed("elasticity", "elastic"),
 )  # fmt: skip
 """Keys of one section."""
 

@@ -25,7 +25,7 @@ from launcher.engine.given import check_mpu, loaded_config
 from launcher.engine.offloading import open_placements
 from launcher.engine.policy import axes_of, policy_of
 from launcher.engine.report import announce
-from launcher.engine.sharing import sequences_of, share_sequences, tile, verify_shared
+from launcher.engine.same_inputs import CutBy
 from launcher.engine.staging import (
     agree,
     holders_of,
@@ -123,7 +123,11 @@ def initialize(
     init_distributed(device)
     loaded = loaded_config(args, config if config is not None else config_params)
     row, loaded = row_in(model, loaded)
-    loaded, cut_by = sequences_of(loaded, mpu, mesh_param, model)
+    cut_by, shared, tiled = CutBy.HOOKS, None, []
+    if mpu is not None or mesh_param is not None or loaded.cp_degree > 1:
+        from launcher.engine.sharing import sequences_of
+
+        loaded, cut_by = sequences_of(loaded, mpu, mesh_param, model)
     dp = loaded.dp_degree(dist.get_world_size())
     mesh = Mesh.build(
         device, pp=loaded.pipeline.degree, dp=dp, cp=loaded.cp_degree, tp=loaded.tensor_parallel.degree
@@ -149,8 +153,11 @@ def initialize(
     if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
         source.keep_whole()
     split_model = split_layers(model, mesh, resolved)
-    tiled = tile(model, resolved, cut_by)
-    shared = share_sequences(model, mesh, resolved, cut_by, mpu)
+    if resolved.tiled_loss or resolved.tiled_mlp or mesh.axes["cp"].degree > 1:
+        from launcher.engine.sharing import share_sequences, tile
+
+        tiled = tile(model, resolved, cut_by)
+        shared = share_sequences(model, mesh, resolved, cut_by, mpu)
     staged: StagedPart = own or stages_of(model, split_model, mesh, resolved, seq_length)
     checkpointer = recompute(model, staged, resolved, mesh.axes["tp"])
     mark_leaves(model, resolved)
@@ -194,6 +201,8 @@ def initialize(
         zero.hooks.add_removable(changed)
     # Not with stages, which learn one way to cross for each shape of a batch; a rehearsal has no values.
     if shared is not None and mesh.axes["pp"].degree == 1 and shared.axis.group is not None:
+        from launcher.engine.sharing import verify_shared
+
         verify_shared(engine, shared)
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)

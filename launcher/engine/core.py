@@ -32,7 +32,6 @@ from launcher.engine.nonfinite_tracer import NonFiniteTracer
 from launcher.engine.same_inputs import SameInputs
 from launcher.engine.state_offload import StateOffloadMixin
 from launcher.engine.telemetry import Telemetry
-from launcher.engine.token_weights import check_backward
 from launcher.errors import ConfigError, LauncherError, MisplacedCallError
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
@@ -149,6 +148,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         """
         self._refuse_stages("engine.backward()")
         if self._config.loss_normalization == "tokens":
+            from launcher.engine.token_weights import check_backward
+
             check_backward(loss)
         self._set_backward_plan()
         self._backwards += 1

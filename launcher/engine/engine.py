@@ -12,9 +12,8 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.deepspeed_methods import DeepSpeedMethods
 from launcher.engine.fragments import ENGINES
-from launcher.engine.same_inputs import SameInputs
+from launcher.engine.same_inputs import CutBy, SameInputs
 from launcher.engine.saving import CheckpointMixin
-from launcher.engine.sharing import CutBy
 from launcher.engine.telemetry import Telemetry
 from launcher.engine.torch_clipping import follow_clipping
 from launcher.engine.whole_batches import WholeBatches

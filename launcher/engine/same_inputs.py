@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from launcher.comm import Axis, all_gather
+from launcher.comm import Axis, Mesh, all_gather
 from launcher.errors import LauncherError
 
 TAG = "root/inputs"
@@ -29,6 +30,18 @@ _BITS = 31  # of a digest: sums of it over all ranks are exact in fp64
 _MASK = (1 << _BITS) - 1
 _ODD = 2_654_435_761
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class CutBy(Enum):
+    """Who cuts the sequences that the ranks of cp share."""
+
+    HOOKS = "hooks"  # of the model: every rank of cp is called with the same whole batch
+    LOADER = "loader"  # each rank gets its slice of a batch: DeepSpeed's UlyssesSPDataLoaderAdapter
+    SCRIPT = "script"  # and the model exchanges tokens by itself: DeepSpeed's DistributedAttention
+
+    def same_inputs(self, mesh: Mesh) -> Axis:
+        """Return the ranks that get the same inputs. Every rank must call it."""
+        return mesh.joined("cp", "tp") if self is CutBy.HOOKS else mesh.axes["tp"]
 
 
 class SameInputs:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.comm import Axis, Mesh
+from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.config.ranks import with_shared_sequences
 from launcher.engine.dtypes import autocast_dtype
+from launcher.engine.same_inputs import CutBy
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("launcher")
 
 _GETTER = "get_sequence_parallel_world_size"
-
-
-class CutBy(Enum):
-    """Who cuts the sequences that the ranks of cp share."""
-
-    HOOKS = "hooks"  # of the model: every rank of cp is called with the same whole batch
-    LOADER = "loader"  # each rank gets its slice of a batch: DeepSpeed's UlyssesSPDataLoaderAdapter
-    SCRIPT = "script"  # and the model exchanges tokens by itself: DeepSpeed's DistributedAttention
-
-    def same_inputs(self, mesh: Mesh) -> Axis:
-        """Return the ranks that get the same inputs. Every rank must call it."""
-        return mesh.joined("cp", "tp") if self is CutBy.HOOKS else mesh.axes["tp"]
 
 
 def sequences_of(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from launcher.comm import all_reduce
-from launcher.data.documents import IGNORED
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ def learned_tokens(batch: Any) -> int:
     Raises:
         ConfigError: it has neither.
     """
+    from launcher.data.documents import IGNORED
+
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     shifted = batch.get("shift_labels") if isinstance(batch, Mapping) else None
     if shifted is None and labels is None:

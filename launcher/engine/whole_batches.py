@@ -11,7 +11,6 @@ from torch import Tensor
 from launcher.engine import executor
 from launcher.engine.batches import forever, without_labels
 from launcher.engine.core import EngineCore
-from launcher.engine.token_weights import learned_tokens, token_weights
 from launcher.errors import ConfigError
 from launcher.pipeline.executor.lazy import LazySequence
 
@@ -89,6 +88,8 @@ class WholeBatches(EngineCore):
         """Return the weights of microbatches in the loss of a step; those by tokens read all of them first."""
         if not self.counts_tokens:
             return [1 / number] * number
+        from launcher.engine.token_weights import learned_tokens, token_weights
+
         cut = (
             [self.curriculum.cut(batch, self.global_steps) for batch in batches] if self.training else batches
         )

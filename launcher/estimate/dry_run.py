@@ -24,7 +24,8 @@ from launcher.engine.assemble import initialize, split_layers
 from launcher.engine.dtypes import DTYPES
 from launcher.engine.engine import Engine
 from launcher.engine.offloading import HOST, open_placements
-from launcher.engine.sharing import CutBy, share_sequences
+from launcher.engine.same_inputs import CutBy
+from launcher.engine.sharing import share_sequences
 from launcher.estimate.answer import PHASES, DeviceBytes, Estimate
 from launcher.estimate.fake import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes, LiveBytesMode

@@ -16,7 +16,8 @@ from launcher.config import ActivationCheckpointingConfig, Config
 from launcher.engine.assemble import split_layers
 from launcher.engine.batches import call, loss_in
 from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes
-from launcher.engine.sharing import CutBy, share_sequences, tile
+from launcher.engine.same_inputs import CutBy
+from launcher.engine.sharing import share_sequences, tile
 from launcher.estimate.fake import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes
 from launcher.estimate.memory_trace import BlockTrace, MemoryTrace, TraceRecorder, relative
