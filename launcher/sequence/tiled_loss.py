@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from launcher.data.documents import IGNORED
 from launcher.errors import ConfigError, LauncherError
-from launcher.sequence.inputs import LABELS, SHIFTED
+from launcher.sequence.inputs import LABELS, SHIFTED, labels_of_next
 from launcher.tensor.head import SplitHead, wants_gathered_head
 from launcher.tensor.split_model import wants_loss_only
 
@@ -82,10 +81,8 @@ class TiledLoss:
         if not isinstance(logits, DeferredLogits):
             found: Tensor = self.own_loss(logits, labels, vocab_size, *args, **keywords)
             return found
-        shifted = keywords.pop(SHIFTED, None)
-        if shifted is None:
-            assert labels is not None
-            shifted = pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        shifted = labels_of_next({LABELS: labels, SHIFTED: keywords.pop(SHIFTED, None)})
+        assert shifted is not None
         if keywords.get("num_items_in_batch") is None:
             keywords["num_items_in_batch"] = (shifted != keywords.get("ignore_index", IGNORED)).sum()
 
@@ -99,10 +96,8 @@ class TiledLoss:
         return total
 
     def _before(self, module: nn.Module, args: Any, keywords: Mapping[str, Any]) -> None:
-        labeled = (
-            keywords.get(LABELS) is not None
-        )  # without them a model computes no loss, and its logits are read
-        self.wanted = labeled and (module.training or wants_loss_only.get())
+        # Without labels a model computes no loss, and its logits are read.
+        self.wanted = keywords.get(LABELS) is not None and (module.training or wants_loss_only.get())
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self.wanted = False
