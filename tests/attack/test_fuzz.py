@@ -91,7 +91,8 @@ LIKELY = {
 
 
 def another(rng: random.Random, value: Any) -> Any:
-    return rng.choice(LIKELY.get(type(value), ODD) if rng.random() < 0.7 else ODD)
+    """A copy, for a later change may write into what an earlier one put there."""
+    return copy.deepcopy(rng.choice(LIKELY.get(type(value), ODD) if rng.random() < 0.7 else ODD))
 
 
 def places_in(tree: Any) -> list[tuple[Any, Any]]:
@@ -109,7 +110,7 @@ def put(tree: dict[str, Any], path: str, value: Any) -> None:
         if not isinstance(tree.get(key), dict):
             tree[key] = {}
         tree = tree[key]
-    tree[last] = value
+    tree[last] = copy.deepcopy(value)
 
 
 def changed_tree(rng: random.Random, tree: dict[str, Any]) -> dict[str, Any]:

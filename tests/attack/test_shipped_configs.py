@@ -76,7 +76,7 @@ def test_every_file_trains_under_every_recipe(
 ) -> None:
     path = ROOT / "ds_configs" / f"{stem}.json"
     config = load(path)
-    ranks = max(2, config.pipeline.degree * config.tensor_parallel.degree)
+    ranks = max(2, config.pipeline.degree * config.tensor_parallel.degree * config.cp_degree)
     lines = run(pool, material, tmp_path, recipe, str(path), "--max-steps", str(STEPS), ranks=ranks)
     assert [line["step"] for line in lines] == [1, 2] and all(line["loss"] > 0 for line in lines)
     resolved = json.loads((tmp_path / "config.json").read_text())
