@@ -65,10 +65,8 @@ def compare(variants: Sequence[Variant], device: int | None) -> None:
 def longest(rows: Iterable[LongestSequence], device: int, world: int) -> None:
     """Print the longest sequence with each lever, as it is found."""
     console = new_console()
-    console.print(
-        f"longest sequence in {in_words(device)} on each of {world} ranks, at a microbatch's peak:",
-        markup=False,
-    )
+    where = f"each of {world} ranks" if world > 1 else "one rank"
+    console.print(f"longest sequence in {in_words(device)} on {where}, at a microbatch's peak:", markup=False)
     for row in rows:
         what = f"+ {row.change}" if row.change else "as the JSON is"
         if row.refused:

@@ -22,7 +22,7 @@ from launcher.sequence.inputs import current, refused
 from launcher.sequence.kernels import Scores
 from launcher.sequence.masks import AttentionMask
 from launcher.sequence.ring import RingCall, ring_attention
-from launcher.sequence.ulysses import key_heads, query_heads, to_heads, to_tokens
+from launcher.sequence.ulysses import key_heads, out_to_tokens, query_heads, to_heads
 
 NAME = "launcher_context_parallel"
 
@@ -104,7 +104,7 @@ def attention(
     out = _over_ranks(
         _shared[id(module.config)], module, (query, key, value), keywords.get("s_aux"), attention_mask, scores
     )
-    return out.transpose(1, 2).contiguous(), None
+    return out, None
 
 
 def _over_ranks(
@@ -115,6 +115,7 @@ def _over_ranks(
     rules: AttentionMask,
     scores: Scores,
 ) -> Tensor:
+    """[B, heads, S / degree, D] -> [B, S / degree, H, E]."""
     query, key, value = tensors
     axis, sequence = shared.ulysses, rules.sequence
     heads, groups = query.shape[1], key.shape[1]
@@ -129,7 +130,7 @@ def _over_ranks(
     if sinks is not None:
         sinks = sinks[of_queries[axis.rank]]
     call = RingCall(shared.ring, sequence.layout, sequence.padded, rules, scores)
-    return to_tokens(ring_attention(query, key, value, sinks, call), axis, of_queries)
+    return out_to_tokens(*ring_attention(query, key, value, sinks, call), axis, of_queries)
 
 
 def _before(config: Any) -> str:

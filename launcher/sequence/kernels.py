@@ -72,29 +72,30 @@ def attend_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
     lse: Tensor,
+    d_lse: Tensor,
     block: Block,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value that go through a block, in fp32 or the dtype of the query.
 
     Args:
-        gradient, out: [B, H, Q, E] of attention to all keys, in the dtype of the query.
+        gradient: [B, H, Q, E] of attention to all keys, in the dtype of the query.
         lse: fp32 [B, H, Q] of all keys.
+        d_lse: its gradient, fp32 [B, H, Q]: what a key adds to the sum that all weights are divided by.
     """
     groups = key.shape[1]
     lse = _finite(lse)
     if _is_fused(query, scores):
-        wide = value.shape[-1]
+        wide, gradient = value.shape[-1], _padded(gradient, query)
         if not _takes_groups():
             key, value = _heads(key, query), _heads(value, query)
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _padded(gradient, query),
+            gradient,
             query,
             key,
             _padded(value, query),
-            _padded(out, query),
+            _in_place_of_out(gradient, d_lse),
             lse,
             0.0,
             block.causal,
@@ -112,8 +113,7 @@ def attend_backward(
         upstream, raw = gradient[:, :, rows].float(), _raw(query[:, :, rows], key, scores)
         weights = _masked(_capped(raw, scores), block, rows).sub_(lse[:, :, rows, None]).exp_()
         d_value += weights.transpose(-1, -2) @ upstream
-        mean = (upstream * out[:, :, rows].float()).sum(-1, keepdim=True)
-        d_scores = weights.mul_(upstream @ values.transpose(-1, -2) - mean)
+        d_scores = weights.mul_(upstream @ values.transpose(-1, -2) + d_lse[:, :, rows, None])
         if scores.cap:
             d_scores = d_scores * (1 - (raw / scores.cap).tanh().square())
         d_scores = d_scores.mul_(scores.scale)
@@ -150,6 +150,15 @@ def _takes_groups() -> bool:
             return False
         found.append([out, *(part.sum(1, keepdim=True) for part in parts)])
     return all(torch.allclose(one, other) for one, other in zip(*found, strict=True))
+
+
+def _in_place_of_out(gradient: Tensor, d_lse: Tensor) -> Tensor:
+    """Return a tensor whose product with the gradient is -d_lse: all that torch's kernel asks of `out`."""
+    largest = gradient.abs().amax(-1, keepdim=True).float()  # squares of small numbers would be 0
+    direction = (gradient / largest).masked_fill_(largest == 0, 0)
+    length = direction.square().sum(-1, keepdim=True, dtype=torch.float32)
+    factor = (-d_lse[..., None] / (largest * length)).masked_fill_(largest == 0, 0)
+    return direction.mul_(factor).to(gradient.dtype)
 
 
 def _finite(lse: Tensor) -> Tensor:

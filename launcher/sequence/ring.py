@@ -64,8 +64,11 @@ class RingCall:
                 yield mine, queries, place, positions
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: RingCall) -> Tensor:
-    """Return attention of this rank's queries to the keys of all ranks. Every rank of the ring must call it.
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: RingCall
+) -> tuple[Tensor, Tensor]:
+    """Return attention of this rank's queries to the keys of all ranks, and its log-sum-exp. Every rank of the ring
+    must call it. Gradients are needed of both: see [Note: Attention in backward].
 
     Args:
         query: [B, H, C, D], C positions of this rank's chunk.
@@ -73,17 +76,17 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | No
         sinks: [H] scores of a key without a value that every query sees (gpt-oss); None: there is none.
 
     Returns:
-        [B, H, C, E] in the dtype of the query.
+        ([B, H, C, E] in the dtype of the query, fp32 [B, H, C]).
     """
-    out: Tensor = _Ring.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
-    return out
+    found: tuple[Tensor, Tensor] = _Ring.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: RingCall
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         outs, sums = _Pieces(), _Pieces()  # by own run: attention to the chunks so far, and its log-sum-exp
         with torch.no_grad():
             for chunk, keys, values in _Chunks(key, value, call):
@@ -104,15 +107,16 @@ class _Ring(torch.autograd.Function):
         if sinks is not None:  # one more term of the denominator, and none of the numerator
             nothing = torch.zeros_like(out)
             out, lse = merged(out, lse, nothing, sinks.float()[None, :, None].expand_as(lse))
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.save_for_backward(query, key, value, sinks, lse)
         ctx.call = call
-        return out
+        return out.to(query.dtype), lse
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
-        query, key, value, sinks, out, lse = ctx.saved_tensors
+    def backward(
+        ctx: Any, gradient: Tensor, d_lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        query, key, value, sinks, lse = ctx.saved_tensors
         call: RingCall = ctx.call
         gradient = gradient.contiguous()
         d_queries, back = _Pieces(), _Returns(key, value, call)
@@ -127,8 +131,8 @@ class _Ring(torch.autograd.Function):
                     query[:, :, mine],
                     keys[:, :, place],
                     values[:, :, place],
-                    out[:, :, mine],
                     lse[:, :, mine],
+                    d_lse[:, :, mine],
                     block,
                     call.scores,
                 )
@@ -146,7 +150,7 @@ class _Ring(torch.autograd.Function):
         d_sinks = None
         if sinks is not None:
             share = (sinks.float()[None, :, None] - lse).exp()
-            d_sinks = -(share * (gradient.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
+            d_sinks = (share * d_lse).sum((0, 2)).to(sinks.dtype)
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, None
 
 

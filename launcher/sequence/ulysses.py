@@ -54,6 +54,44 @@ def to_tokens(x: Tensor, axis: Axis, heads: Heads) -> Tensor:
     return found
 
 
+def out_to_tokens(out: Tensor, lse: Tensor, axis: Axis, heads: Heads) -> Tensor:
+    """Return attention as the layer behind it wants it: [B, tokens of this rank, all heads, E].
+
+    [Note: Attention in backward]
+    The gradient of a score needs the product of `out` and its gradient, one number for each query and head. Where
+    attention is computed, `out` would be kept for that, beside the copy of it in this layout which the next layer
+    keeps. So the product is made here, and goes back as what it is: the gradient of the log-sum-exp, in which `out` is
+    divided by the sum of the weights.
+
+    Args:
+        out, lse: of the heads of this rank and the tokens of all ranks: [B, heads, S, E] and fp32 [B, heads, S].
+    """
+    found: Tensor = _OutToTokens.apply(out, lse, axis, heads)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _OutToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, axis: Axis, heads: Heads) -> Tensor:
+        ctx.axis, ctx.heads = axis, heads
+        # [B, H, S / degree, E]
+        mine = out if axis.degree == 1 else _gather_heads(out, axis, heads, heads[-1].stop)
+        found = mine.transpose(1, 2).contiguous()
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (out,) = ctx.saved_tensors
+        # [B, S / degree, H] -> [B, H, S / degree, 1]
+        d_lse = -(gradient.float() * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+        gradient = gradient.transpose(1, 2)
+        if ctx.axis.degree > 1:
+            gradient, d_lse = (_gather_tokens(x, ctx.axis, ctx.heads) for x in (gradient, d_lse))
+        return gradient, d_lse.squeeze(-1), None, None
+
+
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, heads: Heads) -> Tensor:

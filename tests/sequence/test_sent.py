@@ -42,13 +42,15 @@ def sent(ctx: RankContext, family: str, section: dict[str, Any]) -> dict[str, tu
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ulysses(pool: WorkerPool, ranks: int) -> None:
-    """Queries and outputs of all heads, keys and values of theirs; a head that several ranks read goes to each."""
+    """Queries and outputs of all heads, keys and values of theirs; a head that several ranks read goes to each. With
+    the gradients of the outputs go those of their log-sum-exps."""
     tokens = ROWS * LENGTH // ranks
     keys = max(1, GROUPS // ranks) * (ranks - 1)  # heads that go to the others
     queries = HEADS * (ranks - 1) // ranks
     each = LAYERS * tokens * WIDTH * (2 * queries + 2 * keys) * BYTES
+    sums = LAYERS * tokens * queries * BYTES
     for found in pool.run(sent, ranks, "grouped", {"ulysses": ranks}):
-        assert found == {ulysses.TAG: (each, each), ring.TAG: (0, 0)}
+        assert found == {ulysses.TAG: (each, each + sums), ring.TAG: (0, 0)}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
