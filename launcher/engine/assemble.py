@@ -199,8 +199,7 @@ def initialize(
     engine.shared_sequences = shared
     for changed in [*filter(None, [shared]), *tiled]:  # the last one that changed the model first
         zero.hooks.add_removable(changed)
-    # Not with stages, which learn one way to cross for each shape of a batch; a rehearsal has no values.
-    if shared is not None and mesh.axes["pp"].degree == 1 and shared.axis.group is not None:
+    if shared is not None and shared.axis.group is not None:  # a rehearsal has no values
         from launcher.engine.sharing import verify_shared
 
         verify_shared(engine, shared)

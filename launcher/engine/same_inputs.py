@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves_with_path
 from torch.utils.hooks import RemovableHandle
 
 from launcher.comm import Axis, Mesh, all_gather
 from launcher.errors import LauncherError
 
 TAG = "root/inputs"
+EMBEDDINGS = "inputs_embeds"
 FIRST = 3  # forwards of training that are compared at once
 _BITS = 31  # of a digest: sums of it over all ranks are exact in fp64
 _MASK = (1 << _BITS) - 1
@@ -125,12 +126,17 @@ class SameInputs:
 
 def digest(inputs: Any, device: torch.device) -> Tensor:
     """Return int64 [], of 31 bits: of the shapes and dtypes of all tensors in a nest, and of the values of those of
-    whole numbers; of all where there are none such, for what ranks compute themselves may be rounded in other
-    ways."""
-    leaves = [leaf.detach() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    whole numbers and of `inputs_embeds`; of all where there are none such, for what ranks compute themselves may be
+    rounded in other ways."""
+    tensors = [(path, leaf) for path, leaf in tree_leaves_with_path(inputs) if isinstance(leaf, Tensor)]
+    leaves = [leaf.detach() for _, leaf in tensors]
     looks = zlib.crc32(repr([(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]).encode())
     found = torch.full((), looks & _MASK, dtype=torch.int64, device=device)
-    exact = [leaf for leaf in leaves if not (leaf.is_floating_point() or leaf.is_complex())]
+    exact = [
+        leaf
+        for (path, _), leaf in zip(tensors, leaves, strict=True)
+        if not (leaf.is_floating_point() or leaf.is_complex()) or getattr(path[-1], "key", None) == EMBEDDINGS
+    ]
     for leaf in exact or leaves:
         real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
         values = real.to(device).contiguous().view(-1).view(_WHOLE[real.element_size()]).long()

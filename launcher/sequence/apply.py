@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from launcher.comm import Axis, Mesh
+from launcher.sequence.arguments import CACHE, NoCache, check_arguments, names, takes
 from launcher.sequence.attention import SharedAttention
-from launcher.sequence.inputs import EMBEDDINGS, IDS, POSITIONS, SharedSequence, current, cut, refused
+from launcher.sequence.inputs import (
+    EMBEDDINGS,
+    IDS,
+    POSITIONS,
+    SHIFTED,
+    SharedSequence,
+    current,
+    cut,
+    refused,
+)
 from launcher.sequence.layout import SequenceLayout
+from launcher.sequence.rotary import follow_length
 from launcher.sequence.slices import from_slices
 from launcher.tensor.functions import gather_along, leave
 from launcher.tensor.split_model import wants_loss_only
+
+logger = logging.getLogger("launcher")
 
 _WHOLE = {"loss", "logits", "hidden_states", "last_hidden_state", "aux_loss"}
 """Outputs of a model that are the same on all ranks of cp when they leave it."""
@@ -59,6 +74,8 @@ def apply(model: nn.Module, mesh: Mesh, layout: SequenceLayout) -> SharedModel:
         raise refused(
             model, "has an auxiliary loss of its routers (output_router_logits), which needs all tokens"
         )
+    if getattr(config, "attn_temperature_tuning", False):
+        raise refused(model, "scales its queries by their place in what a rank has (attn_temperature_tuning)")
     ring, ulysses = mesh.split_cp(layout.ulysses)
     attention = SharedAttention(ring, ulysses, config._attn_implementation or "sdpa")
     attention.install(config)
@@ -81,6 +98,9 @@ class SharedModel:
         active: false: every rank computes whole sequences.
         slices: batches come in slices.
         in_eval: sequences are shared in evaluation, too.
+        pads_alone: the model makes other positions for padded batches than 0, 1, 2, ...
+        gives_cache: the forward under way would return a cache on one rank.
+        warned: of packed documents.
     """
 
     model: PreTrainedModel
@@ -91,6 +111,9 @@ class SharedModel:
     active: bool = True
     slices: bool = False
     in_eval: bool = True
+    pads_alone: bool = False
+    gives_cache: bool = False
+    warned: bool = False
 
     def install(self) -> None:
         self.own_loss = self.model.loss_function
@@ -100,6 +123,7 @@ class SharedModel:
             # first: other hooks of the model see the slice, and whether it is asked for a loss
             self.model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
             self.model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+            *follow_length(self.model),
         ]
 
     def remove(self) -> None:
@@ -119,18 +143,26 @@ class SharedModel:
         current.set(None)
         if batch.get(IDS) is None and batch.get(EMBEDDINGS) is None:
             return None
-        generates = batch.get("past_key_values") is not None or batch.get("use_cache")
+        if isinstance(batch.get(CACHE), NoCache):
+            raise batch[CACHE].refusal()
+        generates = batch.get(CACHE) is not None or batch.get("use_cache")
         generates = generates or (batch.get("logits_to_keep") and not torch.is_grad_enabled())
         shares = self.active and (self.in_eval or module.training)
         if generates or not shares:  # whole, on each rank
             return None
-        if batch.get("logits_to_keep"):
-            raise refused(module, "is asked for some of its logits (logits_to_keep)")
+        check_arguments(module, batch, pads_alone=self.pads_alone)
         if self.slices:
             batch, sequence = from_slices(batch, self.layout, self.axis)
         else:
-            batch, sequence = cut(batch, self.layout, self.axis.rank)
+            batch, sequence = cut(batch, self.layout, self.axis)
+        if sequence.packed:
+            self._tell_of_documents(batch)
+        if SHIFTED in batch and not takes(module, SHIFTED):
+            del batch[SHIFTED]  # of slices: `loss` has them
         if "use_cache" in self.names:
+            self.gives_cache = (
+                self.model.config.get_text_config().use_cache and batch.get("use_cache") is None
+            )
             batch["use_cache"] = False
         self.loss_computed = False
         current.set(sequence)
@@ -139,7 +171,12 @@ class SharedModel:
     def after(self, module: nn.Module, args: Any, keywords: Any, output: Any) -> Any:
         sequence = current.get()
         current.set(None)
-        if sequence is None or output is None or sequence.came_in_slices:
+        if sequence is None or output is None:
+            return None
+        if sequence.came_in_slices:
+            asked = getattr(output, "loss", None) is not None
+            if asked and not self.loss_computed and not names(module, SHIFTED):
+                raise refused(module, "computes its loss itself, and takes no shift_labels")
             return None
         if sequence.shift_labels is not None and not self.loss_computed:
             raise refused(module, "computes its loss itself, not with loss_function")
@@ -152,13 +189,29 @@ class SharedModel:
             known = key in _WHOLE or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output[key]))
             if not known:
                 raise refused(module, f"is asked for {key}, of which a rank has only some")
+        if self.gives_cache and not module.training and hasattr(output, CACHE):
+            output[CACHE] = NoCache()
         if output.get("logits") is None:
             return output
-        if sequence.shift_labels is not None and (module.training or wants_loss_only.get()):
+        trains = module.training and torch.is_grad_enabled()
+        if sequence.shift_labels is not None and (trains or wants_loss_only.get()):
             output["logits"] = None  # those of a slice would be taken for all
         else:
             output["logits"] = self.whole(output["logits"], sequence)
         return output
+
+    def _tell_of_documents(self, batch: dict[str, Any]) -> None:
+        """Say once where one process would do something else with packed documents."""
+        config: Any = self.model.config.get_text_config()
+        if self.warned or not getattr(config, "use_cache", False) or batch.get("use_cache") is False:
+            return
+        self.warned = True
+        if dist.get_rank() == 0:
+            logger.warning(
+                "%s: the documents of a row (position_ids) do not see each other. On one rank they would, for "
+                "transformers looks for documents only where config.use_cache is false; write that to train alike",
+                type(self.model).__name__,
+            )
 
     @contextmanager
     def verified(self, *, active: bool) -> Iterator[None]:

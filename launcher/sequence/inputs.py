@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from launcher.comm import Axis
 from launcher.data.documents import IGNORED
 from launcher.errors import ConfigError
 from launcher.sequence.layout import SequenceLayout
 from launcher.sequence.masks import AttentionMask, Kept, MaskRule, SameGroup, rules_of
+from launcher.tensor.functions import slice_along
 
 IDS, EMBEDDINGS, LABELS, SHIFTED = "input_ids", "inputs_embeds", "labels", "shift_labels"
 MASK, POSITIONS = "attention_mask", "position_ids"
@@ -34,6 +36,7 @@ class SharedSequence:
         padded: after it.
         own: int64 [S / degree] positions of this rank.
         rules: of the batch: documents, padding.
+        places: int64 [batch or 1, padded]: position ids of all tokens.
         shift_labels: of the own positions, moved already: [B, S / degree]; None: no loss is asked for.
         tokens: how many of the labels on all ranks are learned: int64 [].
         came_in_slices: and what the model returns stays a slice.
@@ -44,26 +47,34 @@ class SharedSequence:
     padded: int
     own: Tensor
     rules: tuple[MaskRule, ...]
+    places: Tensor
     shift_labels: Tensor | None = None
     tokens: Tensor | None = None
     came_in_slices: bool = False
 
     def mask(self, function: Callable[..., Any]) -> AttentionMask:
         """Return the mask of a kind of layer, for its mask function in transformers."""
-        rules = rules_of(function, self.padded, self.own.device)
-        return AttentionMask((*rules, *self.rules), self, self.own.device)
+        documents = self.places if self.packed else torch.arange(self.padded, device=self.own.device)[None]
+        return AttentionMask((*rules_of(function, documents), *self.rules), self, self.own.device)
+
+    @property
+    def packed(self) -> bool:
+        """Whether several documents lie in a row."""
+        return any(isinstance(rule, SameGroup) for rule in self.rules)
 
 
 current: ContextVar[SharedSequence | None] = ContextVar("current", default=None)
 """The forward under way, where it is over shared sequences."""
 
 
-def cut(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> tuple[dict[str, Any], SharedSequence]:
+def cut(
+    batch: Mapping[str, Any], layout: SequenceLayout, axis: Axis
+) -> tuple[dict[str, Any], SharedSequence]:
     """Return this rank's slice of a batch, and what its layers are told.
 
     Args:
         batch: arguments of the model's forward by name, the same on all ranks of cp.
-        rank: on the cp axis.
+        axis: cp.
 
     Raises:
         ConfigError: an argument cannot be shared.
@@ -72,19 +83,20 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> tuple[di
     assert source is not None
     rows, length = source.shape[:2]
     padded, device = layout.padded(length), source.device
-    own = layout.positions(padded, rank).to(device)
+    own = layout.positions(padded, axis.rank).to(device)
 
     def slice_of(x: Tensor, fill: float | bool = 0) -> Tensor:
         return padded_to(x, padded, fill).index_select(1, own)
 
     positions, kept = batch.get(POSITIONS), batch.get(MASK)
-    check_mask(kept)
+    check_shape(kept, MASK, rows, length)
+    check_shape(positions, POSITIONS, rows, length)
     rules = rules_of_batch(positions, kept, rows, padded)
     if positions is None:
-        positions = torch.arange(length, device=device).expand(rows, -1)
+        positions = torch.arange(length, device=device)[None]
     found = {
         **batch,
-        POSITIONS: slice_of(positions.expand(rows, -1)),
+        POSITIONS: slice_of(positions).expand(rows, -1),
         # Whole: layers would take the positions of a slice for documents, without a mask.
         MASK: torch.ones(rows, padded, dtype=torch.bool, device=device)
         if kept is None
@@ -92,25 +104,44 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> tuple[di
     }
     for key, value in batch.items():  # also ids of other kinds, such as token_type_ids
         of_tokens = isinstance(value, Tensor) and value.shape[:2] == (rows, length)
-        if key == EMBEDDINGS or (of_tokens and key.endswith("_ids") and key != POSITIONS):
-            found[key] = value if value is None else slice_of(value)
-    shifted = labels_of_next(batch)
-    if shifted is None:
-        return found, SharedSequence(layout, length, padded, own, rules)
+        if of_tokens and key == EMBEDDINGS and value.requires_grad:
+            found[key] = _own_slice(padded_to(value, padded, 0), layout, axis)
+        elif of_tokens and (key == EMBEDDINGS or key.endswith("_ids")) and key != POSITIONS:
+            found[key] = slice_of(value)
+    places = padded_to(positions, padded, 0)
+    if batch.get(LABELS) is None:  # a model that is given moved labels alone computes no loss
+        return found, SharedSequence(layout, length, padded, own, rules, places)
+    shifted, ignored = labels_of_next(batch), batch.get("ignore_index", IGNORED)
+    assert shifted is not None
     found.pop(SHIFTED, None)
-    found[LABELS] = mine = slice_of(shifted, IGNORED)
-    tokens = (shifted != IGNORED).sum()
-    return found, SharedSequence(layout, length, padded, own, rules, mine, tokens)
+    found[LABELS] = mine = slice_of(shifted, ignored)
+    tokens = (shifted != ignored).sum()
+    return found, SharedSequence(layout, length, padded, own, rules, places, mine, tokens)
 
 
-def check_mask(kept: Tensor | None) -> None:
-    """Raise ConfigError for an attention mask of pairs."""
-    if kept is not None and kept.dim() != 2:
-        raise ConfigError(
-            f"an attention mask of shape {tuple(kept.shape)} cannot be shared by ranks",
-            where=WHERE,
-            fix="give a mask [batch, sequence], or position_ids that start anew with each document",
-        )
+def _own_slice(embeddings: Tensor, layout: SequenceLayout, axis: Axis) -> Tensor:
+    """[B, S, hidden] -> [B, S / degree, hidden], whose gradient every rank gets whole: the caller made it from
+    something, and has all of it on every rank."""
+    order = layout.order(embeddings.shape[1]).to(embeddings.device)
+    mine = slice_along(embeddings.index_select(1, order), axis, 1, "root/embeddings")
+    # see [Note: The gradient of a shared loss]: what goes through own tokens counts as often as cp has ranks
+    mine.register_hook(lambda gradient: gradient / axis.degree)
+    return mine
+
+
+def check_shape(given: Any, name: str, rows: int, length: int) -> None:
+    """Raise ConfigError for a mask or for positions that are not of the tokens of the batch."""
+    if given is None:
+        return
+    shape = tuple(given.shape) if isinstance(given, Tensor) else None
+    if shape == (rows, length) or (shape == (1, length) and name == POSITIONS):
+        return
+    what = type(given).__name__ if shape is None else f"tensor of shape {shape}"
+    raise ConfigError(
+        f"{name} is a {what}, where ranks share sequences of shape {(rows, length)}",
+        where=WHERE,
+        fix="give one of the shape of input_ids; position_ids that start anew with each document keep documents apart",
+    )
 
 
 def rules_of_batch(
@@ -138,7 +169,7 @@ def labels_of_next(batch: Mapping[str, Any]) -> Tensor | None:
     """Return the label that each position predicts, -100 for none: [batch, S]; None: there are no labels."""
     labels, shifted = batch.get(LABELS), batch.get(SHIFTED)
     if shifted is None and labels is not None:
-        shifted = pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        shifted = pad(labels, (0, 1), value=batch.get("ignore_index", IGNORED))[:, 1:]
     return shifted
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from launcher.errors import ConfigError
 
@@ -193,13 +194,12 @@ class AttentionMask:
         return Block(Visibility.SOME if bool(mask.any()) else Visibility.NONE, mask=mask)
 
 
-def rules_of(function: Callable[..., Any], length: int, device: torch.device) -> list[MaskRule]:
+def rules_of(function: Callable[..., Any], places: Tensor) -> list[MaskRule]:
     """Read a mask function of transformers.
 
     Args:
         function: as transformers hands it to a mask interface.
-        length: of the padded sequence.
-        device: of the tensors in the rules.
+        places: int64 [batch or 1, padded length]: of each token in its document.
 
     Raises:
         ConfigError: it is not known.
@@ -213,10 +213,12 @@ def rules_of(function: Callable[..., Any], length: int, device: torch.device) ->
     if kind == "sliding_window_overlay":
         return [Window(int(inside["sliding_window"]))]
     if kind == "chunked_overlay":
-        places = torch.arange(length, device=device)[None] - inside["left_padding"].to(device)[:, None]
-        return [SameGroup(places.div(inside["chunk_size"], rounding_mode="floor"))]
+        places = places - inside["left_padding"].to(places.device)[:, None]
+        chunks = places.div(inside["chunk_size"], rounding_mode="floor")
+        # the chunks of a document are counted from its own beginning: numbers that never fall are made of them
+        return [SameGroup(pad((chunks.diff(dim=1) != 0), (1, 0)).cumsum(1))]
     if kind == "and_masks.<locals>.and_mask":
-        return [rule for one in inside["mask_functions"] for rule in rules_of(one, length, device)]
+        return [rule for one in inside["mask_functions"] for rule in rules_of(one, places)]
     raise ConfigError(
         f"attention masks made by {kind} are not known where sequences are shared by ranks",
         where="context_parallel",

@@ -21,7 +21,7 @@ from launcher.sequence.inputs import (
     POSITIONS,
     SHIFTED,
     SharedSequence,
-    check_mask,
+    check_shape,
     labels_of_next,
     rules_of_batch,
 )
@@ -46,7 +46,8 @@ def from_slices(
     """
     source = batch[IDS] if batch.get(IDS) is not None else batch[EMBEDDINGS]
     rows, mine = source.shape[:2]
-    check_mask(batch.get(MASK))
+    check_shape(batch.get(MASK), MASK, rows, mine)
+    check_shape(batch.get(POSITIONS), POSITIONS, rows, mine)
     _check_shapes(source, axis, [batch.get(key) is not None for key in (POSITIONS, MASK, LABELS, SHIFTED)])
     length, device = mine * axis.degree, source.device
     own = torch.arange(axis.rank * mine, (axis.rank + 1) * mine, device=device)
@@ -69,9 +70,9 @@ def from_slices(
         assert every is not None
         shifted = every.index_select(1, own)
     if batch.get(LABELS) is not None:
-        found.pop(SHIFTED, None)  # `SharedModel.loss` has it
-        found[LABELS] = shifted
-    return found, SharedSequence(layout, length, length, own, rules, shifted, came_in_slices=True)
+        found[LABELS] = found[SHIFTED] = shifted
+    places = torch.arange(length, device=device)[None] if positions is None else positions
+    return found, SharedSequence(layout, length, length, own, rules, places, shifted, came_in_slices=True)
 
 
 def _check_shapes(source: Tensor, axis: Axis, given: list[bool]) -> None:

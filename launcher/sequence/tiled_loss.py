@@ -81,10 +81,13 @@ class TiledLoss:
         if not isinstance(logits, DeferredLogits):
             found: Tensor = self.own_loss(logits, labels, vocab_size, *args, **keywords)
             return found
-        shifted = labels_of_next({LABELS: labels, SHIFTED: keywords.pop(SHIFTED, None)})
+        ignored = keywords.get("ignore_index", IGNORED)
+        shifted = labels_of_next(
+            {LABELS: labels, SHIFTED: keywords.pop(SHIFTED, None), "ignore_index": ignored}
+        )
         assert shifted is not None
         if keywords.get("num_items_in_batch") is None:
-            keywords["num_items_in_batch"] = (shifted != keywords.get("ignore_index", IGNORED)).sum()
+            keywords["num_items_in_batch"] = (shifted != ignored).sum()
 
         def of_tile(logits: Tensor, labels: Tensor) -> Tensor:
             found: Tensor = self.own_loss(logits, labels, vocab_size, *args, shift_labels=labels, **keywords)
@@ -97,7 +100,8 @@ class TiledLoss:
 
     def _before(self, module: nn.Module, args: Any, keywords: Mapping[str, Any]) -> None:
         # Without labels a model computes no loss, and its logits are read.
-        self.wanted = keywords.get(LABELS) is not None and (module.training or wants_loss_only.get())
+        trains = module.training and torch.is_grad_enabled()
+        self.wanted = keywords.get(LABELS) is not None and (trains or wants_loss_only.get())
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self.wanted = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -58,7 +59,11 @@ def tile_mlps(model: nn.Module) -> TiledMLPs:
 
 
 def _is_dense(module: nn.Module) -> bool:
-    """Return whether its parameters are those of linear layers, none of which is chosen by a router."""
+    """Return whether its parameters are those of linear layers, none of which is chosen by a router.
+
+    One with parameters of its own may mix tokens with them (RWKV)."""
+    if any(list(one.parameters(recurse=False)) for one in module.modules() if list(one.children())):
+        return False
     leaves = [child for child in module.modules() if not list(child.children())]
     weighted = [leaf for leaf in leaves if list(leaf.parameters(recurse=False))]
     listed = any(isinstance(child, nn.ModuleList) for child in module.modules())
@@ -74,11 +79,24 @@ def _with_tiles(own: type[nn.Module]) -> type[nn.Module]:
             whole = super().forward
             if x.dim() != 3:
                 return whole(x, *args, **keywords)
-            tiles = x.split(max(TOKENS, x.shape[2]), 1)
-            if not torch.is_grad_enabled():
-                return torch.cat([whole(tile, *args, **keywords) for tile in tiles], 1)
-            parts = [checkpoint(whole, tile, *args, use_reentrant=False, **keywords) for tile in tiles]
+            size, parts = max(TOKENS, x.shape[2]), []
+            for start in range(0, x.shape[1], size):
+                tile, others, named = _tile_of((x, args, keywords), x.shape, slice(start, start + size))
+                if torch.is_grad_enabled():
+                    parts.append(checkpoint(whole, tile, *others, use_reentrant=False, **named))
+                else:
+                    parts.append(whole(tile, *others, **named))
             return torch.cat(parts, 1)
 
     Tiled.__name__, Tiled.__qualname__, Tiled.__module__ = own.__name__, own.__qualname__, own.__module__
     return _classes.setdefault(own, Tiled)
+
+
+def _tile_of(inputs: Any, shape: torch.Size, tokens: slice) -> Any:
+    """Return a nest with the tokens of a tile in the place of all: also of what comes beside the input, a residual."""
+
+    def of(one: Any) -> Any:
+        of_tokens = isinstance(one, Tensor) and one.shape[:2] == shape[:2]
+        return one[:, tokens].contiguous() if of_tokens else one  # some layers view their input
+
+    return tree_map(of, inputs)

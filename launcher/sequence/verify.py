@@ -1,7 +1,7 @@
 """Before a model is trained: is the loss of a shared sequence that of a whole one?
 
 Layers that pass something else along the sequence than attention does (convolutions, state spaces) would compute on
-slices without an error. So the model itself is asked, with one short batch, once."""
+slices without an error. So the model itself is asked, with two short batches, once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.data.documents import IGNORED
 from launcher.errors import LauncherError
 from launcher.sequence.apply import SharedModel
 from launcher.sequence.inputs import refused
@@ -24,6 +25,8 @@ def verify(
 ) -> None:
     """Compare the two. Every rank must call it.
 
+    A model that differs on the padded batch alone is told of (`SharedModel.pads_alone`): it takes others.
+
     Args:
         loss_of: evaluates the model.
         rows: of a batch.
@@ -34,12 +37,34 @@ def verify(
     """
     config: Any = shared.model.config.get_text_config()
     generator = torch.Generator().manual_seed(_SEED)
-    length = _TOKENS * shared.layout.multiple
+    longest = int(getattr(config, "max_position_embeddings", None) or _TOKENS * shared.layout.multiple)
+    length = min(_TOKENS * shared.layout.multiple, longest)
     ids = torch.randint(config.vocab_size, (rows, length), generator=generator)
     batch = {"input_ids": ids, "labels": ids}
+    found, wanted = _losses(shared, loss_of, batch)
+    if not _is_near(found, wanted, dtype):
+        raise refused(
+            shared.model,
+            f"has a loss of {found:.6f} on slices of a sequence over {shared.axis.degree} ranks, and of {wanted:.6f} "
+            "where each rank has all of it",
+        )
+    kept = torch.ones_like(ids)
+    kept[0, : length // 4] = 0
+    learned = torch.cat([torch.zeros_like(kept[:, :1]), kept[:, :-1]], 1)  # by a token that sees some key
+    labels = ids.masked_fill(learned * kept == 0, IGNORED)
+    padded = {"input_ids": ids, "attention_mask": kept, "labels": labels}
+    shared.pads_alone = not _is_near(*_losses(shared, loss_of, padded), dtype)
+
+
+def _losses(
+    shared: SharedModel, loss_of: Callable[[dict[str, Tensor]], float], batch: dict[str, Tensor]
+) -> tuple[float, float]:
+    """Return the loss on slices and that of whole sequences."""
+    places = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
     try:
         with shared.verified(active=True):
-            found = loss_of(batch)
+            # as ranks would count them; stages tell by it which of the two crosses between them
+            found = loss_of({**batch, "position_ids": places.contiguous()})
     except LauncherError:
         raise
     except Exception as error:  # of the model's own code, which meets a slice where it thinks of a sequence
@@ -47,10 +72,8 @@ def verify(
             shared.model, f"cannot compute a slice of a sequence ({type(error).__name__})"
         ) from error
     with shared.verified(active=False):
-        wanted = loss_of(batch)
-    if not abs(found - wanted) <= _MOST[dtype.itemsize] * abs(wanted):
-        raise refused(
-            shared.model,
-            f"has a loss of {found:.6f} on slices of a sequence over {shared.axis.degree} ranks, and of {wanted:.6f} "
-            "where each rank has all of it",
-        )
+        return found, loss_of(batch)
+
+
+def _is_near(found: float, wanted: float, dtype: torch.dtype) -> bool:
+    return abs(found - wanted) <= _MOST[dtype.itemsize] * abs(wanted)

@@ -108,7 +108,9 @@ def on_slices(
     group, rank = names.groups._get_sequence_parallel_group(), names.groups._get_sequence_parallel_rank()
     batch = {**batch}
     if "position_ids" not in batch:  # DeepSpeed's adapter needs them
-        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+        batch["position_ids"] = (
+            torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]).contiguous()
+        )
     loader = names.adapter(
         DataLoader([batch], batch_size=None),
         sp_rank=rank,
@@ -118,10 +120,13 @@ def on_slices(
     )
     mine = next(iter(loader))
     outputs = engine(**mine)
+    labels = mine[
+        "shift_labels"
+    ].contiguous()  # DeepSpeed's adapter gives a view that the loss cannot flatten
     loss = engine.module.loss_function(
-        logits=outputs.logits, labels=None, shift_labels=mine["shift_labels"], vocab_size=VOCAB
+        logits=outputs.logits, labels=None, shift_labels=labels, vocab_size=VOCAB
     )
-    tokens = (mine["shift_labels"] != -100).sum()
+    tokens = (labels != -100).sum()
     losses = collectives.all_gather(loss, group=group)  # type: ignore[no-untyped-call]
     every = collectives.all_gather(tokens, group=group)  # type: ignore[no-untyped-call]
     total = sum(each * number for each, number in zip(losses, every, strict=True) if number) / sum(every)

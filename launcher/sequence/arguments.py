@@ -1,0 +1,74 @@
+"""Arguments of a forward over shared sequences: what a rank cannot answer for its slice alone is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from launcher.errors import ConfigError
+from launcher.sequence.inputs import MASK, POSITIONS, refused
+
+CACHE = "past_key_values"
+_OF_LAYERS = ("output_attentions", "output_router_logits")
+"""Arguments that ask for something of each layer."""
+_MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_values")
+"""How names of arguments begin that are not of tokens."""
+
+
+def check_arguments(model: nn.Module, batch: Mapping[str, Any], *, pads_alone: bool) -> None:
+    """Raise ConfigError for an argument that a rank cannot answer for its slice alone.
+
+    Args:
+        batch: arguments of the forward by name.
+        pads_alone: the model makes other positions for padded batches than 0, 1, 2, ...
+    """
+    if batch.get("logits_to_keep"):
+        raise refused(model, "is asked for some of its logits (logits_to_keep)")
+    for key in _OF_LAYERS:
+        if batch.get(key):
+            raise refused(model, f"is asked for {key}, of which a rank has only some")
+    for key, value in batch.items():
+        if value is not None and key.startswith(_MEDIA):
+            raise refused(model, f"gets {key}, which belong to places of the whole sequence")
+    embeddings: Any = model
+    if model.training and getattr(embeddings.get_input_embeddings(), "neftune_noise_alpha", None):
+        raise refused(model, "adds noise that depends on the length of a slice (neftune_noise_alpha)")
+    kept = batch.get(MASK)
+    if pads_alone and batch.get(POSITIONS) is None and kept is not None and not bool(kept.all()):
+        raise ConfigError(
+            f"{type(model).__name__} counts the positions of a padded batch in a way of its own, which ranks that "
+            "share its sequences do not see",
+            where=f"forward: {POSITIONS}",
+            fix=f"give {POSITIONS}, or batches without padding",
+        )
+
+
+class NoCache:
+    """Stands for the cache that a forward over shared sequences does not have: who generates by hand passes it back."""
+
+    def refusal(self) -> ConfigError:
+        """Return the error for one who wants the cache."""
+        return ConfigError(
+            "ranks that share a sequence keep no cache of it, unless the model is called with use_cache=True",
+            where=f"outputs.{CACHE}",
+            fix="pass use_cache=True from the first call on, or call generate()",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.refusal()
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Return whether the forward of a module takes an argument, by name or among others."""
+    parameters = inspect.signature(module.forward).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def names(module: nn.Module, name: str) -> bool:
+    """Return whether the forward of a module has an argument of this name."""
+    return name in inspect.signature(module.forward).parameters
