@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from launcher.comm import Axis, Mesh
-from launcher.sequence.arguments import CACHE, NoCache, check_arguments, names, takes
+from launcher.sequence.arguments import CACHE, NoCache, check_arguments, check_length, names, takes
 from launcher.sequence.attention import SharedAttention
 from launcher.sequence.inputs import (
     EMBEDDINGS,
@@ -74,8 +74,6 @@ def apply(model: nn.Module, mesh: Mesh, layout: SequenceLayout) -> SharedModel:
         raise refused(
             model, "has an auxiliary loss of its routers (output_router_logits), which needs all tokens"
         )
-    if getattr(config, "attn_temperature_tuning", False):
-        raise refused(model, "scales its queries by their place in what a rank has (attn_temperature_tuning)")
     ring, ulysses = mesh.split_cp(layout.ulysses)
     attention = SharedAttention(ring, ulysses, config._attn_implementation or "sdpa")
     attention.install(config)
@@ -155,6 +153,7 @@ class SharedModel:
             batch, sequence = from_slices(batch, self.layout, self.axis)
         else:
             batch, sequence = cut(batch, self.layout, self.axis)
+        check_length(module, sequence.length)
         if sequence.packed:
             self._tell_of_documents(batch)
         if SHIFTED in batch and not takes(module, SHIFTED):
