@@ -47,13 +47,14 @@ def check_arguments(model: nn.Module, batch: Mapping[str, Any], *, pads_alone: b
 
 
 def check_length(model: nn.Module, length: int) -> None:
-    """Raise ConfigError where a model scales queries by their place among those of a rank: Llama 4, from 8,192 tokens."""
+    """Raise ConfigError where a model scales queries by their place among those of a rank (Llama 4, behind 8,191)."""
     given: Any = model.config
     config = given.get_text_config()
     if getattr(config, "attn_temperature_tuning", False) and length >= config.floor_scale:
         raise refused(
             model,
-            f"scales queries from position {config.floor_scale:,} on (attn_temperature_tuning), and counts those of a rank",
+            f"scales queries from position {config.floor_scale:,} on (attn_temperature_tuning), and counts those of a "
+            "rank",
         )
 
 
