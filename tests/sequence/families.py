@@ -53,6 +53,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "partial rotary": ("gpt_neox", {"rotary_pct": 0.5}),
     "window": ("mistral", {"sliding_window": 5}),
+    "rotary by length": (
+        "llama",
+        {
+            "max_position_embeddings": 20,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        },
+    ),
+    "rotary of long": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 20,
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0},
+                **{"original_max_position_embeddings": 20},
+                **{"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]},
+            },
+        },
+    ),
+    "chunks": (
+        "llama4_text",
+        {
+            **{"head_dim": 8, "attention_chunk_size": 6, "no_rope_layers": [1, 0], "floor_scale": 64},
+            **{"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+            "intermediate_size_mlp": 40,
+        },
+    ),
     "experts": ("mixtral", {"num_local_experts": 2}),
 }
 

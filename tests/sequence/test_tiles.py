@@ -101,6 +101,40 @@ def test_experts_are_no_mlp() -> None:
         tile_mlps(model_of("experts"))
 
 
+@pytest.mark.parametrize(("kind", "rows"), [("gpt2", 2), ("bloom", 1)])
+def test_what_comes_beside_an_mlps_input_is_cut(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BLOOM hands the residual to its MLP; GPT-2 views its input."""
+    monkeypatch.setattr(tiled_mlp, "TOKENS", 4)
+    sizes = {
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 2,
+        "hidden_size": 4,
+        "resid_pdrop": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    config = AutoConfig.for_model(kind, **{**_BASE, **sizes})
+    config.attention_dropout = config.attn_pdrop = config.embd_pdrop = 0.0
+    torch.manual_seed(3)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    batch = {key: value[:rows] for key, value in BATCHES["plain"](0, 23).items()}
+    loss, want = gradients(model, batch)
+    tile_mlps(model)
+    found, got = gradients(model, batch)
+    assert found == pytest.approx(loss, rel=1e-6)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_layer_that_mixes_tokens_is_no_mlp() -> None:
+    """RWKV's feed-forward looks at the token before."""
+    config = AutoConfig.for_model("rwkv", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="has an MLP of linear layers"):
+        tile_mlps(AutoModelForCausalLM.from_config(config))
+
+
 class Case(NamedTuple):
     world: int
     stage: int
