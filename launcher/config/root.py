@@ -69,8 +69,8 @@ class Config(Section):
     differs: ClassVar[dict[str, str]] = {
         "gradient_predivide_factor": "at every stage, with reduce_scatter too",
         "prescale_gradients": "at every stage, with reduce_scatter too",
-        "sequence_parallel_size": "every rank takes whole sequences, and the loss is that of one process: loader and "
-        "script need no change",
+        "sequence_parallel_size": "ranks that share a sequence are all given the whole batch, and the loss is that of "
+        "one process: a sampler counts engine.mesh.dp",
         "gradient_allreduce_op": '"sum" works at every stage; DeepSpeed refuses it at stage 3',
     }
 
@@ -257,8 +257,11 @@ class Config(Section):
     def cp_degree(self) -> int:
         """Return how many ranks share a sequence, at least 1."""
         section = self.context_parallel
-        size = 1 if isinstance(self.sequence_parallel_size, str) else self.sequence_parallel_size
-        return max(size, max(1, section.ulysses) * max(1, section.ring))
+        given = (self.sequence_parallel_size, section.ulysses, section.ring)
+        size, ulysses, ring = (
+            max(1, number) if isinstance(number, int) else 1 for number in given
+        )  # not "auto"
+        return max(size, ulysses * ring)
 
     def dp_degree(self, ranks: int) -> int:
         """Return how many of `ranks` ranks are data-parallel: stages x data-parallel x context-parallel x

@@ -201,11 +201,33 @@ def _section(
         elif isinstance(value, str) and value == AUTO:
             yield _auto(root, section, here)
         elif here not in written:
-            yield Explained(dotted(here), _json(value), "the default", False)
+            found, why = _of_shared_sequences(root).get(dotted(here), (_json(value), "the default"))
+            yield Explained(dotted(here), found, why, False)
+
+
+def _of_shared_sequences(root: Config) -> dict[str, tuple[str, str]]:
+    """Return what keys become where ranks share sequences: path -> (value, why)."""
+    if root.cp_degree == 1:
+        return {}
+    section = root.context_parallel
+    given = {
+        key: value if isinstance(value := getattr(section, key), int) else 0 for key in ("ulysses", "ring")
+    }
+    ulysses = str(root.cp_degree // given["ring"]) if given["ring"] else "as many as the heads allow"
+    ring = str(root.cp_degree // given["ulysses"]) if given["ulysses"] else "the others"
+    shares = f"of the {root.cp_degree} ranks that share a sequence"
+    return {
+        "sequence_parallel_size": (str(root.cp_degree), "context_parallel: ulysses x ring"),
+        "context_parallel.ulysses": (ulysses, shares),
+        "context_parallel.ring": (ring, shares),
+        "tiled_loss": ("true if the model allows it", "where ranks share sequences"),
+    }
 
 
 def _auto(root: Config, section: Section, path: Path) -> Explained:
     name, key = dotted(path), str(path[-1])
+    if name in (shared := _of_shared_sequences(root)):
+        return Explained(name, *shared[name], True)
     if name in OF_HIDDEN_SIZE:
         return Explained(name, OF_HIDDEN_SIZE[name], "from the model, as in Hugging Face's Trainer", True)
     if name == "scheduler.params.warmup_max_lr" and root.optimizer is not None:

@@ -147,6 +147,13 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             The loss, detached, divided as it was for the backward; without the loss scale.
         """
         self._refuse_stages("engine.backward()")
+        if loss is None:
+            raise MisplacedCallError(
+                "engine.backward() was given None: the model made no loss",
+                where="engine.backward()",
+                fix="call the model with labels; a loader that deals out slices (sp_size) gives shift_labels alone: "
+                "make the loss with model.loss_function(logits, None, vocab_size, shift_labels=shift_labels)",
+            )
         if self._config.loss_normalization == "tokens":
             from launcher.engine.token_weights import check_backward
 

@@ -61,6 +61,8 @@ def initialize(
     if (asked := getattr(model, TP_SIZE, 1)) > 1:
         given = _with_tp_size(given if isinstance(given, Mapping) else read(given).tree, asked)
     if isinstance(given, Mapping):
+        if keywords.get("mpu") is None:
+            _check_trainer(given)
         given = _as_meant(given, dist.get_world_size())
     made = launcher.initialize(args, model, config=given, **keywords)
     made[0].fp32_script = True
@@ -94,6 +96,21 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
     return meant
 
 
+def _check_trainer(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError where Hugging Face's Trainer does not know that ranks share sequences: its sampler would give
+    each rank other ones."""
+    size = config.get("sequence_parallel_size") or 1
+    trainers: Any = getattr(sys.modules.get("transformers.integrations.deepspeed"), TRAINERS, None)
+    of_trainer = trainers is not None and trainers() is not None and hasattr(trainers(), "mismatches")
+    if of_trainer and ((isinstance(size, int) and size > 1) or config.get("context_parallel")):
+        raise ConfigError(
+            "ranks share sequences in the JSON, and the Trainer deals other sequences out to each",
+            where="sequence_parallel_size" if size != 1 else "context_parallel",
+            fix="tell the Trainer, too: TrainingArguments(parallelism_config=ParallelismConfig(sp_backend="
+            f'"deepspeed", sp_size={size if size != 1 else "N"}))',
+        )
+
+
 def _leave_out_data_parallel(config: dict[str, Any], world: int) -> None:
     """Drop the degree that DeepSpeed's examples of tensor parallelism write, which follows anyway; another one is
     refused."""
@@ -112,6 +129,9 @@ def _count_tensor_parallel(config: dict[str, Any], world: int) -> None:
     if numbers and size > 1 and train == micro * accumulation * world:
         del config["train_batch_size"]
 
+
+TRAINERS = "_hf_deepspeed_config_weak_ref"
+"""Of transformers: the JSON of the TrainingArguments of this process, where there are any."""
 
 TP_SIZE = "_launcher_tp_size"
 """Attribute of a model that `tp_model_init` was called with."""
