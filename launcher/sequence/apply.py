@@ -97,6 +97,7 @@ class SharedModel:
         slices: batches come in slices.
         in_eval: sequences are shared in evaluation, too.
         pads_alone: the model makes other positions for padded batches than 0, 1, 2, ...
+        mixes_documents: the model does not keep packed documents apart where it has whole sequences.
         gives_cache: the forward under way would return a cache on one rank.
         warned: of packed documents.
     """
@@ -110,6 +111,7 @@ class SharedModel:
     slices: bool = False
     in_eval: bool = True
     pads_alone: bool = False
+    mixes_documents: bool = False
     gives_cache: bool = False
     warned: bool = False
 
@@ -155,7 +157,7 @@ class SharedModel:
             batch, sequence = cut(batch, self.layout, self.axis)
         check_length(module, sequence.length)
         if sequence.packed:
-            self._tell_of_documents(batch)
+            self._tell_of_documents()
         if SHIFTED in batch and not takes(module, SHIFTED):
             del batch[SHIFTED]  # of slices: `loss` has them
         if "use_cache" in self.names:
@@ -199,16 +201,15 @@ class SharedModel:
             output["logits"] = self.whole(output["logits"], sequence)
         return output
 
-    def _tell_of_documents(self, batch: dict[str, Any]) -> None:
+    def _tell_of_documents(self) -> None:
         """Say once where one process would do something else with packed documents."""
-        config: Any = self.model.config.get_text_config()
-        if self.warned or not getattr(config, "use_cache", False) or batch.get("use_cache") is False:
+        if not self.mixes_documents or self.warned:
             return
         self.warned = True
         if dist.get_rank() == 0:
             logger.warning(
-                "%s: the documents of a row (position_ids) do not see each other. On one rank they would, for "
-                "transformers looks for documents only where config.use_cache is false; write that to train alike",
+                "%s: the documents of a row (position_ids) do not see each other. Where one rank has the whole row "
+                "they do: transformers keeps them apart only where config.use_cache is false, and not in every model",
                 type(self.model).__name__,
             )
 

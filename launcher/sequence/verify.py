@@ -1,7 +1,7 @@
 """Before a model is trained: is the loss of a shared sequence that of a whole one?
 
 Layers that pass something else along the sequence than attention does (convolutions, state spaces) would compute on
-slices without an error. So the model itself is asked, with two short batches, once."""
+slices without an error. So the model itself is asked, with three short batches, once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def verify(
 ) -> None:
     """Compare the two. Every rank must call it.
 
-    A model that differs on the padded batch alone is told of (`SharedModel.pads_alone`): it takes others.
+    A model that differs on the padded batch alone takes others (`SharedModel.pads_alone`). One that differs on packed
+    documents lets them see each other where it has whole sequences (`SharedModel.mixes_documents`).
 
     Args:
         loss_of: evaluates the model.
@@ -54,17 +55,19 @@ def verify(
     labels = ids.masked_fill(learned * kept == 0, IGNORED)
     padded = {"input_ids": ids, "attention_mask": kept, "labels": labels}
     shared.pads_alone = not _is_near(*_losses(shared, loss_of, padded), dtype)
+    places = torch.arange(length)
+    packed = {**batch, "position_ids": (places % (length // 2 + 1)).expand(rows, -1).contiguous()}
+    shared.mixes_documents = not _is_near(*_losses(shared, loss_of, packed), dtype)
 
 
 def _losses(
     shared: SharedModel, loss_of: Callable[[dict[str, Tensor]], float], batch: dict[str, Tensor]
 ) -> tuple[float, float]:
     """Return the loss on slices and that of whole sequences."""
-    places = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
     try:
         with shared.verified(active=True):
-            # as ranks would count them; stages tell by it which of the two crosses between them
-            found = loss_of({**batch, "position_ids": places.contiguous()})
+            # stages learn for each order of the names what crosses between them, and here it is a slice
+            found = loss_of(dict(reversed(batch.items())))
     except LauncherError:
         raise
     except Exception as error:  # of the model's own code, which meets a slice where it thinks of a sequence

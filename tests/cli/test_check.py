@@ -169,6 +169,35 @@ def test_explain_says_what_autos_and_defaults_become(old: Path, capsys: pytest.C
     assert "reduce_bucket_size" not in defaults  # it is written
 
 
+@pytest.mark.parametrize(
+    ("sections", "ulysses", "ring"),
+    [
+        ({"sequence_parallel_size": 4}, "as many as the heads allow", "the others"),
+        ({"context_parallel": {"ring": "auto", "ulysses": 2}, "sequence_parallel_size": 4}, None, "2"),
+        ({"context_parallel": {"ring": 2, "ulysses": 2}}, None, None),
+    ],
+)
+def test_explain_says_what_shared_sequences_become(
+    sections: dict[str, object],
+    ulysses: str | None,
+    ring: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **sections}))
+    _, text = shown(capsys, str(path), "--num-gpus", "4", "--explain")
+    told = dict(line.split(maxsplit=1) for line in text.splitlines() if "  (" in line)
+    for key, wanted in (("ulysses", ulysses), ("ring", ring)):
+        found = told.get(f"context_parallel.{key}")
+        assert (
+            found is None if wanted is None else found == f"{wanted}  (of the 4 ranks that share a sequence)"
+        )
+    assert told["tiled_loss"].startswith("true if the model allows it")
+    if "sequence_parallel_size" not in sections:
+        assert told["sequence_parallel_size"].startswith("4 ")
+
+
 def test_migrate_writes_the_same_configuration_in_todays_keys(
     old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.integrations import deepspeed
 
 import launcher
 from launcher.errors import LauncherError
-from launcher.integrations import groups, sequence_groups
+from launcher.integrations import groups, sequence_groups, stand_ins
 from launcher.integrations.distributed_attention import DistributedAttention, _SeqAllToAll
 from launcher.integrations.ulysses import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from tests.engine.driving import CPU
@@ -97,6 +98,29 @@ def test_slices_of_deepspeeds_adapter(pool: WorkerPool, stage: int, kind: str, l
     ids = [torch.cat([torch.tensor(rank["slices"][at]["input_ids"]) for rank in found], 1) for at in range(2)]
     for whole, batch in zip(ids, batches(kind, length), strict=True):
         assert torch.equal(whole[:, :length], batch["input_ids"])
+
+
+class JsonOfTrainer:
+    mismatches = ()
+
+
+def told_of_the_trainer(ctx: RankContext) -> str:
+    """What the Trainer leaves behind when it has read the JSON."""
+    of_trainer = JsonOfTrainer()
+    deepspeed.set_hf_deepspeed_config(of_trainer)
+    try:
+        stand_ins.initialize(model=model_of("grouped"), config={**config_of(1), "sequence_parallel_size": 2})
+    except LauncherError as error:
+        return str(error)
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
+    return "nothing"
+
+
+def test_a_trainer_that_does_not_know_of_shared_sequences_is_told(pool: WorkerPool) -> None:
+    """Its sampler would give the ranks of a sequence other ones."""
+    for told in pool.run(told_of_the_trainer, 2):
+        assert 'ParallelismConfig(sp_backend="deepspeed", sp_size=2)' in told
 
 
 class OwnAttention(nn.Module):

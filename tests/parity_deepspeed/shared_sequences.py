@@ -63,13 +63,12 @@ def measured(side: str, family: str, kinds: list[str], length: int) -> dict[str,
     model = model_of(family)
     mpu = names.register(
         model_name_or_path=model,
-        core_attn_implementation="sdpa",
+        core_attn_implementation=model.config._attn_implementation,
         sequence_parallel_size=RANKS,
         micro_batch_size=ROWS,
         seq_length=length,
         seq_length_is_variable=True,
     )
-    model.config._attn_implementation = "sdpa"
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
