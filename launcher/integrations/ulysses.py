@@ -21,6 +21,8 @@ from launcher.integrations.sequence_groups import use
 from launcher.sequence.groups import SequenceGroups, SlicedSequences
 from launcher.sequence.inputs import IDS, LABELS, POSITIONS, SHIFTED, labels_of_next, padded_to
 
+_OF_KERNELS = ("cu_seq_lens", "max_length_")
+"""How names begin that say once more what position_ids say, for FlashAttention: of whole rows."""
 TAG, WHERE = "data/slices", "UlyssesSPDataLoaderAdapter"
 
 
@@ -136,7 +138,8 @@ class UlyssesSPDataLoaderAdapter:
 def _ready(batch: Mapping[str, Any], degree: int) -> dict[str, Any]:
     """Return a batch whose tensors can be cut, with positions, and with labels at the tokens that predict them."""
     rows, length = batch[IDS].shape[:2]
-    found = {**batch, SHIFTED: labels_of_next(batch)}
+    given = {key: value for key, value in batch.items() if not key.startswith(_OF_KERNELS)}
+    found = {**given, SHIFTED: labels_of_next(batch)}
     if found[SHIFTED] is None:
         del found[SHIFTED]
     found.pop(LABELS, None)

@@ -82,5 +82,6 @@ def takes(module: nn.Module, name: str) -> bool:
 
 
 def names(module: nn.Module, name: str) -> bool:
-    """Return whether the forward of a module has an argument of this name."""
-    return name in inspect.signature(module.forward).parameters
+    """Return whether the forward of a module has an argument of this name; one that stands in for another (TRL) is
+    looked at itself."""
+    return name in inspect.signature(module.forward, follow_wrapped=False).parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -235,9 +236,12 @@ def with_own_forward(ctx: RankContext, takes: str) -> float | str:
         return CausalLMOutputWithPast(**own(*args, **keywords))
 
     if takes == "shift_labels":
-        model.forward = lambda input_ids, labels=None, shift_labels=None, **more: forward(
-            input_ids, labels=labels, shift_labels=shift_labels, **more
-        )
+
+        @wraps(type(model).forward)  # as TRL does
+        def in_its_place(*args: Any, labels: Any = None, shift_labels: Any = None, **more: Any) -> Any:
+            return forward(*args, labels=labels, shift_labels=shift_labels, **more)
+
+        model.forward = in_its_place
     else:
         model.forward = forward
     batches = [BATCHES["plain"](0, 24)]
