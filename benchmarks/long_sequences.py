@@ -1,10 +1,9 @@
-"""Long sequences on two ranks beside one, and beside torch's own context parallelism, in one run:
+"""Long sequences on two ranks beside one, and beside DeepSpeed's Ulysses (ALST), in one run:
 
     python -m benchmarks.long_sequences [--length 8192] [--steps 5] [--out benchmarks/results/long_sequences.json]
 
 One microbatch of one sequence: forward, backward, step. Each way is a process group of its own; ways take turns, step
-by step, so that what else the machine does hits all alike. torch's ring runs the same model under
-`torch.distributed.tensor.experimental.context_parallel`, with the mean of the ranks' losses.
+by step, so that what else the machine does hits all alike. torch's own `context_parallel` has no kernel for CPUs.
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests.parity_deepspeed import operators
+
 WAYS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "one rank": (1, {}),
     "ulysses 2": (2, {"context_parallel": {"ulysses": 2}}),
     "ring 2, zigzag": (2, {"context_parallel": {"ring": 2}}),
     "ring 2, contiguous": (2, {"context_parallel": {"ring": 2, "layout": "contiguous"}}),
-    "torch context_parallel": (2, None),
+    "DeepSpeed's Ulysses 2": (2, None),
 }
 MODEL = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
@@ -68,7 +69,7 @@ def in_turns(flags: argparse.Namespace, directory: Path) -> dict[str, dict[str, 
             environment = {
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29610 + number),
-                "OMP_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": "1", **operators.environment(),
             }  # fmt: skip
             command = [sys.executable, "-m", "benchmarks.long_sequences", "--length", str(flags.length)]
             command += ["--steps", str(flags.steps), "--rank", way, str(rank), str(directory)]
@@ -102,7 +103,7 @@ def in_turns(flags: argparse.Namespace, directory: Path) -> dict[str, dict[str, 
 
 
 def run_rank(flags: argparse.Namespace, way: str, rank: str, directory: str) -> None:
-    step_of = _torchs(flags.length) if WAYS[way][1] is None else _ours(flags.length, WAYS[way][1] or {})
+    step_of = _deepspeeds(flags.length) if WAYS[way][1] is None else _ours(flags.length, WAYS[way][1] or {})
     for step in range(-1, flags.steps):
         while not Path(directory, f"go {way} {step}").exists():
             time.sleep(0.005)
@@ -150,33 +151,46 @@ def _ours(length: int, sections: dict[str, Any]) -> Callable[[], float]:
     return step
 
 
-def _torchs(length: int) -> Callable[[], float]:
+def _deepspeeds(length: int) -> Callable[[], float]:
+    """As DeepSpeed's tutorial of sequence parallelism."""
+    import deepspeed
     import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
+    import torch.distributed.nn.functional as collectives
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from deepspeed.utils import groups
 
-    dist.init_process_group("gloo")
-    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), _model(length)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    ranks, model = torch.distributed.get_world_size(), _model(length)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model, "sdpa", ranks, micro_batch_size=1, seq_length=length, seq_length_is_variable=True
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "sequence_parallel_size": ranks,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine: Any = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, mpu=mpu
+    )[0]
+    mine = slice(engine.global_rank * length // ranks, (engine.global_rank + 1) * length // ranks)
     ids = _batch(length)
-    shifted = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
+    labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)[:, mine].contiguous()
+    places = torch.arange(length)[None, mine]
 
     def step() -> float:
-        tensors = [ids.clone(), shifted.clone(), torch.arange(length)[None]]
-        with context_parallel(mesh, buffers=tensors, buffer_seq_dims=[1, 1, 1]):
-            loss = model(
-                input_ids=tensors[0], position_ids=tensors[2], labels=tensors[1], shift_labels=tensors[1]
-            ).loss
-            loss.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        optimizer.step()
-        optimizer.zero_grad()
-        told = loss.detach()
-        dist.all_reduce(told)
-        return float(told) / dist.get_world_size()
+        outputs = engine(input_ids=ids[:, mine], position_ids=places)
+        loss = engine.module.loss_function(
+            outputs.logits, None, vocab_size=MODEL["vocab_size"], shift_labels=labels
+        )
+        group, tokens = groups._get_sequence_parallel_group(), (labels != -100).sum()
+        losses = collectives.all_gather(loss, group=group)
+        every = collectives.all_gather(tokens, group=group)
+        total = sum(each * number for each, number in zip(losses, every, strict=True)) / sum(every)
+        engine.backward(total)
+        engine.step()
+        return float(total.detach())
 
     return step
 
