@@ -161,9 +161,8 @@ class SharedModel:
         if SHIFTED in batch and not takes(module, SHIFTED):
             del batch[SHIFTED]  # of slices: `loss` has them
         if "use_cache" in self.names:
-            self.gives_cache = (
-                self.model.config.get_text_config().use_cache and batch.get("use_cache") is None
-            )
+            config: Any = self.model.config.get_text_config()
+            self.gives_cache = getattr(config, "use_cache", False) and batch.get("use_cache") is None
             batch["use_cache"] = False
         self.loss_computed = False
         current.set(sequence)
