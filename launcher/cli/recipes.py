@@ -41,14 +41,15 @@ def recipe_names() -> list[str]:
 
 
 def find_config(given: str) -> tuple[str, str | None]:
-    """Return what `--config` names: a file that is there, else an example of the package by its bare name, such as
-    zero2.json.
+    """Return what `--config` names: a file that is there, else an example of the package, such as zero2.json or, as
+    the documentation writes it, ds_configs/zero2.json.
 
     Returns:
         what to read, and a line for people where an example was taken.
     """
-    if given in _config_names() and not os.path.lexists(given):
-        path = str(shared_directory("ds_configs") / given)
+    example = given.removeprefix("ds_configs/")
+    if example in _config_names() and not os.path.lexists(given):
+        path = str(shared_directory("ds_configs") / example)
         return path, f"there is no {given} in this directory; using the example {path}"
     return given, None
 

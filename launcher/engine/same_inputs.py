@@ -80,7 +80,7 @@ class SameInputs:
         """
         if not self.active:
             return
-        mine = digest(inputs, self.device)
+        mine = digest(inputs, self.device, embeddings=self.axis.name != "tp")
         if training:
             self._step = (self._step * 31 + mine) & _MASK
         self._looked[training] += 1
@@ -124,10 +124,13 @@ class SameInputs:
             raise _different(f"{self.axis.members} are one {self._kind} group: {few} and {ranks[0]}", where)
 
 
-def digest(inputs: Any, device: torch.device) -> Tensor:
+def digest(inputs: Any, device: torch.device, *, embeddings: bool = False) -> Tensor:
     """Return int64 [], of 31 bits: of the shapes and dtypes of all tensors in a nest, and of the values of those of
-    whole numbers and of `inputs_embeds`; of all where there are none such, for what ranks compute themselves may be
-    rounded in other ways."""
+    whole numbers; of all where there are none such, for what ranks compute themselves may be rounded in other ways.
+
+    Args:
+        embeddings: those of `inputs_embeds`, too: ranks that share a sequence would mix two.
+    """
     tensors = [(path, leaf) for path, leaf in tree_leaves_with_path(inputs) if isinstance(leaf, Tensor)]
     leaves = [leaf.detach() for _, leaf in tensors]
     looks = zlib.crc32(repr([(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]).encode())
@@ -135,7 +138,8 @@ def digest(inputs: Any, device: torch.device) -> Tensor:
     exact = [
         leaf
         for (path, _), leaf in zip(tensors, leaves, strict=True)
-        if not (leaf.is_floating_point() or leaf.is_complex()) or getattr(path[-1], "key", None) == EMBEDDINGS
+        if not (leaf.is_floating_point() or leaf.is_complex())
+        or (embeddings and getattr(path[-1], "key", None) == EMBEDDINGS)
     ]
     for leaf in exact or leaves:
         real = torch.view_as_real(leaf) if leaf.is_complex() else leaf

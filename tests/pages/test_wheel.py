@@ -17,6 +17,7 @@ from tests.pages.packages import ROOT
 
 def test_an_example_by_its_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    assert find_config("ds_configs/zero2.json")[0] == find_config("zero2.json")[0]
     path, said = find_config("zero2.json")
     assert Path(path).samefile(ROOT / "ds_configs" / "zero2.json") and said is not None and path in said
     for name in ("./zero2.json", "there/zero2.json", "zero2", "zero9.json", "eyJ9"):
