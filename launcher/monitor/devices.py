@@ -65,6 +65,8 @@ def device(name: str) -> Device:
         known = [str(each["names"][0]).lower().replace(" ", "-") for each in _table()["devices"]]
         near = [one for one in known if name.lower() in one] or difflib.get_close_matches(name.lower(), known)
         meant = f"did you mean {near[0]}? " if name and near else ""
+        if name[:1].isdigit() and not near:  # as memory-estimate takes it
+            meant = f"name its type, which says how fast it is, and write --memory {name} beside it; "
         raise ConfigError(f"unknown GPU {name!r}", where="--gpu", fix=f"{meant}known: {', '.join(known)}")
     shares = {**defaults, **row}
     return Device(

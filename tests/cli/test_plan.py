@@ -57,6 +57,7 @@ def test_where_nothing_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--gpu", "abacus"], "unknown GPU 'abacus'"),
         (["--gpu", "4090"], "did you mean rtx-4090"),
+        (["--gpu", "4GiB"], "write --memory 4GiB beside it"),
         (["--gpu", "missing.json"], "missing.json cannot be read"),
         (["--hostfile", "missing"], "the hostfile missing does not exist"),
     ],
