@@ -254,6 +254,12 @@ class ContextParallelConfig(Section):
     """Which tokens a rank of the ring has. "zigzag": one part from the beginning and one from the end, so that causal
     attention is as much work on every rank. "contiguous": one part. "striped": every `ring`-th token."""
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return (ulysses, ring), 0 for one that is left open, also by "auto"."""
+        ulysses, ring = (size if isinstance(size, int) else 0 for size in (self.ulysses, self.ring))
+        return ulysses, ring
+
 
 METHODS = ("best", "uniform", "parameters", "profile")
 TYPE = "type:"

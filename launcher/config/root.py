@@ -256,12 +256,9 @@ class Config(Section):
     @property
     def cp_degree(self) -> int:
         """Return how many ranks share a sequence, at least 1."""
-        section = self.context_parallel
-        given = (self.sequence_parallel_size, section.ulysses, section.ring)
-        size, ulysses, ring = (
-            max(1, number) if isinstance(number, int) else 1 for number in given
-        )  # not "auto"
-        return max(size, ulysses * ring)
+        size = 1 if isinstance(self.sequence_parallel_size, str) else self.sequence_parallel_size
+        ulysses, ring = self.context_parallel.sizes
+        return max(size, max(1, ulysses) * max(1, ring))
 
     def dp_degree(self, ranks: int) -> int:
         """Return how many of `ranks` ranks are data-parallel: stages x data-parallel x context-parallel x

@@ -209,17 +209,14 @@ def _of_shared_sequences(root: Config) -> dict[str, tuple[str, str]]:
     """Return what keys become where ranks share sequences: path -> (value, why)."""
     if root.cp_degree == 1:
         return {}
-    section = root.context_parallel
-    given = {
-        key: value if isinstance(value := getattr(section, key), int) else 0 for key in ("ulysses", "ring")
-    }
-    ulysses = str(root.cp_degree // given["ring"]) if given["ring"] else "as many as the heads allow"
-    ring = str(root.cp_degree // given["ulysses"]) if given["ulysses"] else "the others"
+    ulysses, ring = root.context_parallel.sizes
+    exchange = str(root.cp_degree // ring) if ring else "as many as the heads allow"
+    sending = str(root.cp_degree // ulysses) if ulysses else "the others"
     shares = f"of the {root.cp_degree} ranks that share a sequence"
     return {
         "sequence_parallel_size": (str(root.cp_degree), "context_parallel: ulysses x ring"),
-        "context_parallel.ulysses": (ulysses, shares),
-        "context_parallel.ring": (ring, shares),
+        "context_parallel.ulysses": (exchange, shares),
+        "context_parallel.ring": (sending, shares),
         "tiled_loss": ("true if the model allows it", "where ranks share sequences"),
     }
 

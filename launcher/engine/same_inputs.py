@@ -131,13 +131,13 @@ def digest(inputs: Any, device: torch.device, *, embeddings: bool = False) -> Te
     Args:
         embeddings: those of `inputs_embeds`, too: ranks that share a sequence would mix two.
     """
-    tensors = [(path, leaf) for path, leaf in tree_leaves_with_path(inputs) if isinstance(leaf, Tensor)]
-    leaves = [leaf.detach() for _, leaf in tensors]
+    named = [(path, leaf) for path, leaf in tree_leaves_with_path(inputs) if isinstance(leaf, Tensor)]
+    leaves = [leaf.detach() for _, leaf in named]
     looks = zlib.crc32(repr([(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]).encode())
     found = torch.full((), looks & _MASK, dtype=torch.int64, device=device)
     exact = [
-        leaf
-        for (path, _), leaf in zip(tensors, leaves, strict=True)
+        leaf.detach()
+        for path, leaf in named
         if not (leaf.is_floating_point() or leaf.is_complex())
         or (embeddings and getattr(path[-1], "key", None) == EMBEDDINGS)
     ]

@@ -59,9 +59,8 @@ def sequences_of(
 
 def tile(model: nn.Module, config: Config, by: CutBy) -> list[Any]:
     """Compute the loss and the MLPs of the model in tiles, as the JSON says; returns what takes that off again."""
-    shared = (
-        config.cp_degree > 1 and by is CutBy.HOOKS
-    )  # scripts that cut sequences read the logits of their slice
+    # scripts that cut sequences read the logits of their slice
+    shared = config.cp_degree > 1 and by is CutBy.HOOKS
     if not (config.tiled_loss or config.tiled_mlp or (config.tiled_loss is None and shared)):
         return []
     from launcher.sequence.tiled_loss import tile_loss

@@ -101,8 +101,9 @@ def _check_trainer(config: Mapping[str, Any]) -> None:
     each rank other ones."""
     size = config.get("sequence_parallel_size") or 1
     trainers: Any = getattr(sys.modules.get("transformers.integrations.deepspeed"), TRAINERS, None)
-    of_trainer = trainers is not None and trainers() is not None and hasattr(trainers(), "mismatches")
-    if of_trainer and ((isinstance(size, int) and size > 1) or config.get("context_parallel")):
+    if hasattr(trainers and trainers(), "mismatches") and (
+        (isinstance(size, int) and size > 1) or config.get("context_parallel")
+    ):
         raise ConfigError(
             "ranks share sequences in the JSON, and the Trainer deals other sequences out to each",
             where="sequence_parallel_size" if size != 1 else "context_parallel",

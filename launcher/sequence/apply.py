@@ -17,7 +17,15 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from launcher.comm import Axis, Mesh
-from launcher.sequence.arguments import CACHE, NoCache, check_arguments, check_length, names, takes
+from launcher.sequence.arguments import (
+    CACHE,
+    NoCache,
+    NoCacheError,
+    check_arguments,
+    check_length,
+    names,
+    takes,
+)
 from launcher.sequence.attention import SharedAttention
 from launcher.sequence.inputs import (
     EMBEDDINGS,
@@ -33,7 +41,7 @@ from launcher.sequence.layout import SequenceLayout
 from launcher.sequence.rotary import follow_length
 from launcher.sequence.slices import from_slices
 from launcher.tensor.functions import gather_along, leave
-from launcher.tensor.split_model import wants_loss_only
+from launcher.tensor.split_model import wants_no_logits
 
 logger = logging.getLogger("launcher")
 
@@ -144,7 +152,7 @@ class SharedModel:
         if batch.get(IDS) is None and batch.get(EMBEDDINGS) is None:
             return None
         if isinstance(batch.get(CACHE), NoCache):
-            raise batch[CACHE].refusal()
+            raise NoCacheError
         generates = batch.get(CACHE) is not None or batch.get("use_cache")
         generates = generates or (batch.get("logits_to_keep") and not torch.is_grad_enabled())
         shares = self.active and (self.in_eval or module.training)
@@ -193,8 +201,7 @@ class SharedModel:
             output[CACHE] = NoCache()
         if output.get("logits") is None:
             return output
-        trains = module.training and torch.is_grad_enabled()
-        if sequence.shift_labels is not None and (trains or wants_loss_only.get()):
+        if sequence.shift_labels is not None and wants_no_logits(module):
             output["logits"] = None  # those of a slice would be taken for all
         else:
             output["logits"] = self.whole(output["logits"], sequence)

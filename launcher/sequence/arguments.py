@@ -58,21 +58,24 @@ def check_length(model: nn.Module, length: int) -> None:
         )
 
 
-class NoCache:
-    """Stands for the cache that a forward over shared sequences does not have: who generates by hand passes it back."""
+class NoCacheError(ConfigError, AttributeError):
+    """Somebody wants the cache of a forward that has none."""
 
-    def refusal(self) -> ConfigError:
-        """Return the error for one who wants the cache."""
-        return ConfigError(
+    def __init__(self) -> None:
+        super().__init__(
             "ranks that share a sequence keep no cache of it, unless the model is called with use_cache=True",
             where=f"outputs.{CACHE}",
             fix="pass use_cache=True from the first call on, or call generate()",
         )
 
+
+class NoCache:
+    """Stands for the cache that a forward over shared sequences does not have: who generates by hand passes it back."""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise self.refusal()
+        raise NoCacheError
 
 
 def takes(module: nn.Module, name: str) -> bool:

@@ -19,7 +19,7 @@ from launcher.data.documents import IGNORED
 from launcher.errors import ConfigError, LauncherError
 from launcher.sequence.inputs import LABELS, SHIFTED, labels_of_next
 from launcher.tensor.head import SplitHead, wants_gathered_head
-from launcher.tensor.split_model import wants_loss_only
+from launcher.tensor.split_model import wants_no_logits
 
 TILE = 1 << 25  # logits at once
 WHERE = "tiled_loss"
@@ -100,8 +100,7 @@ class TiledLoss:
 
     def _before(self, module: nn.Module, args: Any, keywords: Mapping[str, Any]) -> None:
         # Without labels a model computes no loss, and its logits are read.
-        trains = module.training and torch.is_grad_enabled()
-        self.wanted = keywords.get(LABELS) is not None and (trains or wants_loss_only.get())
+        self.wanted = keywords.get(LABELS) is not None and wants_no_logits(module)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self.wanted = False

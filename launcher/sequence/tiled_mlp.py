@@ -73,12 +73,17 @@ def _is_dense(module: nn.Module) -> bool:
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _with_tiles(own: type[nn.Module]) -> type[nn.Module]:
-    class Tiled(own):  # type: ignore[misc,valid-type]
+def _with_tiles(kind: type[nn.Module]) -> type[nn.Module]:
+    class Tiled(kind):  # type: ignore[misc,valid-type]
         def forward(self, x: Tensor, *args: Any, **keywords: Any) -> Any:
-            whole = super().forward
+            own = super().forward
+
+            def whole(tile: Tensor, *others: Any, **named: Any) -> Any:
+                # some layers view their input; a copy made before this function would be kept for backward
+                return own(tile.contiguous(), *others, **named)
+
             if x.dim() != 3:
-                return whole(x, *args, **keywords)
+                return own(x, *args, **keywords)
             size, parts = max(TOKENS, x.shape[2]), []
             for start in range(0, x.shape[1], size):
                 tile, others, named = _tile_of((x, args, keywords), x.shape, slice(start, start + size))
@@ -88,8 +93,8 @@ def _with_tiles(own: type[nn.Module]) -> type[nn.Module]:
                     parts.append(whole(tile, *others, **named))
             return torch.cat(parts, 1)
 
-    Tiled.__name__, Tiled.__qualname__, Tiled.__module__ = own.__name__, own.__qualname__, own.__module__
-    return _classes.setdefault(own, Tiled)
+    Tiled.__name__, Tiled.__qualname__, Tiled.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return _classes.setdefault(kind, Tiled)
 
 
 def _tile_of(inputs: Any, shape: torch.Size, tokens: slice) -> Any:
@@ -97,6 +102,6 @@ def _tile_of(inputs: Any, shape: torch.Size, tokens: slice) -> Any:
 
     def of(one: Any) -> Any:
         of_tokens = isinstance(one, Tensor) and one.shape[:2] == shape[:2]
-        return one[:, tokens].contiguous() if of_tokens else one  # some layers view their input
+        return one[:, tokens] if of_tokens else one
 
     return tree_map(of, inputs)

@@ -8,6 +8,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
 from launcher.comm import Axis
 from launcher.config import PartitionConfig
 from launcher.tensor.split import Split
@@ -59,3 +62,8 @@ def loss_only() -> Iterator[None]:
         yield
     finally:
         wants_loss_only.reset(token)
+
+
+def wants_no_logits(model: nn.Module) -> bool:
+    """Return whether a forward with labels under way is for its loss alone: it trains, or runs in `loss_only`."""
+    return (model.training and torch.is_grad_enabled()) or wants_loss_only.get()
