@@ -19,7 +19,7 @@ from launcher.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: tp ranks are neighbours, so they share a node
+AXES = ("pp", "dp", "cp", "tp")  # outermost first: tp ranks are neighbours, so they share a node
 MANY = 8  # ranks that are not told one by one
 
 
@@ -176,6 +176,14 @@ class Mesh:
             return Axis("shard"), replace(self.dp_cp, name="replicate")
         replicate, shard = self._inside("dp", "cp", replicate=self.dp_cp.degree // size, shard=size)
         return shard, replicate
+
+    def split_for_experts(self, size: int) -> tuple[Axis, Axis]:
+        """Return two axes over the ranks of dp, cp and tp: `ep`, groups of `size` neighbours, which have different
+        experts, and `edp`, across these groups, whose ranks have the same experts (Liu et al. 2025, arXiv:2504.14960).
+        Every rank must call it; `size` must divide the product of the degrees."""
+        ranks = self.dp_cp.degree * self.axes["tp"].degree
+        edp, ep = self._inside("dp", "tp", edp=ranks // size, ep=size)
+        return edp, ep
 
     def with_levels(self, shard: Axis, node: int) -> Axis:
         """Return the axis `shard`, which lies innermost in dp_cp, with gathers in two hops: across nodes of `node`

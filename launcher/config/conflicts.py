@@ -190,6 +190,7 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
          lambda u, r, size: size > 1 and not (u and r) and size % (u or r or 1),
          "sequence_parallel_size {2} is no multiple of ulysses {0} or ring {1} (0: not given)",
          "write numbers whose product is the size, or leave them out"),
+    _computed("expert_parallel", "spread_experts"),
     Rule((SCHEDULE, STAGES), lambda schedule, stages: schedule in ASYNCHRONOUS and stages == 1,
          'schedule "{0}" needs two stages or more', 'write more stages, or "schedule": "1f1b"'),
     Rule(("pipeline.chunks", SCHEDULE), lambda chunks, schedule: schedule == "interleaved" and chunks == 1,

@@ -25,7 +25,7 @@ TRAIN, MICRO, ACCUMULATION = (
 MOST_TRIED = 10**6
 BATCH_KEYS = (TRAIN, MICRO, ACCUMULATION)
 STAGES, TENSOR = "pipeline.stages", "tensor_parallel.autotp_size"
-CONTEXT = "sequence_parallel_size"
+CONTEXT, EXPERTS = "sequence_parallel_size", "expert_parallel"
 
 
 def batch_without_ranks(config: Config) -> tuple[list[str], int] | None:
@@ -44,6 +44,7 @@ def dp_degree(config: Config, ranks: int) -> int:
         degrees[CONTEXT] = config.cp_degree
     share = math.prod(degrees.values())
     if ranks % share == 0:
+        check_experts(config, ranks // share)
         return ranks // share
     written = {key: degree for key, degree in degrees.items() if degree > 1}
     named = " x ".join(f"{key} {degree}" for key, degree in written.items())
@@ -55,6 +56,25 @@ def dp_degree(config: Config, ranks: int) -> int:
         where=config.where(next(iter(written))),
         fix=", or ".join([*ways, f"start {share} ranks or a multiple of that"]),
     )
+
+
+def check_experts(config: Config, dp: int) -> None:
+    """Check that the ranks which share experts divide those of data, context and tensor parallelism.
+
+    Args:
+        dp: data-parallel ranks.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    size, ranks = config.expert_parallel.degree, dp * config.cp_degree * config.tensor_parallel.degree
+    if ranks % size:
+        fitting = [str(n) for n in sorted(set(divisors(ranks)))]
+        raise ConfigError(
+            f"{size} ranks are to share the experts, which does not divide the {ranks} ranks of each stage",
+            where=config.where(EXPERTS),
+            fix=f"write one of {', '.join(fitting)}",
+        )
 
 
 def with_stages(config: Config, stages: int) -> Config:

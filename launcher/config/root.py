@@ -43,6 +43,7 @@ from launcher.config.small_sections import (
     CheckpointConfig,
     CompileConfig,
     DataEfficiencyConfig,
+    ExpertParallelConfig,
 )
 from launcher.config.zero import ZeroConfig
 from launcher.errors import ConfigError
@@ -109,6 +110,9 @@ class Config(Section):
 
     context_parallel: ContextParallelConfig = Field(default_factory=ContextParallelConfig.model_construct)
     """How ranks share the tokens of each sequence."""
+
+    expert_parallel: ExpertParallelConfig = Field(default_factory=ExpertParallelConfig.model_construct)
+    """Experts spread over ranks."""
 
     tiled_loss: bool | None = None
     """True: the head and the loss of a causal LM are computed for some tokens at a time, and again in backward, so that

@@ -1,4 +1,4 @@
-"""Conflicts inside one section whose rules compute: layers split by patterns, curriculum learning, elasticity."""
+"""Conflicts whose rules compute: layers split by patterns, spread experts, curriculum learning, elasticity."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from launcher.config.root import Config
     from launcher.config.small_sections import SeqlenConfig
 
+EP_SIZE = "expert_parallel.autoep_size"
 LEARNING = "data_efficiency.data_sampling.curriculum_learning"
 
 
@@ -42,6 +43,27 @@ def _of_split_rule(rule: LayerPattern) -> Iterator[Found]:
     elif nested not in ([], [rule.dim]):
         what = f"dim {rule.dim} is split, but the list of sizes is at dim {nested[-1]}"
         yield Found(("shape", "partition_dim"), what, "write the list of sizes at partition_dim")
+
+
+def spread_experts(config: Config) -> Iterator[Found]:
+    """Check what stands beside experts that are spread over ranks."""
+    section, zero = config.expert_parallel, config.zero_optimization
+    if section.degree == 1:
+        return
+    size = "expert_parallel.size" if isinstance(section.size, int) and section.size else EP_SIZE
+    if section.enabled is True and section.size not in (0, section.autoep_size):
+        what = f"size {section.size} contradicts autoep_size {section.autoep_size}"
+        yield Found(("expert_parallel.size", EP_SIZE), what, "write one of the two")
+    if config.tensor_parallel.degree > 1:
+        what = "experts are spread over ranks, or layers are split over them: not both"
+        yield Found((size, "tensor_parallel.autotp_size"), what, "leave one of them out")
+    for key, on in (
+        ("mics_shard_size", zero.mics_shard_size > 0),
+        ("zero_hpz_partition_size", zero.zero_hpz_partition_size > 1),
+    ):
+        if on:
+            what = f"{key} makes groups of ranks that all have the same parameters, and these have different experts"
+            yield Found((f"zero_optimization.{key}", size), what, f"leave {key} out")
 
 
 def curriculum(config: Config) -> Iterator[Found]:

@@ -1,4 +1,4 @@
-"""The small sections: `activation_checkpointing`, `compile`, `checkpoint` and `data_efficiency`."""
+"""The small sections: `activation_checkpointing`, `compile`, `checkpoint`, `expert_parallel` and `data_efficiency`."""
 
 from __future__ import annotations
 
@@ -187,6 +187,36 @@ NEEDED = {
     "fixed_discrete": ("difficulty", "max_step"),
 }
 """Schedule type -> the keys of its schedule_config."""
+
+
+class ExpertParallelConfig(Section):
+    """The experts of a Hugging Face mixture-of-experts model are spread over neighbouring ranks (Lepikhin et al. 2020,
+    arXiv:2006.16668).
+
+    These ranks are part of the data-parallel ones, and of those that share a sequence: the section takes no ranks away
+    from others. Tokens go to the experts and back, and no token is dropped. ZeRO shards experts over the ranks that
+    have the same ones. Any type of model works whose experts transformers calls through `ExpertsInterface`.
+    """
+
+    differs: ClassVar[dict[str, str]] = {
+        "size": "a key of this launcher; DeepSpeed has autoep_size",
+        "autoep_size": "any model with experts, at every ZeRO stage; it need not divide the number of experts",
+    }
+
+    size: WholeNumber = 0
+    """Ranks that share the experts of each layer, each with about as many; 0 and 1: every rank has all."""
+
+    enabled: bool = False
+    """`autoep_size` applies."""
+
+    autoep_size: Count = 1
+    """The same as `size`, where `enabled` is true."""
+
+    @property
+    def degree(self) -> int:
+        """Return how many ranks share the experts, at least 1."""
+        named = [self.size] if self.enabled is not True else [self.size, self.autoep_size]
+        return max([1, *(size for size in named if isinstance(size, int))])
 
 
 class CurriculumScheduleConfig(Section):

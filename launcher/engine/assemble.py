@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.comm import Mesh, init_distributed, pick_device
+from launcher.comm import Axis, Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size
 from launcher.engine.dtypes import (
     DTYPES,
@@ -51,6 +51,7 @@ from launcher.zero import (
     ModelValues,
     ParamSource,
     PartitionedValues,
+    ShardAxes,
     ShardLayout,
     is_partitioned,
     release,
@@ -150,8 +151,11 @@ def initialize(
         model = own.part
     release(model)  # from an engine that it had before
     source = source or _source(model, seed)
-    if isinstance(source, MadeOnMeta) and mesh.axes["tp"].degree * mesh.axes["pp"].degree > 1:
+    several = (mesh.axes["tp"].degree, mesh.axes["pp"].degree, resolved.expert_parallel.degree)
+    if isinstance(source, MadeOnMeta) and max(several) > 1:
         source.keep_whole()
+    axes = axes_of(resolved, mesh)
+    spread, expert_axes = spread_experts(model, mesh, resolved, axes)
     split_model = split_layers(model, mesh, resolved)
     if resolved.tiled_loss or resolved.tiled_mlp or mesh.axes["cp"].degree > 1:
         from launcher.engine.sharing import share_sequences, tile
@@ -163,12 +167,13 @@ def initialize(
     mark_leaves(model, resolved)
     holders = holders_of(staged, mesh)
     agree(model, holders, device)
-    layout = ShardLayout.of(
-        policy_of(resolved, model), axes_of(resolved, mesh), device, placements(resolved, mesh, device)
-    )
+    policy, rests = policy_of(resolved, model), placements(resolved, mesh, device)
+    layout = ShardLayout.of(policy, axes, device, rests, expert_axes)
     parts = LocalModel(
-        splits=split_model.splits,
+        splits={**split_model.splits, **spread.splits},
         tp=split_model.axis,
+        ep=spread.axis,
+        experts=frozenset(spread.splits),
         pp=mesh.axes["pp"],
         holders=holders,
         elsewhere=staged.elsewhere,
@@ -262,6 +267,18 @@ def split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
         rules=section.partition_config,
     )
     return apply_tensor(model, tp, options, device=mesh.device)
+
+
+def spread_experts(
+    model: nn.Module, mesh: Mesh, config: Config, axes: ShardAxes
+) -> tuple[SplitModel, ShardAxes | None]:
+    """Spread the experts of the model over ranks; returns how, and along which ranks ZeRO shards them then."""
+    if config.expert_parallel.degree == 1:
+        return SplitModel(Axis("ep")), None
+    from launcher.experts.apply import apply as apply_experts
+
+    edp, ep = mesh.split_for_experts(config.expert_parallel.degree)
+    return apply_experts(model, ep), axes.of_experts(edp)
 
 
 def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -44,8 +44,8 @@ class SplitModel:
     """A model after the split.
 
     Args:
-        axis: the tp axis.
-        splits: of every parameter, by the name that named_parameters() gives; empty where nothing is split.
+        axis: tp; of experts ep.
+        splits: of parameters, by the name that named_parameters() gives; those that are not named are whole.
         sequence: what slices sequences; None: nothing does.
     """
 

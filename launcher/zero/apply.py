@@ -73,9 +73,8 @@ def lay_out(
     Args:
         buffer, gradient: what they are made of.
     """
-    cut = layout.placements.cut * layout.axes.shard.degree
     modules = with_leaves(module, blocks) if layout.policy.shard_params else blocks
-    planning = assign_units(module, modules, layout.policy, parts, cut)
+    planning = assign_units(module, modules, layout, parts)
     chosen = choose_placements(planning, layout)
     for planned in planning:
         flats = []

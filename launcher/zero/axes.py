@@ -23,12 +23,23 @@ class ShardAxes:
         replicate: the ranks with the same shard; gradients are summed along it, too. Degree 1, but for MiCS.
         secondary: along it gathered parameters are kept in a second shard, from the first gather after a step on
             (hpZ); later gathers stay on this axis. None: there is none.
+        batches: how many ranks have batches of their own: gradients are divided by it. 0: those of dp.
     """
 
     dp: Axis
     shard: Axis
     replicate: Axis = field(default_factory=lambda: Axis("replicate"))
     secondary: Axis | None = None
+    batches: int = 0
+
+    @property
+    def divisor(self) -> int:
+        """Return what a sum of gradients over `dp` is divided by to be the mean over batches."""
+        return self.batches or self.dp.degree
+
+    def of_experts(self, edp: Axis) -> ShardAxes:
+        """Return the axes of what the ranks of `edp` alone train: experts. The tokens of all batches reach them."""
+        return ShardAxes(edp, edp, batches=self.divisor)
 
 
 KEY = "zero_optimization"
@@ -69,7 +80,7 @@ def _check(size: int, degree: int, where: str) -> None:
 
 def _with_levels(mesh: Mesh, shard: Axis) -> Axis:
     """Gather in two hops, where the shard group spans several nodes; inside a node there is one hop."""
-    inner = mesh.axes["ep"].degree * mesh.axes["tp"].degree
+    inner = mesh.axes["tp"].degree
     node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)) // inner)
     if shard.degree <= node:
         return shard

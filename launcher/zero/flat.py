@@ -70,7 +70,7 @@ class FlatBuffer:
         self, name: str, spec: BufferSpec, layout: ShardLayout, placement: BufferPlacement | None = None
     ) -> None:
         self.name, self.slots, self.dtype = name, spec.slots, spec.dtype
-        self.policy, self.axes = layout.policy, layout.axes
+        self.policy, self.axes = layout.policy, layout.axes_of(expert=spec.expert)
         self.pool, self.placements = layout.pool, layout.placements
         on_device = Placement(layout.device)
         placement = placement or BufferPlacement(on_device, on_device)

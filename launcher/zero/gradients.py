@@ -56,7 +56,7 @@ class FlatGradient:
         special = flat.dtype != policy.param_dtype
         self._dtype = torch.float32 if special else policy.grad_dtype
         self._wire_dtype = policy.comm_dtype or (flat.dtype if special else None)
-        self._predivide = policy.predivide or flat.axes.dp.degree
+        self._predivide = policy.predivide or flat.axes.divisor
         self.shows = not self.sharded and not flat.sharded and self._dtype == flat.dtype
         self.state = GradientState.EMPTY
         self.discarded = False

@@ -27,21 +27,32 @@ class ShardLayout:
         axes: the data-parallel axis, and along which axis of it is sharded.
         pool: buffers for what is gathered and reduced, on the device that computes.
         placements: where shards rest.
+        expert_axes: the same as `axes` for experts that are spread over ranks.
     """
 
     policy: ZeroPolicy
     axes: ShardAxes
     pool: BufferPool
     placements: Placements
+    expert_axes: ShardAxes | None = None
 
     @classmethod
     def of(
-        cls, policy: ZeroPolicy, axes: ShardAxes, device: torch.device, placements: Placements | None = None
+        cls,
+        policy: ZeroPolicy,
+        axes: ShardAxes,
+        device: torch.device,
+        placements: Placements | None = None,
+        expert_axes: ShardAxes | None = None,
     ) -> ShardLayout:
         """Return the layout on a device; without `placements` all that is kept stays in its memory."""
         placements = placements or Placements(device)
         pool = BufferPool(device, placements.buffers.idle if placements.one_memory else None)
-        return cls(policy, axes, pool, placements)
+        return cls(policy, axes, pool, placements, expert_axes)
+
+    def axes_of(self, *, expert: bool) -> ShardAxes:
+        """Return the axes of experts, or of all other parameters."""
+        return self.expert_axes if expert and self.expert_axes is not None else self.axes
 
     @property
     def device(self) -> torch.device:
@@ -50,11 +61,13 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The differences of this rank's model from the whole one, where tensor or pipeline parallelism has split that.
+    """The differences of this rank's model from the whole one, where it is split over ranks.
 
     Args:
         splits: which elements of logical parameters are here, by name; those that are not named are whole.
         tp: the axis along which they are split; each of its ranks has a ZeRO run of its own over what it holds.
+        ep: the axis along which experts are split instead.
+        experts: the names of their parameters.
         pp: the axis along which the model is cut into stages.
         holders: the stages that hold a parameter, by name, where there are several.
         elsewhere: parameters that only other stages hold -> where they are, in words.
@@ -62,6 +75,8 @@ class LocalModel:
 
     splits: Mapping[str, Split] = field(default_factory=dict)
     tp: Axis = field(default_factory=lambda: Axis("tp"))
+    ep: Axis = field(default_factory=lambda: Axis("ep"))
+    experts: frozenset[str] = frozenset()
     pp: Axis = field(default_factory=lambda: Axis("pp"))
     holders: Mapping[str, Axis] = field(default_factory=dict)
     elsewhere: Mapping[Tensor, str] = field(default_factory=dict)
@@ -87,11 +102,13 @@ class BufferSpec:
     Args:
         sharded: whether parameters are sharded: the policy's answer, unless these persist.
         dtype: what the module computes in.
+        expert: its parameters are experts', of which other ranks have others.
         slots: the parameters that share it; their leaves may still be on meta.
     """
 
     sharded: bool
     dtype: torch.dtype
+    expert: bool = False
     slots: list[ParamSlot] = field(default_factory=list)
 
     @property
@@ -124,9 +141,8 @@ class UnitSpec:
 def assign_units(
     model: nn.Module,
     blocks: list[tuple[str, nn.Module]],
-    policy: ZeroPolicy,
+    layout: ShardLayout,
     parts: LocalModel,
-    cut: int = 2**63,
 ) -> list[UnitSpec]:
     """Give every parameter of `model` to one unit: the block it lies in, else the root unit, which comes last.
 
@@ -134,10 +150,9 @@ def assign_units(
     start of the forward to the end of the backward. So do the small ones that persist under ZeRO-3: together
     they are one collective instead of one a block. What several pipeline stages hold has flat buffers of its own,
     so that these are alike on all of them.
-
-    Args:
-        cut: elements of a flat buffer, of one parameter at least, or as many as there are.
+    What experts hold has flat buffers of its own, too: it is sharded along other ranks.
     """
+    policy = layout.policy
     units = [UnitSpec(name, module) for name, module in blocks]
     root = UnitSpec("root", model)
     unit_of_module = {inner: unit for unit in units for inner in unit.module.modules()}
@@ -155,9 +170,19 @@ def assign_units(
         dtype = slot.leaf.dtype
         if dtype.is_floating_point:
             dtype = policy.special_dtypes.get(slot.name, policy.param_dtype)
-        key = (unit.name, dtype, slot.leaf.requires_grad, sharded, None if alone else id(slot.holders))
+        expert = slot.name in parts.experts
+        key = (
+            unit.name,
+            dtype,
+            slot.leaf.requires_grad,
+            sharded,
+            expert,
+            None if alone else id(slot.holders),
+        )
+        # a buffer is as large as its placement allows, but holds one parameter at least
+        cut = layout.placements.cut * layout.axes_of(expert=expert).shard.degree
         if key not in buffers or buffers[key].padded_numel + slot.padded_numel > cut:
-            buffers[key] = BufferSpec(sharded, dtype)
+            buffers[key] = BufferSpec(sharded, dtype, expert)
             unit.groups.append(buffers[key])
         buffers[key].slots.append(slot)
     return [unit for unit in units if unit.groups] + [root]
@@ -169,10 +194,14 @@ def choose_placements(units: list[UnitSpec], layout: ShardLayout) -> Iterator[Bu
     Raises:
         OffloadError: there is less space.
     """
-    placements, degree = layout.placements, layout.axes.shard.degree
+    placements = layout.placements
     groups = [group for unit in units for group in unit.groups]
-    params = [group.bytes_of_parameters(degree) for group in groups]
-    stepped = [group.bytes_of_step(degree, layout.policy, placements.states) for group in groups]
+    degrees = [layout.axes_of(expert=group.expert).shard.degree for group in groups]
+    params = [group.bytes_of_parameters(degree) for group, degree in zip(groups, degrees, strict=True)]
+    stepped = [
+        group.bytes_of_step(degree, layout.policy, placements.states)
+        for group, degree in zip(groups, degrees, strict=True)
+    ]
     chosen = [
         BufferPlacement(*pair)
         for pair in zip(placements.of_parameters(params), placements.of_optimizer(stepped), strict=True)
@@ -208,4 +237,5 @@ def _slot(
             where="zero.apply(splits=...)",
             fix="split the parameters of the model before ZeRO takes them, and name them as named_parameters() does",
         )
-    return ParamSlot(name, split, parameter, owners, holders=parts.holders.get(name, NO_OTHERS))
+    axis = parts.ep if name in parts.experts else parts.tp
+    return ParamSlot(name, split, axis, parameter, owners, holders=parts.holders.get(name, NO_OTHERS))

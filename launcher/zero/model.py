@@ -107,9 +107,9 @@ class ZeroModel:
         """Return what this rank writes into a checkpoint: the pieces of all ranks of dp together cover every local
         parameter once. What several tp ranks hold is in the pieces of each; its split says who is the first of them.
         What several pipeline stages hold is in those of the first one."""
-        if self.axes.replicate.rank > 0:  # the first shard group writes for all
-            return []
-        flats = [flat for flat in self.flats if flat.slots[0].holders.rank == 0]
+        # the first shard group writes for all
+        firsts = [flat for flat in self.flats if flat.axes.replicate.rank == 0]
+        flats = [flat for flat in firsts if flat.slots[0].holders.rank == 0]
         return [piece for flat in flats for piece in flat.slices(span=flat.shard_span)]
 
     def publish(self) -> None:
@@ -254,9 +254,9 @@ class ZeroModel:
         return self._unit_of[slot]
 
     def logical(self, slot: ParamSlot) -> Tensor:
-        """Return the logical parameter of a slot whose unit is gathered: all that the tp ranks hold of it. A
-        collective."""
-        return whole(slot.leaf.detach(), slot.split, self.tp)
+        """Return the logical parameter of a slot whose unit is gathered: all that the ranks of its
+        axis hold of it. A collective."""
+        return whole(slot.leaf.detach(), slot.split, slot.split_axis)
 
     # ---- bookkeeping ------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def norm_and_use(zero: ZeroModel, more: Tensor | None = None) -> tuple[Tensor, l
     squares = torch.zeros((), dtype=torch.float64)
     if zero.policy.compute_norm:
         for gradient in zero.gradients:  # every shard group has all of it
-            squares += gradient.squares() / zero.axes.replicate.degree
+            squares += gradient.squares() / gradient.flat.axes.replicate.degree
             gradient.rest()
     slots = zero.trainable_slots
     flags = [*(slot.used for slot in slots), any(gradient.discarded for gradient in zero.gradients)]

@@ -31,7 +31,8 @@ class ParamSlot:
 
     Args:
         name: the name that named_parameters() gives, the first one for tied parameters.
-        split: which elements of the logical parameter this rank's tp rank holds.
+        split: which elements of the logical parameter this rank holds.
+        split_axis: along it the ranks hold the others: tp or, for experts, ep.
         leaf: what autograd differentiates.
         owners: every (module, attribute) that shows this parameter; more than one for tied parameters.
         holders: the pipeline stages that hold this parameter, each with its term of the gradient.
@@ -45,6 +46,7 @@ class ParamSlot:
 
     name: str
     split: Split
+    split_axis: Axis
     leaf: nn.Parameter
     owners: list[tuple[nn.Module, str]]
     used: bool = False

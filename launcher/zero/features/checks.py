@@ -78,13 +78,16 @@ class StepChecks:
 
     def _copies(self) -> dict[str, int]:
         """Return checksums of what other ranks hold, too."""
-        copies, shard, tp = {}, self.zero.axes.shard, self.zero.tp
-        part = f" of tp rank {tp.rank}" if tp.degree > 1 else ""
+        copies, tp = {}, self.zero.tp
         for flat in self.zero.flats:
+            ep, shard = flat.slots[0].split_axis, flat.axes.shard
+            part = "".join(
+                f" of {axis.name} rank {axis.rank}" for axis in dict.fromkeys((tp, ep)) if axis.degree > 1
+            )
             values = flat.values().load()
             if not flat.sharded and flat.full is not None:
                 copies[f"unit {flat.name}{part}"] = _checksum(flat.full)
-            elif self.zero.axes.replicate.degree > 1:
+            elif flat.axes.replicate.degree > 1:
                 copies[f"shard {shard.rank} of unit {flat.name}{part}"] = _checksum(values)
             for at, held, _ in held_by_several(flat, flat.owned):
                 name = f"what {held.holders} tp ranks hold of unit {flat.name} ({held.group}, dp rank {flat.axis.rank})"

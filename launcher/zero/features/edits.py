@@ -88,6 +88,12 @@ def broadcast_edit(slot: ParamSlot, source: int) -> None:
     """Make a gathered parameter of dp rank `source` everybody's: parameter, shard and master weights. Collective."""
     flat = slot.flat
     assert flat.full is not None
+    if flat.axes.divisor != flat.axes.dp.degree:
+        raise LauncherError(
+            f"{slot.name} belongs to experts that are spread over ranks, of which no rank has all",
+            where="GatheredParameters(modifier_rank=...)",
+            fix="change them before initialize()",
+        )
     full = flat.full
     for feature in flat.gather_features:
         feature.on_change()

@@ -1,0 +1,147 @@
+"""`experts.apply`: from a model to one of whose experts each rank of the axis `ep` has some."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.comm import Axis, broadcast
+from launcher.errors import ConfigError
+from launcher.experts.dispatch import Routing, combine, dispatch
+from launcher.tensor.parts import even_sizes
+from launcher.tensor.split import DimSlice, Split
+from launcher.tensor.split_model import SplitModel
+
+KEY = "expert_parallel.size"
+_MADE_BY_TRANSFORMERS = "_is_expert_parallel"
+"""An attribute that `use_experts_implementation` gives to the experts of every model."""
+
+
+def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that hold the experts of a layer, with their names."""
+    return [
+        (name, module) for name, module in model.named_modules() if hasattr(module, _MADE_BY_TRANSFORMERS)
+    ]
+
+
+def apply(model: nn.Module, axis: Axis) -> SplitModel:
+    """Leave of every layer's experts those of this rank, in place. Every rank must call it.
+
+    Args:
+        axis: ep.
+
+    Parameters on meta stay there, with this rank's shape. Those with values keep this rank's part of rank 0's.
+
+    Raises:
+        ConfigError: there are no experts, or fewer than ranks, or they are spread already.
+    """
+    found = experts_in(model)
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no experts that could be spread over {axis.degree} ranks",
+            where=KEY,
+            fix="leave expert_parallel out, or take a mixture-of-experts model of transformers",
+        )
+    spread = SplitModel(axis)
+    for name, module in found:
+        exchange = _exchange_of(name, module, axis)
+        spread.splits |= _split(name, module, exchange)
+        exchange.install(module)
+    return spread
+
+
+@dataclass
+class _Exchange:
+    """The exchange around the call of one layer's experts: hooks of their module.
+
+    Args:
+        axis: ep.
+        experts: how many each rank has.
+    """
+
+    axis: Axis
+    experts: list[int]
+
+    @property
+    def mine(self) -> DimSlice:
+        start = sum(self.experts[: self.axis.rank])
+        return DimSlice(start, start + self.experts[self.axis.rank])
+
+    def install(self, module: nn.Module) -> None:
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:4]
+        self._calls: list[tuple[torch.Size, Tensor, Tensor, Routing, bool]] = []
+        module.num_experts = self.experts[self.axis.rank]  # type: ignore[assignment]
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after, always_call=True)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Give the experts the tokens that all ranks have for them, each with one expert of weight 1."""
+        given = dict(zip(self.names, args, strict=False)) | keywords
+        hidden, index, weights = (given[name] for name in self.names)  # [..., H], [..., k], [..., k]
+        rows, picked = hidden.reshape(-1, hidden.shape[-1]), index.reshape(-1, index.shape[-1])
+        routing = Routing.of(self.axis, self.experts, picked)
+        received = dispatch(rows, routing)
+        trains = rows.requires_grad or any(p.requires_grad for p in module.parameters())
+        self._calls.append((hidden.shape, weights.reshape(picked.shape), received, routing, trains))
+        return (received, routing.local_experts[:, None], weights.new_ones(len(received), 1)), {}
+
+    def after(self, module: nn.Module, args: Any, output: Tensor | None) -> Tensor | None:
+        """Bring what the experts made back to the tokens."""
+        if not self._calls:  # `before` has failed
+            return None
+        shape, weights, received, routing, trains = self._calls.pop()
+        if output is None:
+            return None
+        return combine(output, weights, received, routing, trains=trains).view(shape)
+
+
+def _exchange_of(name: str, module: nn.Module, axis: Axis) -> _Exchange:
+    count: Any = getattr(module, "num_experts", None)
+    if any(isinstance(getattr(hook, "__self__", None), _Exchange) for hook in module._forward_hooks.values()):
+        raise ConfigError(
+            f"the experts of {name} are spread over ranks already",
+            where=KEY,
+            fix="call initialize() once for a model, or build it anew",
+        )
+    if not isinstance(count, int) or count < axis.degree:
+        raise ConfigError(
+            f"{name} has {count} experts, fewer than the {axis.degree} ranks that are to share them",
+            where=KEY,
+            fix=f"write {count} or less" if count else "leave expert_parallel out",
+        )
+    return _Exchange(axis, even_sizes(count, axis.degree))
+
+
+def _split(name: str, module: nn.Module, exchange: _Exchange) -> dict[str, Split]:
+    """Put this rank's part in the place of every parameter that has a row for each expert; return their splits. Others
+    (a norm that all experts share) stay whole: their gradient is the sum over ranks, as everywhere."""
+    splits, all_experts, mine = {}, sum(exchange.experts), exchange.mine
+    for key, parameter in list(module._parameters.items()):
+        if parameter is None or parameter.dim() < 2 or parameter.shape[0] != all_experts:
+            continue
+        longest = max(exchange.experts) * prod(parameter.shape[1:])
+        split = Split(parameter.shape, (mine,), padded_numel=longest)
+        data = torch.empty(split.local_shape, dtype=parameter.dtype, device="meta")
+        if not parameter.is_meta:
+            data = split.take(_of_first(parameter, exchange.axis)).clone()
+        local = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        local.__dict__.update(parameter.__dict__)
+        module._parameters[key] = local
+        splits[f"{name}.{key}"] = split
+    if not splits:
+        raise ConfigError(
+            f"{name} has no parameters with a row for each expert", where=KEY, fix="leave it out"
+        )
+    return splits
+
+
+def _of_first(parameter: nn.Parameter, axis: Axis) -> Tensor:
+    """Return the values of the first rank, for models that each rank built on its own."""
+    data = parameter.data.contiguous()
+    broadcast(data.view(-1), axis, "experts/split").wait()
+    return data

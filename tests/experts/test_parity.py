@@ -1,0 +1,131 @@
+"""Experts that are spread over ranks: losses, gradient norms and weights of one process in fp64, to 1e-6."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import launcher
+from tests.engine.driving import CPU
+from tests.experts.families import global_batch, model_of
+from tests.pool import RankContext, WorkerPool
+from tests.tensor.running import whole_state
+
+STEPS, LR, TOLERANCE = 3, 0.05, 1e-6
+SHARED = {"sequence_parallel_size", "context_parallel"}
+
+
+class Case(NamedTuple):
+    """A way to spread experts."""
+
+    size: int = 2
+    stage: int = 0
+    accumulation: int = 1
+    implementation: str = "eager"
+    more: tuple[tuple[str, Any], ...] = ()  # sections of the JSON
+
+
+Trained = tuple[list[float], list[float], dict[str, Tensor]]
+
+
+def trained(ctx: RankContext, family: str, case: Case, rows: int) -> Trained:
+    """(losses, gradient norms, weights) after a few steps."""
+    zero = {"stage": case.stage, "stage3_param_persistence_threshold": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "gradient_clipping": 0.0,
+        **dict(case.more),
+        "zero_optimization": {**zero, **dict(case.more).get("zero_optimization", {})},
+        "expert_parallel": {"size": case.size},
+    }
+    engine: Any = launcher.initialize(model=model_of(family, case.implementation), config=config, device=CPU)[
+        0
+    ]
+    dp, losses, norms = engine.mesh.dp, [], []
+    for step in range(STEPS):
+        mine = global_batch(step, rows).chunk(dp.degree)[dp.rank]
+        batches = [{"input_ids": ids, "labels": ids} for ids in mine.split(1)]
+        losses.append(float(engine.train_batch(iter(batches))))
+        norms.append(engine.get_global_grad_norm())
+    weights = {name: value for name, value in whole_state(engine).items() if "/" not in name}
+    engine.destroy()
+    return losses, norms, weights
+
+
+@cache
+def truth(family: str, rows: int) -> Trained:
+    """The same in plain PyTorch, on one process."""
+    model = model_of(family).double()
+    sgd = torch.optim.SGD(model.parameters(), LR)
+    losses, norms = [], []
+    for step in range(STEPS):
+        sgd.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for ids in global_batch(step, rows).split(1):
+            loss = loss + model(input_ids=ids, labels=ids).loss / rows
+        loss.backward()
+        losses.append(loss.item())
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
+        sgd.step()
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def check(pool: WorkerPool, family: str, case: Case, world: int) -> None:
+    more = dict(case.more)
+    apart = more.get("pipeline", {}).get("stages", 1) * (2 if SHARED & more.keys() else 1)
+    rows = world // apart * case.accumulation
+    losses, norms, weights = truth(family, rows)
+    for found in pool.run(trained, world, family, case, rows):
+        assert found[0] == pytest.approx(losses, rel=TOLERANCE)
+        assert found[1] == pytest.approx(norms, rel=2 * TOLERANCE)
+        for name, value in weights.items():
+            off = (found[2][name].double() - value).norm() / value.norm()
+            assert off <= TOLERANCE, name
+
+
+@pytest.mark.key("expert_parallel.size")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage(pool: WorkerPool, stage: int) -> None:
+    check(pool, "plain", Case(stage=stage, accumulation=2), 2)
+
+
+@pytest.mark.parametrize(
+    "family", ["uneven", "all", "tied", "router loss", "shared expert", "groups and dense layers", "biases"]
+)
+def test_every_kind_of_experts(pool: WorkerPool, family: str) -> None:
+    check(pool, family, Case(stage=1), 2)
+
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+MATRIX = [
+    ("plain", Case(stage=2, accumulation=2), 4),
+    ("biases", Case(size=4, stage=3), 4),
+    ("uneven", Case(size=4, stage=1), 4),
+    ("tied", Case(stage=3, implementation="grouped_mm"), 4),
+    ("groups and dense layers", Case(stage=3, more=(("activation_checkpointing", {}),)), 2),
+    ("plain", Case(stage=3, more=(("zero_optimization", OFFLOADED),)), 2),
+    ("plain", Case(stage=1, more=(("gradient_predivide_factor", 4.0),)), 4),
+    (
+        "plain",
+        Case(stage=3, more=(("zero_optimization", {"overlap_comm": False, "reduce_scatter": False}),)),
+        4,
+    ),
+    ("deep", Case(stage=2, accumulation=2, more=(("pipeline", {"stages": 2}),)), 4),
+    ("deep", Case(stage=1, accumulation=2, more=(("pipeline", {"stages": 2, "schedule": "zbv"}),)), 4),
+    ("deep", Case(stage=1, accumulation=4, more=(("pipeline", {"stages": 2, "schedule": "zb-h1"}),)), 4),
+    ("plain", Case(stage=3, accumulation=2, more=(("sequence_parallel_size", 2),)), 4),
+    ("shared expert", Case(size=4, stage=2, accumulation=2, more=(("context_parallel", {"ring": 2}),)), 4),
+]
+
+
+@pytest.mark.parametrize(("family", "case", "world"), MATRIX)
+def test_ways_to_spread(pool: WorkerPool, family: str, case: Case, world: int) -> None:
+    """Degrees, stages, kernels, offload, recomputation, stages of a pipeline and shared sequences: a covering."""
+    check(pool, family, case, world)
