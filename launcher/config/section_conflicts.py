@@ -57,12 +57,11 @@ def spread_experts(config: Config) -> Iterator[Found]:
     if config.tensor_parallel.degree > 1:
         what = "experts are spread over ranks, or layers are split over them: not both"
         yield Found((size, "tensor_parallel.autotp_size"), what, "leave one of them out")
-    for key, on in (
-        ("mics_shard_size", zero.mics_shard_size > 0),
-        ("zero_hpz_partition_size", zero.zero_hpz_partition_size > 1),
-    ):
-        if on:
-            what = f"{key} makes groups of ranks that all have the same parameters, and these have different experts"
+    for key, most in (("mics_shard_size", 0), ("zero_hpz_partition_size", 1)):
+        if getattr(zero, key) > most:
+            what = (
+                f"{key} makes groups of ranks that all have the same parameters, and these have other experts"
+            )
             yield Found((f"zero_optimization.{key}", size), what, f"leave {key} out")
 
 

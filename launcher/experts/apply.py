@@ -43,9 +43,11 @@ def apply(model: nn.Module, axis: Axis) -> SplitModel:
     found = experts_in(model)
     if not found:
         raise ConfigError(
-            f"{type(model).__name__} has no experts that could be spread over {axis.degree} ranks",
+            f"{type(model).__name__} has no experts that transformers calls through ExpertsInterface, so none can be "
+            "spread over ranks",
             where=KEY,
-            fix="leave expert_parallel out, or take a mixture-of-experts model of transformers",
+            fix="leave expert_parallel out, or take a mixture-of-experts model whose code has "
+            "@use_experts_implementation",
         )
     spread = SplitModel(axis)
     for name, module in found:

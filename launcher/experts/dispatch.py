@@ -13,7 +13,7 @@ experts leave nothing in the graph. So `combine` depends on what `dispatch` rece
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -60,11 +60,11 @@ class Routing:
         mine = experts[axis.rank]
         told = counts.new_empty(axis.degree, mine)
         told[axis.rank] = counts[bounds[axis.rank] : bounds[axis.rank + 1]]
-        parts = [counts[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        parts = [counts[low:high] for low, high in pairwise(bounds)]
         all_to_all(parts, list(told), axis, COUNTS).wait()
         # the one time that the host waits for the device
         per_expert, received = counts.tolist(), told.tolist()
-        outgoing = [sum(per_expert[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+        outgoing = [sum(per_expert[low:high]) for low, high in pairwise(bounds)]
         order = named.argsort(stable=True)[: sum(outgoing)]
         local = torch.arange(mine, device=index.device).repeat(axis.degree).repeat_interleave(told.view(-1))
         return cls(

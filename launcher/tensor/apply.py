@@ -144,7 +144,6 @@ class _Splitter:
         style = STYLES[rule.style]
         if style.mixin is not None:
             swap(module, style.mixin, self._layer(name, module, rule, style))
-        self.partial.update(p for key in rule.once if (p := module._parameters[key]) is not None)
         for key in list(module._parameters):
             self._split_parameter(name, module, key, rule, named=True)
         for attribute in rule.divide:

@@ -152,6 +152,19 @@ class HiddenParallelEmbedding(SplitModule):
         return gather_along(super().forward(ids), split.axis, -1, split.name)
 
 
+class _Term(torch.autograd.Function):
+    """1 / degree of a parameter that every rank adds to its term of a sum. It is added once in all, so each rank has its
+    whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, degree: int) -> Tensor:
+        return parameter / degree
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class PartialExperts(SplitModule):
     """Experts, each of which is split: whole tokens in, and the sum of what the ranks make of them out."""
 
@@ -164,7 +177,7 @@ class PartialExperts(SplitModule):
         whole = {key: self._parameters[key] for key in split.once}
         try:
             for key, parameter in whole.items():
-                self._parameters[key] = parameter / split.axis.degree  # type: ignore[operator, assignment]
+                self._parameters[key] = _Term.apply(parameter, split.axis.degree)
             y = super().forward(x, *weighted, **keyed)
         finally:
             self._parameters.update(whole)

@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "biases": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "one for all tokens": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}),
     "deep": ("mixtral", {"num_local_experts": 4, "num_hidden_layers": 4}),
 }
 
@@ -68,9 +69,12 @@ def model_of(family: str, implementation: str = "eager") -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or "bias" in name:
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+        if family == "one for all tokens" and name.endswith("gate.weight"):
+            torch.nn.init.zeros_(parameter)
     return model.train()
 
 
-def global_batch(step: int, rows: int, length: int = 12) -> Tensor:
-    """[rows, length] of tokens."""
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(step))
+def global_batch(step: int, rows: int) -> list[Tensor]:
+    """The rows of a step, [1, tokens] each: every other one is longer."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(0, VOCAB, (1, 12 + 5 * (row % 2)), generator=generator) for row in range(rows)]

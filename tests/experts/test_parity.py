@@ -11,7 +11,7 @@ from torch import Tensor
 
 import launcher
 from tests.engine.driving import CPU
-from tests.experts.families import global_batch, model_of
+from tests.experts.families import FAMILIES, global_batch, model_of
 from tests.pool import RankContext, WorkerPool
 from tests.tensor.running import whole_state
 
@@ -49,8 +49,8 @@ def trained(ctx: RankContext, family: str, case: Case, rows: int) -> Trained:
     ]
     dp, losses, norms = engine.mesh.dp, [], []
     for step in range(STEPS):
-        mine = global_batch(step, rows).chunk(dp.degree)[dp.rank]
-        batches = [{"input_ids": ids, "labels": ids} for ids in mine.split(1)]
+        mine = global_batch(step, rows)[dp.rank * case.accumulation :][: case.accumulation]
+        batches = [{"input_ids": ids, "labels": ids} for ids in mine]
         losses.append(float(engine.train_batch(iter(batches))))
         norms.append(engine.get_global_grad_norm())
     weights = {name: value for name, value in whole_state(engine).items() if "/" not in name}
@@ -67,7 +67,7 @@ def truth(family: str, rows: int) -> Trained:
     for step in range(STEPS):
         sgd.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
-        for ids in global_batch(step, rows).split(1):
+        for ids in global_batch(step, rows):
             loss = loss + model(input_ids=ids, labels=ids).loss / rows
         loss.backward()
         losses.append(loss.item())
@@ -86,8 +86,8 @@ def check(pool: WorkerPool, family: str, case: Case, world: int) -> None:
         assert found[0] == pytest.approx(losses, rel=TOLERANCE)
         assert found[1] == pytest.approx(norms, rel=2 * TOLERANCE)
         for name, value in weights.items():
-            off = (found[2][name].double() - value).norm() / value.norm()
-            assert off <= TOLERANCE, name
+            off = (found[2][name].double() - value).norm()
+            assert off <= TOLERANCE * value.norm(), name
 
 
 @pytest.mark.key("expert_parallel.size")
@@ -96,9 +96,10 @@ def test_every_stage(pool: WorkerPool, stage: int) -> None:
     check(pool, "plain", Case(stage=stage, accumulation=2), 2)
 
 
-@pytest.mark.parametrize(
-    "family", ["uneven", "all", "tied", "router loss", "shared expert", "groups and dense layers", "biases"]
-)
+KINDS = [family for family in FAMILIES if family not in ("plain", "deep")]
+
+
+@pytest.mark.parametrize("family", KINDS)
 def test_every_kind_of_experts(pool: WorkerPool, family: str) -> None:
     check(pool, family, Case(stage=1), 2)
 

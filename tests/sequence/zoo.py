@@ -21,18 +21,24 @@ from torch import Tensor
 import launcher
 from launcher.engine.fragments import safe_get_full_grad
 from launcher.errors import LauncherError
+from launcher.tensor.split import whole
 from tests.pool import RankContext, WorkerPool
 from tests.tensor.zoo import CAUSAL_TYPES, batch_of, tiny_model
 from tests.tensor.zoo_tables import UNRUNNABLE
 
 VERDICTS = Path(__file__).with_name("verdicts.tsv")
+CONFIG: dict[str, Any] = {"context_parallel": {"ring": 2}}
 TOLERANCE, SMALL = 1e-5, 0.05  # of the largest value of a gradient; no less than 5 % of the model's largest
 WORKS, LENGTH = "works", 15
-SUFFIX = ", so its sequences cannot be shared by ranks"
+SUFFIX = re.compile(r", so (its sequences cannot be shared by|none can be spread over) ranks$")
 
 
-def judge(ctx: RankContext, kind: str) -> str:
-    """WORKS; "refused: ..."; or what is wrong."""
+def judge(ctx: RankContext, kind: str, sections: dict[str, Any] = CONFIG) -> str:
+    """WORKS; "refused: ..."; or what is wrong.
+
+    Args:
+        sections: of the JSON, that say what is tried. All ranks have the same batch.
+    """
     batch = batch_of(kind, seed=0, length=LENGTH)
     plain = tiny_model(kind, seed=0).train()
     try:
@@ -45,7 +51,7 @@ def judge(ctx: RankContext, kind: str) -> str:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
-        "context_parallel": {"ring": 2},
+        **sections,
     }
     engine: Any = None
     try:
@@ -54,7 +60,7 @@ def judge(ctx: RankContext, kind: str) -> str:
         )[0]
         loss = engine(**batch).loss
         engine.backward(loss)
-        found = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+        found = {name: _whole_gradient(engine, p) for name, p in engine.module.named_parameters()}
     except LauncherError as error:
         return f"refused: {_reason(error.what)}"
     except Exception as error:
@@ -65,11 +71,17 @@ def judge(ctx: RankContext, kind: str) -> str:
     return _compared(loss, found, wanted, gradients)
 
 
+def _whole_gradient(engine: Any, parameter: torch.nn.Parameter) -> Tensor | None:
+    """Of the logical parameter, on every rank."""
+    slot, gradient = engine.zero.find_slot(parameter), safe_get_full_grad(parameter)
+    return None if gradient is None else whole(gradient, slot.split, slot.split_axis)
+
+
 def _reason(what: str) -> str:
     """The words of a refusal, without what all have in common, and without losses, whose last digits differ."""
     if "has a loss of" in what:
         return "the loss of slices is another one"
-    return re.sub(r"^\w+ (?=does|has|takes|gives|cannot|is)", "", what).removesuffix(SUFFIX)
+    return re.sub(r"^\w+ (?=does|has|takes|gives|cannot|is)", "", SUFFIX.sub("", what))
 
 
 def _compared(loss: Tensor, found: dict[str, Any], wanted: Tensor, gradients: dict[str, Tensor]) -> str:
@@ -85,31 +97,35 @@ def _compared(loss: Tensor, found: dict[str, Any], wanted: Tensor, gradients: di
     return WORKS if worst <= TOLERANCE else f"another gradient: {name}, {worst:.1e} of its largest value off"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(
+    what: str | None, verdicts_file: Path, sections: dict[str, Any], types: list[str], ranks: int = 2
+) -> None:
+    """Judge all types, or those that the command line names; compare with the file, or write it.
+
+    Args:
+        what: the text of --help.
+    """
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE")
     parser.add_argument("--write", action="store_true")
     flags = parser.parse_args()
-    types = flags.types or [kind for kind in CAUSAL_TYPES if kind not in UNRUNNABLE]
     verdicts: dict[str, str] = {}
     pool = WorkerPool()
-    for kind in types:
+    for kind in flags.types or types:
         try:
-            verdicts[kind] = pool.run(judge, 2, kind)[0]
+            verdicts[kind] = pool.run(judge, ranks, kind, sections)[0]
         except Exception as error:  # a hang, or ranks that went other ways
             verdicts[kind] = f"error: {str(error)[:200]}".replace("\n", " ")
         print(f"{kind}\t{verdicts[kind]}", flush=True)
     pool.close()
     if flags.write:
-        VERDICTS.write_text("".join(f"{kind}\t{verdict}\n" for kind, verdict in verdicts.items()))
+        verdicts_file.write_text("".join(f"{kind}\t{verdict}\n" for kind, verdict in verdicts.items()))
         return
-    known = dict(line.split("\t") for line in VERDICTS.read_text().splitlines())
+    known = dict(line.split("\t") for line in verdicts_file.read_text().splitlines())
     other = [kind for kind, verdict in verdicts.items() if known.get(kind) != verdict]
     wrong = [kind for kind, verdict in verdicts.items() if verdict != WORKS and "refused" not in verdict]
     sys.exit(f"another verdict than before: {other}; wrong: {wrong}" if other or wrong else 0)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, VERDICTS, CONFIG, [kind for kind in CAUSAL_TYPES if kind not in UNRUNNABLE])

@@ -1,0 +1,72 @@
+"""Checkpoints of spread experts go to other degrees; the model that is exported is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import launcher
+from tests.engine.driving import CPU
+from tests.experts.families import VOCAB, model_of
+from tests.pool import RankContext, WorkerPool
+from tests.tensor.running import whole_state
+
+IDS = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(5))
+
+
+def engine_of(size: int = 1, stage: int = 1, **sections: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "eps": 1e-4}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "expert_parallel": {"size": size},
+        **sections,
+    }
+    return launcher.initialize(model=model_of("biases"), config=config, device=CPU)[0]
+
+
+def saved(ctx: RankContext, directory: Path, size: int, stage: int) -> dict[str, Tensor]:
+    engine = engine_of(size, stage)
+    engine.train_batch(iter([{"input_ids": IDS, "labels": IDS}]))
+    engine.save_checkpoint(directory / "checkpoint")
+    engine.save_16bit_model(directory / "pickled", "pytorch_model.bin")
+    engine.save_16bit_model(directory / "model")
+    state = whole_state(engine)
+    engine.destroy()
+    return state
+
+
+def loaded(ctx: RankContext, directory: Path, sections: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
+    engine = engine_of(**sections)
+    engine.load_checkpoint(directory / "checkpoint")
+    state = whole_state(engine)
+    loss = float(engine.train_batch(iter([{"input_ids": IDS, "labels": IDS}])))
+    engine.destroy()
+    return state, loss
+
+
+def test_checkpoints_go_to_other_degrees_bit_for_bit(pool: WorkerPool, tmp_path: Path) -> None:
+    """ep 2 over 4 ranks -> ep 4 at stage 3, one rank, tp 2; the next loss is the same on each."""
+    wanted = pool.run(saved, 4, tmp_path, 2, 2)[0]
+    losses = []
+    for world, sections in (
+        (4, {"size": 4, "stage": 3}),
+        (1, {"stage": 0}),
+        (2, {"tensor_parallel": {"autotp_size": 2}}),
+    ):
+        state, loss = pool.run(loaded, world, tmp_path, sections)[0]
+        losses.append(loss)
+        assert state.keys() == wanted.keys()
+        assert all(torch.equal(state[name], value) for name, value in wanted.items())
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    for model in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32),
+        torch.load(tmp_path / "pickled" / "pytorch_model.bin"),
+    ):
+        values = model if isinstance(model, dict) else dict(model.named_parameters())
+        assert all(torch.equal(values[name], value) for name, value in wanted.items() if "/" not in name)

@@ -1,0 +1,114 @@
+"""Tokens to experts and back: values, gradients and bytes, whoever gets how many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import launcher
+from launcher.comm import Mesh
+from launcher.comm.record import record_collectives
+from launcher.experts.dispatch import COMBINE, COUNTS, DISPATCH, Routing, combine, dispatch
+from tests.engine.driving import CPU
+from tests.experts.families import VOCAB, model_of
+from tests.pool import RankContext, WorkerPool
+
+TOKENS, K, WIDTH, EXPERTS = 5, 2, 3, 5
+
+
+def inputs(rank: int, index: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden [T, WIDTH], index [T, K], weights [T, K]) of a rank."""
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(len(index), WIDTH, generator=generator).requires_grad_()
+    weights = torch.rand(len(index), K, generator=generator).requires_grad_()
+    return hidden, torch.tensor(index).view(-1, K), weights
+
+
+def mixed(hidden: Tensor, index: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
+    """What one process makes of it: expert e multiplies by scales[e]; a number that is none gives 0."""
+    known = (index >= 0) & (index < EXPERTS)
+    factor = (scales[index.clamp(0, EXPERTS - 1)] * weights * known).sum(1, keepdim=True)
+    return hidden * factor
+
+
+def exchanged(ctx: RankContext, indices: list[list[list[int]]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(output, gradients of hidden, weights and this rank's scales)."""
+    ep = Mesh.build(CPU).split_for_experts(2)[1]
+    hidden, index, weights = inputs(ep.rank, indices[ep.rank])
+    scales = torch.arange(1.0, EXPERTS + 1)[slice(0, 3) if ep.rank == 0 else slice(3, 5)].requires_grad_()
+    routing = Routing.of(ep, [3, 2], index)
+    received = dispatch(hidden, routing)
+    results = received * scales[routing.local_experts][:, None]
+    if not len(received):
+        results = torch.zeros_like(received)  # as experts do that loop over those with tokens
+    out = combine(results, weights, received, routing, trains=True)
+    out.square().sum().backward()
+    assert hidden.grad is not None and weights.grad is not None
+    found = torch.zeros_like(scales) if scales.grad is None else scales.grad
+    return out.detach(), hidden.grad, weights.grad, found
+
+
+ROUTINGS = {
+    "to all": [[[0, 4], [3, 1], [2, 0], [4, 3], [1, 2]], [[4, 0], [4, 1], [2, 3]]],
+    "to one expert": [[[4, 4]] * 3, [[4, 4]] * 2],
+    "none from one rank": [[[0, 3], [1, 4]], []],
+    "some to no expert": [[[0, EXPERTS], [-1, 4]], [[EXPERTS, EXPERTS], [9, 2]]],
+}
+
+
+@pytest.mark.parametrize("indices", ROUTINGS.values(), ids=ROUTINGS)
+def test_results_and_gradients_are_those_of_one_process(
+    pool: WorkerPool, indices: list[list[list[int]]]
+) -> None:
+    scales = torch.arange(1.0, EXPERTS + 1).requires_grad_()
+    wanted = []
+    for rank, index in enumerate(indices):
+        hidden, picked, weights = inputs(rank, index)
+        out = mixed(hidden, picked, weights, scales)
+        out.square().sum().backward()
+        wanted.append((out.detach(), hidden.grad, weights.grad))
+    found = pool.run(exchanged, 2, indices)
+    for mine, (out, d_hidden, d_weights) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine[0], out)
+        torch.testing.assert_close(mine[1], d_hidden)
+        torch.testing.assert_close(mine[2], d_weights)
+    assert scales.grad is not None
+    torch.testing.assert_close(torch.cat([found[0][3], found[1][3]]), scales.grad)
+
+
+def sent(ctx: RankContext) -> dict[str, tuple[int, int, int]]:
+    """Tag -> (bytes that take part in the forward, of these sent, of the backward sent)."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "expert_parallel": {"size": 2},
+    }
+    engine: Any = launcher.initialize(model=model_of("all"), config=config, device=CPU)[0]
+    ids = torch.randint(0, VOCAB, (1, 16))
+    with record_collectives() as forward:
+        loss = engine(input_ids=ids, labels=ids).loss
+    with record_collectives() as backward:
+        engine.backward(loss)
+    engine.destroy()
+    tags = {COUNTS: forward, DISPATCH: forward, COMBINE: forward}
+    return {
+        tag: (
+            sum(r.nbytes for r in records if r.tag == tag),
+            sum(r.sent for r in records if r.tag == tag),
+            sum(r.sent for r in backward if r.tag == tag),
+        )
+        for tag, records in tags.items()
+    }
+
+
+def test_bytes_are_tokens_times_experts_times_width(pool: WorkerPool) -> None:
+    """Each token takes all 4 experts, half of which are on the other rank; there and back, forward and backward."""
+    layers, tokens, k, width, experts = 2, 16, 4, 32, 4
+    rows = layers * tokens * k * width * 4
+    for found in pool.run(sent, 2):
+        counts = layers * experts * 8
+        assert found[DISPATCH] == found[COMBINE] == (rows, rows // 2, rows // 2)
+        assert found[COUNTS] == (counts, counts // 2, 0)
