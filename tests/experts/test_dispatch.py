@@ -24,7 +24,7 @@ def inputs(rank: int, index: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(len(index), WIDTH, generator=generator).requires_grad_()
     weights = torch.rand(len(index), K, generator=generator).requires_grad_()
-    return hidden, torch.tensor(index).view(-1, K), weights
+    return hidden, torch.tensor(index, dtype=torch.int64).view(-1, K), weights
 
 
 def mixed(hidden: Tensor, index: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
