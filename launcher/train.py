@@ -25,6 +25,7 @@ from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
 from launcher.engine.nonfinite_tracer import weights_are_finite
 from launcher.engine.token_weights import learned_tokens, token_weights
 from launcher.errors import CheckpointError, ConfigError, NotFiniteError
+from launcher.experts.load import ExpertLoad
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import MetricsWriter, read_metrics
 from launcher.monitor.plot import plot_loss
@@ -60,6 +61,7 @@ class Training:
     tokenizer: Any = None
     loader: GlobalBatchLoader = field(init=False)
     identity: Identity = field(init=False)
+    expert_load: ExpertLoad = field(init=False)
     width: int = field(init=False)  # tokens of a sequence, before a curriculum
     tokens: int = field(default=0, init=False)
     nonfinite: int = field(default=0, init=False)  # steps in a row, up to the last one
@@ -77,6 +79,7 @@ class Training:
             reads=engine.is_first_stage(),
         )
         self.identity = Identity.of(self.train_set, self.run.args.seed)
+        self.expert_load = ExpertLoad(engine.module, engine.mesh)
         config: Any = engine.module.config
         for data in (self.train_set, self.eval_set):
             check_vocabulary(data, config.get_text_config().vocab_size)
@@ -182,6 +185,7 @@ class Training:
             "tokens_per_s": seen / seconds,
             "step_time_s": seconds,
         }
+        record |= self.expert_load.take()
         if seqlen is not None:
             record["seqlen"] = seqlen
         if engine.fp16_enabled() or engine.loss_scaler.dynamic:  # also float16 under torch_autocast
@@ -364,11 +368,14 @@ class Training:
         )
         title = f"{self.name}, ZeRO stage {stage}, {engine.world_size} rank{'s' * (engine.world_size > 1)}"
         plot_loss(metrics, output / "loss.png", title=title)
+        if self.expert_load.experts:
+            self.expert_load.plot(output / "experts.png", title=f"tokens of experts: {title}")
         written = {
             "metrics": metrics,
             "summary": output / "summary.json",
             "config": output / "config.json",
             "loss curve": output / "loss.png",
+            **({"expert load": output / "experts.png"} if self.expert_load.experts else {}),
             **({"schedule": output / "schedule.json"} if "pipeline" in more else {}),
             "checkpoints": self.run.checkpoints,
             **({} if "stopped" in more else {"model": self.run.model_dir}),

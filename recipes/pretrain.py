@@ -10,7 +10,7 @@ from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import training_parser
 from launcher.data import load_text, load_tokenizer, pack, train_tokenizer
 from launcher.engine.weights import model_with_source
-from launcher.models.build import load_config
+from launcher.models.build import EMBEDDED, load_config
 from launcher.models.packaged import unpacked
 from launcher.run import Run
 from launcher.train import Training
@@ -59,7 +59,7 @@ def main() -> None:
         model_config.vocab_size = len(tokenizer)
     else:
         tokenizer = load_tokenizer(
-            args.tokenizer, name if name != "default" else None, model_config.vocab_size
+            args.tokenizer, None if name in EMBEDDED else name, model_config.vocab_size
         )
     train_set = pack(text, tokenizer, seq_length, document_mask=args.document_mask)
     held_out = load_text(dataset, split="eval")

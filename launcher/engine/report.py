@@ -24,12 +24,14 @@ def ranks(engine: Engine) -> str:
     stages, shared = engine.mesh.axes["pp"].degree, engine.mp_world_size
     autocast = engine.resolved.torch_autocast
     cp, shares = engine.sequence_parallel_size, engine.shared_sequences
+    ep = engine.resolved.expert_parallel.degree
     how = "by the script" if shares is None else shares.layout.in_words()
     return (
         f"{engine.world_size} on {device} ({backend}{', ' + through if through else ''}), "
         + (f"{stages} pipeline stages, " if stages > 1 else "")
         + (f"{shared} share each layer, " if shared > 1 else "")
         + (f"{cp} share each sequence ({how}), " if cp > 1 else "")
+        + (f"{ep} share the experts of each layer, " if ep > 1 else "")
         + f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
         + (f" under autocast to {autocast.dtype or 'bf16'}" if autocast.enabled else "")
     )

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from launcher.errors import CheckpointError
-from launcher.models.build import DEFAULT_MODEL, build_on_meta, switch_off_cache
+from launcher.models.build import EMBEDDED, build_on_meta, switch_off_cache
 from launcher.models.companions import adopt_generation
 from launcher.models.initialize import initializer
 from launcher.models.load import SafetensorsSource
@@ -64,7 +64,7 @@ def weights_directory(name: str) -> Path | None:
     """Return the directory with the safetensors that `--model` names; None for a bare config or the embedded
     default."""
     path = Path(name).expanduser()
-    if name == DEFAULT_MODEL or path.is_file():
+    if name in EMBEDDED or path.is_file():
         return None
     if path.is_dir():
         return path if any(path.glob("*.safetensors")) else None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import Mesh
+from launcher.comm import Axis, Mesh
 from launcher.config import ActivationCheckpointingConfig, Config
 from launcher.engine.assemble import split_layers
 from launcher.engine.batches import call, loss_in
@@ -30,7 +30,15 @@ from launcher.tensor.weight_gradients import putting_off
 
 CPU = torch.device("cpu")
 IDS = 100  # token ids are below it
-SECTIONS = ("tensor_parallel", "context_parallel", "fp16", "bf16", "torch_autocast", "data_types")
+SECTIONS = (
+    "tensor_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "fp16",
+    "bf16",
+    "torch_autocast",
+    "data_types",
+)
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,10 @@ def _traced(
     late: bool,
 ) -> ModelTrace:
     model, tp, cp = short.model, config.tensor_parallel.degree, config.cp_degree
+    if (ep := config.expert_parallel.degree) > 1:
+        from launcher.experts.apply import apply as apply_experts
+
+        apply_experts(model, Axis("ep", ep))  # the first rank has most of them
     # the last rank of cp: without zigzag it sees most
     mesh = Mesh.planned(CPU, cp * tp, (cp - 1) * tp, cp=cp, tp=tp)
     split_layers(model, mesh, config)

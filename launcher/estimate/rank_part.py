@@ -10,7 +10,8 @@ from torch import nn
 
 from launcher.comm import Axis, Mesh
 from launcher.config import Config
-from launcher.engine.assemble import split_layers
+from launcher.engine.assemble import split_layers, spread_experts
+from launcher.engine.policy import axes_of
 from launcher.engine.staging import holders_of
 from launcher.estimate.model_trace import CPU
 from launcher.estimate.short_model import shallow
@@ -19,6 +20,7 @@ from launcher.pipeline.hf.costs import deal, model_costs
 from launcher.pipeline.hf.staged import StagedModel
 from launcher.pipeline.schedules import drained, schedule
 from launcher.tensor.split import Split
+from launcher.zero import ShardAxes
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,9 @@ class RankPart:
 
     Args:
         model: on meta; split over tp, and cut into stages.
-        splits: see `SplitModel`.
+        splits: see `SplitModel`; of experts, too.
+        expert_axes: of the ranks that have the same experts, which are those of these parameters; None: all have all.
+        experts: their names.
         names: of all blocks of the whole model.
         blocks: those of this rank.
         holders: see `holders_of`.
@@ -38,6 +42,8 @@ class RankPart:
 
     model: nn.Module
     splits: Mapping[str, Split]
+    expert_axes: ShardAxes | None
+    experts: frozenset[str]
     names: tuple[str, ...]
     blocks: list[tuple[str, nn.Module]]
     holders: Mapping[str, Axis]
@@ -55,7 +61,7 @@ class RankParts:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._split: dict[Any, tuple[nn.Module, Mapping[str, Split]]] = {}
+        self._split: dict[Any, _Spread] = {}
         self._known: dict[Any, RankPart] = {}
 
     def of(self, config: Config, mesh: Mesh, sequence: int) -> RankPart:
@@ -66,25 +72,46 @@ class RankParts:
             sequence: tokens; costs of blocks depend on them.
         """
         tp, pp, section = mesh.axes["tp"], mesh.axes["pp"], config.pipeline
-        split = (tp.degree, tp.rank, repr(config.tensor_parallel))
+        size = config.expert_parallel.degree
+        ep = mesh.split_for_experts(size)[1].rank if size > 1 else 0
+        split = (
+            tp.degree,
+            tp.rank,
+            repr(config.tensor_parallel),
+            size,
+            ep,
+            mesh.dp_cp.degree if size > 1 else 0,
+        )
         cut = (section.chunks_of_rank, section.schedule, section.partition, sequence if pp.degree > 1 else 0)
         key = (split, pp.degree, pp.rank, *cut)
         if key not in self._known:
             if split not in self._split:
                 model = shallow(self._model)
+                spread, axes = spread_experts(model, mesh, config, axes_of(config, mesh))
                 alone = Mesh.planned(CPU, tp.degree, tp.rank, tp=tp.degree)
-                self._split[split] = model, split_layers(model, alone, config).splits
-            self._known[key] = _cut(*self._split[split], config, mesh, sequence)
+                layers = split_layers(model, alone, config)
+                splits = {**layers.splits, **spread.splits}
+                self._split[split] = _Spread(model, splits, axes, frozenset(spread.splits))
+            self._known[key] = _cut(self._split[split], config, mesh, sequence)
         return self._known[key]
 
 
-def _cut(
-    model: nn.Module, splits: Mapping[str, Split], config: Config, mesh: Mesh, sequence: int
-) -> RankPart:
+@dataclass(frozen=True)
+class _Spread:
+    """A model of which layers and experts are split; see `RankPart`."""
+
+    model: nn.Module
+    splits: Mapping[str, Split]
+    expert_axes: ShardAxes | None
+    experts: frozenset[str]
+
+
+def _cut(spread: _Spread, config: Config, mesh: Mesh, sequence: int) -> RankPart:
+    model, alike = spread.model, (spread.splits, spread.expert_axes, spread.experts)
     blocks, pp, section = unit_modules(model), mesh.axes["pp"], config.pipeline
     names = tuple(name for name, _ in blocks)
     if pp.degree == 1:
-        return RankPart(model, splits, names, blocks, {}, (0, len(names)), (0,), lambda stage: None)
+        return RankPart(model, *alike, names, blocks, {}, (0, len(names)), (0,), lambda stage: None)
     method = "best" if section.partition == "profile" else section.partition
     costs = model_costs(model, method, sequence=sequence, tp=mesh.axes["tp"].degree)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)
@@ -93,7 +120,7 @@ def _cut(
     staged = StagedModel(model, boundaries, rank_of, pp.rank)
     return RankPart(
         model,
-        splits,
+        *alike,
         names,
         staged.blocks,
         holders_of(staged, mesh),

@@ -152,8 +152,8 @@ class SimulatedRank:
         self.pool = SimulatedPool(META, self._look)
         axes = axes_of(config, mesh)
         blocks = units_of(model, portion.blocks)
-        layout = ShardLayout(policy, axes, self.pool, self.placements)
-        parts = LocalModel(splits=portion.splits, holders=portion.holders)
+        layout = ShardLayout(policy, axes, self.pool, self.placements, portion.expert_axes)
+        parts = LocalModel(splits=portion.splits, experts=portion.experts, holders=portion.holders)
         self.units = list(lay_out(model, blocks, layout, parts, SimulatedBuffer, SimulatedGradient))
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = [gradient for unit in self.units for gradient in unit.gradients]

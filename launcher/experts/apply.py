@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,20 +12,12 @@ from torch import Tensor, nn
 from launcher.comm import Axis, broadcast
 from launcher.errors import ConfigError
 from launcher.experts.dispatch import Routing, combine, dispatch
+from launcher.experts.modules import arguments_of, experts_in, is_spread, keep, number_of
 from launcher.tensor.parts import even_sizes
 from launcher.tensor.split import DimSlice, Split
 from launcher.tensor.split_model import SplitModel
 
 KEY = "expert_parallel.size"
-_MADE_BY_TRANSFORMERS = "_is_expert_parallel"
-"""An attribute that `use_experts_implementation` gives to the experts of every model."""
-
-
-def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that hold the experts of a layer, with their names."""
-    return [
-        (name, module) for name, module in model.named_modules() if hasattr(module, _MADE_BY_TRANSFORMERS)
-    ]
 
 
 def apply(model: nn.Module, axis: Axis) -> SplitModel:
@@ -75,16 +66,14 @@ class _Exchange:
         return DimSlice(start, start + self.experts[self.axis.rank])
 
     def install(self, module: nn.Module) -> None:
-        self.names = list(inspect.signature(type(module).forward).parameters)[1:4]
         self._calls: list[tuple[torch.Size, Tensor, Tensor, Routing, bool]] = []
-        module.num_experts = self.experts[self.axis.rank]  # type: ignore[assignment]
+        keep(module, self.experts[self.axis.rank])
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after, always_call=True)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Give the experts the tokens that all ranks have for them, each with one expert of weight 1."""
-        given = dict(zip(self.names, args, strict=False)) | keywords
-        hidden, index, weights = (given[name] for name in self.names)  # [..., H], [..., k], [..., k]
+        hidden, index, weights = arguments_of(module, args, keywords)  # [..., H], [..., k], [..., k]
         rows, picked = hidden.reshape(-1, hidden.shape[-1]), index.reshape(-1, index.shape[-1])
         routing = Routing.of(self.axis, self.experts, picked)
         received = dispatch(rows, routing)
@@ -103,14 +92,14 @@ class _Exchange:
 
 
 def _exchange_of(name: str, module: nn.Module, axis: Axis) -> _Exchange:
-    count: Any = getattr(module, "num_experts", None)
-    if any(isinstance(getattr(hook, "__self__", None), _Exchange) for hook in module._forward_hooks.values()):
+    count = number_of(module)
+    if is_spread(module):
         raise ConfigError(
             f"the experts of {name} are spread over ranks already",
             where=KEY,
             fix="call initialize() once for a model, or build it anew",
         )
-    if not isinstance(count, int) or count < axis.degree:
+    if count < axis.degree:
         raise ConfigError(
             f"{name} has {count} experts, fewer than the {axis.degree} ranks that are to share them",
             where=KEY,

@@ -13,7 +13,6 @@ experts leave nothing in the graph. So `combine` depends on what `dispatch` rece
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -54,22 +53,20 @@ class Routing:
                 is sent, and its result is 0.
         """
         flat, all_experts = index.reshape(-1), sum(experts)
+        if axis.group is None:  # a rehearsal: every expert gets as many as the others
+            flat = torch.arange(flat.numel(), device=index.device) % all_experts
         named = flat.where((flat >= 0) & (flat < all_experts), all_experts)
         counts = torch.bincount(named, minlength=all_experts + 1)[:all_experts]
-        bounds = [0, *accumulate(experts)]
-        mine = experts[axis.rank]
-        told = counts.new_empty(axis.degree, mine)
-        told[axis.rank] = counts[bounds[axis.rank] : bounds[axis.rank + 1]]
-        parts = [counts[low:high] for low, high in pairwise(bounds)]
-        all_to_all(parts, list(told), axis, COUNTS).wait()
+        of_ranks = counts.split(experts)
+        told = of_ranks[axis.rank].repeat(axis.degree, 1)  # [from each rank, own experts]
+        all_to_all(of_ranks, list(told), axis, COUNTS).wait()
         # the one time that the host waits for the device
-        per_expert, received = counts.tolist(), told.tolist()
-        outgoing = [sum(per_expert[low:high]) for low, high in pairwise(bounds)]
+        outgoing = torch.stack([part.sum() for part in of_ranks]).tolist()
+        incoming = told.sum(1).tolist()
         order = named.argsort(stable=True)[: sum(outgoing)]
-        local = torch.arange(mine, device=index.device).repeat(axis.degree).repeat_interleave(told.view(-1))
-        return cls(
-            axis, (index.shape[0], index.shape[1]), order, outgoing, [sum(row) for row in received], local
-        )
+        mine = torch.arange(experts[axis.rank], device=index.device).repeat(axis.degree)
+        local = mine.repeat_interleave(told.view(-1), output_size=sum(incoming))
+        return cls(axis, (index.shape[0], index.shape[1]), order, outgoing, incoming, local)
 
     def send(self, pairs: Tensor, tag: str, *, back: bool = False) -> Tensor:
         """Exchange rows: [pairs sent, H] -> [pairs received, H], or `back` the other way."""
@@ -91,7 +88,7 @@ class Routing:
         complete = len(self.order) == tokens * k
         flat = (pairs.new_empty if complete else pairs.new_zeros)(tokens * k, pairs.shape[1])
         flat[self.order] = pairs
-        return flat.view(tokens, k, -1)
+        return flat.view(tokens, k, pairs.shape[1])
 
 
 def dispatch(hidden: Tensor, routing: Routing) -> Tensor:

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from launcher.errors import ConfigError
 from launcher.models.packaged import unpacked
 
-DEFAULT_MODEL = "default"
+EMBEDDED = {"default": "default_config.json", "default-moe": "default_moe_config.json"}
+"""Names of models whose configs lie here: a byte-level Llama of 6.6M parameters, and a mixture of experts."""
 HUB = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-_DEFAULT_CONFIG = Path(__file__).with_name("default_config.json")
 _SWITCHED = "_cache_of_source"  # on a model: what its configs said of use_cache
 
 
@@ -27,15 +27,16 @@ def load_config(model: str) -> PretrainedConfig:
     """Return the config that `--model` names.
 
     Args:
-        model: `default` (the embedded ~6.6M-parameter byte-level Llama), the path of a bare HF `config.json`,
-            a local directory with one, a name of `packaged.py`, or a Hugging Face id.
+        model: `default` (the embedded ~6.6M-parameter byte-level Llama), `default-moe` (a Qwen3-MoE with 16 experts in
+            each layer), the path of a bare HF `config.json`, a local directory with one, a name of `packaged.py`, or a
+            Hugging Face id.
 
     Raises:
         ConfigError: nothing is there, the file is not a HF config, or transformers does not know its model
             type.
     """
-    if model == DEFAULT_MODEL:
-        return _config_from_file(_DEFAULT_CONFIG)
+    if model in EMBEDDED:
+        return _config_from_file(Path(__file__).with_name(EMBEDDED[model]))
     path = Path(unpacked(model)).expanduser()
     if path.is_file():
         return _config_from_file(path)
@@ -123,7 +124,7 @@ def _config_from_file(path: Path) -> PretrainedConfig:
             where=str(path),
             fix="correct the value, or install a transformers that knows this model type",
         ) from error
-    config.name_or_path = "" if path == _DEFAULT_CONFIG else str(path)
+    config.name_or_path = "" if path.parent == Path(__file__).parent else str(path)
     return config
 
 

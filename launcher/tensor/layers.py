@@ -153,8 +153,8 @@ class HiddenParallelEmbedding(SplitModule):
 
 
 class _Term(torch.autograd.Function):
-    """1 / degree of a parameter that every rank adds to its term of a sum. It is added once in all, so each rank has its
-    whole gradient."""
+    """1 / degree of a parameter that every rank adds to its term of a sum: it is added once in all, so each rank has
+    the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, degree: int) -> Tensor:

@@ -1,0 +1,47 @@
+"""The experts of a transformers model, and what they are called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+_MADE_BY_TRANSFORMERS = "_is_expert_parallel"
+"""An attribute that `use_experts_implementation` gives to the experts of every model."""
+_OF_ALL_RANKS = "_launcher_all_experts"
+
+
+def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that hold the experts of a layer, with their names."""
+    return [
+        (name, module) for name, module in model.named_modules() if hasattr(module, _MADE_BY_TRANSFORMERS)
+    ]
+
+
+def number_of(module: nn.Module) -> int:
+    """Return how many experts a layer has, on all ranks together; 0 where the module does not say it."""
+    count: Any = getattr(module, _OF_ALL_RANKS, getattr(module, "num_experts", 0))
+    return int(count)
+
+
+def keep(module: nn.Module, count: int) -> None:
+    """Let a module know that it has so many of its experts here."""
+    setattr(module, _OF_ALL_RANKS, number_of(module))
+    module.num_experts = count  # type: ignore[assignment]
+
+
+def is_spread(module: nn.Module) -> bool:
+    return hasattr(module, _OF_ALL_RANKS)
+
+
+def arguments_of(
+    module: nn.Module, args: Sequence[Any], keywords: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (hidden states [..., H], the experts of each token [..., k], their weights [..., k]) of a call. Models
+    name them differently, and give them in this order."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:4]
+    given = dict(zip(names, args, strict=False)) | dict(keywords)
+    hidden, index, weights = (given[name] for name in names)
+    return hidden, index, weights
