@@ -167,6 +167,8 @@ class CheckpointMixin:
 
         return whole_state_dict(self._engine(), exclude_frozen_parameters)
 
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
 
 def _directory(given: str | Path | None) -> Path:
     if not given or not str(given):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Axis, broadcast
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, LauncherError
 from launcher.experts.dispatch import Routing, combine, dispatch
 from launcher.experts.modules import arguments_of, experts_in, is_spread, keep, number_of
 from launcher.tensor.parts import even_sizes
@@ -68,6 +68,7 @@ class _Exchange:
     def install(self, module: nn.Module) -> None:
         self._calls: list[tuple[torch.Size, Tensor, Tensor, Routing, bool]] = []
         keep(module, self.experts[self.axis.rank])
+        module.register_state_dict_pre_hook(_refuse_state_dict)
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after, always_call=True)
 
@@ -89,6 +90,17 @@ class _Exchange:
         if output is None:
             return None
         return combine(output, weights, received, routing, trains=trains).view(shape)
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise an error rather than let a script save the experts of one rank as the model."""
+    raise LauncherError(
+        f"{prefix.removesuffix('.')} has {module.num_experts} of its {number_of(module)} experts on this rank, and "
+        "state_dict() would leave the others out",
+        where="state_dict()",
+        fix="on every rank, call engine.save_16bit_model(DIRECTORY), or engine._zero3_consolidated_16bit_state_dict(), "
+        "which gives rank 0 all of them",
+    )
 
 
 def _exchange_of(name: str, module: nn.Module, axis: Axis) -> _Exchange:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ def initialize(
     made[0].fp32_script = True
     if made[0].zero_optimization_stage() == 3:
         mark_small(made[0].module)
+    if made[0].resolved.expert_parallel.degree > 1:
+        _let_accelerate_gather()
     logger.info("DeepSpeed info: version=%s, its names on launcher's engine", VERSION)
     if made[1] is not None:
         made[1].parameter_offload = _Offload(made[0].module)  # type: ignore[attr-defined]
@@ -270,3 +273,21 @@ def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
     """Return whether ZeRO steps it: any torch optimizer, elementwise or of whole parameters."""
     return isinstance(optimizer, torch.optim.Optimizer)
+
+
+def _let_accelerate_gather() -> None:
+    """Make accelerate's Accelerator ask engines whose experts are spread over ranks for whole state dicts: it asks only
+    where the JSON shards parameters or splits layers."""
+    accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    if accelerator is None or hasattr(accelerator.get_state_dict, "of_launcher"):
+        return
+    theirs = accelerator.get_state_dict
+
+    @wraps(theirs)
+    def get_state_dict(self: Any, model: Any, *args: Any, **keywords: Any) -> Any:
+        if isinstance(model, Engine) and model.resolved.expert_parallel.degree > 1:
+            return model._consolidated_16bit_state_dict()
+        return theirs(self, model, *args, **keywords)
+
+    get_state_dict.of_launcher = True  # type: ignore[attr-defined]
+    accelerator.get_state_dict = get_state_dict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,9 +11,15 @@ import torch
 from torch import Tensor
 
 import launcher
+from launcher.comm import Axis
+from launcher.config import load
+from launcher.engine.report import ranks
+from launcher.errors import ConfigError
+from launcher.experts.apply import apply
 from tests.engine.driving import CPU
 from tests.experts.families import FAMILIES, global_batch, model_of
 from tests.pool import RankContext, WorkerPool
+from tests.sequence.families import model_of as of_sequences
 from tests.tensor.running import whole_state
 
 STEPS, LR, TOLERANCE = 3, 0.05, 1e-6
@@ -130,3 +137,63 @@ MATRIX = [
 def test_ways_to_spread(pool: WorkerPool, family: str, case: Case, world: int) -> None:
     """Degrees, stages, kernels, offload, recomputation, stages of a pipeline and shared sequences: a covering."""
     check(pool, family, case, world)
+
+
+def size_of(ctx: RankContext, section: dict[str, Any]) -> tuple[int, str]:
+    """(experts of a layer on this rank, what the line of ranks says)."""
+    config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": section}
+    engine: Any = launcher.initialize(model=model_of("plain"), config=config, device=CPU)[0]
+    found = engine.module.model.layers[0].mlp.experts.num_experts, ranks(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.key("expert_parallel.enabled")
+@pytest.mark.key("expert_parallel.autoep_size")
+def test_the_keys_of_deepspeed(pool: WorkerPool) -> None:
+    (count, line), _ = pool.run(size_of, 2, {"enabled": True, "autoep_size": 2})
+    assert count == 2 and "2 share the experts of each layer" in line
+    (count, line), _ = pool.run(size_of, 2, {"enabled": False, "autoep_size": 2})
+    assert count == 4 and "experts" not in line
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"expert_parallel": {"size": 3}},
+            "3 ranks are to share the experts, which does not divide the 4 ranks",
+        ),
+        (
+            {"expert_parallel": {"size": 2, "enabled": True, "autoep_size": 4}},
+            "size 2 contradicts autoep_size 4",
+        ),
+        ({"expert_parallel": {"size": 2}, "tensor_parallel": {"autotp_size": 2}}, "not both"),
+        (
+            {"expert_parallel": {"size": 2}, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+            "have other experts",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_said(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load({"train_micro_batch_size_per_gpu": 1, **config}).dp_degree(4)
+
+
+def refused(ctx: RankContext, family: str, size: int) -> str:
+    config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"size": size}}
+    model = of_sequences("grouped") if family == "dense" else model_of(family)
+    with pytest.raises(ConfigError) as error:
+        launcher.initialize(model=model, config=config, device=CPU)
+    return str(error.value)
+
+
+def test_models_that_cannot_be_spread_are_refused(pool: WorkerPool) -> None:
+    assert "no experts that transformers calls" in pool.run(refused, 2, "dense", 2)[0]
+    assert "has 4 experts, fewer than the 8 ranks" in _raised(lambda: apply(model_of("plain"), Axis("ep", 8)))
+
+
+def _raised(call: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        call()
+    return str(error.value)

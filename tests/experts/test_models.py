@@ -1,0 +1,207 @@
+"""Spread experts beside the rest: adapters, generation, a script of the Trainer, refusals, and their load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+import launcher
+from launcher.comm import Mesh
+from launcher.errors import ConfigError, LauncherError
+from launcher.experts.load import ExpertLoad
+from tests.engine.driving import CPU
+from tests.experts.families import global_batch, model_of
+from tests.experts.test_parity import LR
+from tests.experts.zoo import CONFIG, VERDICTS
+from tests.pool import RankContext, WorkerPool
+from tests.sequence.zoo import WORKS, judge
+from tests.tensor.running import whole_state
+
+SCRIPT = Path(__file__).with_name("trainer_script.py")
+
+
+def engine_of(model: Any, stage: int = 1, size: int = 2) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "expert_parallel": {"size": size},
+    }
+    return launcher.initialize(model=model, config=config, device=CPU)[0]
+
+
+# ---- adapters ---------------------------------------------------------------------------------------
+
+
+def with_adapters() -> Any:
+    torch.manual_seed(7)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(model_of("tied"), lora)
+
+
+def adapted(ctx: RankContext, stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    engine = engine_of(with_adapters(), stage)
+    losses = []
+    for step in range(2):
+        ids = global_batch(step, 2)[ctx.rank]
+        losses.append(float(engine.train_batch(iter([{"input_ids": ids, "labels": ids}]))))
+    weights = {name: value for name, value in whole_state(engine).items() if "lora" in name}
+    engine.destroy()
+    return losses, weights
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_frozen_experts_beside_adapters(pool: WorkerPool, stage: int) -> None:
+    """The first layer's experts have neither gradients of their own nor of what they are given."""
+    model = with_adapters()
+    sgd, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR), []
+    for step in range(2):
+        loss = sum(model(input_ids=ids, labels=ids).loss for ids in global_batch(step, 2)) / 2
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        losses.append(float(loss.detach()))
+    for found in pool.run(adapted, 2, stage):
+        assert found[0] == pytest.approx(losses, rel=1e-6)
+        for name, value in model.named_parameters():
+            if value.requires_grad:
+                torch.testing.assert_close(found[1][name], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+# ---- generation, state dicts, another engine ------------------------------------------------------------
+
+
+def looked_at(ctx: RankContext, directory: Path) -> dict[str, Any]:
+    model = model_of("plain")
+    engine = engine_of(model)
+    engine.eval()
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        prompt = global_batch(0, 2)[ctx.rank][:, :9]
+        found["generated"] = engine.module.generate(
+            prompt, max_new_tokens=4 + 2 * ctx.rank, do_sample=False, synced_gpus=True
+        ).tolist()
+    for call in (engine.module.state_dict, lambda: engine.module.save_pretrained(directory)):
+        with pytest.raises(LauncherError, match="2 of its 4 experts on this rank"):
+            call()
+    parameter = engine.module.model.layers[0].mlp.experts.down_proj
+    gathered = launcher.zero.GatheredParameters(parameter, modifier_rank=0)
+    with pytest.raises(LauncherError, match="experts that are spread over ranks"), gathered:
+        pass
+    engine.destroy()
+    with pytest.raises(ConfigError, match="spread over ranks already"):
+        engine_of(model)
+    return found
+
+
+def test_generation_and_what_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    model = model_of("plain").eval()
+    for rank, found in enumerate(pool.run(looked_at, 2, tmp_path)):
+        prompt = global_batch(0, 2)[rank][:, :9]
+        wanted = model.generate(prompt, max_new_tokens=4 + 2 * rank, do_sample=False)
+        assert found["generated"] == wanted.tolist()
+
+
+# ---- the load of experts --------------------------------------------------------------------------------
+
+
+def counted(ctx: RankContext, size: int, png: Path) -> tuple[dict[str, float], Tensor]:
+    engine = engine_of(model_of("one for all tokens"), size=size)
+    load = ExpertLoad(engine.module, engine.mesh)
+    ids = torch.zeros(1, 10, dtype=torch.int64)
+    engine.eval_batch(iter([{"input_ids": ids, "labels": ids}]))
+    engine.train_batch(iter([{"input_ids": ids, "labels": ids}]))
+    told = load.take()
+    if ctx.rank == 0:
+        load.plot(png, title="all to one")
+    engine.destroy()
+    return told, load.total
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_load_of_experts(pool: WorkerPool, tmp_path: Path, size: int) -> None:
+    """All tokens of both ranks go to one of four experts; those of an evaluation do not count."""
+    png = tmp_path / "experts.png"
+    for told, total in pool.run(counted, 2, size, png):
+        assert told == {"expert_load": 4.0, "expert_entropy": 0.0}
+        assert total.sum(1).tolist() == total.amax(1).tolist() == [20.0, 20.0]
+    assert png.stat().st_size > 5000
+
+
+def test_a_model_without_experts_has_no_load() -> None:
+    assert ExpertLoad(torch.nn.Linear(1, 1), Mesh.build(CPU)).take() == {}
+
+
+# ---- every type -----------------------------------------------------------------------------------------
+
+
+def verdicts() -> dict[str, str]:
+    return dict(line.split("\t") for line in VERDICTS.read_text().splitlines())
+
+
+def test_no_type_is_wrong() -> None:
+    words = verdicts().values()
+    assert len(words) > 60 and sum(word == WORKS for word in words) > 50
+    assert all(word == WORKS or word.startswith("refused: ") for word in words)
+
+
+@pytest.mark.parametrize("kind", ["aria_text", "nemotron_h", "zaya", "dbrx"])
+def test_a_sample_is_as_the_table_says(pool: WorkerPool, kind: str) -> None:
+    assert pool.run(judge, 2, kind, CONFIG) == [verdicts()[kind]] * 2
+
+
+# ---- a script of the Trainer ----------------------------------------------------------------------------
+
+
+def test_a_script_of_the_trainer(tmp_path: Path) -> None:
+    """Losses and the saved model are those of the same script on one process, without a JSON."""
+    config = tmp_path / "ds_config.json"
+    config.write_text(
+        json.dumps({**AUTOS, "zero_optimization": {"stage": 1}, "expert_parallel": {"size": 2}})
+    )
+    launch = [
+        sys.executable,
+        "-m",
+        "launcher.cli.main",
+        "--num_gpus",
+        "2",
+        "--device",
+        "cpu",
+        "--no_local_rank",
+    ]
+    commands = {
+        "plain": [sys.executable, SCRIPT, "none", tmp_path / "plain", "4"],
+        "spread": [*launch, SCRIPT, config, tmp_path / "spread", "2"],
+    }
+    runs = {
+        name: subprocess.Popen(
+            list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for name, command in commands.items()
+    }
+    losses, weights = {}, {}
+    for name, run in runs.items():
+        said, _ = run.communicate()
+        assert run.returncode == 0, said
+        losses[name] = json.loads((tmp_path / name / "losses.json").read_text())
+        weights[name] = load_file(tmp_path / name / "model.safetensors")
+    assert losses["spread"] == pytest.approx(losses["plain"], rel=1e-6)
+    assert weights["spread"].keys() == weights["plain"].keys()
+    for name, value in weights["plain"].items():
+        assert (weights["spread"][name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+AUTOS = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
