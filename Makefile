@@ -54,6 +54,7 @@ upstream: $(VENV)/.installed-parity
 models: $(VENV)/.installed-test
 	$(BIN)/python -m tests.tensor.models_table
 	$(BIN)/python -m tests.sequence.zoo
+	$(BIN)/python -m tests.experts.zoo
 
 # Every pipeline schedule beside one process; fails where they differ.
 stages: $(VENV)/.installed-test

@@ -21,8 +21,8 @@ class MoE(nn.Module):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         raise LauncherError(
-            "deepspeed.moe.layer.MoE is not available: there is no expert parallelism",
-            fix="use the experts of a Hugging Face model, which every rank has all of, or sharded by ZeRO 3; for "
+            "deepspeed.moe.layer.MoE is not available",
+            fix='use a Hugging Face model with experts: "expert_parallel": {"size": N} spreads them over ranks; for '
             "DeepSpeed itself write `launch --no_deepspeed_shim ...`",
         )
 

@@ -45,7 +45,10 @@ PARTS = Refusal(
     "read and change values through deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param "
     "and its kin",
 )
-EXPERTS = Refusal("expert layers are not available yet", "train a dense model")
+EXPERTS = Refusal(
+    "DeepSpeed's own layers of experts are not available",
+    'train a Hugging Face model with experts: "expert_parallel": {"size": N} spreads them over ranks',
+)
 SEQUENCES = Refusal(
     "this way of sharing sequences over ranks is not available",
     "use sequence_parallel_size in the JSON, UlyssesSPAttentionHF, or DistributedAttention",

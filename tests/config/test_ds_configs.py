@@ -12,7 +12,7 @@ PIPELINES = {"pp2": 0, "pp2_zero3": 3, "3d": 1}
 """Those with two pipeline stages -> their stage of ZeRO."""
 SHARED = {"cp2_ulysses_ring": 3}
 """Those in which four ranks share a sequence -> their stage of ZeRO."""
-STAGES = PIPELINES | SHARED
+STAGES = PIPELINES | SHARED | {"moe_ep2": 1}
 
 
 def test_the_files() -> None:
@@ -32,6 +32,7 @@ def test_each_file_is_what_its_name_says_on_any_number_of_ranks(path: Path) -> N
         by_trainer = {"train_micro_batch_size_per_gpu": 4} if path.stem.startswith("hf_") else {}
         config = load(path).resolve(dp_degree=ranks, auto=by_trainer)
         assert config.train_batch_size == 4 * ranks
+        assert config.expert_parallel.degree == (2 if path.stem == "moe_ep2" else 1)
         zero = STAGES[path.stem] if path.stem in STAGES else int(re.findall(r"zero(\d)", path.stem)[0])
         assert config.zero_optimization.stage == zero
         assert config.pipeline.degree == (2 if path.stem in PIPELINES else 1)

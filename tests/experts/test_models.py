@@ -21,9 +21,10 @@ from launcher.experts.load import ExpertLoad
 from tests.engine.driving import CPU
 from tests.experts.families import global_batch, model_of
 from tests.experts.test_parity import LR
-from tests.experts.zoo import CONFIG, VERDICTS
+from tests.experts.zoo import CONFIG
 from tests.pool import RankContext, WorkerPool
 from tests.sequence.zoo import WORKS, judge
+from tests.tensor.models_table import spread_verdicts
 from tests.tensor.running import whole_state
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
@@ -144,19 +145,15 @@ def test_a_model_without_experts_has_no_load() -> None:
 # ---- every type -----------------------------------------------------------------------------------------
 
 
-def verdicts() -> dict[str, str]:
-    return dict(line.split("\t") for line in VERDICTS.read_text().splitlines())
-
-
 def test_no_type_is_wrong() -> None:
-    words = verdicts().values()
+    words = spread_verdicts().values()
     assert len(words) > 60 and sum(word == WORKS for word in words) > 50
     assert all(word == WORKS or word.startswith("refused: ") for word in words)
 
 
 @pytest.mark.parametrize("kind", ["aria_text", "nemotron_h", "zaya", "dbrx"])
 def test_a_sample_is_as_the_table_says(pool: WorkerPool, kind: str) -> None:
-    assert pool.run(judge, 2, kind, CONFIG) == [verdicts()[kind]] * 2
+    assert pool.run(judge, 2, kind, CONFIG) == [spread_verdicts()[kind]] * 2
 
 
 # ---- a script of the Trainer ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from tests.tensor.zoo import CAUSAL_TYPES
 from tests.tensor.zoo_tables import KNOWN_AT, UNRUNNABLE
 
 VERDICTS = Path(__file__).with_name("verdicts.tsv")
-SHARED = Path(__file__).parents[1] / "sequence" / "verdicts.tsv"
+SHARED, SPREAD = (Path(__file__).parents[1] / name / "verdicts.tsv" for name in ("sequence", "experts"))
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 LIMIT_S = 1800.0
 
@@ -45,6 +45,7 @@ fails where one is not as this page says; `make pages` writes it.
 | its logits stay split over the vocabulary in training | {works} | {heads} | |
 | cut into 2 stages, and into 4 where it has 4 blocks | {types} | {stages} | {uncut} |
 | its sequences shared by a ring of 2 ranks | {types} | {shared} | {unshared} |
+| its experts spread over 2 ranks | {mixtures} | {spread} | {unspread} |
 
 **works**: logits, loss, the gradient of every parameter, and all weights after 3 steps are those of one process, within
 1e-5 of the largest value of each in fp32 (of a gradient: of its own largest value, or 5 % of the model's largest one).
@@ -52,6 +53,7 @@ fails where one is not as this page says; `make pages` writes it.
 it is within 1e-6. **refused**: an error says so before anything is trained. No type is silently wrong.
 
 Shared sequences are compared in the loss and every gradient of one step, with a length that the ranks do not divide.
+So are spread experts; types whose code has no experts have no word there.
 In stages, the same words are about losses, gradient norms and weights over 3 steps of 2 microbatches, schedule 1f1b,
 one rank a stage.
 
@@ -81,8 +83,8 @@ another loss.
 
 ## The types
 
-| type | tensor parallel | sequence parallel | plan | output head | stages | shared sequences |
-|---|---|---|---|---|---|---|
+| type | tensor parallel | sequence parallel | plan | output head | stages | shared sequences | spread experts |
+|---|---|---|---|---|---|---|---|
 {rows}
 """
 
@@ -120,6 +122,12 @@ def shared_verdicts() -> dict[str, str]:
     return dict(line.split("\t") for line in SHARED.read_text().splitlines())
 
 
+@cache
+def spread_verdicts() -> dict[str, str]:
+    """Type with experts -> what becomes of it where ranks share these; tests/experts/zoo.py writes them."""
+    return dict(line.split("\t") for line in SPREAD.read_text().splitlines())
+
+
 def write_verdicts(verdicts: Sequence[Verdict]) -> None:
     with VERDICTS.open("w", newline="") as file:
         table = csv.DictWriter(file, KEYS, delimiter="\t", lineterminator="\n")
@@ -145,10 +153,13 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
         uncut=sum(v.stages == REFUSED for v in verdicts),
         shared=sum(word == WORKS for word in shared_verdicts().values()),
         unshared=sum(word != WORKS for word in shared_verdicts().values()),
+        mixtures=len(spread_verdicts()),
+        spread=sum(word == WORKS for word in spread_verdicts().values()),
+        unspread=sum(word != WORKS for word in spread_verdicts().values()),
         example=EXAMPLE,
         rows="\n".join(
             [_row(v) for v in verdicts]
-            + [f"| `{kind}` | not tried: {why} | | | | | |" for kind, why in UNRUNNABLE.items()]
+            + [f"| `{kind}` | not tried: {why} | | | | | | |" for kind, why in UNRUNNABLE.items()]
         ),
     )
 
@@ -172,6 +183,7 @@ def _row(verdict: Verdict) -> str:
         _HEADS[verdict.head],
         verdict.stages + (f": {verdict.uncut}" if verdict.uncut else ""),
         shared_verdicts().get(verdict.type, ""),
+        spread_verdicts().get(verdict.type, ""),
     ]
     return f"| {' | '.join(cells)} |"
 
