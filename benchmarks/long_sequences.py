@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from tests.parity_deepspeed import operators
+from benchmarks.process_turns import in_turns, run_rank
 
 WAYS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "one rank": (1, {}),
@@ -48,10 +43,14 @@ def main() -> None:
     parser.add_argument("--rank", nargs=3, metavar=("WAY", "RANK", "DIRECTORY"), help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.rank:
-        run_rank(flags, *flags.rank)
+        sections = WAYS[flags.rank[0]][1]
+        step_of = _deepspeeds(flags.length) if sections is None else _ours(flags.length, sections)
+        run_rank(step_of, flags.steps, *flags.rank)
         return
     with tempfile.TemporaryDirectory() as name:
-        found = in_turns(flags, Path(name))
+        ways, more = {way: WAYS[way][0] for way in flags.ways}, ["--length", str(flags.length)]
+        more += ["--steps", str(flags.steps)]
+        found = in_turns("benchmarks.long_sequences", ways, more, flags.steps, Path(name))
     one = found["one rank"]["seconds"]
     print(f"{'':26}{'s/step':>9}{'of one rank':>13}{'busiest/mean':>14}{'loss':>10}")
     for way, each in found.items():
@@ -59,58 +58,6 @@ def main() -> None:
         print(f"{way:26}{each['seconds']:9.2f}{ratio:12.2f}x{each['busiest']:14.2f}{each['loss']:10.5f}")
     if flags.out:
         flags.out.write_text(json.dumps({"length": flags.length, "model": MODEL, "ways": found}, indent=2))
-
-
-def in_turns(flags: argparse.Namespace, directory: Path) -> dict[str, dict[str, float]]:
-    """Start all ranks of all ways, and give each way its turn: a file that its ranks wait for."""
-    processes, ways = [], {way: WAYS[way] for way in flags.ways}
-    for number, (way, (ranks, _)) in enumerate(ways.items()):
-        for rank in range(ranks):
-            environment = {
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29610 + number),
-                "OMP_NUM_THREADS": "1", **operators.environment(),
-            }  # fmt: skip
-            command = [sys.executable, "-m", "benchmarks.long_sequences", "--length", str(flags.length)]
-            command += ["--steps", str(flags.steps), "--rank", way, str(rank), str(directory)]
-            processes.append(subprocess.Popen(command, env=environment))
-    taken: dict[str, list[list[float]]] = {way: [] for way in ways}
-    losses: dict[str, float] = {}
-    for step in range(-1, flags.steps):  # the first one warms up
-        for way, (ranks, _) in ways.items():
-            (directory / f"go {way} {step}").touch()
-            done = [directory / f"done {way} {step} {rank}" for rank in range(ranks)]
-            while not all(path.exists() and path.read_text().endswith("\n") for path in done):
-                if any(process.poll() not in (None, 0) for process in processes):
-                    for process in processes:
-                        process.kill()
-                    sys.exit("a rank has failed; see above")
-                time.sleep(0.01)
-            told = [json.loads(path.read_text()) for path in done]
-            losses[way] = told[0]["loss"]
-            if step >= 0:
-                taken[way].append([each["seconds"] for each in told] + [each["cpu"] for each in told])
-    for process in processes:
-        process.wait()
-    return {
-        way: {
-            "seconds": median(max(row[: WAYS[way][0]]) for row in rows),
-            "busiest": median(max(cpu := row[WAYS[way][0] :]) / (sum(cpu) / len(cpu)) for row in rows),
-            "loss": losses[way],
-        }
-        for way, rows in taken.items()
-    }
-
-
-def run_rank(flags: argparse.Namespace, way: str, rank: str, directory: str) -> None:
-    step_of = _deepspeeds(flags.length) if WAYS[way][1] is None else _ours(flags.length, WAYS[way][1] or {})
-    for step in range(-1, flags.steps):
-        while not Path(directory, f"go {way} {step}").exists():
-            time.sleep(0.005)
-        started, cpu = time.perf_counter(), time.process_time()
-        loss = step_of()
-        told = {"seconds": time.perf_counter() - started, "cpu": time.process_time() - cpu, "loss": loss}
-        Path(directory, f"done {way} {step} {rank}").write_text(json.dumps(told) + "\n")
 
 
 def _batch(length: int) -> Any:

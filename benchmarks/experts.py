@@ -1,0 +1,119 @@
+"""Experts spread over two ranks beside ZeRO 3, DeepSpeed's ZeRO 3 and a dense model of the same work, in one run:
+
+    python -m benchmarks.experts [--steps 5] [--out benchmarks/results/experts.json]
+
+A Qwen3-MoE of 64 experts, 8 of which each token takes, and 207 M parameters in fp32. One microbatch on each rank:
+forward, backward, step. The dense model's MLPs are as wide as 8 experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.process_turns import in_turns, run_rank
+
+WAYS: dict[str, dict[str, Any] | None] = {
+    "experts over 2, ZeRO 1": {"expert_parallel": {"size": 2}, "zero_optimization": {"stage": 1}},
+    "ZeRO 3": {"zero_optimization": {"stage": 3}},
+    "ZeRO 1": {"zero_optimization": {"stage": 1}},
+    "dense, ZeRO 1": {"zero_optimization": {"stage": 1}},
+    "DeepSpeed's ZeRO 3": None,
+}
+ROWS, LENGTH = 2, 256
+EXPERTS, ACTIVE, WIDTH = 64, 8, 256
+MODEL = {
+    "vocab_size": 4096, "hidden_size": 512, "moe_intermediate_size": WIDTH, "intermediate_size": ACTIVE * WIDTH,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "num_experts": EXPERTS, "num_experts_per_tok": ACTIVE, "norm_topk_prob": True, "use_cache": False,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument(
+        "--ways", nargs="*", default=list(WAYS), choices=WAYS, metavar="WAY", help="default: all"
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rank", nargs=3, metavar=("WAY", "RANK", "DIRECTORY"), help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.rank:
+        way, rank, _ = flags.rank
+        sections = WAYS[way]
+        make = _deepspeeds if sections is None else lambda model: _ours(model, sections)
+        run_rank(_step(make(_model(way)), int(rank)), flags.steps, *flags.rank)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        ways, more = dict.fromkeys(flags.ways, 2), ["--steps", str(flags.steps)]
+        found = in_turns("benchmarks.experts", ways, more, flags.steps, Path(name))
+    first = found[flags.ways[0]]["seconds"]
+    print(f"{'':26}{'s/step':>9}{'of the first':>14}{'peak, MiB':>11}{'loss':>10}")
+    for way, each in found.items():
+        peak = each["peak_bytes"] / 2**20
+        print(
+            f"{way:26}{each['seconds']:9.2f}{each['seconds'] / first:13.2f}x{peak:11.0f}{each['loss']:10.5f}"
+        )
+    if flags.out:
+        flags.out.write_text(
+            json.dumps({"rows": ROWS, "length": LENGTH, "model": MODEL, "ways": found}, indent=2)
+        )
+
+
+def _model(way: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    kind = "qwen3" if way.startswith("dense") else "qwen3_moe"
+    config = AutoConfig.for_model(kind, **MODEL)
+    return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
+
+
+def _config() -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": ROWS, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+
+
+def _ours(model: Any, sections: dict[str, Any]) -> Any:
+    import torch
+
+    import launcher
+
+    return launcher.initialize(model=model, config={**_config(), **sections}, device=torch.device("cpu"))[0]
+
+
+def _deepspeeds(model: Any) -> Any:
+    """Its blocks of experts are leaf modules, as its documentation says."""
+    import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    set_z3_leaf_modules(model, [Qwen3MoeSparseMoeBlock])
+    config = {**_config(), "zero_optimization": {"stage": 3}, "zero_force_ds_cpu_optimizer": False}
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def _step(engine: Any, rank: int) -> Callable[[], float]:
+    import torch
+
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(MODEL["vocab_size"], (ROWS, LENGTH), generator=generator)
+
+    def step() -> float:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
