@@ -71,8 +71,9 @@ def _model(way: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    kind = "qwen3" if way.startswith("dense") else "qwen3_moe"
-    config = AutoConfig.for_model(kind, **MODEL)
+    if way.startswith("dense"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **MODEL))
+    config = AutoConfig.for_model("qwen3_moe", **MODEL)
     return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
 
 
