@@ -1,5 +1,5 @@
-"""Ways to do the same step, each in a process group of its own, that take turns step by step: what else the machine does
-hits all alike, and no way has another's memory."""
+"""Ways to do the same step, each in a process group of its own, that take turns step by step: what else the machine
+does hits all alike, and no way has the memory of another."""
 
 from __future__ import annotations
 
