@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from launcher.errors import CheckpointError
+from launcher.models.fused import FusedExperts
 from launcher.models.names import INDEX_FILE, SINGLE_FILE, match_names
 
 DTYPES: dict[str, torch.dtype] = {
@@ -52,6 +53,7 @@ class SafetensorsSource:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._infos: dict[str, TensorInfo] = {}
+        self._fused: dict[str, FusedExperts] = {}
         self._files: dict[Path, Any] = {}
         if (self.directory / SINGLE_FILE).is_file():
             self._add_file(self.directory / SINGLE_FILE)
@@ -66,7 +68,26 @@ class SafetensorsSource:
 
     def names(self) -> dict[str, TensorInfo]:
         """Return stored name -> shape, dtype and file."""
-        return dict(self._infos)
+        inside = {stored for fused in self._fused.values() for part in fused.parts for stored in part}
+        return {name: info for name, info in self._infos.items() if name not in inside}
+
+    def fuse(self, name: str, parts: Sequence[Sequence[str]]) -> None:
+        """Show the tensors of experts as one [experts, rows of all parts, ...], in the place of themselves; nothing
+        happens where their shapes or dtypes do not allow it.
+
+        Args:
+            parts: for each part the stored names, by expert.
+        """
+        infos = [[self._info(stored) for stored in part] for part in parts]
+        kinds = [{(info.shape, info.dtype) for info in part} for part in infos]
+        firsts = [part[0] for part in infos]
+        alike = all(len(kind) == 1 for kind in kinds) and len({(f.shape[1:], f.dtype) for f in firsts}) == 1
+        if not alike or not firsts[0].shape:
+            return
+        rows = tuple(first.shape[0] for first in firsts)
+        fused = FusedExperts(tuple(map(tuple, parts)), rows, firsts[0].shape[1:])
+        self._fused[name] = fused
+        self._infos[name] = TensorInfo(fused.shape, firsts[0].dtype, firsts[0].file)
 
     def read_box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return the box of `sizes` at index `offsets` of tensor `name`, in the stored dtype.
@@ -87,6 +108,8 @@ class SafetensorsSource:
             )
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=info.dtype)
+        if name in self._fused:
+            return self._fused[name].read(offsets, sizes, self.read_box)
         try:
             file = self._files[info.file]
             read: torch.Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)

@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from launcher.errors import CheckpointError
+from launcher.models.fused import fused_names
 
 if TYPE_CHECKING:
     from launcher.models.load import SafetensorsSource
@@ -36,17 +37,21 @@ def match_names(model: PreTrainedModel, source: SafetensorsSource) -> dict[str, 
     class says may be missing, have no entry.
 
     Returns:
-        None where transformers computes values on loading (fuses the experts of a mixture, transposes,
-        ...): the tensors are then not slices of stored ones, and the caller has to go through
-        `from_pretrained`.
+        None where transformers computes values on loading (transposes, ...): the tensors are then not slices of stored
+        ones, and the caller has to go through `from_pretrained`. Experts that are stored one by one are read as the
+        fused tensors that they are parts of.
 
     Raises:
         CheckpointError: tensors are missing, left over or of another shape; they are listed.
     """
-    stored = source.names()
     transforms = get_model_conversion_mapping(model)
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    for fused, parts in fused_names(
+        [(n, _renamed(n, renamings)) for n in source.names()], converters
+    ).items():
+        source.fuse(fused, parts)
+    stored = source.names()
     if converters and any(_is_converted(name, renamings, converters) for name in stored):
         return None
     aliases = _aliases(model)
