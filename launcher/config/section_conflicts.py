@@ -54,9 +54,11 @@ def spread_experts(config: Config) -> Iterator[Found]:
     if section.enabled is True and section.size not in (0, section.autoep_size):
         what = f"size {section.size} contradicts autoep_size {section.autoep_size}"
         yield Found(("expert_parallel.size", EP_SIZE), what, "write one of the two")
-    if config.tensor_parallel.degree > 1:
-        what = "experts are spread over ranks, or layers are split over them: not both"
-        yield Found((size, "tensor_parallel.autotp_size"), what, "leave one of them out")
+    if config.tensor_parallel.degree > 1 and config.tensor_parallel.sequence_parallel:
+        what = (
+            "spread experts need the tokens of whole sequences, and sequence_parallel gives each rank a slice"
+        )
+        yield Found((size, "tensor_parallel.sequence_parallel"), what, "leave one of them out")
     for key, most in (("mics_shard_size", 0), ("zero_hpz_partition_size", 1)):
         if getattr(zero, key) > most:
             what = (

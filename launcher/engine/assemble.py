@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +156,7 @@ def initialize(
         source.keep_whole()
     axes = axes_of(resolved, mesh)
     spread, expert_axes = spread_experts(model, mesh, resolved, axes)
-    split_model = split_layers(model, mesh, resolved)
+    split_model = split_layers(model, mesh, resolved, spread.splits)
     if resolved.tiled_loss or resolved.tiled_mlp or mesh.axes["cp"].degree > 1:
         from launcher.engine.sharing import share_sequences, tile
 
@@ -253,8 +253,8 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
     return MadeOnMeta(model, initializer(model, seed), plan_of(model).owner_of_tied)
 
 
-def split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
-    """Split the layers of the model along tp."""
+def split_layers(model: nn.Module, mesh: Mesh, config: Config, whole: Collection[str] = ()) -> SplitModel:
+    """Split the layers of the model along tp, but for some parameters."""
     tp, section = mesh.axes["tp"], config.tensor_parallel
     if tp.degree == 1:
         return SplitModel(tp)
@@ -265,6 +265,7 @@ def split_layers(model: nn.Module, mesh: Mesh, config: Config) -> SplitModel:
         sequence=section.sequence_parallel,
         split_logits=section.vocab_parallel_lm_head,
         rules=section.partition_config,
+        whole=frozenset(whole),
     )
     return apply_tensor(model, tp, options, device=mesh.device)
 
@@ -278,7 +279,7 @@ def spread_experts(
     from launcher.experts.apply import apply as apply_experts
 
     edp, ep = mesh.split_for_experts(config.expert_parallel.degree)
-    return apply_experts(model, ep), axes.of_experts(edp)
+    return apply_experts(model, ep, mesh.axes["tp"]), axes.of_experts(edp)
 
 
 def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -142,13 +142,13 @@ def _traced(
     late: bool,
 ) -> ModelTrace:
     model, tp, cp = short.model, config.tensor_parallel.degree, config.cp_degree
+    # the last rank of cp: without zigzag it sees most
+    mesh, spread = Mesh.planned(CPU, cp * tp, (cp - 1) * tp, cp=cp, tp=tp), None
     if (ep := config.expert_parallel.degree) > 1:
         from launcher.experts.apply import apply as apply_experts
 
-        apply_experts(model, Axis("ep", ep))  # the first rank has most of them
-    # the last rank of cp: without zigzag it sees most
-    mesh = Mesh.planned(CPU, cp * tp, (cp - 1) * tp, cp=cp, tp=tp)
-    split_layers(model, mesh, config)
+        spread = apply_experts(model, Axis("ep", ep), mesh.axes["tp"])  # the first rank has most of them
+    split_layers(model, mesh, config, spread.splits if spread else ())
     tiled = tile(model, config, CutBy.HOOKS)
     shared = share_sequences(model, mesh, config, CutBy.HOOKS)
     blocks = unit_modules(model)

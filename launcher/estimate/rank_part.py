@@ -89,7 +89,7 @@ class RankParts:
                 model = shallow(self._model)
                 spread, axes = spread_experts(model, mesh, config, axes_of(config, mesh))
                 alone = Mesh.planned(CPU, tp.degree, tp.rank, tp=tp.degree)
-                layers = split_layers(model, alone, config)
+                layers = split_layers(model, alone, config, spread.splits)
                 splits = {**layers.splits, **spread.splits}
                 self._split[split] = _Spread(model, splits, axes, frozenset(spread.splits))
             self._known[key] = _cut(self._split[split], config, mesh, sequence)

@@ -13,6 +13,7 @@ from launcher.comm import Axis, broadcast
 from launcher.errors import ConfigError, LauncherError
 from launcher.experts.dispatch import Routing, combine, dispatch
 from launcher.experts.modules import arguments_of, experts_in, is_spread, keep, number_of
+from launcher.tensor.functions import gather_along, slice_along, sliced
 from launcher.tensor.parts import even_sizes
 from launcher.tensor.split import DimSlice, Split
 from launcher.tensor.split_model import SplitModel
@@ -20,11 +21,12 @@ from launcher.tensor.split_model import SplitModel
 KEY = "expert_parallel.size"
 
 
-def apply(model: nn.Module, axis: Axis) -> SplitModel:
+def apply(model: nn.Module, axis: Axis, tp: Axis | None = None) -> SplitModel:
     """Leave of every layer's experts those of this rank, in place. Every rank must call it.
 
     Args:
         axis: ep.
+        tp: its ranks have the same tokens; each sends its share of them. Default: every rank has tokens of its own.
 
     Parameters on meta stay there, with this rank's shape. Those with values keep this rank's part of rank 0's.
 
@@ -42,7 +44,7 @@ def apply(model: nn.Module, axis: Axis) -> SplitModel:
         )
     spread = SplitModel(axis)
     for name, module in found:
-        exchange = _exchange_of(name, module, axis)
+        exchange = _exchange_of(name, module, axis, tp or Axis("tp"))
         spread.splits |= _split(name, module, exchange)
         exchange.install(module)
     return spread
@@ -54,10 +56,12 @@ class _Exchange:
 
     Args:
         axis: ep.
+        tp: of the ranks that have the same tokens.
         experts: how many each rank has.
     """
 
     axis: Axis
+    tp: Axis
     experts: list[int]
 
     @property
@@ -75,11 +79,13 @@ class _Exchange:
     def before(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Give the experts the tokens that all ranks have for them, each with one expert of weight 1."""
         hidden, index, weights = arguments_of(module, args, keywords)  # [..., H], [..., k], [..., k]
-        rows, picked = hidden.reshape(-1, hidden.shape[-1]), index.reshape(-1, index.shape[-1])
+        given = hidden.reshape(-1, hidden.shape[-1])
+        rows, weights = (self._share(x) for x in (given, weights.reshape(len(given), -1)))
+        picked = sliced(index.reshape(len(given), -1), self.tp, 0)
         routing = Routing.of(self.axis, self.experts, picked)
         received = dispatch(rows, routing)
         trains = rows.requires_grad or any(p.requires_grad for p in module.parameters())
-        self._calls.append((hidden.shape, weights.reshape(picked.shape), received, routing, trains))
+        self._calls.append((hidden.shape, weights, received, routing, trains))
         return (received, routing.local_experts[:, None], weights.new_ones(len(received), 1)), {}
 
     def after(self, module: nn.Module, args: Any, output: Tensor | None) -> Tensor | None:
@@ -89,7 +95,13 @@ class _Exchange:
         shape, weights, received, routing, trains = self._calls.pop()
         if output is None:
             return None
-        return combine(output, weights, received, routing, trains=trains).view(shape)
+        mine = combine(output, weights, received, routing, trains=trains)
+        sizes = even_sizes(shape[:-1].numel(), self.tp.degree)
+        return gather_along(mine, self.tp, 0, "experts", sizes).view(shape)
+
+    def _share(self, x: Tensor) -> Tensor:
+        """[T, ...] of all ranks of tp -> this rank's rows, whose gradients come back to all."""
+        return slice_along(x, self.tp, 0, "experts")
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -103,7 +115,7 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     )
 
 
-def _exchange_of(name: str, module: nn.Module, axis: Axis) -> _Exchange:
+def _exchange_of(name: str, module: nn.Module, axis: Axis, tp: Axis) -> _Exchange:
     count = number_of(module)
     if is_spread(module):
         raise ConfigError(
@@ -117,7 +129,7 @@ def _exchange_of(name: str, module: nn.Module, axis: Axis) -> _Exchange:
             where=KEY,
             fix=f"write {count} or less" if count else "leave expert_parallel out",
         )
-    return _Exchange(axis, even_sizes(count, axis.degree))
+    return _Exchange(axis, tp, even_sizes(count, axis.degree))
 
 
 def _split(name: str, module: nn.Module, exchange: _Exchange) -> dict[str, Split]:

@@ -62,6 +62,7 @@ class _Splitter:
     ) -> None:
         self.model, self.axis, self.options = model, axis, options
         self.config: Any = getattr(model, "config", None)
+        self.left = {name.rpartition(".")[0] for name in options.whole}  # modules
         self.rows = [(matching(pattern), rule) for pattern, rule in plan.items()]
         streams = RandomStreams(axis, device, on=drops_out(model))
         # With sliced sequences whole blocks are split: their layers need not say where.
@@ -81,13 +82,14 @@ class _Splitter:
         for name, module in self.model.named_modules():
             for key in list(module._parameters):
                 own = self._rule_of(f"{name}.{key}" if name else key)
-                if own is not None:
+                if own is not None and name not in self.left:
                     self._split_parameter(name, module, key, own, named=False)
         self._follow()
         keep_logits_split(self.model, self.axis, ends_of(self.model)[1], self.options.split_logits)
         if self.options.sequence:
             self.partial |= self._slice_sequences()
-        return {name: self._final(parameter) for name, parameter in self.model.named_parameters()}
+        named = ((n, p) for n, p in self.model.named_parameters() if n not in self.options.whole)
+        return {name: self._final(parameter) for name, parameter in named}
 
     def _slice_sequences(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients become partial by it."""
@@ -137,7 +139,7 @@ class _Splitter:
                     rule = SplitRule("vocabulary_head")
             elif module is embedding and rule is None and isinstance(module, nn.Embedding):
                 rule = SplitRule("embedding_rowwise")
-            if rule is not None:
+            if rule is not None and name not in self.left:
                 yield name, module, rule
 
     def _split_module(self, name: str, module: nn.Module, rule: SplitRule) -> None:

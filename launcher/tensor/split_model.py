@@ -31,12 +31,14 @@ class TensorParallelOptions:
         split_logits: the loss is computed on logits split over the vocabulary (`vocab_parallel_lm_head`); None: where
             the model allows it.
         rules: come before the model's own plan (`partition_config`).
+        whole: parameters that are left as they are: ranks have different ones (experts).
     """
 
     overlaps: bool = True
     sequence: bool = False
     split_logits: bool | None = None
     rules: PartitionConfig | None = None
+    whole: frozenset[str] = frozenset()
 
 
 @dataclass

@@ -18,7 +18,13 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, 
 
 @pytest.mark.parametrize(
     ("stage", "size", "more"),
-    [(1, 2, {}), (3, 2, {}), (2, 4, {}), (1, 2, {"pipeline": {"stages": 2}})],
+    [
+        (1, 2, {}),
+        (3, 2, {}),
+        (2, 4, {}),
+        (1, 2, {"pipeline": {"stages": 2}}),
+        (1, 4, {"tensor_parallel": {"autotp_size": 2}}),
+    ],
 )
 def test_the_estimate_is_what_the_engine_does(stage: int, size: int, more: dict[str, Any]) -> None:
     config = load(

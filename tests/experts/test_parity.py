@@ -87,6 +87,7 @@ def truth(family: str, rows: int) -> Trained:
 def check(pool: WorkerPool, family: str, case: Case, world: int) -> None:
     more = dict(case.more)
     apart = more.get("pipeline", {}).get("stages", 1) * (2 if SHARED & more.keys() else 1)
+    apart *= more.get("tensor_parallel", {}).get("autotp_size", 1)
     rows = world // apart * case.accumulation
     losses, norms, weights = truth(family, rows)
     for found in pool.run(trained, world, family, case, rows):
@@ -130,10 +131,16 @@ MATRIX = [
     ("deep", Case(stage=1, accumulation=4, more=(("pipeline", {"stages": 2, "schedule": "zb-h1"}),)), 4),
     ("plain", Case(stage=3, accumulation=2, more=(("sequence_parallel_size", 2),)), 4),
     ("shared expert", Case(size=4, stage=2, accumulation=2, more=(("context_parallel", {"ring": 2}),)), 4),
+    ("biases", Case(stage=1, accumulation=2, more=(("tensor_parallel", {"autotp_size": 2}),)), 4),
+    ("shared expert", Case(size=4, stage=3, more=(("tensor_parallel", {"autotp_size": 2}),)), 4),
+    ("plain", Case(stage=2, more=(("tensor_parallel", {"autotp_size": 2}),)), 2),
 ]
 
 
-@pytest.mark.parametrize(("family", "case", "world"), MATRIX)
+@pytest.mark.parametrize(
+    ("family", "case", "world"),
+    [*MATRIX[:2], *(pytest.param(*row, marks=pytest.mark.full) for row in MATRIX[2:-4]), *MATRIX[-4:]],
+)
 def test_ways_to_spread(pool: WorkerPool, family: str, case: Case, world: int) -> None:
     """Degrees, stages, kernels, offload, recomputation, stages of a pipeline and shared sequences: a covering."""
     check(pool, family, case, world)
@@ -168,7 +175,13 @@ def test_the_keys_of_deepspeed(pool: WorkerPool) -> None:
             {"expert_parallel": {"size": 2, "enabled": True, "autoep_size": 4}},
             "size 2 contradicts autoep_size 4",
         ),
-        ({"expert_parallel": {"size": 2}, "tensor_parallel": {"autotp_size": 2}}, "not both"),
+        (
+            {
+                "expert_parallel": {"size": 2},
+                "tensor_parallel": {"autotp_size": 2, "sequence_parallel": True},
+            },
+            "need the tokens of whole sequences",
+        ),
         (
             {"expert_parallel": {"size": 2}, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
             "have other experts",
