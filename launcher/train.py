@@ -356,7 +356,7 @@ class Training:
         summary = write_summary(
             output / "summary.json",
             world_size=engine.world_size,
-            degrees=engine.mesh.degrees,
+            degrees={**engine.mesh.degrees, "ep": engine.resolved.expert_parallel.degree},
             model=self.name,
             parameters=parameters,
             records=read_metrics(metrics),

@@ -51,6 +51,10 @@ class Axis:
         assert group is not None, "torch.distributed has been started"
         return cls(name, group.size(), group.rank(), group, plain_transports(group))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
+        """Return the axis itself: a copy of a module goes to the same ranks."""
+        return self
+
     def transport(self, tensor: Tensor) -> Transport:
         """Return the way that a tensor goes."""
         return self._alone if self.transports is None else self.transports.of(tensor)

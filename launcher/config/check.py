@@ -189,6 +189,10 @@ class Checker:
 
     def unimplemented(self, known: Known, value: Any, path: Path) -> list[Problem]:
         """Return the problems of a key that only DeepSpeed has: none if it asks for nothing and has no typo inside."""
+        if known.status == "idle":
+            if not self.off:
+                self.notes.append(Note(path, "no effect", f"has no effect here: {known.words}"))
+            return []
         typos = self.typos(known, value, path)
         return typos if self.off else typos + list(self.demands(known, value, path))
 
@@ -251,6 +255,8 @@ def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
     """Return whether the section has a switch and it is off, be it by default."""
     switch = cls.model_fields.get("enabled")
     state = written.get("enabled")
+    if cls.acts_without_switch & {cls.spelling(key) for key, value in written.items() if value}:
+        return False
     return switch is not None and as_switch(switch.get_default() if state is None else state) is False
 
 

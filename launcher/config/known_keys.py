@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-Status = Literal["later", "old", "ignored"]
+Status = Literal["later", "old", "ignored", "idle"]
+"""Idle keys tune what DeepSpeed does in another way, and change no number: they are taken."""
 
 LATER = """
 optimizer
@@ -31,6 +32,16 @@ use_data_before_expert_parallelism | false | order of ranks in expert groups
 expert_parallel
   expert_tensor_parallel_size | 1 | tensor parallelism inside an expert | delete it; an expert is whole on its rank
   load_balance_coeff | | factor of the balance loss; DeepSpeed refuses it | write the model's router_aux_loss_coef
+  route_norm |  | routing weights are normalised | delete it; the config of the model says it
+  route_scale | 1.0 | factor of routing weights | delete it; the config of the model says it
+  score_apply | "auto" | where the score multiplies | delete it; the config of the model says it
+  expert_activation |  | activation function of experts | delete it; the config of the model says it
+  num_expert_groups |  | groups of experts | delete it; the config of the model says it
+  num_limited_groups |  | groups that a token may use | delete it; the config of the model says it
+  score_func | "auto" | function of the router | delete it; the config of the model says it
+  top_k | "auto" | experts of a token | delete it; the config of the model says it
+  routed_scaling_factor | "auto" | factor of the output | delete it; the config of the model says it
+  has_shared_experts |  | there are shared experts | delete it; the config of the model says it
 datastates_ckpt | | a package that saves in the background | write "checkpoint": {"writer": {"decoupled": true}}
   host_cache_size | | host memory of that engine | write "checkpoint": {"writer": {"decoupled": true}}
 compile
@@ -220,40 +231,34 @@ compression_training | | the compression library | delete it; prune or quantise 
 IGNORED = """
 tensor_parallel
   injection_policy_tuple | | names of layers of a Python caller, found anew in training | write `partition_config`
-expert_parallel
-  validate_folding_routing | | checks the routing | delete it; the model's own code decides
-  async_split_plan | | plans the exchange meanwhile | delete it; the model's own code decides
-  preset_model | | rules of a known model | delete it; the model's own code decides
-  moe_layer_pattern | | names of expert blocks | delete it; the model's own code decides
-  expert_pattern | | name of the experts | delete it; the model's own code decides
-  router_pattern | | name of the router | delete it; the model's own code decides
-  use_grouped_mm | | grouped matrix products | delete it; the model's own code decides
-  disable_triton_grouped_mm | | without the triton kernel | delete it; the model's own code decides
-  route_norm | | routing weights are normalised | delete it; the model's own code decides
-  route_scale | | factor of routing weights | delete it; the model's own code decides
-  score_apply | | where the score multiplies | delete it; the model's own code decides
-  combine_impl | | kernel that combines | delete it; the model's own code decides
-  row_weighting_impl | | kernel that weighs rows | delete it; the model's own code decides
-  gate_up_impl | | gate and up projection, apart or fused | delete it; the model's own code decides
-  comm_backend | | library of the exchange | delete it; the model's own code decides
-  comm_num_sm | | multiprocessors of the exchange | delete it; the model's own code decides
-  comm_qp_margin | | queue pairs of the exchange | delete it; the model's own code decides
-  comm_max_tokens_per_rank | | most tokens of a rank | delete it; the model's own code decides
-  expert_activation | | activation function of experts | delete it; the model's own code decides
-  num_expert_groups | | groups of experts | delete it; the model's own code decides
-  num_limited_groups | | groups that a token may use | delete it; the model's own code decides
-  score_func | | function of the router | delete it; the model's own code decides
-  top_k | | experts of a token | delete it; the model's own code decides
-  routed_scaling_factor | | factor of the output | delete it; the model's own code decides
-  expert_w1 | | name of a weight | delete it; the model's own code decides
-  expert_w2 | | name of a weight | delete it; the model's own code decides
-  expert_w3 | | name of a weight | delete it; the model's own code decides
-  num_experts_attr | | name in the model's config | delete it; the model's own code decides
-  top_k_attr | | name in the model's config | delete it; the model's own code decides
-  has_shared_experts | | there are shared experts | delete it; the model's own code decides
-  shared_experts_pattern | | name of the shared experts | delete it; the model's own code decides
-  shared_experts_gate_pattern | | name of their gate | delete it; the model's own code decides
 monitor_config | | from examples of old documentation | write `tensorboard`, `wandb` or `csv_monitor`
+"""
+
+
+IDLE = """
+expert_parallel
+  validate_folding_routing | | checks the routing
+  async_split_plan | | plans the exchange meanwhile
+  preset_model | | rules of a known model
+  moe_layer_pattern | | names of expert blocks
+  expert_pattern | | name of the experts
+  router_pattern | | name of the router
+  use_grouped_mm | | grouped matrix products
+  disable_triton_grouped_mm | | without the triton kernel
+  combine_impl | | kernel that combines
+  row_weighting_impl | | kernel that weighs rows
+  gate_up_impl | | gate and up projection, apart or fused
+  comm_backend | | library of the exchange
+  comm_num_sm | | multiprocessors of the exchange
+  comm_qp_margin | | queue pairs of the exchange
+  comm_max_tokens_per_rank | | most tokens of a rank
+  expert_w1 | | name of a weight
+  expert_w2 | | name of a weight
+  expert_w3 | | name of a weight
+  num_experts_attr | | name in the model's config
+  top_k_attr | | name in the model's config
+  shared_experts_pattern | | name of the shared experts
+  shared_experts_gate_pattern | | name of their gate
 """
 
 
@@ -286,7 +291,12 @@ class Known:
 def known_keys() -> Known:
     """Return all lines of this file as a tree."""
     root = Known(free=False)
-    tables: tuple[tuple[Status, str], ...] = (("later", LATER), ("old", OLD), ("ignored", IGNORED))
+    tables: tuple[tuple[Status, str], ...] = (
+        ("later", LATER),
+        ("old", OLD),
+        ("ignored", IGNORED),
+        ("idle", IDLE),
+    )
     for status, table in tables:
         _grow(root, status, table)
     return root

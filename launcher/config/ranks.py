@@ -67,13 +67,14 @@ def check_experts(config: Config, dp: int) -> None:
     Raises:
         ConfigError: they do not.
     """
-    size, ranks = config.expert_parallel.degree, dp * config.cp_degree * config.tensor_parallel.degree
-    if ranks % size:
-        fitting = [str(n) for n in sorted(set(divisors(ranks)))]
+    section, ranks = config.expert_parallel, dp * config.cp_degree * config.tensor_parallel.degree
+    if ranks % section.degree:
+        key = f"{EXPERTS}.{'size' if section.size == section.degree else 'autoep_size'}"
+        of_stage = " of each pipeline stage" if config.pipeline.degree > 1 else ""
         raise ConfigError(
-            f"{size} ranks are to share the experts, which does not divide the {ranks} ranks of each stage",
-            where=config.where(EXPERTS),
-            fix=f"write one of {', '.join(fitting)}",
+            f"{key} is {section.degree}, which does not divide the {ranks} ranks{of_stage}",
+            where=config.where(key),
+            fix=f"write {_either(sorted(set(divisors(ranks))))}",
         )
 
 

@@ -107,6 +107,17 @@ def _left_open(config: Config) -> Iterator[Found]:
         yield Found((STAGE,), what)
 
 
+def _idle_experts(config: Config) -> Iterator[Found]:
+    """Find keys of `expert_parallel` that spread nothing."""
+    section = config.expert_parallel
+    if section.enabled is not True and section.autoep_size not in (1, AUTO):
+        what = "has no effect: expert_parallel.enabled is not true"
+        yield Found(("expert_parallel.autoep_size",), what, kind="no effect")
+    if section.enabled is True and section.degree == 1:
+        what = "spreads nothing: write the number of ranks that share the experts as autoep_size"
+        yield Found(("expert_parallel.enabled",), what, kind="no effect")
+
+
 def _growing_momentum(config: Config) -> Iterator[Found]:
     """Find the optimizer step at which the momentum of OneCycle's decay reaches 1."""
     keys = ("cycle_momentum", "cycle_max_mom", "decay_mom_rate", "decay_step_size", "cycle_first_step_size")
@@ -167,6 +178,7 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
         for key in ("decay_lr_rate", "decay_mom_rate")
     ),
     _growing_momentum,
+    _idle_experts,
     Rule((f"{PARAMS}.cycle_momentum", "optimizer.type", "scheduler.type"),
          lambda on, kind, name: on and name == "OneCycle" and "betas" not in TYPES[kind].keywords,
          "{1} has no betas: its momentum stays, as in DeepSpeed"),

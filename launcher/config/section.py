@@ -196,6 +196,9 @@ class Section(BaseModel):
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other accepted names of a key -> its name here."""
 
+    acts_without_switch: ClassVar[frozenset[str]] = frozenset()
+    """Keys of a section with `enabled` that act where that is false, too."""
+
     auto_needs_value: ClassVar[frozenset[str]] = frozenset()
     """Keys whose default is not a safe answer to "auto": somebody has to give the value."""
 

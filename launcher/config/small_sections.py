@@ -198,8 +198,11 @@ class ExpertParallelConfig(Section):
     have the same ones. Any type of model works whose experts transformers calls through `ExpertsInterface`.
     """
 
+    aliases: ClassVar[dict[str, str]] = {"ep_size": "size"}
+    acts_without_switch: ClassVar[frozenset[str]] = frozenset({"size"})
+    auto_needs_value: ClassVar[frozenset[str]] = frozenset({"size", "autoep_size"})
     differs: ClassVar[dict[str, str]] = {
-        "size": "a key of this launcher; DeepSpeed has autoep_size",
+        "size": "a key of this launcher, the ranks that share the experts of each layer; DeepSpeed has autoep_size",
         "autoep_size": "any model with experts, at every ZeRO stage; it need not divide the number of experts",
     }
 

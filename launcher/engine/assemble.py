@@ -37,7 +37,7 @@ from launcher.engine.staging import (
 )
 from launcher.engine.telemetry import open_monitor
 from launcher.errors import ArgumentsError, LauncherError
-from launcher.models.units import ends_of
+from launcher.models.units import SPREAD, ends_of
 from launcher.monitor.memory import trim_malloc
 from launcher.monitor.processors import warn_of_slow_products
 from launcher.offload.placement import Placements
@@ -274,12 +274,20 @@ def spread_experts(
     model: nn.Module, mesh: Mesh, config: Config, axes: ShardAxes
 ) -> tuple[SplitModel, ShardAxes | None]:
     """Spread the experts of the model over ranks; returns how, and along which ranks ZeRO shards them then."""
-    if config.expert_parallel.degree == 1:
+    if config.expert_parallel.degree == 1 and not was_spread(model):
         return SplitModel(Axis("ep")), None
     from launcher.experts.apply import apply as apply_experts
+    from launcher.experts.apply import refuse_spread
+
+    refuse_spread(model)
 
     edp, ep = mesh.split_for_experts(config.expert_parallel.degree)
-    return apply_experts(model, ep, mesh.axes["tp"]), axes.of_experts(edp)
+    return apply_experts(model, ep, mesh), axes.of_experts(edp)
+
+
+def was_spread(model: nn.Module) -> bool:
+    """Return whether an engine has taken experts out of the model."""
+    return any(hasattr(module, SPREAD) for module in model.modules())
 
 
 def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

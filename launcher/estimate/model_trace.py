@@ -147,7 +147,7 @@ def _traced(
     if (ep := config.expert_parallel.degree) > 1:
         from launcher.experts.apply import apply as apply_experts
 
-        spread = apply_experts(model, Axis("ep", ep), mesh.axes["tp"])  # the first rank has most of them
+        spread = apply_experts(model, Axis("ep", ep), mesh)  # the first rank has most of them
     split_layers(model, mesh, config, spread.splits if spread else ())
     tiled = tile(model, config, CutBy.HOOKS)
     shared = share_sequences(model, mesh, config, CutBy.HOOKS)

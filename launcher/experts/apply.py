@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import Axis, broadcast
+from launcher.comm import Axis, Mesh, broadcast
+from launcher.comm.plain import gather_plain
 from launcher.errors import ConfigError, LauncherError
 from launcher.experts.dispatch import Routing, combine, dispatch
 from launcher.experts.modules import arguments_of, experts_in, is_spread, keep, number_of
@@ -21,33 +22,60 @@ from launcher.tensor.split_model import SplitModel
 KEY = "expert_parallel.size"
 
 
-def apply(model: nn.Module, axis: Axis, tp: Axis | None = None) -> SplitModel:
+def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
     """Leave of every layer's experts those of this rank, in place. Every rank must call it.
-
-    Args:
-        axis: ep.
-        tp: its ranks have the same tokens; each sends its share of them. Default: every rank has tokens of its own.
 
     Parameters on meta stay there, with this rank's shape. Those with values keep this rank's part of rank 0's.
 
+    Args:
+        axis: ep.
+        mesh: ranks of its axis tp have the same tokens, and each sends its share of them; on those of pp are the other
+            layers of a model that comes in parts.
+
     Raises:
-        ConfigError: there are no experts, or fewer than ranks, or they are spread already.
+        ConfigError: there are no experts, or fewer than ranks, or they are spread already, or adapted.
     """
     found = experts_in(model)
-    if not found:
+    pp = mesh.axes["pp"]
+    if not any([bool(found)] if pp.group is None else gather_plain(bool(found), pp.group)):
         raise ConfigError(
             f"{type(model).__name__} has no experts that transformers calls through ExpertsInterface, so none can be "
             "spread over ranks",
             where=KEY,
-            fix="leave expert_parallel out, or take a mixture-of-experts model whose code has "
-            "@use_experts_implementation",
+            fix="leave expert_parallel out, or take a mixture of experts such as Mixtral or Qwen3-MoE: docs/models.md "
+            "says which types work, and `--model default-moe` is a small one",
         )
-    spread = SplitModel(axis)
+    refuse_spread(model)
+    _refuse_adapted(model, {module for _, module in found})
+    spread, local = SplitModel(axis), dict[nn.Parameter, nn.Parameter]()
     for name, module in found:
-        exchange = _exchange_of(name, module, axis, tp or Axis("tp"))
-        spread.splits |= _split(name, module, exchange)
+        exchange = _exchange_of(name, module, axis, mesh.axes["tp"])
+        spread.splits |= _split(name, module, exchange, local)
         exchange.install(module)
     return spread
+
+
+def refuse_spread(model: nn.Module) -> None:
+    """Raise ConfigError where an earlier engine has left a rank's experts only."""
+    for name, module in experts_in(model):
+        if is_spread(module):
+            raise ConfigError(
+                f"the experts of {name} are spread over ranks already, by an earlier engine",
+                where=KEY,
+                fix="build the model anew, or load what engine.save_16bit_model() wrote",
+            )
+
+
+def _refuse_adapted(model: nn.Module, experts: set[nn.Module]) -> None:
+    """Raise ConfigError for adapters of the experts' own parameters (PEFT's target_parameters): they have rows for all
+    experts."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "ParamWrapper" and experts & set(module.modules()):
+            raise ConfigError(
+                f"{name} adapts parameters of experts, and experts that are spread over ranks cannot be adapted",
+                where=KEY,
+                fix="leave target_parameters out of the adapter's config, or expert_parallel out of the JSON",
+            )
 
 
 @dataclass
@@ -109,50 +137,56 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     raise LauncherError(
         f"{prefix.removesuffix('.')} has {module.num_experts} of its {number_of(module)} experts on this rank, and "
         "state_dict() would leave the others out",
-        where="state_dict()",
-        fix="on every rank, call engine.save_16bit_model(DIRECTORY), or engine._zero3_consolidated_16bit_state_dict(), "
-        "which gives rank 0 all of them",
+        where="state_dict(), which save_pretrained() calls",
+        fix="call engine.save_16bit_model(DIRECTORY) on every rank; it writes what from_pretrained() reads",
     )
 
 
 def _exchange_of(name: str, module: nn.Module, axis: Axis, tp: Axis) -> _Exchange:
     count = number_of(module)
-    if is_spread(module):
-        raise ConfigError(
-            f"the experts of {name} are spread over ranks already",
-            where=KEY,
-            fix="call initialize() once for a model, or build it anew",
-        )
     if count < axis.degree:
         raise ConfigError(
-            f"{name} has {count} experts, fewer than the {axis.degree} ranks that are to share them",
+            f"{name} has {count} experts, and {axis.degree} ranks are to share them: some would have none",
             where=KEY,
-            fix=f"write {count} or less" if count else "leave expert_parallel out",
+            fix=f"write a size of at most {max(1, count)}",
         )
     return _Exchange(axis, tp, even_sizes(count, axis.degree))
 
 
-def _split(name: str, module: nn.Module, exchange: _Exchange) -> dict[str, Split]:
+def _split(
+    name: str, module: nn.Module, exchange: _Exchange, local: dict[nn.Parameter, nn.Parameter]
+) -> dict[str, Split]:
     """Put this rank's part in the place of every parameter that has a row for each expert; return their splits. Others
-    (a norm that all experts share) stay whole: their gradient is the sum over ranks, as everywhere."""
+    (a norm that all experts share) stay whole: their gradient is the sum over ranks, as everywhere.
+
+    Args:
+        local: parameter of the model -> what stands in its place; layers may share one.
+    """
     splits, all_experts, mine = {}, sum(exchange.experts), exchange.mine
     for key, parameter in list(module._parameters.items()):
         if parameter is None or parameter.dim() < 2 or parameter.shape[0] != all_experts:
             continue
         longest = max(exchange.experts) * prod(parameter.shape[1:])
         split = Split(parameter.shape, (mine,), padded_numel=longest)
-        data = torch.empty(split.local_shape, dtype=parameter.dtype, device="meta")
-        if not parameter.is_meta:
-            data = split.take(_of_first(parameter, exchange.axis)).clone()
-        local = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        local.__dict__.update(parameter.__dict__)
-        module._parameters[key] = local
+        if parameter not in local:
+            local[parameter] = _local(parameter, split, exchange.axis)
+        module._parameters[key] = local[parameter]
         splits[f"{name}.{key}"] = split
     if not splits:
         raise ConfigError(
             f"{name} has no parameters with a row for each expert", where=KEY, fix="leave it out"
         )
     return splits
+
+
+def _local(parameter: nn.Parameter, split: Split, axis: Axis) -> nn.Parameter:
+    """Return this rank's part; of one on meta its shape."""
+    data = torch.empty(split.local_shape, dtype=parameter.dtype, device="meta")
+    if not parameter.is_meta:
+        data = split.take(_of_first(parameter, axis)).clone()
+    local = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    local.__dict__.update(parameter.__dict__)
+    return local
 
 
 def _of_first(parameter: nn.Parameter, axis: Axis) -> Tensor:

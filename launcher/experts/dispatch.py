@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from launcher.comm import Axis, all_to_all
+from launcher.errors import LauncherError
 
 COUNTS, DISPATCH, COMBINE = "experts/counts", "experts/dispatch", "experts/combine"
 
@@ -57,15 +58,19 @@ class Routing:
             flat = torch.arange(flat.numel(), device=index.device) % all_experts
         named = flat.where((flat >= 0) & (flat < all_experts), all_experts)
         counts = torch.bincount(named, minlength=all_experts + 1)[:all_experts]
-        of_ranks = counts.split(experts)
-        told = of_ranks[axis.rank].repeat(axis.degree, 1)  # [from each rank, own experts]
+        # with what kind of call it is, behind the counts
+        of_ranks = [torch.cat([part, part.new_tensor([_kind_of_call()])]) for part in counts.split(experts)]
+        told = of_ranks[axis.rank].repeat(axis.degree, 1)  # [from each rank, own experts and the kind]
         all_to_all(of_ranks, list(told), axis, COUNTS).wait()
+        kinds, told = told[:, -1], told[:, :-1]
         # the one time that the host waits for the device
-        outgoing = torch.stack([part.sum() for part in of_ranks]).tolist()
-        incoming = told.sum(1).tolist()
+        outgoing = torch.stack([part[:-1].sum() for part in of_ranks]).tolist()
+        incoming, ways = told.sum(1).tolist(), kinds.tolist()
+        if len(set(ways)) > 1:
+            raise _other_calls(axis, ways)
         order = named.argsort(stable=True)[: sum(outgoing)]
         mine = torch.arange(experts[axis.rank], device=index.device).repeat(axis.degree)
-        local = mine.repeat_interleave(told.view(-1), output_size=sum(incoming))
+        local = mine.repeat_interleave(told.reshape(-1), output_size=sum(incoming))
         return cls(axis, (index.shape[0], index.shape[1]), order, outgoing, incoming, local)
 
     def send(self, pairs: Tensor, tag: str, *, back: bool = False) -> Tensor:
@@ -89,6 +94,23 @@ class Routing:
         flat = (pairs.new_empty if complete else pairs.new_zeros)(tokens * k, pairs.shape[1])
         flat[self.order] = pairs
         return flat.view(tokens, k, pairs.shape[1])
+
+
+_KINDS = ("without gradients", "with gradients", "recomputed in a backward")
+
+
+def _kind_of_call() -> int:
+    """Return the place in `_KINDS` of a call of the experts now."""
+    return 2 if torch._C._current_graph_task_id() != -1 else int(torch.is_grad_enabled())
+
+
+def _other_calls(axis: Axis, kinds: list[int]) -> LauncherError:
+    said = ", ".join(f"{axis.name} rank {rank} {_KINDS[kind]}" for rank, kind in enumerate(kinds))
+    return LauncherError(
+        f"{axis.members} share experts and call them at the same time in different ways: {said}",
+        where="experts",
+        fix="call the model equally often on all of these ranks, also in evaluation",
+    )
 
 
 def dispatch(hidden: Tensor, routing: Routing) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from launcher.models.units import SPREAD
+
 _MADE_BY_TRANSFORMERS = "_is_expert_parallel"
 """An attribute that `use_experts_implementation` gives to the experts of every model."""
-_OF_ALL_RANKS = "_launcher_all_experts"
 
 
 def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -22,18 +23,18 @@ def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def number_of(module: nn.Module) -> int:
     """Return how many experts a layer has, on all ranks together; 0 where the module does not say it."""
-    count: Any = getattr(module, _OF_ALL_RANKS, getattr(module, "num_experts", 0))
+    count: Any = getattr(module, SPREAD, getattr(module, "num_experts", 0))
     return int(count)
 
 
 def keep(module: nn.Module, count: int) -> None:
     """Let a module know that it has so many of its experts here."""
-    setattr(module, _OF_ALL_RANKS, number_of(module))
+    setattr(module, SPREAD, number_of(module))
     module.num_experts = count  # type: ignore[assignment]
 
 
 def is_spread(module: nn.Module) -> bool:
-    return hasattr(module, _OF_ALL_RANKS)
+    return hasattr(module, SPREAD)
 
 
 def arguments_of(

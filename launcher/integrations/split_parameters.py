@@ -41,7 +41,7 @@ class GatherReplacedLayerParams:
             for engine in ENGINES:
                 slot = engine.zero.find_slot(param)
                 if slot is not None and not slot.split.is_whole:
-                    self._assemble(param, slot, engine.mesh.axes["tp"])
+                    self._assemble(param, slot, slot.split_axis)
 
     def _assemble(self, param: Tensor, slot: ParamSlot, axis: Any) -> None:
         if isinstance(param, ShardedParameter):

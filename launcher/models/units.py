@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+SPREAD = "_launcher_all_experts"
+"""On a module of experts, of which a rank has some: how many all ranks have (`experts/`)."""
+
 
 def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the transformer blocks of `model` as (name, module), in registration order, none inside another.

@@ -18,7 +18,7 @@ from rich.table import Table
 from launcher.monitor.metrics import is_number, valid
 from launcher.monitor.progress import duration, short_number
 
-AXES = ("pp", "dp", "cp", "tp")
+AXES = ("pp", "dp", "cp", "tp", "ep")
 WARMUP_STEPS = 5
 _PACKAGES = ("launcher", "torch", "transformers", "datasets", "numpy")
 

@@ -126,7 +126,7 @@ def test_the_summary_is_of_the_run(runs: Path) -> None:
     summary = json.loads((runs / "whole" / "summary.json").read_text())
     parameters = sum(p.numel() for p in tiny_llama(vocab=BYTES, layers=2).parameters())
     assert summary["world_size"] == 2 and summary["zero_stage"] == 3
-    assert summary["degrees"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 1}
+    assert summary["degrees"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 1, "ep": 1}
     assert summary["model"] == "model.json" and summary["parameters"] == parameters
     assert summary["steps"] == STEPS and summary["tokens"] == STEPS * BATCH * LENGTH
     assert summary["tokens_per_s"] > 0

@@ -49,6 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "biases": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "one for all tokens": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}),
+    "shared by layers": ("mixtral", {"num_local_experts": 4}),
     "deep": ("mixtral", {"num_local_experts": 4, "num_hidden_layers": 4}),
 }
 
@@ -65,6 +66,9 @@ def model_of(family: str, implementation: str = "eager") -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, experts_implementation=implementation
         )
+    if family == "shared by layers":
+        first, second = (layer.mlp.experts for layer in model.model.layers)
+        second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or "bias" in name:

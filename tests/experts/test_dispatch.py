@@ -11,6 +11,7 @@ from torch import Tensor
 import launcher
 from launcher.comm import Mesh
 from launcher.comm.record import record_collectives
+from launcher.errors import LauncherError
 from launcher.experts.dispatch import COMBINE, COUNTS, DISPATCH, Routing, combine, dispatch
 from tests.engine.driving import CPU
 from tests.experts.families import VOCAB, model_of
@@ -109,6 +110,25 @@ def test_bytes_are_tokens_times_experts_times_width(pool: WorkerPool) -> None:
     layers, tokens, k, width, experts = 2, 16, 4, 32, 4
     rows = layers * tokens * k * width * 4
     for found in pool.run(sent, 2):
-        counts = layers * experts * 8
+        counts = layers * (experts + 2) * 8  # for each rank its experts, and what kind of call it is
         assert found[DISPATCH] == found[COMBINE] == (rows, rows // 2, rows // 2)
         assert found[COUNTS] == (counts, counts // 2, 0)
+
+
+def alone(ctx: RankContext) -> str:
+    config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"size": 2}}
+    engine: Any = launcher.initialize(model=model_of("plain"), config=config, device=CPU)[0]
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(LauncherError) as error:
+        if ctx.rank == 0:
+            with torch.no_grad():
+                engine(input_ids=ids)
+        else:
+            engine(input_ids=ids, labels=ids)
+    engine.destroy()
+    return str(error.value)
+
+
+def test_a_rank_that_evaluates_alone_is_told(pool: WorkerPool) -> None:
+    for said in pool.run(alone, 2):
+        assert "ep rank 0 without gradients, ep rank 1 with gradients" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -98,9 +99,15 @@ def looked_at(ctx: RankContext, directory: Path) -> dict[str, Any]:
     gathered = launcher.zero.GatheredParameters(parameter, modifier_rank=0)
     with pytest.raises(LauncherError, match="experts that are spread over ranks"), gathered:
         pass
+    average = copy.deepcopy(engine.module)  # as for a moving average
+    assert average.model.layers[0].mlp.experts.num_experts == 2
     engine.destroy()
-    with pytest.raises(ConfigError, match="spread over ranks already"):
-        engine_of(model)
+    for size in (1, 2):
+        with pytest.raises(ConfigError, match="spread over ranks already"):
+            engine_of(model, size=size)
+    adapted = get_peft_model(model_of("plain"), LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"]))
+    with pytest.raises(ConfigError, match="adapts parameters of experts"):
+        engine_of(adapted)
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import launcher
-from launcher.comm import Axis
+from launcher.comm import Axis, Mesh
 from launcher.config import load
 from launcher.engine.report import ranks
 from launcher.errors import ConfigError
@@ -115,6 +115,7 @@ def test_every_kind_of_experts(pool: WorkerPool, family: str) -> None:
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 MATRIX = [
     ("plain", Case(stage=2, accumulation=2), 4),
+    ("plain", Case(stage=3, more=(("zero_optimization", {"enable_sanity_checks": True}),)), 2),
     ("biases", Case(size=4, stage=3), 4),
     ("uneven", Case(size=4, stage=1), 4),
     ("tied", Case(stage=3, implementation="grouped_mm"), 4),
@@ -139,7 +140,7 @@ MATRIX = [
 
 @pytest.mark.parametrize(
     ("family", "case", "world"),
-    [*MATRIX[:2], *(pytest.param(*row, marks=pytest.mark.full) for row in MATRIX[2:-4]), *MATRIX[-4:]],
+    [*MATRIX[:3], *(pytest.param(*row, marks=pytest.mark.full) for row in MATRIX[3:-4]), *MATRIX[-4:]],
 )
 def test_ways_to_spread(pool: WorkerPool, family: str, case: Case, world: int) -> None:
     """Degrees, stages, kernels, offload, recomputation, stages of a pipeline and shared sequences: a covering."""
@@ -169,7 +170,7 @@ def test_the_keys_of_deepspeed(pool: WorkerPool) -> None:
     [
         (
             {"expert_parallel": {"size": 3}},
-            "3 ranks are to share the experts, which does not divide the 4 ranks",
+            "expert_parallel.size is 3, which does not divide the 4 ranks",
         ),
         (
             {"expert_parallel": {"size": 2, "enabled": True, "autoep_size": 4}},
@@ -182,6 +183,13 @@ def test_the_keys_of_deepspeed(pool: WorkerPool) -> None:
             },
             "need the tokens of whole sequences",
         ),
+        ({"expert_parallel": {"size": 2}, "optimizer": {"type": "Muon"}}, "Muon needs whole matrices"),
+        ({"expert_parallel": {"size": 2}, "optimizer": {"type": "Lamb"}}, "Lamb needs whole matrices"),
+        (
+            {"expert_parallel": {"size": 2}, "compile": {"enabled": True}},
+            "compile is not implemented for experts",
+        ),
+        ({"expert_parallel": {"size": 2, "top_k": 1}}, "the config of the model says it"),
         (
             {"expert_parallel": {"size": 2}, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
             "have other experts",
@@ -203,7 +211,9 @@ def refused(ctx: RankContext, family: str, size: int) -> str:
 
 def test_models_that_cannot_be_spread_are_refused(pool: WorkerPool) -> None:
     assert "no experts that transformers calls" in pool.run(refused, 2, "dense", 2)[0]
-    assert "has 4 experts, fewer than the 8 ranks" in _raised(lambda: apply(model_of("plain"), Axis("ep", 8)))
+    assert "has 4 experts, and 8 ranks are to share them" in _raised(
+        lambda: apply(model_of("plain"), Axis("ep", 8), Mesh.planned(CPU, 8, 0, dp=8))
+    )
 
 
 def _raised(call: Callable[[], Any]) -> str:

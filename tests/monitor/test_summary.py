@@ -45,7 +45,7 @@ def test_the_file_has_what_was_promised(tmp_path: Path) -> None:
     returned = write(tmp_path / "out" / "summary.json")
     content = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert content == returned
-    assert content["degrees"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 1}
+    assert content["degrees"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 1, "ep": 1}
     assert (content["world_size"], content["model"], content["parameters"]) == (2, "llama-10m", 10_200_000)
     assert (content["steps"], content["tokens"], content["final_loss"]) == (8, 800, -3.0)
     assert content["tokens_per_s"] == 200

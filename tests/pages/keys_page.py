@@ -168,10 +168,15 @@ def _obsolete() -> str:
 def _refused() -> str:
     lines = [
         "## Keys that are refused\n",
-        "Known keys that are an error unless they have the neutral value.\n",
+        "Known keys that are an error unless they have the neutral value, but for those that have no effect.\n",
     ]
     lines += ["| key | what it is for | neutral value | status |", "|---|---|---|---|"]
-    status = {"later": "not implemented", "old": "DeepSpeed dropped it", "ignored": "DeepSpeed ignores it"}
+    status = {
+        "later": "not implemented",
+        "old": "DeepSpeed dropped it",
+        "ignored": "DeepSpeed ignores it",
+        "idle": "taken, no effect",
+    }
     for path, known in _leaves(known_keys(), ""):
         neutral = ", ".join(f"`{_json(value)}`" for value in known.neutral)
         fix = f"; {known.fix}" if known.fix else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
+from collections.abc import Collection
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class StepChecks:
         Raises:
             LauncherError: on every rank: what differs first, and on which.
         """
-        streams = _streams(self._records, activations=self.zero.tp.name)
+        streams = _streams(self._records, activations=(self.zero.tp.name, "ep"))
         self._records.clear()
         digest = {name: zlib.crc32("\n".join(lines).encode()) for name, lines in streams.items()}
         every = self._gather((digest, self._copies(), self._not_finite()))
@@ -111,12 +112,12 @@ def _gather_along(axis: Axis, mine: Any) -> list[Any]:
     return [mine] * axis.degree if axis.group is None else gather_plain(mine, axis.group)
 
 
-def _streams(records: list[CollectiveRecord], activations: str) -> CollectiveStreams:
-    """Return the collectives by axis. Those of the axis `activations` are longer on dp ranks with longer sequences."""
+def _streams(records: list[CollectiveRecord], activations: Collection[str]) -> CollectiveStreams:
+    """Return the collectives by axis. Those of the axes `activations` are longer on ranks with more tokens."""
     streams: CollectiveStreams = defaultdict(list)
     for r in records:
         kind = "gathers" if r.op in ("all_gather", "broadcast") else "reductions"
-        size = "" if r.axis == activations else f" of {r.numel} elements"
+        size = "" if r.axis in activations else f" of {r.numel} elements"
         streams[f"{kind} along {r.axis}"].append(f"{r.op} {r.tag}{size}")
     return dict(streams)
 
