@@ -199,10 +199,11 @@ class ExpertParallelConfig(Section):
     """
 
     aliases: ClassVar[dict[str, str]] = {"ep_size": "size"}
-    acts_without_switch: ClassVar[frozenset[str]] = frozenset({"size"})
+    acts_without_switch: ClassVar[frozenset[str]] = frozenset({"size", "bias_update_rate"})
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"size", "autoep_size"})
     differs: ClassVar[dict[str, str]] = {
         "size": "a key of this launcher, the ranks that share the experts of each layer; DeepSpeed has autoep_size",
+        "bias_update_rate": "a key of this launcher",
         "autoep_size": "any model with experts, at every ZeRO stage; it need not divide the number of experts",
     }
 
@@ -214,6 +215,11 @@ class ExpertParallelConfig(Section):
 
     autoep_size: Count = 1
     """The same as `size`, where `enabled` is true."""
+
+    bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
+    """After each step, the correction bias of a router goes up by this for experts that got less than an even share of
+    the tokens, and down for the others (Wang et al. 2024, arXiv:2408.15664): balance without a loss. The model must
+    have such a bias, as DeepSeek-V3 and GLM-4.5 do. 0: it stays. It acts with all experts on every rank, too."""
 
     @property
     def degree(self) -> int:

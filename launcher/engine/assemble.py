@@ -180,6 +180,10 @@ def initialize(
     )
     zero = apply_zero(model, units_of(model, staged.blocks), layout, parts, source)
     cast_buffers(resolved, model)
+    if rate := resolved.expert_parallel.bias_update_rate:
+        from launcher.experts.bias import BiasUpdate
+
+        zero.callbacks.before_step.append(BiasUpdate(model, mesh, float(rate)).update)
     stepper = (
         None
         if chosen is None

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from launcher.comm import Mesh, all_reduce
 from launcher.comm.plain import gather_plain
 from launcher.experts.modules import arguments_of, experts_in, number_of
 from launcher.monitor.figure import blank, save
+
+
+class TokenCounts:
+    """Counts, on this rank, the tokens that the routers of a model give to each expert in training. What is recomputed
+    in a backward does not count again.
+
+    Args:
+        modules: the experts of each layer.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        most = max(map(number_of, modules), default=0)
+        self._counts = torch.zeros(len(modules), most, dtype=torch.float64, device=device)
+        self._row = {module: row for row, module in enumerate(modules)}
+        for module in modules:  # first: it sees what the router says
+            module.register_forward_pre_hook(self._count, prepend=True, with_kwargs=True)
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        recomputes = torch._C._current_graph_task_id() != -1
+        if module.training and not recomputes:
+            index, most = arguments_of(module, args, keywords)[1].flatten(), self._counts.shape[1]
+            known = index[(index >= 0) & (index < most)]
+            self._counts[self._row[module]] += torch.bincount(known, minlength=most)
+
+    def take(self) -> Tensor:
+        """Return the counts, fp64 [layers, experts of the layer that has most], and begin anew."""
+        counts = self._counts.clone()
+        self._counts.zero_()
+        return counts
 
 
 class ExpertLoad:
@@ -33,20 +63,11 @@ class ExpertLoad:
         mine = {name: number_of(module) for name, module in found}
         stages = [mine] if pp.group is None else gather_plain(mine, pp.group)
         self.experts: dict[str, int] = {name: count for stage in stages for name, count in stage.items()}
-        shape = len(self.experts), max(self.experts.values(), default=0)
-        self._step = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
-        self.total = torch.zeros(shape, dtype=torch.float64)
-        rows = list(self.experts)
-        self._row = {module: rows.index(name) for name, module in found}
-        for module in self._row:  # first: it sees what the router says
-            module.register_forward_pre_hook(self._count, prepend=True, with_kwargs=True)
-
-    def _count(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        recomputes = torch._C._current_graph_task_id() != -1
-        if module.training and not recomputes:
-            index, most = arguments_of(module, args, keywords)[1].flatten(), self._step.shape[1]
-            known = index[(index >= 0) & (index < most)]
-            self._step[self._row[module]] += torch.bincount(known, minlength=most)
+        self.total = torch.zeros(
+            len(self.experts), max(self.experts.values(), default=0), dtype=torch.float64
+        )
+        self._counts = TokenCounts([module for _, module in found], mesh.device)
+        self._rows = [list(self.experts).index(name) for name, _ in found]
 
     def take(self) -> dict[str, float]:
         """Return what the counts of a step say, and begin to count the next. Every rank must call it.
@@ -58,10 +79,11 @@ class ExpertLoad:
         """
         if not self.experts:
             return {}
+        counts, mine = torch.zeros_like(self.total, device=self._mesh.device), self._counts.take()
+        counts[self._rows, : mine.shape[1]] = mine
         for axis in (self._mesh.dp_cp, self._mesh.axes["pp"]):
-            all_reduce(self._step.view(-1), axis, "root/experts").wait()
-        counts = self._step.to("cpu", copy=True)
-        self._step.zero_()
+            all_reduce(counts.view(-1), axis, "root/experts").wait()
+        counts = counts.cpu()
         self.total += counts
         numbers = torch.tensor(list(self.experts.values()), dtype=torch.float64)
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)

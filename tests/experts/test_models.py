@@ -31,12 +31,12 @@ from tests.tensor.running import whole_state
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 
 
-def engine_of(model: Any, stage: int = 1, size: int = 2) -> Any:
+def engine_of(model: Any, stage: int = 1, size: int = 2, **more: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "expert_parallel": {"size": size},
+        "expert_parallel": {"size": size, **more},
     }
     return launcher.initialize(model=model, config=config, device=CPU)[0]
 
@@ -147,6 +147,69 @@ def test_the_load_of_experts(pool: WorkerPool, tmp_path: Path, size: int) -> Non
 
 def test_a_model_without_experts_has_no_load() -> None:
     assert ExpertLoad(torch.nn.Linear(1, 1), Mesh.build(CPU)).take() == {}
+
+
+# ---- the bias of routers --------------------------------------------------------------------------------
+
+RATE = 0.125
+
+
+def biases_of(model: Any) -> list[Tensor]:
+    return [
+        buffer.clone() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
+    ]
+
+
+def balanced(ctx: RankContext, size: int, directory: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """The biases after two steps, and as the checkpoint gives them back."""
+    sections = {"size": size, "bias_update_rate": RATE}
+    engine = engine_of(model_of("groups and dense layers"), **sections)
+    for step in range(2):
+        ids = global_batch(step, 2)[ctx.rank]
+        engine.eval_batch(iter([{"input_ids": ids, "labels": ids}]))
+        engine.train_batch(iter([{"input_ids": ids, "labels": ids}]))
+    after = biases_of(engine.module)
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    engine = engine_of(model_of("groups and dense layers"), **sections)
+    engine.load_checkpoint(directory)
+    loaded = biases_of(engine.module)
+    engine.destroy()
+    return after, loaded
+
+
+@pytest.mark.key("expert_parallel.bias_update_rate")
+@pytest.mark.parametrize("size", [1, 2])
+def test_biases_follow_the_load(pool: WorkerPool, tmp_path: Path, size: int) -> None:
+    """Each expert's by the sign of what it is short of, of the tokens of all ranks; evaluations do not count."""
+    model = model_of("groups and dense layers")
+    bias = biases_of(model)[0]
+    layer = model.model.layers[1].mlp
+    sgd = torch.optim.SGD(model.parameters(), LR)
+    for step in range(2):
+        picked: list[Tensor] = []
+        hook = layer.experts.register_forward_pre_hook(
+            lambda _, args, picked=picked: picked.append(args[1].flatten())
+        )
+        loss = sum(model(input_ids=ids, labels=ids).loss for ids in global_batch(step, 2)) / 2
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        hook.remove()
+        counts = torch.bincount(torch.cat(picked), minlength=8).float()
+        bias = bias + RATE * (counts.mean() - counts).sign()
+        layer.gate.e_score_correction_bias.copy_(bias)
+    for after, loaded in pool.run(balanced, 2, size, tmp_path):
+        assert torch.equal(after[0], bias) and torch.equal(loaded[0], bias)
+
+
+def unbiased(ctx: RankContext) -> None:
+    with pytest.raises(ConfigError, match="no correction bias"):
+        engine_of(model_of("plain"), bias_update_rate=RATE)
+
+
+def test_a_model_without_biases_is_refused(pool: WorkerPool) -> None:
+    pool.run(unbiased, 2)
 
 
 # ---- every type -----------------------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""Balance without a loss: the bias by which routers prefer experts follows their load (Wang et al. 2024,
+arXiv:2408.15664). Models have it (DeepSeek-V3, GLM-4.5, ...), but transformers does not change it in training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from launcher.comm import Mesh, all_reduce
+from launcher.errors import ConfigError
+from launcher.experts.load import TokenCounts
+from launcher.experts.modules import experts_in, number_of
+
+KEY = "expert_parallel.bias_update_rate"
+NAMES = ("e_score_correction_bias", "expert_bias")
+
+
+class BiasUpdate:
+    """Moves the biases of a model, once a step.
+
+    Args:
+        model: with this rank's layers.
+        mesh: of all ranks.
+        rate: by how much a bias changes in a step.
+
+    Raises:
+        ConfigError: the model has no such biases that are buffers.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, rate: float) -> None:
+        self._mesh, self._rate = mesh, rate
+        found = [
+            (module, bias)
+            for name, module in experts_in(model)
+            if (bias := _bias_of(model, name)) is not None
+        ]
+        if not found and mesh.axes["pp"].degree == 1:
+            raise ConfigError(
+                f"{type(model).__name__} has no correction bias of its routers that could follow the load of experts",
+                where=KEY,
+                fix="leave it out, or take a model whose routers have an e_score_correction_bias that is a buffer",
+            )
+        self._biases = [bias for _, bias in found]
+        self._counts = TokenCounts([module for module, _ in found], mesh.device)
+
+    def update(self) -> None:
+        """Raise the biases of experts with less than an even share of the step's tokens, and lower the others. Every
+        rank must call it."""
+        if not self._biases:
+            return
+        counts = self._counts.take()
+        all_reduce(counts.view(-1), self._mesh.dp_cp, "root/bias").wait()
+        for row, (owner, key) in enumerate(self._biases):
+            bias = owner._buffers[key]
+            assert bias is not None
+            of_layer = counts[row, : bias.numel()]
+            step = self._rate * torch.sign(of_layer.mean() - of_layer)
+            owner._buffers[key] = bias.float().add_(
+                step.view_as(bias)
+            )  # in 16 bits small steps would be lost
+
+
+def _bias_of(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """Return (module, attribute) of the bias that belongs to the experts of that name."""
+    count = number_of(model.get_submodule(name))
+    for module in model.get_submodule(name.rpartition(".")[0]).modules():
+        for key in NAMES:
+            buffer: Tensor | None = module._buffers.get(key)
+            if buffer is not None and buffer.numel() == count:
+                return module, key
+    return None
