@@ -69,7 +69,7 @@ def choose(
     timed = [
         (step_time(work, way, place.device, place.per_node).total, at, way) for at, way in enumerate(ways)
     ]
-    found: dict[tuple[int, int, int, int], Choice] = {}
+    found: dict[tuple[int, int, int, int, int], Choice] = {}
     hopeless = _Hopeless(work, kept, place.memory)
     for _, _, way in sorted(timed, key=lambda each: each[:2]):
         if way.mesh in found or hopeless(way):
@@ -129,9 +129,14 @@ def _appetite(way: Layout) -> tuple[int, ...]:
 
 def states(work: ModelWork, layout: Layout) -> float:
     """Return the bytes of weights, gradients and AdamW's states on the device; buffers and padding left out."""
-    mine = work.parameters / (layout.tp * layout.pp)
-    shared = [1 / layout.copies if layout.stage >= stage else 1.0 for stage in (3, 2, 1)]
-    weights, gradients, moments = (mine * share for share in shared)
+    experts = work.expert_parameters
+    weights, gradients, moments = (
+        work.parameters / layout.copies
+        if layout.stage >= stage
+        else work.parameters - experts + experts / layout.ep
+        for stage in (3, 2, 1)
+    )
+    weights, gradients, moments = (part / (layout.tp * layout.pp) for part in (weights, gradients, moments))
     held = work.itemsize * (weights * (layout.offload != "all") + gradients)
     return held + 12 * moments * (layout.offload == "none")
 
@@ -167,6 +172,9 @@ def _neighbours(layout: Layout, batch: int) -> Iterator[tuple[str, Layout]]:
     for cp in (layout.cp // 2, layout.cp * 2):
         if layout.cp > 1 and world % (cp * layout.tp * layout.pp) == 0:
             yield from _with_mesh(f"cp {cp}", layout, layout.tp, layout.pp, cp, batch)
+    for ep in (layout.ep // 2, layout.ep * 2):
+        if layout.ep > 1 and ep and layout.copies % ep == 0:
+            yield f"ep {ep}", replace(layout, ep=ep)
     for stage in (layout.stage - 1, layout.stage + 1):
         if 0 <= stage <= 3 and layout.copies > 1 and layout.offload == "none":
             yield f"ZeRO {stage}", replace(layout, stage=stage)
@@ -199,6 +207,7 @@ def _with_mesh(
             cp=cp,
             accumulation=batch // (dp * layout.micro),
             sequence_parallel=tp > 1,
+            ep=layout.ep if tp == 1 and dp * cp % layout.ep == 0 else 1,
         )
         yield f"{name} (dp {dp})", changed
 
@@ -213,6 +222,7 @@ WORDS = {
     "recompute": "recomputed forwards",
     "tp": "all-reduces of tensor parallelism",
     "cp": "what attention exchanges of shared sequences",
+    "experts": "tokens on their way to experts",
     "bubble": "the bubble of the pipeline",
     "data": "gathers and reductions of ZeRO",
     "optimizer": "the optimizer's step",

@@ -13,6 +13,7 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)
 TENSOR = (1, 2, 4, 8, 16)
 CONTEXT = (1, 2, 4, 8, 16)
 ENOUGH = 4096  # tokens of a sequence on a rank: shorter ones need not be shared
+EXPERT = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (2, 4, 8)
 OFFLOADS = ("none", "optimizer", "all")
 
@@ -30,6 +31,7 @@ class Layout:
         recompute: whether blocks are checkpointed.
         sequence_parallel: whether tp ranks share what lies between split layers.
         offload: "none"; "optimizer": its states are in host memory; "all": parameters, too.
+        ep: ranks of dp and cp that share the experts.
     """
 
     tp: int = 1
@@ -44,14 +46,15 @@ class Layout:
     sequence_parallel: bool = False
     offload: str = "none"
     cp: int = 1
+    ep: int = 1
 
     @property
     def world(self) -> int:
         return self.tp * self.pp * self.dp * self.cp
 
     @property
-    def mesh(self) -> tuple[int, int, int, int]:
-        return self.tp, self.pp, self.dp, self.cp
+    def mesh(self) -> tuple[int, int, int, int, int]:
+        return self.tp, self.pp, self.dp, self.cp, self.ep
 
     @property
     def copies(self) -> int:
@@ -62,6 +65,7 @@ class Layout:
         """ "tp 8, pp 4, dp 2, ZeRO 1, microbatch 1 x 32, 1f1b, recomputed"."""
         words = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}", f"ZeRO {self.stage}"]
         words[2:2] = [f"cp {self.cp}"] * (self.cp > 1)
+        words[-1:-1] = [f"ep {self.ep}"] * (self.ep > 1)
         words.append(f"microbatch {self.micro} x {self.accumulation}")
         if self.pp > 1:
             words.append(self.schedule + (f" x {self.chunks}" if self.schedule == "interleaved" else ""))
@@ -84,8 +88,8 @@ def layouts(
     Args:
         stages, recompute, offloads: which values are tried.
     """
-    for tp, pp, dp, cp in meshes(work, world):
-        if batch % dp:
+    for (tp, pp, dp, cp), ep in product(meshes(work, world), EXPERT):
+        if batch % dp or not _spreads(work, tp, dp * cp, ep):
             continue
         for micro in MICROBATCHES:
             if (batch // dp) % micro:
@@ -110,7 +114,14 @@ def layouts(
                                 tp > 1 and work.sequence % (tp * cp) == 0,
                                 offload,
                                 cp,
+                                ep,
                             )
+
+
+def _spreads(work: ModelWork, tp: int, copies: int, ep: int) -> bool:
+    """Return whether so many ranks can share the experts. Beside tp they could without `sequence_parallel` only, which
+    is rarely the fastest."""
+    return ep == 1 or (tp == 1 and copies % ep == 0 and work.experts >= ep)
 
 
 def _makes_sense(stage: int, copies: int, offload: str) -> bool:
@@ -168,6 +179,8 @@ def as_json(layout: Layout, *, dtype: str = "bf16") -> dict[str, Any]:
         config["tensor_parallel"] = {"autotp_size": layout.tp, "sequence_parallel": layout.sequence_parallel}
     if layout.cp > 1:
         config["sequence_parallel_size"] = layout.cp
+    if layout.ep > 1:
+        config["expert_parallel"] = {"size": layout.ep}
     if layout.pp > 1:
         config["pipeline"] = {"stages": layout.pp, "schedule": layout.schedule}
         if layout.schedule == "interleaved":

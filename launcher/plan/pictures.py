@@ -25,8 +25,8 @@ def pareto(choices: Sequence[Choice], limit: float) -> Figure:
     front = _front(sorted(zip(peaks, seconds, strict=True)))
     axes.plot(*zip(*front, strict=True), "o-", color="#1f4e8c", label="Pareto front") if front else None
     for choice, x, y in zip(choices, peaks, seconds, strict=True):
-        tp, pp, dp, cp = choice.layout.mesh
-        shared = f" cp {cp}" if cp > 1 else ""
+        tp, pp, dp, cp, ep = choice.layout.mesh
+        shared = (f" cp {cp}" if cp > 1 else "") + (f" ep {ep}" if ep > 1 else "")
         axes.annotate(
             f"tp {tp} pp {pp} dp {dp}{shared}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7
         )

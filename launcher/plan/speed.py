@@ -6,6 +6,7 @@ It was compared with published runs of other programs (docs/plan.md), and with n
     tp              4 all-reduces of tokens x hidden a block and microbatch, and 2 more where blocks are recomputed
     pipeline        the schedule's own list of actions, simulated with these costs
     cp              heads for tokens around attention: queries, keys, values and outputs, there and back
+    experts         tokens x experts of a token to other ranks and back; all experts get as many
     data            volumes of ZeRO (arXiv 1910.02054, section 7), over the slowest link that the ranks of dp cross
 
 Collectives are rings. Ranks lie as in `comm/mesh.py`: tp ranks are neighbours, then those of cp, of dp and of pp.
@@ -44,6 +45,7 @@ class StepTime:
         recompute: forwards that run again.
         tp: all-reduces of tensor parallelism.
         cp: what attention exchanges where ranks share sequences.
+        experts: tokens on their way to experts and back, where ranks share these.
         bubble: idle time of the pipeline, its transfers in it.
         data: gathers and reductions of ZeRO that computing does not hide.
         optimizer: its step, and the way to host memory and back where it is offloaded.
@@ -53,6 +55,7 @@ class StepTime:
     recompute: float
     tp: float
     cp: float
+    experts: float
     bubble: float
     data: float
     optimizer: float
@@ -72,6 +75,7 @@ class Microbatch:
             the kernels.
         reduces: the all-reduces of a forward, and as many of a backward.
         exchanges: what attention exchanges in a forward over cp, and in a backward.
+        sends: tokens to experts and back in a forward, and their gradients in a backward.
     """
 
     products: float
@@ -79,14 +83,15 @@ class Microbatch:
     reduces: float
     exchanges: float
     recompute: bool
+    sends: float = 0.0
 
     @property
     def forward(self) -> float:
-        return self.products + self.traffic + self.reduces + self.exchanges
+        return self.products + self.traffic + self.reduces + self.exchanges + self.sends
 
     @property
     def input(self) -> float:
-        waits = self.reduces + self.exchanges
+        waits = self.reduces + self.exchanges + self.sends
         return self.products + 2 * self.traffic + waits + (self.forward if self.recompute else 0)
 
     @property
@@ -117,6 +122,7 @@ def step_time(
         recompute=number * again,
         tp=number * passes * micro.reduces,
         cp=number * passes * micro.exchanges,
+        experts=number * passes * micro.sends,
         bubble=idle,
         data=_data(work, layout, device, per_node, micro),
         optimizer=_optimizer(work, layout, device),
@@ -142,7 +148,8 @@ def microbatch_time(work: ModelWork, layout: Layout, device: Device, per_node: i
     layers = work.layers / layout.pp
     reduce = _ring(2 * _message(work, layout), layout.tp, bandwidth(device, layout.tp, 1, per_node))
     exchange = _exchange(work, layout, device, per_node)
-    return Microbatch(products, traffic, 2 * layers * reduce, layers * exchange, layout.recompute)
+    send = work.expert_layers / layout.pp * _send(work, layout, device, per_node)
+    return Microbatch(products, traffic, 2 * layers * reduce, layers * exchange, layout.recompute, send)
 
 
 def _message(work: ModelWork, layout: Layout) -> float:
@@ -156,6 +163,14 @@ def _exchange(work: ModelWork, layout: Layout, device: Device, per_node: int) ->
     numbers = 2 * work.hidden + 2 * work.key_width
     nbytes = _message(work, layout) / work.hidden * numbers / layout.tp
     return 2 * _ring(nbytes / 2, layout.cp, bandwidth(device, layout.cp, layout.tp, per_node))
+
+
+def _send(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
+    """Return the seconds of a layer's tokens on their way to their experts and back."""
+    if layout.ep == 1:
+        return 0.0
+    nbytes = _message(work, layout) * work.picked
+    return 2 * _ring(nbytes, layout.ep, bandwidth(device, layout.ep, layout.tp, per_node))
 
 
 def bandwidth(device: Device, degree: int, stride: int, per_node: int) -> float:
@@ -225,8 +240,11 @@ def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro:
     """Return the seconds of ZeRO's collectives that computing does not hide."""
     if layout.copies == 1:
         return 0.0
-    shard = work.itemsize * work.parameters / (layout.tp * layout.pp)
+    experts = work.expert_parameters if layout.ep > 1 else 0  # what fewer ranks hold alike
+    shard = work.itemsize * (work.parameters - experts) / (layout.tp * layout.pp)
     once = _ring(shard, layout.copies, bandwidth(device, layout.copies, layout.tp, per_node))
+    shard, alike = work.itemsize * experts / (layout.tp * layout.pp * layout.ep), layout.copies // layout.ep
+    once += _ring(shard, alike, bandwidth(device, alike, layout.tp * layout.ep, per_node))
     once += work.layers / layout.pp * LATENCY * math.log2(layout.copies)
     backward = micro.input + micro.weight
     number = layout.accumulation
@@ -250,7 +268,9 @@ def _unhidden(work: ModelWork) -> float:
 
 def _optimizer(work: ModelWork, layout: Layout, device: Device) -> float:
     over = layout.copies if layout.stage else 1
-    mine = work.parameters / (layout.tp * layout.pp * over)
+    experts = work.expert_parameters
+    mine = (work.parameters - experts) / over + experts / (over if layout.stage else layout.ep)
+    mine /= layout.tp * layout.pp
     if layout.offload == "none":
         return mine * STEP_BYTES / (device.traffic * device.traffic_share)
     there_and_back = 2 * work.itemsize * mine / device.host

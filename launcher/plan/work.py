@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
+from launcher.experts.modules import experts_in, number_of
 from launcher.models.build import build_on_meta
 from launcher.pipeline.hf.costs import model_costs
 from launcher.pipeline.hf.parts import parts_of
@@ -36,6 +37,10 @@ class ModelWork:
         flops: of the forward, all blocks and the head.
         traffic: bytes that operations other than products read and write in the forward of all blocks.
         itemsize: bytes of a number that is computed with, and sent: 2, or 4 for fp32.
+        experts: of the layer that has fewest, where tokens can be sent to them; 0: none.
+        expert_parameters: those of all experts, of `parameters`.
+        expert_layers: how many layers have experts.
+        picked: experts of a token.
     """
 
     layers: int
@@ -47,6 +52,10 @@ class ModelWork:
     traffic: float
     itemsize: int = 2
     groups: int = 0  # 0: as many as heads
+    experts: int = 0
+    expert_parameters: int = 0
+    expert_layers: int = 0
+    picked: int = 0
 
     @property
     def key_width(self) -> float:
@@ -64,6 +73,7 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
     text: Any = config.get_text_config()
     blocks = parts_of(model).blocks
     costs = model_costs(model, "best", sequence=sequence)
+    experts = [module for _, module in experts_in(model)]
     return ModelWork(
         layers=len(blocks),
         hidden=text.hidden_size,
@@ -74,6 +84,10 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
         traffic=len(blocks) * _traffic_of(model, blocks[0][1], sequence),
         itemsize=dtype.itemsize,
         groups=getattr(text, "num_key_value_heads", 0) or 0,
+        experts=min(map(number_of, experts), default=0),
+        expert_parameters=elements(experts),
+        expert_layers=len(experts),
+        picked=getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1,
     )
 
 

@@ -40,8 +40,8 @@ class Published:
     flops: float
 
     @property
-    def mesh(self) -> tuple[int, int, int, int]:
-        return self.tp, self.pp, self.ranks // self.tp // self.pp, 1
+    def mesh(self) -> tuple[int, int, int, int, int]:
+        return self.tp, self.pp, self.ranks // self.tp // self.pp, 1, 1
 
     def work(self) -> ModelWork:
         return _work(self.name, self.sequence)
