@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from launcher.plan.choose import Choice, PlanSearch
 
 DESCRIPTION = """\
-Tries all layouts of a run (tensor and pipeline degrees, ranks that share sequences or experts, ZeRO stage, microbatch, schedule, checkpointing, offload),
-drops those that do not fit, predicts the step time of the others, and explains the choice of the best one. Needs no
-GPU. Experimental: step times are predictions on paper, compared with published runs of other programs but with no run
-of this launcher on GPUs. Measure the best few before a long run."""
+Tries all layouts of a run (tensor and pipeline degrees, ranks that share sequences or experts, ZeRO stage, microbatch,
+schedule, checkpointing, offload), drops those that do not fit, predicts the step time of the others, and explains the
+choice of the best one. Needs no GPU. Experimental: step times are predictions on paper, compared with published runs of
+other programs but with no run of this launcher on GPUs. Measure the best few before a long run."""
 EPILOG = """\
 examples:
   launch plan --model meta-llama/Llama-3.1-8B --num-gpus 8 --gpu h100
