@@ -90,7 +90,7 @@ def test_models_without_experts_pass_and_experts_are_refused() -> None:
     split = experts.split_params_into_different_moe_groups_for_optimizer
     assert split(group) == [group] and split((group, group)) == [group, group]
     assert not experts.is_moe_param(group["params"][0])
-    with pytest.raises(LauncherError, match="no expert parallelism"):
+    with pytest.raises(LauncherError, match="MoE is not available"):
         experts.MoE(8, torch.nn.Linear(8, 8), num_experts=2)
 
 

@@ -388,7 +388,7 @@ def test_a_dense_model_has_no_experts() -> None:
         {"params": params}
     ]
     params[0].allreduce = False  # type: ignore[attr-defined]
-    with pytest.raises(NotHere, match="expert layers are not available yet"):
+    with pytest.raises(NotHere, match="own layers of experts are not available"):
         experts.split_params_into_shared_and_expert_params(params)
 
 

@@ -55,7 +55,7 @@ DIFFERS: Mapping[str, str] = {
     "git_version_info": "the version whose names these are, and what is installed here",
     "module_inject.layers.GatherReplacedLayerParams": "to read: a change inside is an error; not at stage 3",
     "runtime.engine.DeepSpeedEngine.clip_fp32_gradients": "nothing is left to do: step() clips",
-    "moe.layer.MoE": "can be imported; making one is an error: expert layers are not available yet",
+    "moe.layer.MoE": "can be imported; making one is an error; experts of Hugging Face models can be spread",
     "moe.utils": "the values of a model without experts; a parameter of an expert is an error",
     "ops.__compatible_ops__": "what has a counterpart here; nothing is built",
     "ops.adam.FusedAdam": "bias_correction=False is written in the JSON; the engine steps it on any device",

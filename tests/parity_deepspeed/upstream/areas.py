@@ -30,7 +30,7 @@ _FORMAT = "reads or writes the files of DeepSpeed's own checkpoint format, unive
 _INSIDE = "calls or counts what belongs to the inside of DeepSpeed's engine"
 _SHARDS = "looks into DeepSpeed's shards: ds_tensor, averaged_gradients, partition(), its flat groups, empty parameters"
 _SECTIONS = "calls functions inside of DeepSpeed's reading of the JSON"
-_EXPERTS = "expert layers are not available"
+_EXPERTS = "layers of experts are not available"
 _SEQUENCES = "sequence parallelism over ranks is not available"
 
 LEFT_OUT: tuple[tuple[str, str], ...] = (
