@@ -114,7 +114,7 @@ def test_every_kind_of_experts(pool: WorkerPool, family: str) -> None:
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 MATRIX = [
-    ("plain", Case(stage=2, accumulation=2), 4),
+    ("plain", Case(stage=2, accumulation=2, more=(("prescale_gradients", True),)), 4),
     ("plain", Case(stage=3, more=(("zero_optimization", {"enable_sanity_checks": True}),)), 2),
     ("biases", Case(size=4, stage=3), 4),
     ("uneven", Case(size=4, stage=1), 4),
