@@ -14,7 +14,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from launcher.errors import CheckpointError
-from launcher.models.fused import fused_names
 
 if TYPE_CHECKING:
     from launcher.models.load import SafetensorsSource
@@ -44,6 +43,8 @@ def match_names(model: PreTrainedModel, source: SafetensorsSource) -> dict[str, 
     Raises:
         CheckpointError: tensors are missing, left over or of another shape; they are listed.
     """
+    from launcher.models.fused import fused_names
+
     transforms = get_model_conversion_mapping(model)
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from launcher.cli.main import main
 from launcher.config import load
@@ -48,6 +49,9 @@ def made_material(directory: Path) -> Path:
     """A tiny model and texts."""
     model = tiny_llama(vocab=VOCABULARY, layers=2)
     model.save_pretrained(directory / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    mixture = MixtralConfig(vocab_size=VOCABULARY, num_hidden_layers=2, num_local_experts=4, **sizes)
+    MixtralForCausalLM(mixture).save_pretrained(directory / "mixture")
     (directory / "prose.txt").write_text("".join(f"{n} is followed by {n + 1}.\n" for n in range(400)))
     rows = [{"prompt": f"after {n}?", "completion": f" {n + 1}"} for n in range(40)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -58,7 +62,8 @@ def run(
     pool: WorkerPool, material: Path, output: Path, recipe: str, config: str, *flags: str, ranks: int = 2
 ) -> list[dict[str, Any]]:
     data = material / ("prose.txt" if recipe == "pretrain" else "rows.jsonl")
-    common = ("--model", str(material / "model"), "--dataset", str(data), "--seq-length", str(LENGTH))
+    model = "mixture" if load(config).expert_parallel.degree > 1 else "model"
+    common = ("--model", str(material / model), "--dataset", str(data), "--seq-length", str(LENGTH))
     pool.run(trained, ranks, recipe, config, str(output), *common, *flags)
     return metrics(output)
 
