@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process_turns import in_turns, run_rank
+from benchmarks.process_turns import in_turns, plain_step, run_rank
 
 WAYS: dict[str, dict[str, Any] | None] = {
     "experts over 2, ZeRO 1": {"expert_parallel": {"size": 2}, "zero_optimization": {"stage": 1}},
@@ -105,15 +105,7 @@ def _step(engine: Any, rank: int) -> Callable[[], float]:
     import torch
 
     generator = torch.Generator().manual_seed(rank)
-    ids = torch.randint(MODEL["vocab_size"], (ROWS, LENGTH), generator=generator)
-
-    def step() -> float:
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-    return step
+    return plain_step(engine, torch.randint(MODEL["vocab_size"], (ROWS, LENGTH), generator=generator))
 
 
 if __name__ == "__main__":

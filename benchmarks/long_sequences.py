@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process_turns import in_turns, run_rank
+from benchmarks.process_turns import in_turns, plain_step, run_rank
 
 WAYS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "one rank": (1, {}),
@@ -87,15 +87,7 @@ def _ours(length: int, sections: dict[str, Any]) -> Callable[[], float]:
         **sections,
     }
     engine: Any = launcher.initialize(model=_model(length), config=config, device=torch.device("cpu"))[0]
-    ids = _batch(length)
-
-    def step() -> float:
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-    return step
+    return plain_step(engine, _batch(length))
 
 
 def _deepspeeds(length: int) -> Callable[[], float]:

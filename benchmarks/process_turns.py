@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from tests.parity_deepspeed import operators
 
@@ -65,6 +66,18 @@ def in_turns(
         }
         for way, rows in taken.items()
     }
+
+
+def plain_step(engine: Any, ids: Any) -> Callable[[], float]:
+    """Return a step on these tokens, of an engine of ours or of DeepSpeed's."""
+
+    def step() -> float:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
 
 
 def run_rank(step_of: Callable[[], float], steps: int, way: str, rank: str, directory: str) -> None:

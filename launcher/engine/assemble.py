@@ -36,7 +36,7 @@ from launcher.engine.staging import (
     versions_of,
 )
 from launcher.engine.telemetry import open_monitor
-from launcher.errors import ArgumentsError, LauncherError
+from launcher.errors import ArgumentsError, ConfigError, LauncherError
 from launcher.models.units import SPREAD, ends_of
 from launcher.monitor.memory import trim_malloc
 from launcher.monitor.processors import warn_of_slow_products
@@ -277,21 +277,24 @@ def split_layers(model: nn.Module, mesh: Mesh, config: Config, whole: Collection
 def spread_experts(
     model: nn.Module, mesh: Mesh, config: Config, axes: ShardAxes
 ) -> tuple[SplitModel, ShardAxes | None]:
-    """Spread the experts of the model over ranks; returns how, and along which ranks ZeRO shards them then."""
-    if config.expert_parallel.degree == 1 and not was_spread(model):
+    """Spread the experts of the model over ranks; returns how, and along which ranks ZeRO shards them then.
+
+    Raises:
+        ConfigError: they cannot be, or an earlier engine has left this rank's only.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, SPREAD):
+            raise ConfigError(
+                f"the experts of {name} are spread over ranks already, by an earlier engine",
+                where="expert_parallel.size",
+                fix="build the model anew, or load what engine.save_16bit_model() wrote",
+            )
+    if config.expert_parallel.degree == 1:
         return SplitModel(Axis("ep")), None
     from launcher.experts.apply import apply as apply_experts
-    from launcher.experts.apply import refuse_spread
-
-    refuse_spread(model)
 
     edp, ep = mesh.split_for_experts(config.expert_parallel.degree)
     return apply_experts(model, ep, mesh), axes.of_experts(edp)
-
-
-def was_spread(model: nn.Module) -> bool:
-    """Return whether an engine has taken experts out of the model."""
-    return any(hasattr(module, SPREAD) for module in model.modules())
 
 
 def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -13,7 +13,7 @@ from launcher.comm import Axis, Mesh, broadcast
 from launcher.comm.plain import gather_plain
 from launcher.errors import ConfigError, LauncherError
 from launcher.experts.dispatch import Routing, combine, dispatch
-from launcher.experts.modules import arguments_of, experts_in, is_spread, keep, number_of
+from launcher.experts.modules import arguments_of, experts_in, keep, number_of
 from launcher.tensor.functions import gather_along, slice_along, sliced
 from launcher.tensor.parts import even_sizes
 from launcher.tensor.split import DimSlice, Split
@@ -33,7 +33,7 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
             layers of a model that comes in parts.
 
     Raises:
-        ConfigError: there are no experts, or fewer than ranks, or they are spread already, or adapted.
+        ConfigError: there are no experts, or fewer than ranks, or they are adapted.
     """
     found = experts_in(model)
     pp = mesh.axes["pp"]
@@ -45,7 +45,6 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
             fix="leave expert_parallel out, or take a mixture of experts such as Mixtral or Qwen3-MoE: docs/models.md "
             "says which types work, and `--model default-moe` is a small one",
         )
-    refuse_spread(model)
     _refuse_adapted(model, {module for _, module in found})
     spread, local = SplitModel(axis), dict[nn.Parameter, nn.Parameter]()
     for name, module in found:
@@ -53,17 +52,6 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
         spread.splits |= _split(name, module, exchange, local)
         exchange.install(module)
     return spread
-
-
-def refuse_spread(model: nn.Module) -> None:
-    """Raise ConfigError where an earlier engine has left a rank's experts only."""
-    for name, module in experts_in(model):
-        if is_spread(module):
-            raise ConfigError(
-                f"the experts of {name} are spread over ranks already, by an earlier engine",
-                where=KEY,
-                fix="build the model anew, or load what engine.save_16bit_model() wrote",
-            )
 
 
 def _refuse_adapted(model: nn.Module, experts: set[nn.Module]) -> None:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from launcher.comm import Axis, all_to_all
 from launcher.errors import LauncherError
+from launcher.models.activation import recomputing
 
 COUNTS, DISPATCH, COMBINE = "experts/counts", "experts/dispatch", "experts/combine"
 
@@ -101,7 +102,7 @@ _KINDS = ("without gradients", "with gradients", "recomputed in a backward")
 
 def _kind_of_call() -> int:
     """Return the place in `_KINDS` of a call of the experts now."""
-    return 2 if torch._C._current_graph_task_id() != -1 else int(torch.is_grad_enabled())
+    return 2 if recomputing() else int(torch.is_grad_enabled())
 
 
 def _other_calls(axis: Axis, kinds: list[int]) -> LauncherError:

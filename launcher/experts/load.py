@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from launcher.comm import Mesh, all_reduce
 from launcher.comm.plain import gather_plain
 from launcher.experts.modules import arguments_of, experts_in, number_of
+from launcher.models.activation import recomputing
 from launcher.monitor.figure import blank, save
 
 
@@ -32,8 +33,7 @@ class TokenCounts:
             module.register_forward_pre_hook(self._count, prepend=True, with_kwargs=True)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        recomputes = torch._C._current_graph_task_id() != -1
-        if module.training and not recomputes:
+        if module.training and not recomputing():
             index, most = arguments_of(module, args, keywords)[1].flatten(), self._counts.shape[1]
             known = index[(index >= 0) & (index < most)]
             self._counts[self._row[module]] += torch.bincount(known, minlength=most)

@@ -33,10 +33,6 @@ def keep(module: nn.Module, count: int) -> None:
     module.num_experts = count  # type: ignore[assignment]
 
 
-def is_spread(module: nn.Module) -> bool:
-    return hasattr(module, SPREAD)
-
-
 def arguments_of(
     module: nn.Module, args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.sequence.families import LATENT
+
 VOCAB = 61
 _BASE = {
     "vocab_size": VOCAB,
@@ -36,13 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "groups and dense layers": (
         "deepseek_v3",
         {
-            **{
-                "q_lora_rank": 12,
-                "kv_lora_rank": 8,
-                "qk_rope_head_dim": 4,
-                "qk_nope_head_dim": 8,
-                "v_head_dim": 6,
-            },
+            **LATENT,
             **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "head_dim": 4},
             **{"first_k_dense_replace": 1, "num_key_value_heads": 4},
         },

@@ -17,7 +17,7 @@ from tests.engine.driving import CPU
 from tests.experts.families import VOCAB, model_of
 from tests.pool import RankContext, WorkerPool
 
-TOKENS, K, WIDTH, EXPERTS = 5, 2, 3, 5
+K, WIDTH, EXPERTS = 2, 3, 5
 
 
 def inputs(rank: int, index: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,15 +54,14 @@ def loaded(ctx: RankContext, directory: Path, size: int) -> tuple[dict[str, Tens
         elements += found.numel() if ".experts." in name and name not in self._fused else 0
         return found
 
-    SafetensorsSource.read_box = counted  # type: ignore[method-assign]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "expert_parallel": {"size": size},
     }
-    engine = launcher.initialize(model=made.model, config=config, source=made.source, device=CPU)[0]
-    SafetensorsSource.read_box = read  # type: ignore[method-assign]
+    with patch.object(SafetensorsSource, "read_box", counted):
+        engine = launcher.initialize(model=made.model, config=config, source=made.source, device=CPU)[0]
     weights = {name: value for name, value in whole_state(engine).items() if "/" not in name}
     engine.destroy()
     return weights, elements, made.how

@@ -20,7 +20,7 @@ from tests.engine.driving import CPU
 from tests.experts.families import FAMILIES, global_batch, model_of
 from tests.pool import RankContext, WorkerPool
 from tests.sequence.families import model_of as of_sequences
-from tests.tensor.running import whole_state
+from tests.tensor.running import plain_steps, whole_state
 
 STEPS, LR, TOLERANCE = 3, 0.05, 1e-6
 SHARED = {"sequence_parallel_size", "context_parallel"}
@@ -69,19 +69,12 @@ def trained(ctx: RankContext, family: str, case: Case, rows: int) -> Trained:
 def truth(family: str, rows: int) -> Trained:
     """The same in plain PyTorch, on one process."""
     model = model_of(family).double()
-    sgd = torch.optim.SGD(model.parameters(), LR)
-    losses, norms = [], []
-    for step in range(STEPS):
-        sgd.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64)
-        for ids in global_batch(step, rows):
-            loss = loss + model(input_ids=ids, labels=ids).loss / rows
-        loss.backward()
-        losses.append(loss.item())
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
-        sgd.step()
-    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss_of(step: int) -> Tensor:
+        parts = [model(input_ids=ids, labels=ids).loss / rows for ids in global_batch(step, rows)]
+        return torch.stack(parts).sum()
+
+    return plain_steps(model, loss_of, STEPS, LR)
 
 
 def check(pool: WorkerPool, family: str, case: Case, world: int) -> None:

@@ -23,6 +23,8 @@ _BASE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+"""Sizes of DeepSeek's attention."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped": ("llama", {}),
     "deep": ("llama", {"num_hidden_layers": 4}),
@@ -40,13 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": (
         "deepseek_v3",
         {
-            **{
-                "q_lora_rank": 12,
-                "kv_lora_rank": 8,
-                "qk_rope_head_dim": 4,
-                "qk_nope_head_dim": 8,
-                "v_head_dim": 6,
-            },
+            **LATENT,
             **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 4},
             **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4},
         },

@@ -14,7 +14,7 @@ from launcher.engine import report
 from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
 from tests.sequence.families import BATCHES, FAMILIES, model_of
-from tests.tensor.running import whole_state
+from tests.tensor.running import plain_steps, whole_state
 
 STEPS, LR = 2, 0.01
 TOLERANCE = 1e-6
@@ -60,17 +60,7 @@ def truth(
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The same in plain PyTorch, on one process."""
     model = model_of(family).to(dtype)
-    sgd = torch.optim.SGD(model.parameters(), LR)
-    losses, norms = [], []
-    for step in range(STEPS):
-        sgd.zero_grad()
-        loss = model(**BATCHES[batch](step, length)).loss
-        loss.backward()
-        losses.append(loss.item())
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
-        sgd.step()
-    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+    return plain_steps(model, lambda step: model(**BATCHES[batch](step, length)).loss, STEPS, LR)
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

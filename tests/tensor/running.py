@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,6 +52,23 @@ def advance(engine: Any, steps: Iterable[int]) -> tuple[list[float], list[float]
         losses.append(float(total) / dp.degree)
         norms.append(engine.get_global_grad_norm())
     return losses, norms
+
+
+def plain_steps(
+    model: nn.Module, loss_of: Callable[[int], Tensor], steps: int, lr: float
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """(losses, gradient norms, weights) of steps of SGD in plain PyTorch, on one process."""
+    sgd = torch.optim.SGD(model.parameters(), lr)
+    losses, norms = [], []
+    for step in range(steps):
+        sgd.zero_grad()
+        loss = loss_of(step)
+        loss.backward()
+        losses.append(loss.item())
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
+        sgd.step()
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
 def whole_state(engine: Any) -> dict[str, Tensor]:
