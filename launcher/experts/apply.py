@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from launcher.comm import Axis, Mesh, broadcast
 from launcher.comm.plain import gather_plain
 from launcher.errors import ConfigError, LauncherError
+from launcher.experts import compute
 from launcher.experts.dispatch import Routing, combine, dispatch
 from launcher.experts.modules import arguments_of, experts_in, keep, number_of
 from launcher.tensor.functions import gather_along, slice_along, sliced
@@ -88,6 +89,7 @@ class _Exchange:
     def install(self, module: nn.Module) -> None:
         self._calls: list[tuple[torch.Size, Tensor, Tensor, Routing, bool]] = []
         keep(module, self.experts[self.axis.rank])
+        compute.install(module)
         module.register_state_dict_pre_hook(_refuse_state_dict)
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after, always_call=True)

@@ -13,9 +13,11 @@ experts leave nothing in the graph. So `combine` depends on what `dispatch` rece
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -84,17 +86,35 @@ class Routing:
         sent.wait()
         return received
 
-    def sorted(self, pairs: Tensor) -> Tensor:
-        """[T x k, ...] in token order -> [pairs sent, ...]."""
-        return pairs.index_select(0, self.order)
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[pairs sent], the token of each."""
+        return self.order.div(self.shape[1], rounding_mode="floor")
 
-    def in_token_order(self, pairs: Tensor) -> Tensor:
-        """[pairs sent, H] -> [T, k, H]; 0 where no expert is named."""
-        tokens, k = self.shape
-        complete = len(self.order) == tokens * k
-        flat = (pairs.new_empty if complete else pairs.new_zeros)(tokens * k, pairs.shape[1])
-        flat[self.order] = pairs
-        return flat.view(tokens, k, pairs.shape[1])
+    @cached_property
+    def places(self) -> Tensor:
+        """[pairs sent], where in `order` each pair is, in token order."""
+        return self.order.argsort()
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """[T], where the pairs of each token begin in `places`."""
+        pairs = torch.bincount(self.tokens, minlength=self.shape[0])
+        return pairs.cumsum(0) - pairs
+
+    def sum_of_tokens(self, pairs: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[pairs sent, H] -> the sum [T, H] of each token's pairs, in its order and in fp32 at least; 0 where it has
+        none.
+
+        Args:
+            weights: [T, k].
+        """
+        if not len(self.order):
+            return pairs.new_zeros(self.shape[0], pairs.shape[1])
+        if weights is not None:
+            weights = weights.flatten()[self.order[self.places]]
+        # a lookup of rows that are weighted and added on the way: nothing of [pairs, H] is written
+        return F.embedding_bag(self.places, pairs, self.starts, mode="sum", per_sample_weights=weights)
 
 
 _KINDS = ("without gradients", "with gradients", "recomputed in a backward")
@@ -130,23 +150,21 @@ def combine(results: Tensor, weights: Tensor, received: Tensor, routing: Routing
         trains: some rank asks for gradients of the experts.
     """
     anchor = received.new_empty(0, requires_grad=True) if trains and torch.is_grad_enabled() else None
-    pairs: Tensor = _Combine.apply(results, received, anchor, routing)
-    # in fp32 where router or experts are, as transformers does it
-    return (pairs * weights[..., None]).sum(1).to(received.dtype)
+    mine: Tensor = _Combine.apply(results, weights, received, anchor, routing)
+    return mine
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
-        tokens = routing.order.div(routing.shape[1], rounding_mode="floor")
-        return routing.send(hidden.index_select(0, tokens), DISPATCH)
+        return routing.send(hidden.index_select(0, routing.tokens), DISPATCH)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         pairs = ctx.routing.send(gradient.contiguous(), DISPATCH, back=True)
-        return ctx.routing.in_token_order(pairs).sum(1), None
+        return ctx.routing.sum_of_tokens(pairs), None
 
 
 class _Combine(torch.autograd.Function):
@@ -155,13 +173,24 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, results: Tensor, received: Tensor, anchor: Tensor | None, routing: Routing
+        ctx: Any, results: Tensor, weights: Tensor, received: Tensor, anchor: Tensor | None, routing: Routing
     ) -> Tensor:
+        pairs = routing.send(results.contiguous(), COMBINE, back=True)  # [pairs sent, H]
         ctx.routing = routing
-        return routing.in_token_order(routing.send(results.contiguous(), COMBINE, back=True))
+        ctx.save_for_backward(pairs, weights)
+        # in fp32 where router or experts are, as transformers does it
+        wide = torch.promote_types(pairs.dtype, weights.dtype)
+        return routing.sum_of_tokens(pairs.to(wide), weights.to(wide)).to(received.dtype)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        pairs = ctx.routing.sorted(gradient.flatten(0, 1))
-        return ctx.routing.send(pairs, COMBINE), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        (pairs, weights), routing = ctx.saved_tensors, ctx.routing
+        wide = torch.promote_types(pairs.dtype, weights.dtype)
+        of_pairs = gradient.to(wide).index_select(0, routing.tokens)  # [pairs sent, H]
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            of_weights = weights.new_zeros(weights.shape)
+            of_weights.view(-1)[routing.order] = (of_pairs * pairs).sum(1).to(weights.dtype)
+        of_pairs.mul_(weights.flatten()[routing.order, None])
+        return routing.send(of_pairs.to(pairs.dtype), COMBINE), of_weights, None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -135,29 +136,39 @@ def test_all_reduce_and_broadcast(pool: WorkerPool, world: int, size: int, way: 
         assert torch.equal(sent, values(world - 1, world * size + 1))
 
 
-def exchange(ctx: RankContext) -> tuple[list[Tensor], int]:
-    """Rank a sends rank b, as its own, a tensor of a + 2 b elements: 0 between rank 0 and itself only; and an empty one
-    from rank 1 to rank 2."""
-    axis = axis_of("")
-    outgoing = [_message(ctx.rank, rank) for rank in range(ctx.world)]
-    incoming = [torch.full_like(_message(rank, ctx.rank), -1) for rank in range(ctx.world)]
+def exchange(ctx: RankContext, size: int, way: str) -> tuple[list[Tensor], int]:
+    """Two exchanges that are in flight together. Rank 1 sends nothing to rank 2, whom nobody needs to wait for."""
+    axis = axis_of(way)
+    outgoing = [_message(ctx.rank, rank, size) for rank in range(ctx.world)]
+    incoming = [torch.full_like(_message(rank, ctx.rank, size), -1) for rank in range(ctx.world)]
+    again = [torch.full_like(part, -1) for part in incoming]
     with record_collectives() as records:
-        all_to_all(outgoing, incoming, axis, "a/exchange").wait()
+        first = all_to_all(outgoing, incoming, axis, "a/exchange")
+        second = all_to_all([-part for part in outgoing], again, axis, "b/exchange")
+        first.wait()
+        second.wait()
+    for part in outgoing:
+        part.fill_(math.nan)  # as soon as the wait is over, the sender may change what it sent
+    assert all(torch.equal(part, -other) for rank, (part, other) in enumerate(zip(incoming, again, strict=True))
+               if rank != ctx.rank)  # fmt: skip
     return incoming, sum(record.sent for record in records)
 
 
-def _message(source: int, target: int) -> Tensor:
-    return torch.full(
-        (0 if (source, target) == (1, 2) else source + 2 * target,), float(10 * source + target)
-    )
+def _message(source: int, target: int, size: int) -> Tensor:
+    """Of another length for each pair."""
+    numel = 0 if (source, target) == (1, 2) else size * (source + 2 * target) // 4
+    return values(10 * source + target, numel)
 
 
 @WORLDS
-def test_all_to_all(pool: WorkerPool, world: int) -> None:
-    for rank, (incoming, sent) in enumerate(pool.run(exchange, world)):
+@WAYS
+def test_all_to_all(pool: WorkerPool, world: int, size: int, way: str) -> None:
+    for rank, (incoming, sent) in enumerate(pool.run(exchange, world, size, way)):
         for source, got in enumerate(incoming):
-            assert torch.equal(got, _message(source, rank) if source != rank else torch.full_like(got, -1))
-        assert sent == 4 * sum(_message(rank, target).numel() for target in range(world) if target != rank)
+            want = _message(source, rank, size)
+            assert torch.equal(got, want if source != rank else torch.full_like(got, -1))
+        messages = [_message(rank, target, size).numel() for target in range(world) if target != rank]
+        assert sent == 2 * 4 * sum(messages)
 
 
 def crossed(ctx: RankContext, size: int, way: str) -> list[Tensor]:

@@ -80,6 +80,30 @@ def test_results_and_gradients_are_those_of_one_process(
     torch.testing.assert_close(torch.cat([found[0][3], found[1][3]]), scales.grad)
 
 
+def in_16_bits(ctx: RankContext, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(output, gradient of the weights) of hidden states in bf16 and weights in another dtype, of experts that change
+    nothing."""
+    ep = Mesh.build(CPU).split_for_experts(2)[1]
+    hidden, index, weights = inputs(ep.rank, [[0, 4], [3, 1], [2, 0]])
+    weights = weights.detach().to(wide).requires_grad_()
+    routing = Routing.of(ep, [3, 2], index)
+    received = dispatch(hidden.to(torch.bfloat16), routing)
+    out = combine(received, weights, received, routing, trains=True)
+    out.float().sum().backward()
+    assert weights.grad is not None and out.dtype == torch.bfloat16 and weights.grad.dtype == wide
+    return out.detach(), weights.grad
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+def test_sums_of_16_bits_are_rounded_once(pool: WorkerPool, wide: torch.dtype) -> None:
+    for rank, (out, d_weights) in enumerate(pool.run(in_16_bits, 2, wide)):
+        hidden, _, weights = inputs(rank, [[0, 4], [3, 1], [2, 0]])
+        rows = hidden.detach().to(torch.bfloat16)
+        want = rows.double() * weights.detach().to(wide).double().sum(1, keepdim=True)
+        torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=0)  # half of the last bit
+        torch.testing.assert_close(d_weights, rows.float().sum(1, keepdim=True).expand(-1, K).to(wide))
+
+
 def sent(ctx: RankContext) -> dict[str, tuple[int, int, int]]:
     """Tag -> (bytes that take part in the forward, of these sent, of the backward sent)."""
     config = {

@@ -2,7 +2,7 @@
 
 Small tensors lie in shared memory (`arena.py`): a rank that starts a collective has written its part there, and a
 rank that waits for it reads the parts of the others. Only the caller works; nobody waits for readers.
-Large ones are read where they lie (`cross_memory.py`), by a thread for gathers and one for reductions, while the main
+Large ones are read where they lie (`cross_memory.py`), by threads for gathers, reductions and exchanges, while the main
 thread computes. Messages (`queue.py`) say where data lies and that it was read:
 
     offer   "my part is ready, at this place"       (a reader needs it before it reads)
@@ -33,7 +33,7 @@ LETTER = 1 << 40  # what goes from one rank to another, and collectives, count f
 class SharedMemoryTransport(GlooTransport):
     """The ranks of a process group who can read each other's memory.
 
-    Broadcasts and exchanges go by sockets, as ever; so do empty tensors.
+    Broadcasts go by sockets, as ever; so do empty tensors.
 
     Args:
         mailbox: for the messages, connected (`connect.py`).
@@ -44,7 +44,7 @@ class SharedMemoryTransport(GlooTransport):
         self.mailbox = mailbox
         self._arena = ShmArena(mailbox)
         self._spin = _local_ranks(self.degree) <= len(os.sched_getaffinity(0))
-        self._gathers, self._reductions = BackgroundThread(), BackgroundThread()
+        self._gathers, self._reductions, self._exchanges = (BackgroundThread() for _ in range(3))
 
     def __str__(self) -> str:
         return "reading each other's memory"
@@ -121,6 +121,26 @@ class SharedMemoryTransport(GlooTransport):
                 self.mailbox.send(peer, sums + READ)
 
         return Pending([self._reductions.start(run), self._all_have_read(sums + READ, slices)])
+
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Pending:
+        """Read from every peer what it has for this rank. Both know where that is nothing."""
+        number = self.numbers.exchange() + LETTER
+        readers = [peer for peer in self.peers if outgoing[peer].numel()]
+        writers = [peer for peer in self.peers if incoming[peer].numel()]
+        shown = self._arena.show([outgoing[peer] for peer in readers], number, readers)
+        for at, peer in enumerate(readers):
+            self.mailbox.send(peer, number, outgoing[peer].data_ptr() if shown is None else shown[at])
+
+        def run() -> None:
+            for peer in writers:
+                place = self.mailbox.receive(peer, number, spin=self._spin and shown is not None)
+                self._copy(peer, place, incoming[peer])
+                self.mailbox.send(peer, number + READ)
+
+        if shown is not None:
+            return Pending([_Later(run)])
+        reads = _Reads(self.mailbox, readers, number + READ, outgoing)
+        return Pending([self._exchanges.start(run), reads])
 
     # ---- from one rank to another -----------------------------------------------------------
 

@@ -1,0 +1,75 @@
+"""Experts computed on the rows that a rank received: `sorted_experts`, for transformers one more implementation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAME = "launcher_sorted"
+STANDS_FOR = "grouped_mm"
+
+
+def install(module: nn.Module) -> None:
+    """Let the experts of a layer be computed by `sorted_experts` where they would be by transformers' `grouped_mm`,
+    which weights rows and adds up those of a token: that is done elsewhere here, and its backward of sorting is slow.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "_experts_implementation", None) != STANDS_FOR or not hasattr(F, "grouped_mm"):
+        return
+    ALL_EXPERTS_FUNCTIONS.register(NAME, sorted_experts)
+    own = copy.copy(config)  # of this layer alone: the model's is saved, and says what the user chose
+    own._experts_implementation_internal = NAME
+    module.config = own
+
+
+def sorted_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return what its expert makes of each row, [pairs, H] -> [pairs, H].
+
+    Args:
+        module: the experts, as `use_experts_implementation` of transformers describes them.
+        index: [pairs, 1], the expert of each row.
+        weights: [pairs, 1], all 1.
+    """
+    expert, order = index[:, 0].sort(stable=True)
+    ends = torch.bincount(expert, minlength=module.num_experts).cumsum(0).int()
+    rows = _Permuted.apply(hidden, order)
+    inner = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, expert, ends)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    out = _linear(module, "down_proj", inner, expert, ends)
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+    result: Tensor = _Permuted.apply(out, order.argsort())
+    return result
+
+
+def _linear(module: Any, name: str, rows: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+    """Return rows [pairs, in] times the weights of their experts, [pairs, out].
+
+    Args:
+        expert: [pairs], in order.
+        ends: [experts], where the rows of each end.
+    """
+    weight = getattr(module, name)
+    weight = weight if module.is_transposed else weight.transpose(1, 2)  # [experts, in, out]
+    out = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
+    return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order: [n, H] -> [n, H]. Backward takes them back, where that of indexing adds them up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return gradient.index_select(0, order.argsort()), None
