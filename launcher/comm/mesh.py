@@ -90,6 +90,7 @@ class Mesh:
     rank: int = 0
     axes: dict[str, Axis] = field(default_factory=dict)
     on_paper: bool = False  # no such ranks are there: axes have degrees and no groups
+    experts: dict[str, Axis] = field(default_factory=dict)  # ep and edp, once experts are spread
 
     @classmethod
     def planned(cls, device: torch.device, world_size: int, rank: int, **degrees: int) -> Mesh:
@@ -187,6 +188,7 @@ class Mesh:
         Every rank must call it; `size` must divide the product of the degrees."""
         ranks = self.dp_cp.degree * self.axes["tp"].degree
         edp, ep = self._inside("dp", "tp", edp=ranks // size, ep=size)
+        self.experts.update(edp=edp, ep=ep)
         return edp, ep
 
     def with_levels(self, shard: Axis, node: int) -> Axis:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from launcher.config.problems import Problem
@@ -105,6 +105,29 @@ def with_shared_sequences(config: Config, ranks: int, by: str) -> Config:
             fix=f'write "{CONTEXT}": {ranks}, or leave it out',
         )
     return config.model_copy(update={CONTEXT: ranks})
+
+
+def with_spread_experts(config: Config, sizes: Collection[int]) -> Config:
+    """Return a copy in which so many ranks share the experts of a layer, where the layers of a model say it.
+
+    Args:
+        sizes: of its layers, each more than 1.
+
+    Raises:
+        ConfigError: they differ, or the JSON says another number.
+    """
+    said = config.expert_parallel.degree
+    if len(sizes) > 1 or (said > 1 and said not in sizes):
+        layers = ", ".join(map(str, sorted(sizes)))
+        others = f", and the JSON has {said}" if said > 1 else ""
+        raise ConfigError(
+            f"layers of experts have ep_size {layers}{others}: all layers must share them in the same way",
+            where=config.where(f"{EXPERTS}.size") if said > 1 else "ep_size",
+            fix="write one number everywhere; layers with ep_size 1 keep all their experts on every rank",
+        )
+    (size,) = sizes
+    section = config.expert_parallel.model_copy(update={"size": size})
+    return config.model_copy(update={EXPERTS: section})
 
 
 _WHAT = {"pp": "are the stages", "tp": "share every layer", "cp": "share every sequence"}

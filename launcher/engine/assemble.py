@@ -13,6 +13,7 @@ from torch import nn
 
 from launcher.comm import Axis, Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size
+from launcher.config.ranks import with_spread_experts
 from launcher.engine.dtypes import (
     DTYPES,
     autocast_dtype,
@@ -37,7 +38,7 @@ from launcher.engine.staging import (
 )
 from launcher.engine.telemetry import open_monitor
 from launcher.errors import ArgumentsError, ConfigError, LauncherError
-from launcher.models.units import SPREAD, ends_of
+from launcher.models.units import SPREAD, SPREAD_OVER, ends_of
 from launcher.monitor.memory import trim_malloc
 from launcher.monitor.processors import warn_of_slow_products
 from launcher.offload.placement import Placements
@@ -129,6 +130,8 @@ def initialize(
         from launcher.engine.sharing import sequences_of
 
         loaded, cut_by = sequences_of(loaded, mpu, mesh_param, model)
+    if sizes := {size for module in model.modules() if (size := getattr(module, SPREAD_OVER, 1)) > 1}:
+        loaded = with_spread_experts(loaded, sizes)
     dp = loaded.dp_degree(dist.get_world_size())
     mesh = Mesh.build(
         device, pp=loaded.pipeline.degree, dp=dp, cp=loaded.cp_degree, tp=loaded.tensor_parallel.degree
@@ -288,6 +291,12 @@ def spread_experts(
                 f"the experts of {name} are spread over ranks already, by an earlier engine",
                 where="expert_parallel.size",
                 fix="build the model anew, or load what engine.save_16bit_model() wrote",
+            )
+        if config.expert_parallel.degree == 1 and getattr(module, SPREAD_OVER, 1) > 1:  # of a PipelineModule
+            raise ConfigError(
+                f"{name} has ep_size {getattr(module, SPREAD_OVER)}, which was not known before the layers were built",
+                where="expert_parallel.size",
+                fix=f'write "expert_parallel": {{"size": {getattr(module, SPREAD_OVER)}}} into the JSON',
             )
     if config.expert_parallel.degree == 1:
         return SplitModel(Axis("ep")), None

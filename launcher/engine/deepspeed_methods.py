@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from launcher.errors import ConfigError
+from launcher.models.units import SPREAD, SPREAD_OVER
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -18,13 +19,22 @@ class DeepSpeedMethods:
     """The part of an Engine with these."""
 
     dont_change_device = False
-    has_moe_layers = False
-    num_experts: tuple[int, ...] = ()
     mpu: Any = None
     gradient_average = True
 
     def _engine(self) -> Engine:
         return cast("Engine", self)
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Return whether the script has built layers of experts."""
+        return bool(self.num_experts)
+
+    @property
+    def num_experts(self) -> list[int]:
+        """Return how many experts each such layer has."""
+        layers = [module for module in self._engine().module.modules() if hasattr(module, SPREAD_OVER)]
+        return [int(getattr(module, SPREAD, getattr(module, "num_experts"))) for module in layers]  # noqa: B009
 
     @property
     def sequence_parallel_size(self) -> int:

@@ -15,6 +15,7 @@ from launcher.errors import ConfigError, LauncherError
 from launcher.experts import compute
 from launcher.experts.dispatch import Routing, combine, dispatch
 from launcher.experts.modules import arguments_of, experts_in, keep, number_of
+from launcher.models.units import SPREAD_OVER
 from launcher.tensor.functions import gather_along, slice_along, sliced
 from launcher.tensor.parts import even_sizes
 from launcher.tensor.split import DimSlice, Split
@@ -36,7 +37,9 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
     Raises:
         ConfigError: there are no experts, or fewer than ranks, or they are adapted.
     """
-    found = experts_in(model)
+    found = [
+        (name, module) for name, module in experts_in(model) if getattr(module, SPREAD_OVER, axis.degree) > 1
+    ]
     pp = mesh.axes["pp"]
     if not any([bool(found)] if pp.group is None else gather_plain(bool(found), pp.group)):
         raise ConfigError(

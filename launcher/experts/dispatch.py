@@ -57,7 +57,7 @@ class Routing:
                 is sent, and its result is 0.
         """
         flat, all_experts = index.reshape(-1), sum(experts)
-        if axis.group is None:  # a rehearsal: every expert gets as many as the others
+        if axis.group is None and axis.degree > 1:  # a rehearsal: every expert gets as many as the others
             flat = torch.arange(flat.numel(), device=index.device) % all_experts
         named = flat.where((flat >= 0) & (flat < all_experts), all_experts)
         counts = torch.bincount(named, minlength=all_experts + 1)[:all_experts]

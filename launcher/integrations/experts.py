@@ -1,40 +1,203 @@
-"""`deepspeed.moe`: names that models import whether they have experts or not. A model with some is not trained here, so
-the answers are those of a dense one; a parameter that is marked as an expert's is an error."""
+"""`deepspeed.moe`: layers of experts that scripts build themselves, and what they ask about their parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from launcher.errors import LauncherError
-from launcher.integrations.refused import NotHere, missing
+from launcher.errors import ArgumentsError
+from launcher.experts import gates
+from launcher.experts.stacked import StackedExperts
+
+NOISES = (None, "None", "Jitter", "RSample")
+JITTER = 1e-2
+
+
+class _Gate(nn.Module):
+    """A linear router, and a choice of k experts for each token (`launcher/experts/gates.py`).
+
+    Args: as those of `MoE`, where model_dim is its hidden_size.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: Any = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.k, self.min_capacity, self.noisy_gate_policy = k, min_capacity, noisy_gate_policy
+        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+        self.drop_tokens, self.use_rts = drop_tokens, use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+
+    def forward(self, input: Tensor, used_token: Tensor | None = None) -> gates.Gating:
+        """Return the choice for tokens [T, hidden], all of it in fp32."""
+        tokens = input.float()
+        if self.noisy_gate_policy == "Jitter" and self.training:
+            tokens = tokens * _jitter(tokens)
+        logits = F.linear(tokens, self.wg.weight.float())
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        if self.k == 1:
+            noise = self.noisy_gate_policy == "RSample" and self.training
+            return gates.top1(
+                logits, factor, self.min_capacity,
+                used=used_token, noise=noise, drop=self.drop_tokens, random=self.use_rts,
+            )  # fmt: skip
+        if self.k == 2:
+            sample = self.top2_2nd_expert_sampling
+            return gates.top2(logits, factor, self.min_capacity, drop=self.drop_tokens, sample=sample)
+        return gates.topk(logits, self.k, factor, self.min_capacity, drop=self.drop_tokens)
+
+
+def _jitter(tokens: Tensor) -> Tensor:
+    low, high = tokens.new_tensor(1 - JITTER), tokens.new_tensor(1 + JITTER)
+    drawn: Tensor = torch.distributions.Uniform(low, high).rsample(tokens.shape)
+    return drawn
+
+
+class _Layer(nn.Module):
+    """Gate and experts, under the names that DeepSpeed gives them.
+
+    Attributes:
+        l_aux, exp_counts: of the last forward.
+    """
+
+    def __init__(self, gate: _Gate, experts: StackedExperts) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts
+        self.l_aux: Tensor | None = None
+        self.exp_counts: Tensor | None = None
+
+    def forward(self, hidden: Tensor, used_token: Tensor | None) -> Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        found = self.gate(tokens, used_token)
+        self.l_aux, self.exp_counts = found.loss, found.counts
+        result: Tensor = self.experts(tokens, found.experts, found.weights)
+        return result.view_as(hidden)
 
 
 class MoE(nn.Module):
-    """Mixture-of-experts layers are not available.
+    """A layer of experts with a gate, for models that scripts build themselves.
+
+    The experts are copies of one module. With `ep_size` N, N neighbouring ranks share them from initialize() on: the
+    same as "expert_parallel": {"size": N}. They work at every ZeRO stage; the optimizer needs no param groups of its
+    own.
+
+    Args:
+        hidden_size: width of inputs and outputs.
+        expert: the module that all experts begin as. It is called with [tokens, hidden_size].
+        num_experts: of the layer, on all ranks together.
+        ep_size: ranks that share them; must divide num_experts.
+        k: experts of each token.
+        capacity_factor, eval_capacity_factor: an expert takes at most this times an even share of a rank's tokens, in
+            training and in evaluation.
+        min_capacity: an expert takes as many in any case.
+        use_residual: add what one expert more makes of all tokens, weighted (Rajbhandari et al. 2022,
+            arXiv:2201.05596).
+        noisy_gate_policy: "Jitter" or "RSample", of k = 1.
+        drop_tokens: keep to the capacity. Tokens that no expert takes come out as 0.
+        use_rts: of k = 1, a full expert takes tokens at random instead of the first ones.
+        use_tutel: has no effect: nothing of Tutel is needed.
+        enable_expert_tensor_parallelism: must be False; experts are not split.
+        top2_2nd_expert_sampling: of k = 2, choose the second expert at random.
 
     Raises:
-        LauncherError: one is made.
+        ArgumentsError: arguments contradict each other.
     """
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        raise LauncherError(
-            "deepspeed.moe.layer.MoE is not available",
-            fix='use a Hugging Face model with experts: "expert_parallel": {"size": N} spreads them over ranks; for '
-            "DeepSpeed itself write `launch --no_deepspeed_shim ...`",
-        )
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        _check(num_experts, ep_size, k, noisy_gate_policy, enable_expert_tensor_parallelism)
+        self.ep_size, self.num_experts, self.num_local_experts = ep_size, num_experts, num_experts // ep_size
+        self.use_residual, self.expert_group_name = use_residual, f"ep_size_{ep_size}"
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        experts = StackedExperts(expert, num_experts, ep_size, "deepspeed_experts.")
+        for parameter in experts.parameters():
+            vars(parameter).update(allreduce=False, group_name=self.expert_group_name)
+        gate = _Gate(
+            hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy,
+            drop_tokens, use_rts, None, top2_2nd_expert_sampling,
+        )  # fmt: skip
+        self.deepspeed_moe = _Layer(gate, experts)
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Do nothing: initialize() makes the groups of ranks."""
+
+    def forward(
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return (output, the gate's loss of balance, tokens that want each expert).
+
+        Args:
+            hidden_states: [..., hidden_size].
+            used_token: [tokens], 0 for those that no expert is to take; of k = 1.
+        """
+        output = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            made = self.mlp(hidden_states)
+            whole = made[0] if isinstance(made, tuple) else made
+            shares = self.coefficient(hidden_states).softmax(-1)
+            output = output * shares[..., :1] + whole * shares[..., 1:]
+        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+
+
+def _check(num_experts: int, ep_size: int, k: int, noise: str | None, split: bool) -> None:
+    what, fix = "", ""
+    if num_experts % ep_size:
+        what, fix = f"num_experts {num_experts} does not divide by ep_size {ep_size}", "change one of them"
+    elif not 1 <= k <= num_experts:
+        what, fix = f"k is {k}, and there are {num_experts} experts", f"write 1 to {num_experts}"
+    elif noise not in NOISES:
+        what, fix = f"noisy_gate_policy {noise!r} is unknown", "write None, 'Jitter' or 'RSample'"
+    elif split:
+        what, fix = "experts are not split over ranks", "leave enable_expert_tensor_parallelism out"
+    if what:
+        raise ArgumentsError(what, where="deepspeed.moe.layer.MoE", fix=fix)
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Return whether a parameter belongs to one expert only: none does."""
+    """Return whether a parameter belongs to experts of a `MoE`."""
     return not getattr(param, "allreduce", True)
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether there is a layer of experts, and of how many: none can be made."""
-    return any(isinstance(module, MoE) for module in m.modules()), 0
+    """Return whether there is a `MoE`, and of how many experts the first one is."""
+    found = next((module for module in m.modules() if isinstance(module, MoE)), None)
+    return found is not None, 0 if found is None else found.num_experts
 
 
 def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
@@ -44,37 +207,57 @@ def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
 def split_params_into_shared_and_expert_params(
     params: Sequence[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return all parameters as shared, and none as experts'."""
-    _check(params)
-    return list(params), []
+    """Return (parameters that all tokens share, those of experts)."""
+    shared = [param for param in params if not is_moe_param(param)]
+    return shared, [param for param in params if is_moe_param(param)]
 
 
 def split_params_grads_into_shared_and_expert_params(
     group: Sequence[nn.Parameter],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients that there are, and none."""
-    _check(group)
-    return [param.grad for param in group if param.grad is not None], []
+    """Return the gradients that there are, in the same two lists."""
+    shared, experts = split_params_into_shared_and_expert_params([p for p in group if p.grad is not None])
+    return [p.grad.to(p.dtype) for p in shared], [p.grad.to(p.dtype) for p in experts]  # type: ignore[union-attr]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]], max_group_size: float = 178956971
+    param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]], max_group_size: float | None = 178956971
 ) -> list[dict[str, Any]]:
-    """Return the groups as they are: there is nothing to split off."""
-    groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
-    for group in groups:
-        _check(group["params"])
-    return [{**group, "params": list(group["params"])} for group in groups]
+    """Return the groups without their parameters of experts, and behind them these, by the name of their group of
+    ranks. No optimizer here needs them apart.
+
+    Args:
+        param_groups: with "name" and "params".
+        max_group_size: elements of a group of experts.
+    """
+    given = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
+    groups, of_experts = [], []
+    for group in given:
+        shared, experts = split_params_into_shared_and_expert_params(list(group["params"]))
+        groups.append({**group, "params": shared})
+        for name in dict.fromkeys(getattr(param, "group_name", "") for param in experts):
+            same = [param for param in experts if getattr(param, "group_name", "") == name]
+            of_experts += [
+                {**group, "name": name, "moe": True, "params": part} for part in _parts(same, max_group_size)
+            ]
+    return groups + of_experts
+
+
+def _parts(params: list[nn.Parameter], most: float | None) -> Iterator[list[nn.Parameter]]:
+    part: list[nn.Parameter] = []
+    for param in params:
+        if part and most is not None and sum(p.numel() for p in part) + param.numel() > most:
+            yield part
+            part = []
+        part.append(param)
+    yield part
 
 
 def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
-    """Return the parameters, or the groups, as they are."""
+    """Return param groups with the parameters of experts apart, of parameters or of groups that have not got them."""
     given = list(model_parameters)
-    _check([one for one in given if isinstance(one, Tensor)])
-    return given
-
-
-def _check(params: Sequence[Tensor]) -> None:
-    if any(is_moe_param(param) for param in params):
-        what, how = missing("moe.layer.MoE", "a parameter of an expert (its `allreduce` is False)")
-        raise NotHere(what, **how)
+    if given and isinstance(given[0], Tensor):
+        return split_params_into_different_moe_groups_for_optimizer({"params": given, "name": "dense-params"})
+    if any("moe" in group for group in given):
+        return given
+    return split_params_into_different_moe_groups_for_optimizer(given)

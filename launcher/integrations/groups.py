@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
@@ -26,8 +28,25 @@ def _axis(name: str) -> Axis:
     return Axis.over("dp")
 
 
+def _group(axis: Axis) -> Any:
+    """Return the process group of an axis. That of a rank alone is a group, too: to torch None means all ranks."""
+    if axis.group is not None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return axis.group
+    return _alone(dist.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def _alone(world: Any) -> Any:
+    """Return a group of this rank only.
+
+    Args:
+        world: all ranks; after they were set up anew the old group is of no use.
+    """
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 def get_data_parallel_group() -> Any:
-    return _axis("dp").group
+    return _group(_axis("dp"))
 
 
 def get_data_parallel_world_size() -> int:
@@ -39,7 +58,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_group() -> Any:
-    return _axis("tp").group
+    return _group(_axis("tp"))
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -52,7 +71,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the rank, among all, of the first rank of this one's tensor-parallel group."""
-    group = _axis("tp").group
+    group = get_tensor_model_parallel_group()
     if group is not None:
         return min(dist.get_process_group_ranks(group))
     return dist.get_rank() if dist.is_initialized() else 0
@@ -92,6 +111,54 @@ def _get_broadcast_src_rank() -> int:
     return _get_data_parallel_group_ranks()[0]
 
 
+# Experts that are spread: every layer of experts is shared by the same ranks, so the name of a group says nothing.
+
+
+def _get_expert_parallel_group(group_name: str = "") -> Any:
+    """Return the ranks that have different experts."""
+    return _group(_experts("ep"))
+
+
+def _get_expert_parallel_world_size(group_name: str = "") -> int:
+    return _experts("ep").degree
+
+
+def _get_expert_parallel_rank(group_name: str = "") -> int:
+    return _experts("ep").rank
+
+
+def _get_expert_data_parallel_group(group_name: str = "") -> Any:
+    """Return the ranks that have the same experts."""
+    return _group(_experts("edp"))
+
+
+def _get_expert_data_parallel_world_size(group_name: str = "") -> int:
+    return _experts("edp").degree
+
+
+def _get_expert_data_parallel_rank(group_name: str = "") -> int:
+    return _experts("edp").rank
+
+
+def _get_max_expert_size() -> int:
+    return _experts("ep").degree
+
+
+def _get_max_expert_size_name() -> str:
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> Any:
+    return _get_expert_parallel_group()
+
+
+def _experts(name: str) -> Axis:
+    mesh = _newest_mesh()
+    if mesh is not None and name in mesh.experts:
+        return mesh.experts[name]
+    return replace(_all_copies(), name=name) if name == "edp" else Axis(name)
+
+
 # Ranks that share a sequence have one model; gradients are averaged over them and over data-parallel ranks.
 
 
@@ -120,7 +187,7 @@ def _get_sequence_parallel_group() -> Any:
 
 
 def _get_sequence_data_parallel_group() -> Any:
-    return _all_copies().group
+    return _group(_all_copies())
 
 
 def _get_sequence_data_parallel_world_size() -> int:

@@ -40,7 +40,7 @@ _CALLS: Mapping[str, str] = {
     "moe.mappings": "drop_tokens gather_tokens",
     "moe.sharded_moe": """
         Base MOELayer TopKGate einsum exp_selection_uniform_map gumbel_map gumbel_rsample multiplicative_jitter
-        top1gating top2gating topkgating uniform_map""",
+        uniform_map""",
     "ops.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
     "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer",
     "runtime.domino.transformer": "DominoTransformer",
@@ -66,9 +66,7 @@ _CALLS: Mapping[str, str] = {
         apply_rotary_pos_emb post_all2all pre_all2all_fun register_all_to_all_group uneven_heads_all2all""",
     "sequence.linear_cross_entropy": "vocab_parallel_linear_cross_entropy",
     "sequence.vocab_parallel_ops": "vocab_parallel_entropy vocab_parallel_kl_div vocab_parallel_logprobs",
-    "utils.groups": """
-        _create_expert_data_and_model_parallel _get_expert_parallel_group _get_expert_parallel_rank
-        _get_expert_parallel_world_size _get_max_expert_parallel_group""",
+    "utils.groups": "_create_expert_data_and_model_parallel",
 }
 
 ONLY_CALLS: Mapping[str, tuple[str, ...]] = {module: tuple(names.split()) for module, names in _CALLS.items()}

@@ -46,8 +46,8 @@ PARTS = Refusal(
     "and its kin",
 )
 EXPERTS = Refusal(
-    "DeepSpeed's own layers of experts are not available",
-    'train a Hugging Face model with experts: "expert_parallel": {"size": N} spreads them over ranks',
+    "it is internal to DeepSpeed's layers of experts",
+    'use deepspeed.moe.layer.MoE, or a Hugging Face model with "expert_parallel": {"size": N} in the JSON',
 )
 SEQUENCES = Refusal(
     "this way of sharing sequences over ranks is not available",
@@ -273,10 +273,6 @@ REFUSED: Mapping[str, Refusal] = {
         f"utils.groups.{name}": EXPERTS
         for name in (
             "_create_expert_data_and_model_parallel",
-            "_get_expert_parallel_group",
-            "_get_expert_parallel_rank",
-            "_get_expert_parallel_world_size",
-            "_get_max_expert_parallel_group",
             "expert_tensor_parallel_world_size",
         )
     },

@@ -169,6 +169,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "module_inject.layers": _from(f"{_PACKAGE}.split_parameters", "GatherReplacedLayerParams"),
     "module_inject.policy": _from(_UTILITIES, "transpose"),
     "moe.layer": _from(f"{_PACKAGE}.experts", "MoE"),
+    "moe.sharded_moe": _from(f"{_PACKAGE}.gating", "top1gating", "top2gating", "topkgating"),
     "moe.utils": {},
     "monitor": {},
     "monitor.comet": _from(f"{_PACKAGE}.monitors", "CometMonitor"),

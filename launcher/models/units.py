@@ -10,6 +10,9 @@ from torch import nn
 SPREAD = "_launcher_all_experts"
 """On a module of experts, of which a rank has some: how many all ranks have (`experts/`)."""
 
+SPREAD_OVER = "_launcher_spread_over"
+"""On a module of experts that a script has built: how many ranks are to share them."""
+
 
 def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the transformer blocks of `model` as (name, module), in registration order, none inside another.

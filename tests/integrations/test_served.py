@@ -387,9 +387,24 @@ def test_a_dense_model_has_no_experts() -> None:
     assert experts.split_params_into_different_moe_groups_for_optimizer({"params": params}) == [
         {"params": params}
     ]
-    params[0].allreduce = False  # type: ignore[attr-defined]
-    with pytest.raises(NotHere, match="own layers of experts are not available"):
-        experts.split_params_into_shared_and_expert_params(params)
+
+
+def test_parameters_of_experts_are_told_apart() -> None:
+    layer = experts.MoE(4, nn.Linear(4, 4), num_experts=2)
+    assert experts.has_moe_layers(nn.Sequential(layer)) == (True, 2)
+    shared, own = experts.split_params_into_shared_and_expert_params(list(layer.parameters()))
+    assert [p.shape for p in shared] == [(2, 4)] and [p.shape for p in own] == [(2, 4, 4), (2, 4)]
+    groups = experts.configure_moe_param_groups(list(layer.parameters()))
+    assert [experts.is_moe_param_group(group) for group in groups] == [False, True]
+    assert experts.configure_moe_param_groups(groups) == groups
+    cut = experts.split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(layer.parameters()), "name": "all", "lr": 0.1}, max_group_size=32
+    )
+    assert [(len(group["params"]), group["lr"]) for group in cut] == [(1, 0.1), (1, 0.1), (1, 0.1)]
+    layer(torch.ones(3, 4))[0].sum().backward()
+    assert [len(part) for part in experts.split_params_grads_into_shared_and_expert_params(
+        list(layer.parameters())
+    )] == [1, 2]  # fmt: skip
 
 
 def test_a_loader_deals_out_by_rank() -> None:

@@ -1,7 +1,9 @@
 """What the real DeepSpeed does, in processes of its own (it patches torch): called by `conftest.py`.
 
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
-python -m tests.parity_deepspeed.deepspeed_side schedules|difficulties|loss_scales|optimizers|rows CASES.json OUT.json
+python -m tests.parity_deepspeed.deepspeed_side TASK CASES.json OUT.json
+
+where TASK is schedules, difficulties, loss_scales, optimizers, rows, gates or mixtures
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import torch
 from tests.parity_deepspeed.fields import REST, STEPS, Fields, gradients
 from tests.parity_deepspeed.fields import follow as step_fields
 from tests.parity_deepspeed.job import Job, train
+from tests.parity_deepspeed.mixtures import gated
+from tests.parity_deepspeed.mixtures import train as train_mixtures
 from tests.parity_deepspeed.rates import follow
 from tests.parity_deepspeed.rows import config_of, module_of
 from tests.parity_deepspeed.rows import train as train_row
@@ -145,6 +149,23 @@ def rows(cases: list[tuple[int, bool]]) -> list[list[float]]:
     return losses
 
 
+def gates(_: None) -> list[Any]:
+    """What DeepSpeed's gates say."""
+    from deepspeed.moe import sharded_moe
+
+    return gated(sharded_moe)
+
+
+def mixtures(_: None) -> list[list[float]]:
+    """Losses of DeepSpeed's layers of experts."""
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    return train_mixtures(deepspeed.initialize, MoE)
+
+
 def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
@@ -155,6 +176,8 @@ def main() -> None:
         "loss_scales": loss_scales,
         "optimizers": optimizers,
         "rows": rows,
+        "gates": gates,
+        "mixtures": mixtures,
     }
     result = tasks[task](given) if task in tasks else train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":

@@ -55,8 +55,8 @@ DIFFERS: Mapping[str, str] = {
     "git_version_info": "the version whose names these are, and what is installed here",
     "module_inject.layers.GatherReplacedLayerParams": "to read: a change inside is an error; not at stage 3",
     "runtime.engine.DeepSpeedEngine.clip_fp32_gradients": "nothing is left to do: step() clips",
-    "moe.layer.MoE": "can be imported; making one is an error; experts of Hugging Face models can be spread",
-    "moe.utils": "the values of a model without experts; a parameter of an expert is an error",
+    "moe.layer.MoE": "experts lie in one tensor each, with a row for each; state dicts name them one by one, as if "
+    "ep_size were 1; all layers with ep_size > 1 have the same one; any ZeRO stage",
     "ops.__compatible_ops__": "what has a counterpart here; nothing is built",
     "ops.adam.FusedAdam": "bias_correction=False is written in the JSON; the engine steps it on any device",
     "ops.adam.DeepSpeedCPUAdam": "bias_correction=False is written in the JSON; the engine steps it on any device",

@@ -1,0 +1,106 @@
+"""Experts that a script builds itself: copies of any module, whose parameters lie in one tensor for all experts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from launcher.comm import Axis
+from launcher.experts.dispatch import Routing, combine, dispatch
+from launcher.models.units import SPREAD_OVER
+
+_ALONE = Axis("ep")
+
+
+class StackedExperts(nn.Module):
+    """Experts that are computed one after the other, each on the tokens that want it.
+
+    The parameter `a.b` of the expert is `a__b` here, with one dim more, in front: [experts, ...]. A state dict names
+    them apart, `0.a.b`, `1.a.b` and so on, below `prefix`, and is read in both forms.
+
+    Args:
+        expert: what each begins as. It is called with [tokens, hidden size]; of a tuple the first counts.
+        count: how many there are.
+        spread_over: ranks that share them, each with an even part: once an engine has the model. 1: each has all.
+        prefix: of the names in a state dict.
+    """
+
+    _expert: nn.Module
+
+    def __init__(self, expert: nn.Module, count: int, spread_over: int = 1, prefix: str = "") -> None:
+        super().__init__()
+        self.num_experts = count
+        self._is_expert_parallel = False  # of transformers: such a module has the experts of a layer
+        self._prefix = prefix
+        setattr(self, SPREAD_OVER, spread_over)
+        self._names = {
+            name: name.replace(".", "__") for name, _ in (*expert.named_parameters(), *expert.named_buffers())
+        }
+        for name, parameter in expert.named_parameters():
+            stacked = torch.stack([parameter.detach()] * count)
+            self.register_parameter(self._names[name], nn.Parameter(stacked, parameter.requires_grad))
+        for name, buffer in expert.named_buffers():
+            self.register_buffer(self._names[name], torch.stack([buffer] * count))
+        # without values, and not as a submodule: it has no parameters of its own
+        self.__dict__["_expert"] = copy.deepcopy(expert).to("meta")
+        self.register_state_dict_post_hook(_name_apart)
+        self.register_load_state_dict_pre_hook(_stack)
+
+    def train(self, mode: bool = True) -> StackedExperts:
+        self._expert.train(mode)
+        return super().train(mode)
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum [T, H] of what its experts make of each token.
+
+        Args:
+            hidden: [T, H].
+            index: [T, k], the experts of each. A number that is none adds nothing.
+            weights: [T, k].
+        """
+        routing = Routing.of(_ALONE, [self.num_experts], index)
+        rows = dispatch(hidden, routing)
+        trains = rows.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
+        return combine(self._compute(rows, routing.local_experts), weights, rows, routing, trains=trains)
+
+    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Return what each row's expert makes of it, [pairs, H] -> [pairs, H]; `experts` are in order."""
+        counts = torch.bincount(experts, minlength=self.num_experts).tolist()
+        values = {name: getattr(self, key).unbind(0) for name, key in self._names.items()}
+        made = [
+            _first(functional_call(self._expert, {name: of[expert] for name, of in values.items()}, (part,)))
+            for expert, part in enumerate(rows.split(counts))
+            if len(part)
+        ]
+        return torch.cat(made) if made else torch.zeros_like(rows)
+
+    def names_apart(self, prefix: str) -> dict[str, list[str]]:
+        """Return, for each entry of a state dict that has all experts, the entries of one expert each."""
+        return {
+            f"{prefix}{key}": [f"{prefix}{self._prefix}{expert}.{name}" for expert in range(self.num_experts)]
+            for name, key in self._names.items()
+        }
+
+
+def _first(made: Any) -> Tensor:
+    result: Tensor = made[0] if isinstance(made, tuple) else made
+    return result
+
+
+def _name_apart(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
+    assert isinstance(module, StackedExperts)
+    for whole, apart in module.names_apart(prefix).items():
+        if whole in state and len(state[whole]) == len(apart):  # at ZeRO 3 there may be nothing in it
+            state |= zip(apart, state.pop(whole).unbind(0), strict=True)
+
+
+def _stack(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    assert isinstance(module, StackedExperts)
+    for whole, apart in module.names_apart(prefix).items():
+        if all(name in state for name in apart):
+            state[whole] = torch.stack([state.pop(name) for name in apart])

@@ -1,0 +1,239 @@
+"""`deepspeed.moe.layer.MoE`: layers of experts that a script builds train as they do in one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import launcher
+from launcher.errors import ArgumentsError, ConfigError
+from launcher.experts.gates import DROPPED, keep_heaviest
+from launcher.integrations import experts as moe
+from launcher.integrations import groups
+from tests.engine.driving import CPU
+from tests.experts.test_parity import Trained
+from tests.pool import RankContext, WorkerPool
+from tests.tensor.running import plain_steps, whole_state
+
+WIDTH, CLASSES, STEPS, LR = 12, 5, 3, 0.1
+
+
+class Case(NamedTuple):
+    """A kind of layer, and a way to train it."""
+
+    ep_size: int = 2
+    stage: int = 0
+    k: int = 1
+    drop: bool = True
+    residual: bool = False
+    accumulation: int = 1
+    experts: int = 4
+
+
+class Classifier(nn.Module):
+    """Two layers of experts between dense ones."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        expert = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+        self.layers = nn.ModuleList(
+            moe.MoE(
+                WIDTH, expert, count, case.ep_size, case.k, min_capacity=0, use_residual=case.residual,
+                drop_tokens=case.drop, use_rts=False, top2_2nd_expert_sampling=False,
+            )
+            for count in (case.experts, 2 * case.experts)
+        )  # fmt: skip
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        x, balance = self.first(x), 0.0
+        for layer in self.layers:
+            made, loss, _ = layer(x)
+            x, balance = x + made, balance + loss
+        return F.cross_entropy(self.last(x.mean(1)), wanted) + 0.1 * balance
+
+
+def build(case: Case) -> Classifier:
+    """The experts of a layer begin alike; here they do not, so that their order matters."""
+    model = Classifier(case)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if "experts" in name:
+            generator = torch.Generator().manual_seed(number)
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def batch(step: int, row: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + row)
+    return torch.randn(2, 7, WIDTH, generator=generator), torch.randint(CLASSES, (2,), generator=generator)
+
+
+def trained(ctx: RankContext, case: Case, own_optimizer: bool = False) -> Trained:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0},
+    }
+    model, more = build(case), dict[str, Any]()
+    if own_optimizer:
+        del config["optimizer"]
+        split = moe.split_params_into_different_moe_groups_for_optimizer
+        apart = split({"params": list(model.parameters()), "name": "all"})
+        assert [group.get("moe", False) for group in apart] == [False, True]
+        more = {"optimizer": torch.optim.SGD(apart, LR)}
+    engine: Any = launcher.initialize(model=model, config=config, device=CPU, **more)[0]
+    assert engine.has_moe_layers
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for part in range(case.accumulation):
+            loss = engine(*batch(step, engine.mesh.dp.rank * case.accumulation + part))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / case.accumulation / engine.mesh.dp.degree
+        dist.all_reduce(total)
+        losses.append(float(total))
+        norms.append(engine.get_global_grad_norm())
+    weights = {name: value for name, value in whole_state(engine).items() if "/" not in name}
+    engine.destroy()
+    return losses, norms, weights
+
+
+@cache
+def truth(case: Case, rows: int) -> Trained:
+    """A module as it is, each batch of a rank by itself: a capacity is of those."""
+    model = build(case._replace(ep_size=1))
+    return plain_steps(
+        model, lambda step: sum(model(*batch(step, row)) for row in range(rows)) / rows, STEPS, LR
+    )
+
+
+CASES = [
+    Case(),
+    Case(stage=1, k=2),
+    Case(stage=2, k=3, accumulation=2),
+    Case(stage=3, k=1, residual=True),
+    Case(ep_size=1, stage=2, k=2, drop=False),
+    Case(ep_size=2, stage=3, k=2, drop=False, residual=True, accumulation=2),
+]
+OF_FOUR = [Case(ep_size=2, stage=1), Case(ep_size=4, stage=2, k=2, residual=True)]
+
+
+@pytest.mark.parametrize(
+    ("case", "world"), [*((case, 2) for case in CASES), *((case, 4) for case in OF_FOUR)], ids=str
+)
+def test_training_is_that_of_one_process(pool: WorkerPool, case: Case, world: int) -> None:
+    check(pool.run(trained, world, case), truth(case._replace(stage=0), world * case.accumulation))
+
+
+def test_an_optimizer_with_groups_of_experts(pool: WorkerPool) -> None:
+    check(pool.run(trained, 2, Case(stage=1), True), truth(Case(), 2))
+
+
+def check(ranks: list[Trained], wanted: Trained) -> None:
+    for losses, norms, weights in ranks:
+        assert losses == pytest.approx(wanted[0], rel=1e-6)
+        assert norms == pytest.approx(wanted[1], rel=2e-6)
+        for name, value in wanted[2].items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_state_dicts_name_experts_one_by_one() -> None:
+    model, other = build(Case()), Classifier(Case())
+    state = model.state_dict()
+    name = "layers.1.deepspeed_moe.experts.deepspeed_experts.{}.2.weight"
+    assert all(state[name.format(expert)].shape == (WIDTH, 16) for expert in range(8))
+    assert not any("__" in key for key in state)
+    assert other.load_state_dict(state) == ([], [])
+    assert other.load_state_dict(dict(model.named_parameters())) == ([], [])  # as an engine exports them
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict({key: value for key, value in state.items() if key != name.format(3)})
+
+
+def resumed(ctx: RankContext, directory: str, ep_size: int, save: bool) -> tuple[float, tuple[Any, ...]]:
+    """(the loss of the next step, what deepspeed.utils.groups says)."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 2},
+    }
+    model = build(Case(ep_size=ep_size)) if save else Classifier(Case(ep_size=ep_size))
+    engine: Any = launcher.initialize(model=model, config=config, device=CPU)[0]
+    if save:
+        engine.backward(engine(*batch(0, 0)))
+        engine.step()
+        engine.save_checkpoint(directory)
+    else:
+        engine.load_checkpoint(directory)
+    engine.backward(engine(*batch(1, 0)))
+    engine.step()
+    loss = float(engine(*batch(2, 0)).detach())
+    said = (
+        groups._get_expert_parallel_world_size(), groups._get_expert_parallel_rank(""),
+        groups._get_expert_data_parallel_world_size(), dist.get_world_size(groups._get_expert_parallel_group()),
+        dist.get_world_size(groups._get_expert_data_parallel_group("ep_size_2")),
+        dist.get_world_size(groups.get_tensor_model_parallel_group()),
+    )  # fmt: skip
+    engine.destroy()
+    return loss, said
+
+
+def test_checkpoints_go_on_with_other_sizes(pool: WorkerPool, tmp_path: Any) -> None:
+    before = pool.run(resumed, 2, str(tmp_path), 2, True)
+    assert [said for _, said in before] == [(2, 0, 1, 2, 1, 1), (2, 1, 1, 2, 1, 1)]
+    after = pool.run(resumed, 2, str(tmp_path), 1, False)
+    assert [said for _, said in after] == [(1, 0, 2, 1, 2, 1), (1, 0, 2, 1, 2, 1)]
+    assert after[0][0] == pytest.approx(before[0][0], rel=1e-6)
+
+
+def refused(ctx: RankContext, sizes: tuple[int, int], section: dict[str, Any]) -> str:
+    model = nn.ModuleList(moe.MoE(4, nn.Linear(4, 4), 4, size) for size in sizes)
+    config = {"train_micro_batch_size_per_gpu": 1, **section}
+    with pytest.raises(ConfigError) as error:
+        launcher.initialize(model=model, config=config, device=CPU)
+    return str(error.value)
+
+
+def test_layers_that_contradict_each_other_or_the_json(pool: WorkerPool) -> None:
+    assert "have ep_size 2, 4: all layers" in pool.run(refused, 2, (2, 4), {})[0]
+    assert (
+        "have ep_size 2, and the JSON has 4"
+        in pool.run(refused, 2, (1, 2), {"expert_parallel": {"size": 4}})[0]
+    )
+    assert "does not divide the 2 ranks" in pool.run(refused, 2, (4, 1), {})[0]
+    mics = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
+    assert "have other experts" in pool.run(refused, 2, (2, 2), mics)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_experts": 3, "ep_size": 2}, "does not divide by ep_size 2"),
+        ({"num_experts": 2, "k": 3}, "k is 3, and there are 2 experts"),
+        ({"noisy_gate_policy": "RSsample"}, "noisy_gate_policy 'RSsample' is unknown"),
+        ({"enable_expert_tensor_parallelism": True}, "experts are not split"),
+    ],
+)
+def test_wrong_arguments_are_said(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentsError, match=words):
+        moe.MoE(4, nn.Linear(4, 4), **arguments)
+
+
+def test_the_heaviest_pairs_are_kept() -> None:
+    experts = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 9]])
+    weights = torch.tensor([[0.2, 0.8], [0.6, 0.4], [0.6, 0.4], [0.9, 0.1]])
+    kept = keep_heaviest(experts, weights, 3, 2)
+    assert kept.tolist() == [[DROPPED, 1], [0, 2], [DROPPED, 1], [0, DROPPED]]
+    assert torch.equal(keep_heaviest(experts, weights, 3, 4), experts.where(experts < 3, DROPPED))
