@@ -194,16 +194,17 @@ class ExpertParallelConfig(Section):
     arXiv:2006.16668).
 
     These ranks are part of the data-parallel ones, and of those that share a sequence: the section takes no ranks away
-    from others. Tokens go to the experts and back, and no token is dropped. ZeRO shards experts over the ranks that
+    from others. Tokens go to the experts and back. ZeRO shards experts over the ranks that
     have the same ones. Any type of model works whose experts transformers calls through `ExpertsInterface`.
     """
 
     aliases: ClassVar[dict[str, str]] = {"ep_size": "size"}
-    acts_without_switch: ClassVar[frozenset[str]] = frozenset({"size", "bias_update_rate"})
+    acts_without_switch: ClassVar[frozenset[str]] = frozenset({"size", "bias_update_rate", "capacity_factor"})
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"size", "autoep_size"})
     differs: ClassVar[dict[str, str]] = {
         "size": "a key of this launcher, the ranks that share the experts of each layer; DeepSpeed has autoep_size",
         "bias_update_rate": "a key of this launcher",
+        "capacity_factor": "a key of this launcher",
         "autoep_size": "any model with experts, at every ZeRO stage; it need not divide the number of experts",
     }
 
@@ -220,6 +221,11 @@ class ExpertParallelConfig(Section):
     """After each step, the correction bias of a router goes up by this for experts that got less than an even share of
     the tokens, and down for the others (Wang et al. 2024, arXiv:2408.15664): balance without a loss. The model must
     have such a bias, as DeepSeek-V3 and GLM-4.5 do. 0: it stays. It acts with all experts on every rank, too."""
+
+    capacity_factor: Annotated[float, Field(gt=0)] | None = None
+    """In training, an expert takes at most this times an even share of a rank's tokens; beyond it, those with the
+    smallest weights are dropped (Lepikhin et al. 2020, arXiv:2006.16668). null: no token is dropped. It acts with all
+    experts on every rank, too."""
 
     @property
     def degree(self) -> int:

@@ -183,6 +183,10 @@ def initialize(
     )
     zero = apply_zero(model, units_of(model, staged.blocks), layout, parts, source)
     cast_buffers(resolved, model)
+    if factor := resolved.expert_parallel.capacity_factor:
+        from launcher.experts.capacity import limit
+
+        limit(model, float(factor), whole=mesh.axes["pp"].degree == 1)
     if rate := resolved.expert_parallel.bias_update_rate:
         from launcher.experts.bias import BiasUpdate
 

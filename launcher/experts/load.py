@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Mesh, all_reduce
 from launcher.comm.plain import gather_plain
+from launcher.experts.gates import capacity_of
 from launcher.experts.modules import arguments_of, experts_in, number_of
 from launcher.models.activation import recomputing
 from launcher.monitor.figure import blank, save
@@ -23,11 +24,17 @@ class TokenCounts:
 
     Args:
         modules: the experts of each layer.
+        factor: of their capacity; 0: they have none.
+
+    Attributes:
+        dropped: pairs of token and expert that were too many, of those that were counted; a number.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device, factor: float = 0.0) -> None:
         most = max(map(number_of, modules), default=0)
         self._counts = torch.zeros(len(modules), most, dtype=torch.float64, device=device)
+        self.dropped = torch.zeros((), dtype=torch.float64, device=device)
+        self._factor = factor
         self._row = {module: row for row, module in enumerate(modules)}
         for module in modules:  # first: it sees what the router says
             module.register_forward_pre_hook(self._count, prepend=True, with_kwargs=True)
@@ -36,12 +43,17 @@ class TokenCounts:
         if module.training and not recomputing():
             index, most = arguments_of(module, args, keywords)[1].flatten(), self._counts.shape[1]
             known = index[(index >= 0) & (index < most)]
-            self._counts[self._row[module]] += torch.bincount(known, minlength=most)
+            counts = torch.bincount(known, minlength=most)
+            self._counts[self._row[module]] += counts
+            if self._factor:
+                capacity = capacity_of(len(index), number_of(module), self._factor)
+                self.dropped += (counts - capacity).clamp(min=0).sum()
 
     def take(self) -> Tensor:
         """Return the counts, fp64 [layers, experts of the layer that has most], and begin anew."""
         counts = self._counts.clone()
         self._counts.zero_()
+        self.dropped.zero_()
         return counts
 
 
@@ -51,6 +63,7 @@ class ExpertLoad:
     Args:
         model: with this rank's layers.
         mesh: every rank of it must make one.
+        factor: of the experts' capacity; 0: they have none.
 
     Attributes:
         experts: the name of each layer's experts -> how many they are, of all pipeline stages.
@@ -58,15 +71,16 @@ class ExpertLoad:
             zeros at the end.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self._mesh, found, pp = mesh, experts_in(model), mesh.axes["pp"]
+    def __init__(self, model: nn.Module, mesh: Mesh, factor: float = 0.0) -> None:
+        self._mesh, self._factor = mesh, factor
+        found, pp = experts_in(model), mesh.axes["pp"]
         mine = {name: number_of(module) for name, module in found}
         stages = [mine] if pp.group is None else gather_plain(mine, pp.group)
         self.experts: dict[str, int] = {name: count for stage in stages for name, count in stage.items()}
         self.total = torch.zeros(
             len(self.experts), max(self.experts.values(), default=0), dtype=torch.float64
         )
-        self._counts = TokenCounts([module for _, module in found], mesh.device)
+        self._counts = TokenCounts([module for _, module in found], mesh.device, factor)
         self._rows = [list(self.experts).index(name) for name, _ in found]
 
     def take(self) -> dict[str, float]:
@@ -75,23 +89,30 @@ class ExpertLoad:
         Returns:
             expert_load: tokens of the expert that has most / an even share, in the layer where that is most.
             expert_entropy: of the experts' shares, the mean of the layers. 1: even; 0: one expert has all tokens.
+            expert_dropped: the share of pairs of token and expert that were dropped, where there is a capacity.
             Empty without experts.
         """
         if not self.experts:
             return {}
-        counts, mine = torch.zeros_like(self.total, device=self._mesh.device), self._counts.take()
-        counts[self._rows, : mine.shape[1]] = mine
+        dropped, mine = self._counts.dropped.clone(), self._counts.take()
+        rows, columns = self.total.shape
+        summed = torch.zeros(rows * columns + 1, dtype=torch.float64, device=self._mesh.device)
+        summed[:-1].view(rows, columns)[self._rows, : mine.shape[1]] = mine
+        summed[-1] = dropped
         for axis in (self._mesh.dp_cp, self._mesh.axes["pp"]):
-            all_reduce(counts.view(-1), axis, "root/experts").wait()
-        counts = counts.cpu()
+            all_reduce(summed, axis, "root/experts").wait()
+        counts, lost = summed[:-1].view(rows, columns).cpu(), float(summed[-1])
         self.total += counts
         numbers = torch.tensor(list(self.experts.values()), dtype=torch.float64)
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
         entropy = -torch.xlogy(shares, shares).sum(1) / numbers.clamp(min=2).log()
-        return {
+        told = {
             "expert_load": float((shares.amax(1) * numbers).max()),
             "expert_entropy": float(entropy.mean()),
         }
+        if self._factor:
+            told["expert_dropped"] = lost / max(1.0, float(counts.sum()))
+        return told
 
     def plot(self, png: Path, *, title: str) -> Path:
         """Draw the tokens of each expert since the beginning, compared with an even share, which is white."""

@@ -122,9 +122,9 @@ def test_generation_and_what_is_refused(pool: WorkerPool, tmp_path: Path) -> Non
 # ---- the load of experts --------------------------------------------------------------------------------
 
 
-def counted(ctx: RankContext, size: int, png: Path) -> tuple[dict[str, float], Tensor]:
-    engine = engine_of(model_of("one for all tokens"), size=size)
-    load = ExpertLoad(engine.module, engine.mesh)
+def counted(ctx: RankContext, size: int, factor: float, png: Path) -> tuple[dict[str, float], Tensor]:
+    engine = engine_of(model_of("one for all tokens"), size=size, capacity_factor=factor or None)
+    load = ExpertLoad(engine.module, engine.mesh, factor)
     ids = torch.zeros(1, 10, dtype=torch.int64)
     engine.eval_batch(iter([{"input_ids": ids, "labels": ids}]))
     engine.train_batch(iter([{"input_ids": ids, "labels": ids}]))
@@ -135,12 +135,13 @@ def counted(ctx: RankContext, size: int, png: Path) -> tuple[dict[str, float], T
     return told, load.total
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_load_of_experts(pool: WorkerPool, tmp_path: Path, size: int) -> None:
-    """All tokens of both ranks go to one of four experts; those of an evaluation do not count."""
+@pytest.mark.parametrize(("size", "factor"), [(1, 0.0), (2, 0.0), (2, 1.0)])
+def test_the_load_of_experts(pool: WorkerPool, tmp_path: Path, size: int, factor: float) -> None:
+    """All tokens of both ranks go to one of four experts; those of an evaluation do not count. With a capacity of an
+    even share it takes 3 of each 10."""
     png = tmp_path / "experts.png"
-    for told, total in pool.run(counted, 2, size, png):
-        assert told == {"expert_load": 4.0, "expert_entropy": 0.0}
+    for told, total in pool.run(counted, 2, size, factor, png):
+        assert told == {"expert_load": 4.0, "expert_entropy": 0.0} | ({"expert_dropped": 0.7} if factor else {})
         assert total.sum(1).tolist() == total.amax(1).tolist() == [20.0, 20.0]
     assert png.stat().st_size > 5000
 

@@ -16,6 +16,7 @@ from launcher.config import load
 from launcher.engine.report import ranks
 from launcher.errors import ConfigError
 from launcher.experts.apply import apply
+from launcher.experts.capacity import limit
 from tests.engine.driving import CPU
 from tests.experts.families import FAMILIES, global_batch, model_of
 from tests.pool import RankContext, WorkerPool
@@ -34,6 +35,7 @@ class Case(NamedTuple):
     accumulation: int = 1
     implementation: str = "eager"
     more: tuple[tuple[str, Any], ...] = ()  # sections of the JSON
+    capacity: float | None = None
 
 
 Trained = tuple[list[float], list[float], dict[str, Tensor]]
@@ -49,7 +51,7 @@ def trained(ctx: RankContext, family: str, case: Case, rows: int) -> Trained:
         "gradient_clipping": 0.0,
         **dict(case.more),
         "zero_optimization": {**zero, **dict(case.more).get("zero_optimization", {})},
-        "expert_parallel": {"size": case.size},
+        "expert_parallel": {"size": case.size, "capacity_factor": case.capacity},
     }
     engine: Any = launcher.initialize(model=model_of(family, case.implementation), config=config, device=CPU)[
         0
@@ -66,9 +68,11 @@ def trained(ctx: RankContext, family: str, case: Case, rows: int) -> Trained:
 
 
 @cache
-def truth(family: str, rows: int) -> Trained:
+def truth(family: str, rows: int, capacity: float | None = None) -> Trained:
     """The same in plain PyTorch, on one process."""
     model = model_of(family).double()
+    if capacity is not None:
+        limit(model, capacity, whole=True)
 
     def loss_of(step: int) -> Tensor:
         parts = [model(input_ids=ids, labels=ids).loss / rows for ids in global_batch(step, rows)]
@@ -82,7 +86,7 @@ def check(pool: WorkerPool, family: str, case: Case, world: int) -> None:
     apart = more.get("pipeline", {}).get("stages", 1) * (2 if SHARED & more.keys() else 1)
     apart *= more.get("tensor_parallel", {}).get("autotp_size", 1)
     rows = world // apart * case.accumulation
-    losses, norms, weights = truth(family, rows)
+    losses, norms, weights = truth(family, rows, case.capacity)
     for found in pool.run(trained, world, family, case, rows):
         assert found[0] == pytest.approx(losses, rel=TOLERANCE)
         assert found[1] == pytest.approx(norms, rel=2 * TOLERANCE)
@@ -103,6 +107,17 @@ KINDS = [family for family in FAMILIES if family not in ("plain", "deep")]
 @pytest.mark.parametrize("family", KINDS)
 def test_every_kind_of_experts(pool: WorkerPool, family: str) -> None:
     check(pool, family, Case(stage=1), 2)
+
+
+@pytest.mark.key("expert_parallel.capacity_factor")
+@pytest.mark.parametrize(("family", "case", "world"), [
+    ("plain", Case(stage=1, capacity=0.7), 2), ("shared expert", Case(size=1, capacity=0.5), 2),
+    ("biases", Case(size=4, stage=2, capacity=0.6, more=(("tensor_parallel", {"autotp_size": 2}),)), 4),
+])  # fmt: skip
+def test_a_capacity(pool: WorkerPool, family: str, case: Case, world: int) -> None:
+    """Each batch of a rank by itself, as in one process; and it makes a difference."""
+    check(pool, family, case, world)
+    assert truth(family, 2, case.capacity)[0] != pytest.approx(truth(family, 2)[0], rel=1e-5)
 
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
