@@ -1,4 +1,4 @@
-"""A capacity for experts whose router has none: what is beyond it is dropped, so that no rank waits long for another."""
+"""A capacity for experts whose router has none: what is beyond it is dropped, so no rank waits long for another."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KEY = "expert_parallel.capacity_factor"
 
 
 def limit(model: nn.Module, factor: float, *, whole: bool) -> None:
-    """Drop the pairs of token and expert, in training, that are too many for an expert: those with the smallest weights.
-    The other weights stay as they are.
+    """Drop the pairs of token and expert, in training, that are too many for an expert: those with the smallest
+    weights. The other weights stay as they are.
 
     Args:
         factor: an expert takes at most this times an even share of the pairs of a call on this rank.
