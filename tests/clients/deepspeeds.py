@@ -23,6 +23,16 @@ def examples() -> list[Client]:
             stage=stage, needs="cifar", local_rank=True)
         for stage in range(4)
     ]  # fmt: skip
+    experts = ("--moe", "--ep-world-size", "2", "--moe-param-group", "--top-k", "1", "--num-experts")
+    kinds = {
+        "experts": ("4", "--noisy-gate-policy", "RSample"),
+        "residual experts": ("2", "4", "--mlp-type", "residual"),
+    }
+    cifar += [
+        one("cifar", kind, f"{training}/cifar/cifar10_deepspeed.py", *flags, str(stage), *experts, *more,
+            stage=stage, needs="cifar", local_rank=True)
+        for (kind, more), stage in zip(kinds.items(), (1, 2), strict=True)
+    ]  # fmt: skip
     pipeline = [
         one("pipeline_parallelism", f"-p {degree}{', without dropout' if degree else ''}",
             f"{training}/pipeline_parallelism/train.py", "--deepspeed_config=ds_config.json", "-p", str(degree),

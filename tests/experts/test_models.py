@@ -141,7 +141,9 @@ def test_the_load_of_experts(pool: WorkerPool, tmp_path: Path, size: int, factor
     even share it takes 3 of each 10."""
     png = tmp_path / "experts.png"
     for told, total in pool.run(counted, 2, size, factor, png):
-        assert told == {"expert_load": 4.0, "expert_entropy": 0.0} | ({"expert_dropped": 0.7} if factor else {})
+        assert told == {"expert_load": 4.0, "expert_entropy": 0.0} | (
+            {"expert_dropped": 0.7} if factor else {}
+        )
         assert total.sum(1).tolist() == total.amax(1).tolist() == [20.0, 20.0]
     assert png.stat().st_size > 5000
 

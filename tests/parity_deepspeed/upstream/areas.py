@@ -123,7 +123,10 @@ LEFT_OUT: tuple[tuple[str, str], ...] = (
     ("unit/v1/moe/test_moe_tp.py*", "experts are not split over tensor-parallel ranks"),
     ("unit/v1/moe/test_moe.py::TestMoESingleton*", _INSIDE),
     ("unit/v1/moe/test_moe.py::TestTopkGate::test_sparse_dispatch*", _INSIDE),
-    ("unit/v1/moe/test_moe.py::TestExpertWeightGradWithZero*", "state dicts of one rank's experts, from 0 on"),
+    (
+        "unit/v1/moe/test_moe.py::TestExpertWeightGradWithZero*",
+        "state dicts of one rank's experts, from 0 on",
+    ),
     ("unit/sequence_parallelism/*", _SEQUENCES),
     ("unit/ulysses_alst/test_ulysses_sp_hf.py*", _SEQUENCES),
     ("unit/v1/pin_memory/*", "DeepSpeed's own pinned memory, an operator in C++"),
