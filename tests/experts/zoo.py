@@ -1,9 +1,9 @@
 """What becomes of every causal-LM type with experts where two ranks share these:
 
-    python -m tests.experts.zoo [TYPE ...] [--write]
+    python -m tests.experts.zoo [TYPE ...] [--ranks 4] [--write]
 
-takes one step of a tiny model of each and compares the loss and every gradient with those of one process. Fails where
-one differs, stops in an error that is no refusal, or has another verdict than in `verdicts.tsv`; with --write it writes
+takes one step of a tiny model of each and compares the loss, every gradient and the choices of its routers with those of
+one process. Fails where one differs, stops in an error that is no refusal, or has another verdict than in `verdicts.tsv`; with --write it writes
 that file.
 """
 
@@ -12,10 +12,15 @@ from __future__ import annotations
 import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
+import torch
 import transformers
+from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from launcher.experts.modules import arguments_of, experts_in
+from launcher.models.activation import recomputing
 from tests.sequence.zoo import main
 from tests.tensor.zoo import CAUSAL_TYPES
 from tests.tensor.zoo_tables import UNRUNNABLE
@@ -30,7 +35,21 @@ def has_experts(kind: str) -> bool:
     return "expert" in inspect.getsource(sys.modules[model.__module__]).lower()
 
 
+def choices(model: nn.Module) -> list[list[Tensor]]:
+    """Return what the router of each layer says in the next forward, with its weights: of the first layer to the bit,
+    for sums over experts are rounded in another order."""
+    said: list[list[Tensor]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if module.training and not recomputing() and torch.is_grad_enabled():
+            said.append([part.detach().clone() for part in arguments_of(module, args, keywords)[1:]])
+
+    for _, module in experts_in(model):
+        module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
+    return said
+
+
 TYPES = [kind for kind in CAUSAL_TYPES if kind not in UNRUNNABLE and has_experts(kind)]
 
 if __name__ == "__main__":
-    main(__doc__, VERDICTS, CONFIG, TYPES)
+    main(__doc__, VERDICTS, CONFIG, TYPES, choices)

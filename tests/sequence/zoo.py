@@ -10,8 +10,10 @@ verdict than in `verdicts.tsv`; with --write it writes that file.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,22 @@ WORKS, LENGTH = "works", 15
 SUFFIX = re.compile(r", so (its sequences cannot be shared by|none can be spread over) ranks$")
 
 
-def judge(ctx: RankContext, kind: str, sections: dict[str, Any] = CONFIG) -> str:
+Watch = Callable[[torch.nn.Module], list[list[Tensor]]]
+"""Returns what one layer after the other says in a forward, which is to come; of the first one to the bit."""
+
+
+def judge(
+    ctx: RankContext, kind: str, sections: dict[str, Any] = CONFIG, watch: Watch = lambda model: []
+) -> str:
     """WORKS; "refused: ..."; or what is wrong.
 
     Args:
         sections: of the JSON, that say what is tried. All ranks have the same batch.
+        watch: tells what else must be the same.
     """
     batch = batch_of(kind, seed=0, length=LENGTH)
     plain = tiny_model(kind, seed=0).train()
+    said = watch(plain)
     try:
         wanted = plain(**batch).loss
     except ValueError as error:
@@ -58,7 +68,10 @@ def judge(ctx: RankContext, kind: str, sections: dict[str, Any] = CONFIG) -> str
         engine = launcher.initialize(
             model=tiny_model(kind, seed=0), config=config, device=torch.device("cpu")
         )[0]
+        told = watch(engine.module)
         loss = engine(**batch).loss
+        if len(told) != len(said) or not all(map(_said_alike, told, said, range(len(said)))):
+            return "another forward inside"
         engine.backward(loss)
         found = {name: _whole_gradient(engine, p) for name, p in engine.module.named_parameters()}
     except LauncherError as error:
@@ -69,6 +82,14 @@ def judge(ctx: RankContext, kind: str, sections: dict[str, Any] = CONFIG) -> str
         if engine is not None:
             engine.destroy()
     return _compared(loss, found, wanted, gradients)
+
+
+def _said_alike(mine: list[Tensor], wanted: list[Tensor], layer: int) -> bool:
+    bits = layer == 0
+    return all(
+        torch.equal(a, b) if bits else torch.allclose(a.float(), b.float(), rtol=TOLERANCE, atol=TOLERANCE)
+        for a, b in zip(mine, wanted, strict=True)
+    )
 
 
 def _whole_gradient(engine: Any, parameter: torch.nn.Parameter) -> Tensor | None:
@@ -98,22 +119,26 @@ def _compared(loss: Tensor, found: dict[str, Any], wanted: Tensor, gradients: di
 
 
 def main(
-    what: str | None, verdicts_file: Path, sections: dict[str, Any], types: list[str], ranks: int = 2
+    what: str | None, verdicts_file: Path, sections: dict[str, Any], types: list[str], *more: Any
 ) -> None:
     """Judge all types, or those that the command line names; compare with the file, or write it.
 
     Args:
         what: the text of --help.
+        more: arguments of `judge`.
     """
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--ranks", type=int, default=2, help="with other than 2, sizes in the JSON are the same")
     flags = parser.parse_args()
     verdicts: dict[str, str] = {}
+    if flags.ranks != 2:
+        sections = json.loads(json.dumps(sections).replace('"size": 2', f'"size": {flags.ranks}'))
     pool = WorkerPool()
     for kind in flags.types or types:
         try:
-            verdicts[kind] = pool.run(judge, ranks, kind, sections)[0]
+            verdicts[kind] = pool.run(judge, flags.ranks, kind, sections, *more)[0]
         except Exception as error:  # a hang, or ranks that went other ways
             verdicts[kind] = f"error: {str(error)[:200]}".replace("\n", " ")
         print(f"{kind}\t{verdicts[kind]}", flush=True)
