@@ -79,8 +79,10 @@ class Training:
             reads=engine.is_first_stage(),
         )
         self.identity = Identity.of(self.train_set, self.run.args.seed)
-        factor = engine.resolved.expert_parallel.capacity_factor or 0.0
-        self.expert_load = ExpertLoad(engine.module, engine.mesh, factor)
+        section = engine.resolved.expert_parallel
+        self.expert_load = ExpertLoad(
+            engine.module, engine.mesh, section.capacity_factor or 0.0, section.degree
+        )
         config: Any = engine.module.config
         for data in (self.train_set, self.eval_set):
             check_vocabulary(data, config.get_text_config().vocab_size)

@@ -167,6 +167,14 @@ def number(text: str) -> float:
     return found
 
 
+def positive_number(text: str) -> float:
+    """Return the type of a flag that is a factor: a finite number above 0."""
+    found = number(text)
+    if not found:
+        raise argparse.ArgumentTypeError("needs a number above 0")
+    return found
+
+
 def shown(text: str) -> str:
     """Return what was typed, for a message: quoted, escaped and shortened."""
     return repr(text if len(text) <= 60 else f"{text[:50]}...")

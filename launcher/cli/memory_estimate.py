@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser, add_model_and_ranks, positive, slots_of
+from launcher.cli.flags import FlagParser, add_model_and_ranks, positive, positive_number, slots_of
 from launcher.cli.output import config_of
 from launcher.errors import ConfigError
 from launcher.sizes import bytes_of
@@ -48,6 +48,14 @@ def estimate_parser() -> FlagParser:
     add("--gpu", metavar="TYPE|BYTES", help="GPU type (h100, a100-40, l4, ...), or its memory: 80GiB, 24GB")
     add("--seq-length", type=positive, metavar="L", help="tokens per sequence (default: 2048)")
     add("--rank", type=int, metavar="R", help="show this rank (default: one of each pipeline stage)")
+    add(
+        "--expert-load",
+        type=positive_number,
+        default=1.0,
+        metavar="X",
+        help="tokens that the experts of the busiest rank get, compared with an even share: expert_rank_load in "
+        "metrics.jsonl (default: 1)",
+    )
     add("--compare", action="store_true", help="compare all stages and kinds of offload")
     add(
         "--longest",
@@ -79,14 +87,16 @@ def memory_estimate(argv: Sequence[str]) -> int:
         )
     from launcher.cli import memory_tables
     from launcher.estimate.estimator import Estimator
+    from launcher.estimate.model_trace import expert_load
     from launcher.estimate.variants import advice, side_by_side
     from launcher.models.build import load_config
 
-    estimator = Estimator(load_config(flags.model))
+    estimator = Estimator(load_config(flags.model), flags.expert_load)
     if flags.longest and device is not None:
         return _longest(estimator, config, world, device, as_object=flags.json)
     sequence = flags.seq_length or estimator.sequence
-    found = _ranks(estimator, config, world, sequence, flags.rank, rehearsed=flags.dry_run)
+    with expert_load(config, flags.expert_load):  # of a rehearsal
+        found = _ranks(estimator, config, world, sequence, flags.rank, rehearsed=flags.dry_run)
     fits = None if device is None else all(one.peak <= device for one in found)
     others = side_by_side(estimator, config, world, sequence) if flags.compare else []
     change = advice(estimator, config, world, sequence, device) if device is not None and not fits else None
@@ -104,6 +114,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
             "num_gpus": world,
             "seq_length": sequence,
             "device_bytes": device,
+            "expert_load": flags.expert_load,
         }
         told: dict[str, Any] = {"per_rank": [as_json(one) for one in found], "fits": fits, "inputs": inputs}
         if flags.compare:
@@ -113,6 +124,8 @@ def memory_estimate(argv: Sequence[str]) -> int:
         print(json.dumps(told, indent=2))
     else:
         memory_tables.show(found, estimator.parameters, sequence, device)
+        if config.expert_parallel.degree > 1:
+            memory_tables.experts(estimator.model, config.expert_parallel.degree, flags.expert_load)
         if others:
             memory_tables.compare(others, device)
         if fits is False:

@@ -9,6 +9,8 @@ from launcher.cli.output import new_console
 from launcher.sizes import in_words
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from launcher.estimate.answer import Estimate
     from launcher.estimate.longest import LongestSequence
     from launcher.estimate.variants import Variant
@@ -42,6 +44,34 @@ def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int 
         verdict = "fits" if fullest.peak <= device else "does NOT fit"
         which = f" on rank {fullest.rank}" if len(found) > 1 else ""
         console.print(f"{verdict}: {in_words(fullest.peak)} of {in_words(device)}{which}", markup=False)
+
+
+def experts(model: nn.Module, ranks: int, load: float) -> None:
+    """Print what a rank has of the experts that ranks share, and how many tokens it is assumed to get.
+
+    Args:
+        model: whole.
+        ranks: that share the experts of a layer.
+        load: tokens of a rank's experts, compared with an even share.
+    """
+    from launcher.experts.modules import experts_in, number_of
+    from launcher.pipeline.partition.costs import elements
+    from launcher.tensor.parts import even_sizes
+
+    found = [module for _, module in experts_in(model)]
+    mine = sorted({even_sizes(number_of(module), ranks)[0] for module in found})
+    all_experts = sorted({number_of(module) for module in found})
+    share = elements(found) / ranks * 1e-9
+    tokens = "an even share" if load == 1 else f"{load:g} times an even share"
+    new_console().print(
+        f"experts: each rank has {_or(mine)} of {_or(all_experts)} in each of {len(found)} layers, "
+        f"{share:.3g} B parameters, and {tokens} of the tokens (--expert-load)",
+        markup=False,
+    )
+
+
+def _or(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 def compare(variants: Sequence[Variant], device: int | None) -> None:

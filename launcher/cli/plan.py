@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser, add_model_and_ranks, positive, size, slots_of
+from launcher.cli.flags import FlagParser, add_model_and_ranks, positive, positive_number, size, slots_of
 from launcher.cli.output import must_be_new, new_console, write
 from launcher.errors import ConfigError
 
@@ -74,6 +74,14 @@ def plan_parser() -> FlagParser:
         default="bf16",
         help="dtype of the parameters (default: bf16)",
     )
+    add(
+        "--expert-load",
+        type=positive_number,
+        default=1.0,
+        metavar="X",
+        help="tokens that the experts of the busiest rank get, compared with an even share: expert_rank_load in "
+        "metrics.jsonl (default: 1)",
+    )
     add("--top", type=positive, default=10, metavar="K", help="number of layouts to show (default: 10)")
     add("--write", metavar="DS.json", help="write the configuration of the best layout")
     add("--html", metavar="FILE", help="write a report with plots")
@@ -102,8 +110,9 @@ def plan(argv: Sequence[str]) -> int:
     model = load_config(flags.model)
     sequence = flags.seq_length or min(4096, getattr(model, "max_position_embeddings", None) or 4096)
     batch = flags.global_batch or default_batch(world, sequence)
-    work, place = work_of(model, sequence, DTYPES[flags.dtype]), PlanSearch(kind, per_node, memory - RESERVED)
-    needs = MemoryPredictor(model, sequence, flags.dtype)
+    work = replace(work_of(model, sequence, DTYPES[flags.dtype]), expert_load=flags.expert_load)
+    place = PlanSearch(kind, per_node, memory - RESERVED)
+    needs = MemoryPredictor(model, sequence, flags.dtype, expert_load=flags.expert_load)
     choices = choose(work, place, layouts(work, world, batch), needs.peak, needs.kept, top=flags.top)
     inputs = {
         "model": flags.model,
@@ -114,6 +123,7 @@ def plan(argv: Sequence[str]) -> int:
         "global_batch": batch,
         "seq_length": sequence,
         "dtype": flags.dtype,
+        "expert_load": flags.expert_load,
     }
     if not choices:
         return _nothing(flags, inputs, needs.refused.values())

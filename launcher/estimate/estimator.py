@@ -36,15 +36,16 @@ class Estimator:
 
     Args:
         model: a causal LM's config.
+        expert_load: tokens that the experts of the busiest rank get, compared with an even share.
     """
 
-    def __init__(self, model: PretrainedConfig) -> None:
+    def __init__(self, model: PretrainedConfig, expert_load: float = 1.0) -> None:
         self.model = build_on_meta(model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         text: Any = self.model.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
         self.sequence = min(LONG, most) if isinstance(most, int) and most > 0 else LONG
-        self._portions, self._traces = RankParts(self.model), ModelTraces(self.model)
+        self._portions, self._traces = RankParts(self.model), ModelTraces(self.model, expert_load)
         self._states: dict[str, StateBytes] = {}
 
     def estimate(self, config: Config, world: int, rank: int = 0, sequence: int | None = None) -> Estimate:

@@ -68,10 +68,11 @@ class ModelTraces:
 
     Args:
         model: on meta, whole; left as it is.
+        expert_load: tokens of a rank's experts, compared with an even share.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, expert_load: float = 1.0) -> None:
+        self._model, self._load = model, expert_load
         self._known: dict[str, ModelTrace] = {}
 
     def of(self, config: Config, sequence: int, *, recomputed: bool) -> ModelTrace:
@@ -96,8 +97,19 @@ class ModelTraces:
         )
         if key not in self._known:
             special = special_dtypes(config, self._model)
-            self._known[key] = _traced(shortened(self._model), config, section, special, sequence, late=late)
+            with expert_load(config, self._load):
+                trace = _traced(shortened(self._model), config, section, special, sequence, late=late)
+            self._known[key] = trace
         return self._known[key]
+
+
+def expert_load(config: Config, load: float) -> AbstractContextManager[None]:
+    """Return the context of a rehearsal in which a rank's experts get so many times an even share of the tokens."""
+    if config.expert_parallel.degree == 1:
+        return nullcontext()
+    from launcher.experts.dispatch import rehearsed_load
+
+    return rehearsed_load(load)
 
 
 def section_of(config: Config) -> ActivationCheckpointingConfig | None:

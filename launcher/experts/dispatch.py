@@ -12,6 +12,8 @@ experts leave nothing in the graph. So `combine` depends on what `dispatch` rece
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -57,8 +59,8 @@ class Routing:
                 is sent, and its result is 0.
         """
         flat, all_experts = index.reshape(-1), sum(experts)
-        if axis.group is None and axis.degree > 1:  # a rehearsal: every expert gets as many as the others
-            flat = torch.arange(flat.numel(), device=index.device) % all_experts
+        if axis.group is None and axis.degree > 1:
+            flat = _rehearsed(flat, experts, axis.rank)
         named = flat.where((flat >= 0) & (flat < all_experts), all_experts)
         counts = torch.bincount(named, minlength=all_experts + 1)[:all_experts]
         # with what kind of call it is, behind the counts
@@ -115,6 +117,29 @@ class Routing:
             weights = weights.flatten()[self.order[self.places]]
         # a lookup of rows that are weighted and added on the way: nothing of [pairs, H] is written
         return F.embedding_bag(self.places, pairs, self.starts, mode="sum", per_sample_weights=weights)
+
+
+_load = 1.0
+
+
+@contextmanager
+def rehearsed_load(load: float) -> Iterator[None]:
+    """Inside, a rank that rehearses gets so many times an even share of the tokens for its experts."""
+    global _load
+    before, _load = _load, load
+    try:
+        yield
+    finally:
+        _load = before
+
+
+def _rehearsed(flat: Tensor, experts: list[int], rank: int) -> Tensor:
+    """Return an expert for each pair: there are no values that a router could have seen. Other ranks send this one as
+    much as it sends itself."""
+    places, count, first = torch.arange(flat.numel(), device=flat.device), experts[rank], sum(experts[:rank])
+    own = min(flat.numel(), round(flat.numel() * _load * count / sum(experts)))
+    others = first + count + places % max(1, sum(experts) - count)
+    return (first + places % count).where(places < own, others % sum(experts))
 
 
 _KINDS = ("without gradients", "with gradients", "recomputed in a backward")

@@ -16,6 +16,7 @@ from launcher.experts.gates import capacity_of
 from launcher.experts.modules import arguments_of, experts_in, number_of
 from launcher.models.activation import recomputing
 from launcher.monitor.figure import blank, save
+from launcher.tensor.parts import even_sizes
 
 
 class TokenCounts:
@@ -64,6 +65,7 @@ class ExpertLoad:
         model: with this rank's layers.
         mesh: every rank of it must make one.
         factor: of the experts' capacity; 0: they have none.
+        ranks: that share the experts.
 
     Attributes:
         experts: the name of each layer's experts -> how many they are, of all pipeline stages.
@@ -71,8 +73,8 @@ class ExpertLoad:
             zeros at the end.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, factor: float = 0.0) -> None:
-        self._mesh, self._factor = mesh, factor
+    def __init__(self, model: nn.Module, mesh: Mesh, factor: float = 0.0, ranks: int = 1) -> None:
+        self._mesh, self._factor, self._ranks = mesh, factor, ranks
         found, pp = experts_in(model), mesh.axes["pp"]
         mine = {name: number_of(module) for name, module in found}
         stages = [mine] if pp.group is None else gather_plain(mine, pp.group)
@@ -89,6 +91,8 @@ class ExpertLoad:
         Returns:
             expert_load: tokens of the expert that has most / an even share, in the layer where that is most.
             expert_entropy: of the experts' shares, the mean of the layers. 1: even; 0: one expert has all tokens.
+            expert_rank_load: the same as expert_load, of the experts of a rank and of all layers together, where ranks
+                share experts: what the busiest rank computes and keeps.
             expert_dropped: the share of pairs of token and expert that were dropped, where there is a capacity.
             Empty without experts.
         """
@@ -110,9 +114,20 @@ class ExpertLoad:
             "expert_load": float((shares.amax(1) * numbers).max()),
             "expert_entropy": float(entropy.mean()),
         }
+        if self._ranks > 1:
+            told["expert_rank_load"] = self._of_ranks(shares) * self._ranks
         if self._factor:
             told["expert_dropped"] = lost / max(1.0, float(counts.sum()))
         return told
+
+    def _of_ranks(self, shares: Tensor) -> float:
+        """Return the share of the rank whose experts have most, [layers, experts] -> the mean of the layers."""
+        parts = [
+            row[:count].split(even_sizes(count, self._ranks))
+            for row, count in zip(shares, self.experts.values(), strict=True)
+        ]
+        of_ranks = torch.stack([torch.stack([part.sum() for part in row]) for row in parts])
+        return float(of_ranks.mean(0).max())
 
     def plot(self, png: Path, *, title: str) -> Path:
         """Draw the tokens of each expert since the beginning, compared with an even share, which is white."""

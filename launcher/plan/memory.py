@@ -23,15 +23,17 @@ class MemoryPredictor:
         sequence: tokens of a sequence.
         dtype: "bf16", "fp16" or "fp32".
         refused: why layouts cannot run, by layout.
+        expert_load: see `ModelWork`.
     """
 
     model: PretrainedConfig
     sequence: int
     dtype: str = "bf16"
     refused: dict[Layout, str] = field(default_factory=dict)
+    expert_load: float = 1.0
 
     def __post_init__(self) -> None:
-        self._estimator = Estimator(self.model)
+        self._estimator = Estimator(self.model, self.expert_load)
         self._known: dict[Layout, tuple[Estimate, ...]] = {}
         self._kept: dict[Layout, int] = {}
 

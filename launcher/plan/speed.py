@@ -6,7 +6,7 @@ It was compared with published runs of other programs (docs/plan.md), and with n
     tp              4 all-reduces of tokens x hidden a block and microbatch, and 2 more where blocks are recomputed
     pipeline        the schedule's own list of actions, simulated with these costs
     cp              heads for tokens around attention: queries, keys, values and outputs, there and back
-    experts         tokens x experts of a token to other ranks and back; all experts get as many
+    experts         tokens x experts of a token to other ranks and back; the busiest rank has expert_load times as many
     data            volumes of ZeRO (arXiv 1910.02054, section 7), over the slowest link that the ranks of dp cross
 
 Collectives are rings. Ranks lie as in `comm/mesh.py`: tp ranks are neighbours, then those of cp, of dp and of pp.
@@ -141,7 +141,8 @@ def microbatch_time(work: ModelWork, layout: Layout, device: Device, per_node: i
     """Return what one microbatch takes on a rank whose share of the model is as large as the others'."""
     share = layout.micro / layout.pp / layout.cp
     rate = device.flops * device.matmul_share * (device.fp32_share if work.itemsize == 4 else 1.0)
-    products = share * work.flops / layout.tp / rate
+    waiting = (work.expert_load - 1) * work.expert_flops if layout.ep > 1 else 0.0
+    products = share * (work.flops + waiting) / layout.tp / rate
     kept = 0.0 if layout.sequence_parallel or layout.tp == 1 else NOT_SHARED
     traffic = share * work.traffic * (kept + (1 - kept) / layout.tp) / (device.traffic * device.traffic_share)
     traffic = max(traffic, LAUNCHING * work.layers / layout.pp - products)
@@ -169,7 +170,7 @@ def _send(work: ModelWork, layout: Layout, device: Device, per_node: int) -> flo
     """Return the seconds of a layer's tokens on their way to their experts and back."""
     if layout.ep == 1:
         return 0.0
-    nbytes = _message(work, layout) * work.picked
+    nbytes = _message(work, layout) * work.picked * work.expert_load
     return 2 * _ring(nbytes, layout.ep, bandwidth(device, layout.ep, layout.tp, per_node))
 
 

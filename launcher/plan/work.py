@@ -41,6 +41,8 @@ class ModelWork:
         expert_parameters: those of all experts, of `parameters`.
         expert_layers: how many layers have experts.
         picked: experts of a token.
+        expert_load: tokens that the experts of the busiest rank get, compared with an even share, where ranks share
+            them: the others wait for it.
     """
 
     layers: int
@@ -56,6 +58,13 @@ class ModelWork:
     expert_parameters: int = 0
     expert_layers: int = 0
     picked: int = 0
+    expert_load: float = 1.0
+
+    @property
+    def expert_flops(self) -> float:
+        """Return those of the forward that experts compute: each token goes through a part of their parameters."""
+        used = self.picked / self.experts if self.experts else 0.0
+        return 2 * self.sequence * self.expert_parameters * used
 
     @property
     def key_width(self) -> float:

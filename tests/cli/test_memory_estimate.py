@@ -59,6 +59,22 @@ def test_stages_are_told_one_by_one(capsys: pytest.CaptureFixture[str], tmp_path
     assert "not allowed with argument -H/--hostfile" in capsys.readouterr().err
 
 
+def test_experts_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"size": 2}}))
+    asked = ["memory-estimate", "--config", str(config), "--model", "default-moe", "--num-gpus", "2"]
+    peaks = []
+    for load in ("1", "1.5"):
+        assert main([*asked, "--seq-length", "64", "--expert-load", load, "--json"]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["per_rank"][0]["peak_bytes"])
+    assert peaks[0] < peaks[1]
+    assert main([*asked, "--seq-length", "64", "--expert-load", "1.5"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "each rank has 8 of 16 in each of 6 layers" in told and "1.5 times an even share" in told
+    assert main([*asked, "--expert-load", "0"]) == 2
+    assert "a number above 0" in capsys.readouterr().err
+
+
 def test_all_ways_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--num-gpus", "8", "--gpu", "1GiB", "--compare", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["compare"]}

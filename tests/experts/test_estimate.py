@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import MixtralConfig
+from transformers import MixtralConfig, MixtralForCausalLM
 
+import launcher
 from launcher.config import load
-from launcher.estimate.dry_run import dry_run
+from launcher.estimate.dry_run import dry_run, rehearse
 from launcher.estimate.estimator import Estimator
+from launcher.estimate.live import LiveBytesMode
+from launcher.estimate.model_trace import expert_load
+from launcher.experts.load import ExpertLoad
+from tests.engine.driving import CPU
+from tests.pool import RankContext, WorkerPool
 
 WORLD, SEQUENCE = 4, 64
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_local_experts": 8}
@@ -42,3 +48,41 @@ def test_the_estimate_is_what_the_engine_does(stage: int, size: int, more: dict[
     played = dry_run(made.copy(), config, world=WORLD, sequence=SEQUENCE)
     assert found.peak == pytest.approx(played.peak, rel=0.02)
     assert found.between.total == pytest.approx(played.between.total, rel=0.01)
+
+
+def uneven(ctx: RankContext, config: dict[str, Any]) -> tuple[int, float]:
+    """(the peak of a step that is really computed, the load of the busiest rank), with routers that have favourites."""
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS)).train()
+    model.model.embed_tokens.weight.data += 0.02
+    for layer in model.model.layers:  # which positive hidden states like
+        layer.mlp.gate.weight.data[:4] += 0.005
+    loads = []
+
+    def make(live: Any) -> Any:
+        engine: Any = launcher.initialize(model=model, config=config, device=CPU)[0]
+        loads.append(ExpertLoad(engine.module, engine.mesh, ranks=2))
+        return engine
+
+    peak = rehearse(make, SEQUENCE, LiveBytesMode).peak
+    return peak, loads[0].take()["expert_rank_load"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_estimate_at_a_measured_load(pool: WorkerPool, stage: int) -> None:
+    """Of the rank that needs most; and an even load would be told as too little."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "expert_parallel": {"size": 2},
+    }
+    measured = pool.run(uneven, 2, config)
+    peak, factor = max(peak for peak, _ in measured), measured[0][1]
+    assert factor > 1.2
+    model = MixtralConfig(**SIZES, **HEADS)
+    found = Estimator(model, factor).estimate(load(config), 2, sequence=SEQUENCE).peak
+    even = Estimator(model).estimate(load(config), 2, sequence=SEQUENCE).peak
+    assert found == pytest.approx(peak, rel=0.05) and even < 0.97 * peak
+    with expert_load(load(config), factor):
+        played = dry_run(Estimator(model).copy(), load(config), world=2, sequence=SEQUENCE)
+    assert played.peak == pytest.approx(found, rel=0.02)

@@ -124,7 +124,7 @@ def test_generation_and_what_is_refused(pool: WorkerPool, tmp_path: Path) -> Non
 
 def counted(ctx: RankContext, size: int, factor: float, png: Path) -> tuple[dict[str, float], Tensor]:
     engine = engine_of(model_of("one for all tokens"), size=size, capacity_factor=factor or None)
-    load = ExpertLoad(engine.module, engine.mesh, factor)
+    load = ExpertLoad(engine.module, engine.mesh, factor, size)
     ids = torch.zeros(1, 10, dtype=torch.int64)
     engine.eval_batch(iter([{"input_ids": ids, "labels": ids}]))
     engine.train_batch(iter([{"input_ids": ids, "labels": ids}]))
@@ -141,9 +141,9 @@ def test_the_load_of_experts(pool: WorkerPool, tmp_path: Path, size: int, factor
     even share it takes 3 of each 10."""
     png = tmp_path / "experts.png"
     for told, total in pool.run(counted, 2, size, factor, png):
-        assert told == {"expert_load": 4.0, "expert_entropy": 0.0} | (
-            {"expert_dropped": 0.7} if factor else {}
-        )
+        wanted = {"expert_load": 4.0, "expert_entropy": 0.0}
+        wanted |= {"expert_rank_load": 2.0} if size > 1 else {}
+        assert told == wanted | ({"expert_dropped": 0.7} if factor else {})
         assert total.sum(1).tolist() == total.amax(1).tolist() == [20.0, 20.0]
     assert png.stat().st_size > 5000
 

@@ -2,9 +2,9 @@
 
     python -m tests.experts.zoo [TYPE ...] [--ranks 4] [--write]
 
-takes one step of a tiny model of each and compares the loss, every gradient and the choices of its routers with those of
-one process. Fails where one differs, stops in an error that is no refusal, or has another verdict than in `verdicts.tsv`; with --write it writes
-that file.
+takes one step of a tiny model of each and compares the loss, every gradient and the choices of its routers with those
+of one process. Fails where one differs, stops in an error that is no refusal, or has another verdict than in
+`verdicts.tsv`; with --write it writes that file.
 """
 
 from __future__ import annotations

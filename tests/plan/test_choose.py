@@ -74,6 +74,8 @@ def test_experts_are_shared() -> None:
     times = [step_time(work, way, H100, 8) for way in (spread, gathered)]
     assert times[0].total < times[1].total and times[0].experts > 0 == times[1].experts
     assert states(work, spread) < states(work, replace(spread, ep=1))
+    uneven = step_time(replace(work, expert_load=2.0), spread, H100, 8)
+    assert uneven.experts > 1.5 * times[0].experts and uneven.compute > times[0].compute
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

@@ -130,7 +130,9 @@ def main(
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--ranks", type=int, default=2, help="with other than 2, sizes in the JSON are the same")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="with other than 2, sizes in the JSON are the same"
+    )
     flags = parser.parse_args()
     verdicts: dict[str, str] = {}
     if flags.ranks != 2:
