@@ -48,6 +48,13 @@ def _of_split_rule(rule: LayerPattern) -> Iterator[Found]:
 def spread_experts(config: Config) -> Iterator[Found]:
     """Check what stands beside experts that are spread over ranks."""
     section, zero = config.expert_parallel, config.zero_optimization
+    for key in ("global_balance_loss", "router_z_loss_coef"):
+        if getattr(section, key) and config.cp_degree > 1:
+            what = "the loss of routers is of whole sequences, and ranks share these"
+            yield Found((f"expert_parallel.{key}", "sequence_parallel_size"), what, "leave one of them out")
+        if getattr(section, key) and config.pipeline.degree > 1:
+            what = "the loss of routers needs those of all layers, and they are in several stages"
+            yield Found((f"expert_parallel.{key}", "pipeline.stages"), what, "leave one of them out")
     if section.degree == 1:
         return
     size = "expert_parallel.size" if isinstance(section.size, int) and section.size else EP_SIZE

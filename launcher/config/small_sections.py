@@ -199,12 +199,16 @@ class ExpertParallelConfig(Section):
     """
 
     aliases: ClassVar[dict[str, str]] = {"ep_size": "size"}
-    acts_without_switch: ClassVar[frozenset[str]] = frozenset({"size", "bias_update_rate", "capacity_factor"})
+    acts_without_switch: ClassVar[frozenset[str]] = frozenset(
+        {"size", "bias_update_rate", "capacity_factor", "global_balance_loss", "router_z_loss_coef"}
+    )
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"size", "autoep_size"})
     differs: ClassVar[dict[str, str]] = {
         "size": "a key of this launcher, the ranks that share the experts of each layer; DeepSpeed has autoep_size",
         "bias_update_rate": "a key of this launcher",
         "capacity_factor": "a key of this launcher",
+        "global_balance_loss": "a key of this launcher",
+        "router_z_loss_coef": "a key of this launcher",
         "autoep_size": "any model with experts, at every ZeRO stage; it need not divide the number of experts",
     }
 
@@ -226,6 +230,15 @@ class ExpertParallelConfig(Section):
     """In training, an expert takes at most this times an even share of a rank's tokens; beyond it, those with the
     smallest weights are dropped (Lepikhin et al. 2020, arXiv:2006.16668). null: no token is dropped. It acts with all
     experts on every rank, too."""
+
+    global_balance_loss: bool = False
+    """The model's balance loss of its routers counts the tokens of all data-parallel ranks and of the step's
+    microbatches so far, instead of each microbatch by itself (Qiu et al. 2025, arXiv:2501.11873). The model must
+    compute it (`output_router_logits` in its config.json)."""
+
+    router_z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """This times the mean square of the log-sum-exp of a router's logits is added to that loss, so that logits stay
+    small (Zoph et al. 2022, arXiv:2202.08906)."""
 
     @property
     def degree(self) -> int:

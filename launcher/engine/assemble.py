@@ -187,6 +187,13 @@ def initialize(
         from launcher.experts.capacity import limit
 
         limit(model, float(factor), whole=mesh.axes["pp"].degree == 1)
+    section = resolved.expert_parallel
+    if section.global_balance_loss or section.router_z_loss_coef:
+        from launcher.experts.balance import RouterLoss
+
+        over = mesh.dp if section.global_balance_loss is True else None
+        router_loss = RouterLoss(model, over, float(section.router_z_loss_coef))
+        zero.callbacks.before_step.append(router_loss.next_step)
     if rate := resolved.expert_parallel.bias_update_rate:
         from launcher.experts.bias import BiasUpdate
 
