@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -153,6 +154,12 @@ MATRIX = [
 def test_ways_to_spread(pool: WorkerPool, family: str, case: Case, world: int) -> None:
     """Degrees, stages, kernels, offload, recomputation, stages of a pipeline and shared sequences: a covering."""
     check(pool, family, case, world)
+
+
+def test_states_and_parameters_on_nvme(pool: WorkerPool, tmp_path: Path) -> None:
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    both = {"offload_optimizer": place, "offload_param": place}
+    check(pool, "biases", Case(stage=3, more=(("zero_optimization", both),)), 2)
 
 
 def size_of(ctx: RankContext, section: dict[str, Any]) -> tuple[int, str]:
