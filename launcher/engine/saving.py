@@ -133,13 +133,15 @@ class CheckpointMixin:
     ) -> bool:
         """Write the weights in the model's dtype, at every stage. Every rank must call it.
 
-        As HF safetensors, one unit in memory at a time, unless another name is given; DeepSpeed's default name is
-        pytorch_model.bin, and at stage 3 it needs a key of the JSON.
+        As HF safetensors, one unit in memory at a time, unless another name is given; experts one by one, under
+        the names of the Hub, which other programs read. DeepSpeed's default name is pytorch_model.bin, and at stage 3
+        it needs a key of the JSON.
 
         Args:
             save_dir: the directory that from_pretrained will read.
             save_filename: model.safetensors, of which large models get numbered files; or a name that does not end so,
-                such as pytorch_model.bin: a file of torch.save, all of which rank 0 holds in memory.
+                such as pytorch_model.bin: a file of torch.save, all of which rank 0 holds in memory, under the names
+                of the model.
             exclude_frozen_parameters: write those that are trained alone.
         """
         from launcher.engine.whole import export_model, export_pickle

@@ -21,6 +21,7 @@ from launcher.comm.p2p import P2PChannel
 from launcher.comm.plain import gather_plain
 from launcher.errors import CheckpointError
 from launcher.models.companions import write_companions
+from launcher.models.hub_layout import HubLayout
 from launcher.models.names import persistent_buffers
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
     """
     writer = engine.global_rank == 0
     with _Whole(engine) as whole:
+        layout = HubLayout(engine.module)
         entries: list[export.ExportEntry] = [
-            (found.names[0], found.dtype, tuple(found.shape), partial(whole.fetch, found))
+            entry
             for found in whole.tensors(exclude_frozen)
+            for entry in layout.entries(found.names[0], found.dtype, found.shape, partial(whole.fetch, found))
         ]
         with _failing_together(directory):
             export.write_safetensors(directory, entries, writer=writer)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -70,3 +71,37 @@ def test_checkpoints_go_to_other_degrees_bit_for_bit(pool: WorkerPool, tmp_path:
     ):
         values = model if isinstance(model, dict) else dict(model.named_parameters())
         assert all(torch.equal(values[name], value) for name, value in wanted.items() if "/" not in name)
+
+
+def exported(ctx: RankContext, family: str, stage: int, directory: Path) -> dict[str, Tensor]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "expert_parallel": {"size": 2},
+    }
+    engine: Any = launcher.initialize(model=model_of(family), config=config, device=CPU)[0]
+    engine.train_batch(iter([{"input_ids": IDS, "labels": IDS}]))
+    engine.save_16bit_model(directory)
+    state = whole_state(engine)
+    engine.destroy()
+    return {name: value for name, value in state.items() if "/" not in name}
+
+
+@pytest.mark.parametrize(("family", "stage"), [("plain", 1), ("tied", 3), ("groups and dense layers", 2)])
+def test_experts_are_written_as_the_hub_has_them(
+    pool: WorkerPool, tmp_path: Path, family: str, stage: int
+) -> None:
+    """The same tensors under the same names as save_pretrained() of transformers writes, one for each expert."""
+    wanted = pool.run(exported, 2, family, stage, tmp_path / "ours")[0]
+    model = model_of(family)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(wanted[name])
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / side / "model.safetensors") for side in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and any(".experts.0." in name for name in ours)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    read = dict(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).named_parameters()
+    )
+    assert all(torch.equal(read[name], value) for name, value in wanted.items())

@@ -1,0 +1,75 @@
+"""Tensors of a model with experts as the Hub stores them, one for each expert and projection, under its names: what
+other programs and older versions of transformers read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.models.fused import fuses
+
+Fetch = Callable[[], Tensor | None]
+
+
+class HubLayout:
+    """The way from the tensors of a model to those of a directory.
+
+    Args:
+        model: of any kind; only a model of transformers whose experts are fused is stored in another way than it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model if _has_fused_experts(model) else None
+
+    def entries(
+        self, name: str, dtype: torch.dtype, shape: torch.Size, fetch: Fetch
+    ) -> list[tuple[str, torch.dtype, tuple[int, ...], Fetch]]:
+        """Return the tensors that stand for one of the model, to be fetched in this order.
+
+        Args:
+            fetch: is called once, by the first of them, on every rank.
+        """
+        if self._model is None:
+            return [(name, dtype, tuple(shape), fetch)]
+        stored = self._stored(name, torch.empty(shape, dtype=dtype, device="meta"))
+        parts = _Parts(fetch, lambda value: self._stored(name, value))
+        return [
+            (key, dtype, tuple(value.shape), lambda key=key: parts.take(key))  # type: ignore[misc]
+            for key, value in stored.items()
+        ]
+
+    def _stored(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model: Any = self._model
+        stored: dict[str, Tensor] = revert_weight_conversion(model, {name: value})
+        return stored
+
+
+class _Parts:
+    """The parts of a tensor, which is fetched once and kept until the last of them is taken."""
+
+    def __init__(self, fetch: Fetch, split: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        self._fetch, self._split = fetch, split
+        self._left: dict[str, Tensor] | None = None
+
+    def take(self, name: str) -> Tensor | None:
+        if self._left is None:
+            whole = self._fetch()
+            self._left = {} if whole is None else self._split(whole)
+        return self._left.pop(name, None)
+
+
+def _has_fused_experts(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return False
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    ways = get_model_conversion_mapping(model, add_legacy=False)
+    return any(isinstance(way, WeightConverter) and fuses(way) for way in ways)
