@@ -1,6 +1,6 @@
 """Experts spread over two ranks beside ZeRO 3, DeepSpeed's ZeRO 3 and a dense model of the same work, in one run:
 
-    python -m benchmarks.experts [--steps 5] [--out benchmarks/results/experts.json]
+    python -m benchmarks.experts [--steps 5] [--length 256] [--out benchmarks/results/experts.json]
 
 A Qwen3-MoE of 64 experts, 8 of which each token takes, and 207 M parameters in fp32. One microbatch on each rank:
 forward, backward, step. The dense model's MLPs are as wide as 8 experts.
@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "dense, ZeRO 1": {"zero_optimization": {"stage": 1}},
     "DeepSpeed's ZeRO 3": None,
 }
-ROWS, LENGTH = 2, 256
+ROWS = 2
 EXPERTS, ACTIVE, WIDTH = 64, 8, 256
 MODEL = {
     "vocab_size": 4096, "hidden_size": 512, "moe_intermediate_size": WIDTH, "intermediate_size": ACTIVE * WIDTH,
@@ -39,6 +39,9 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
+        "--length", type=int, default=256, help="tokens of each of the two sequences of a rank"
+    )
+    parser.add_argument(
         "--ways", nargs="*", default=list(WAYS), choices=WAYS, metavar="WAY", help="default: all"
     )
     parser.add_argument("--out", type=Path)
@@ -48,10 +51,13 @@ def main() -> None:
         way, rank, _ = flags.rank
         sections = WAYS[way]
         make = _deepspeeds if sections is None else lambda model: _ours(model, sections)
-        run_rank(_step(make(_model(way)), int(rank)), flags.steps, *flags.rank)
+        run_rank(_step(make(_model(way)), int(rank), flags.length), flags.steps, *flags.rank)
         return
     with tempfile.TemporaryDirectory() as name:
-        ways, more = dict.fromkeys(flags.ways, 2), ["--steps", str(flags.steps)]
+        ways, more = (
+            dict.fromkeys(flags.ways, 2),
+            ["--steps", str(flags.steps), "--length", str(flags.length)],
+        )
         found = in_turns("benchmarks.experts", ways, more, flags.steps, Path(name))
     first = found[flags.ways[0]]["seconds"]
     print(f"{'':26}{'s/step':>9}{'of the first':>14}{'peak, MiB':>11}{'loss':>10}")
@@ -62,7 +68,7 @@ def main() -> None:
         )
     if flags.out:
         flags.out.write_text(
-            json.dumps({"rows": ROWS, "length": LENGTH, "model": MODEL, "ways": found}, indent=2)
+            json.dumps({"rows": ROWS, "length": flags.length, "model": MODEL, "ways": found}, indent=2)
         )
 
 
@@ -101,11 +107,11 @@ def _deepspeeds(model: Any) -> Any:
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
-def _step(engine: Any, rank: int) -> Callable[[], float]:
+def _step(engine: Any, rank: int, length: int) -> Callable[[], float]:
     import torch
 
     generator = torch.Generator().manual_seed(rank)
-    return plain_step(engine, torch.randint(MODEL["vocab_size"], (ROWS, LENGTH), generator=generator))
+    return plain_step(engine, torch.randint(MODEL["vocab_size"], (ROWS, length), generator=generator))
 
 
 if __name__ == "__main__":
