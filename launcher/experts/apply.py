@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -13,6 +13,7 @@ from launcher.comm import Axis, Mesh, broadcast
 from launcher.comm.plain import gather_plain
 from launcher.errors import ConfigError, LauncherError
 from launcher.experts import compute
+from launcher.experts.adapters import adapters_of, take_rows
 from launcher.experts.dispatch import Routing, combine, dispatch
 from launcher.experts.modules import arguments_of, experts_in, keep, number_of
 from launcher.models.units import SPREAD_OVER
@@ -35,7 +36,7 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
             layers of a model that comes in parts.
 
     Raises:
-        ConfigError: there are no experts, or fewer than ranks, or they are adapted.
+        ConfigError: there are no experts, or fewer than ranks.
     """
     found = [
         (name, module) for name, module in experts_in(model) if getattr(module, SPREAD_OVER, axis.degree) > 1
@@ -49,25 +50,15 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
             fix="leave expert_parallel out, or take a mixture of experts such as Mixtral or Qwen3-MoE: docs/models.md "
             "says which types work, and `--model default-moe` is a small one",
         )
-    _refuse_adapted(model, {module for _, module in found})
     spread, local = SplitModel(axis), dict[nn.Parameter, nn.Parameter]()
     for name, module in found:
         exchange = _exchange_of(name, module, axis, mesh.axes["tp"])
+        exchange.adapters = adapters_of(model, module)
+        for adapter in exchange.adapters:
+            take_rows(adapter, exchange.mine)
         spread.splits |= _split(name, module, exchange, local)
         exchange.install(module)
     return spread
-
-
-def _refuse_adapted(model: nn.Module, experts: set[nn.Module]) -> None:
-    """Raise ConfigError for adapters of the experts' own parameters (PEFT's target_parameters): they have rows for all
-    experts."""
-    for name, module in model.named_modules():
-        if type(module).__name__ == "ParamWrapper" and experts & set(module.modules()):
-            raise ConfigError(
-                f"{name} adapts parameters of experts, and experts that are spread over ranks cannot be adapted",
-                where=KEY,
-                fix="leave target_parameters out of the adapter's config, or expert_parallel out of the JSON",
-            )
 
 
 @dataclass
@@ -78,11 +69,13 @@ class _Exchange:
         axis: ep.
         tp: of the ranks that have the same tokens.
         experts: how many each rank has.
+        adapters: modules around the experts that adapt their parameters.
     """
 
     axis: Axis
     tp: Axis
     experts: list[int]
+    adapters: list[nn.Module] = field(default_factory=list)
 
     @property
     def mine(self) -> DimSlice:
@@ -105,7 +98,8 @@ class _Exchange:
         picked = sliced(index.reshape(len(given), -1), self.tp, 0)
         routing = Routing.of(self.axis, self.experts, picked)
         received = dispatch(rows, routing)
-        trains = rows.requires_grad or any(p.requires_grad for p in module.parameters())
+        trained = (p.requires_grad for part in (module, *self.adapters) for p in part.parameters())
+        trains = rows.requires_grad or any(trained)
         self._calls.append((hidden.shape, weights, received, routing, trains))
         return (received, routing.local_experts[:, None], weights.new_ones(len(received), 1)), {}
 

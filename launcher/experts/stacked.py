@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from launcher.comm import Axis
+from launcher.errors import LauncherError
 from launcher.experts.dispatch import Routing, combine, dispatch
 from launcher.models.units import SPREAD_OVER
 
@@ -54,6 +55,28 @@ class StackedExperts(nn.Module):
     def train(self, mode: bool = True) -> StackedExperts:
         self._expert.train(mode)
         return super().train(mode)
+
+    def reset_parameters(self) -> None:
+        """Give all experts the first values of one, where the model was built without values.
+
+        Raises:
+            LauncherError: a module of the expert does not say how it begins.
+        """
+        with torch.no_grad():
+            expert = copy.deepcopy(self._expert).to_empty(device=next(self.parameters()).device)
+            for module in expert.modules():
+                reset = getattr(module, "reset_parameters", None)
+                if callable(reset):
+                    reset()
+                elif module._parameters or module._buffers:
+                    raise LauncherError(
+                        f"{type(module).__name__} of an expert has no reset_parameters(), so nobody knows how it begins",
+                        where="deepspeed.moe.layer.MoE under zero.Init()",
+                        fix="give it one, or build the layer outside of zero.Init()",
+                    )
+            values = dict(expert.named_parameters()) | dict(expert.named_buffers())
+            for name, key in self._names.items():
+                getattr(self, key).copy_(values[name].expand_as(getattr(self, key)))
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum [T, H] of what its experts make of each token.

@@ -44,14 +44,25 @@ def engine_of(model: Any, stage: int = 1, size: int = 2, **more: Any) -> Any:
 # ---- adapters ---------------------------------------------------------------------------------------
 
 
-def with_adapters() -> Any:
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "experts": {
+        "target_modules": [],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+}
+
+
+def with_adapters(of: str, implementation: str = "eager") -> Any:
     torch.manual_seed(7)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return get_peft_model(model_of("tied"), lora)
+    lora = LoraConfig(r=4, init_lora_weights=False, **ADAPTERS[of])
+    return get_peft_model(model_of("tied", implementation), lora)
 
 
-def adapted(ctx: RankContext, stage: int) -> tuple[list[float], dict[str, Tensor]]:
-    engine = engine_of(with_adapters(), stage)
+def adapted(
+    ctx: RankContext, of: str, stage: int, size: int, implementation: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    engine = engine_of(with_adapters(of, implementation), stage, size)
     losses = []
     for step in range(2):
         ids = global_batch(step, 2)[ctx.rank]
@@ -61,10 +72,20 @@ def adapted(ctx: RankContext, stage: int) -> tuple[list[float], dict[str, Tensor
     return losses, weights
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_frozen_experts_beside_adapters(pool: WorkerPool, stage: int) -> None:
-    """The first layer's experts have neither gradients of their own nor of what they are given."""
-    model = with_adapters()
+@pytest.mark.parametrize(
+    ("of", "stage", "size", "implementation"),
+    [
+        ("attention", 1, 2, "eager"),
+        pytest.param("attention", 3, 2, "eager", marks=pytest.mark.full),
+        ("experts", 1, 2, "eager"),
+        ("experts", 3, 2, "grouped_mm"),
+        ("experts", 3, 1, "eager"),
+    ],
+)
+def test_adapters_of_a_mixture(pool: WorkerPool, of: str, stage: int, size: int, implementation: str) -> None:
+    """Of attention: the first layer's experts have neither gradients of their own nor of what they are given. Of the
+    experts' own parameters: each rank has some of the rows that are adapted."""
+    model = with_adapters(of)
     sgd, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR), []
     for step in range(2):
         loss = sum(model(input_ids=ids, labels=ids).loss for ids in global_batch(step, 2)) / 2
@@ -72,7 +93,7 @@ def test_frozen_experts_beside_adapters(pool: WorkerPool, stage: int) -> None:
         sgd.step()
         sgd.zero_grad()
         losses.append(float(loss.detach()))
-    for found in pool.run(adapted, 2, stage):
+    for found in pool.run(adapted, 2, of, stage, size, implementation):
         assert found[0] == pytest.approx(losses, rel=1e-6)
         for name, value in model.named_parameters():
             if value.requires_grad:
@@ -105,9 +126,6 @@ def looked_at(ctx: RankContext, directory: Path) -> dict[str, Any]:
     for size in (1, 2):
         with pytest.raises(ConfigError, match="spread over ranks already"):
             engine_of(model, size=size)
-    adapted = get_peft_model(model_of("plain"), LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"]))
-    with pytest.raises(ConfigError, match="adapts parameters of experts"):
-        engine_of(adapted)
     return found
 
 

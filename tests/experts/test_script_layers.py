@@ -237,3 +237,27 @@ def test_the_heaviest_pairs_are_kept() -> None:
     kept = keep_heaviest(experts, weights, 3, 2)
     assert kept.tolist() == [[DROPPED, 1], [0, 2], [DROPPED, 1], [0, DROPPED]]
     assert torch.equal(keep_heaviest(experts, weights, 3, 4), experts.where(experts < 3, DROPPED))
+
+
+def made_on_meta(ctx: RankContext) -> tuple[float, bool]:
+    """(a loss of the same tokens on all ranks, whether the experts of the first layer begin alike)."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    with launcher.zero.Init(config_dict_or_path=config):
+        model = Classifier(Case())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    engine: Any = launcher.initialize(model=model, config=config, device=CPU)[0]
+    loss = float(engine(*batch(0, 0)).detach())
+    weights = engine.module.layers[0].deepspeed_moe.experts
+    with launcher.zero.GatheredParameters(list(weights.parameters())):
+        first, second = weights._parameters["0__weight"]
+        alike = torch.equal(first, second) and float(first.detach().abs().max()) > 0
+    engine.destroy()
+    return loss, alike
+
+
+def test_layers_that_are_made_on_meta(pool: WorkerPool) -> None:
+    one, other = pool.run(made_on_meta, 2)
+    assert one[0] == pytest.approx(other[0]) and one[1] and other[1]
