@@ -70,7 +70,7 @@ class StackedExperts(nn.Module):
                     reset()
                 elif module._parameters or module._buffers:
                     raise LauncherError(
-                        f"{type(module).__name__} of an expert has no reset_parameters(), so nobody knows how it begins",
+                        f"{type(module).__name__} of an expert has no reset_parameters(), which would give it values",
                         where="deepspeed.moe.layer.MoE under zero.Init()",
                         fix="give it one, or build the layer outside of zero.Init()",
                     )
