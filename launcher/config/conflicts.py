@@ -305,13 +305,9 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
              'write another optimizer, for example "AdamW", or "autotp_size": 1')
         for wanted in ("Lamb", "Muon")
     ),
-    *(
-        Rule(("optimizer.type", "expert_parallel"),
-             lambda kind, section, wanted=wanted: kind == wanted and section.degree > 1,
-             f"{wanted} needs whole matrices, and experts are spread over ranks",
-             'write another optimizer, for example "AdamW", or leave expert_parallel out')
-        for wanted in ("Lamb", "Muon")
-    ),
+    Rule(("optimizer.type", "expert_parallel"), lambda kind, section: kind == "Lamb" and section.degree > 1,
+         "Lamb needs the norms of whole parameters, and experts are spread over ranks",
+         'write another optimizer, for example "AdamW", or leave expert_parallel out'),
     Rule(("compile", "expert_parallel"), lambda section, experts: section.on and experts.degree > 1,
          "compile is not implemented for experts that are spread over ranks yet",
          "delete compile, or leave expert_parallel out"),

@@ -44,7 +44,10 @@ class StackedExperts(nn.Module):
         }
         for name, parameter in expert.named_parameters():
             stacked = torch.stack([parameter.detach()] * count)
-            self.register_parameter(self._names[name], nn.Parameter(stacked, parameter.requires_grad))
+            made = nn.Parameter(stacked, parameter.requires_grad)
+            if parameter.dim() < 2:
+                made.use_muon = False  # type: ignore[attr-defined]  # rows of biases are no matrix
+            self.register_parameter(self._names[name], made)
         for name, buffer in expert.named_buffers():
             self.register_buffer(self._names[name], torch.stack([buffer] * count))
         # without values, and not as a submodule: it has no parameters of its own

@@ -12,12 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from launcher.comm import Axis
 from launcher.optim.exchange import on_whole
 from launcher.optim.orthogonalize import orthogonalize
 from launcher.optim.whole import Stepped, WholeOptimizer
 
 Groups = list[dict[str, Any]]
-NOT_BY_MUON = ("embed", "lm_head")  # in a name; as in DeepSpeed
+NOT_BY_MUON = (
+    "embed",
+    "lm_head",
+    "bias",
+)  # in a name; biases of experts have a row for each and are no matrices
 
 
 class Muon(WholeOptimizer):
@@ -62,7 +67,16 @@ class Muon(WholeOptimizer):
 
     @torch.no_grad()
     def finish(self, stepped: list[Stepped]) -> None:
-        matrices = [each for each in stepped if each.group["use_muon"]]
+        by_axis: dict[Axis, list[Stepped]] = {}  # experts that are spread lie on an axis of their own
+        for each in stepped:
+            if each.group["use_muon"]:
+                by_axis.setdefault(each.slot.flat.axis, []).append(each)
+        for matrices in by_axis.values():
+            self._step_matrices(matrices)
+        self._updates.clear()
+
+    def _step_matrices(self, matrices: list[Stepped]) -> None:
+        """Step matrices of one axis. A collective of it."""
         updates = [None if each.slice is None else self._updates[each.slice] for each in matrices]
         slots = [each.slot for each in matrices]
         results = on_whole(slots, updates, lambda i, u: _orthogonal(u, matrices[i].group), "optimizer/muon")
@@ -70,7 +84,6 @@ class Muon(WholeOptimizer):
             if each.slice is not None and result is not None:
                 lr = float(each.group["lr"])
                 each.slice.mul_(1 - lr * each.group["weight_decay"]).add_(result, alpha=-lr)
-        self._updates.clear()
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
@@ -90,7 +103,7 @@ def _by_torch(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def by_muon(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon steps the parameter: `use_muon` set on it, else a matrix that is no embedding and no head."""
+    """Return whether Muon steps the parameter: `use_muon` set on it, else a matrix that is no embedding, no head and no bias."""
     said = getattr(parameter, "use_muon", None)
     if said is not None:
         return bool(said)
