@@ -274,8 +274,8 @@ class OptimizerConfig(Section):
     type: str
     """Adam, AdamW, Lion, Lamb, Muon, Adagrad, SGD or another elementwise class of torch.optim; AdamW8bit and its like
     with bitsandbytes, MuAdam, MuAdamW and MuSGD with mup installed. Upper and lower case do not matter.
-    Muon steps parameters of two or more dimensions whose name has none of "embed", "lm_head" and "bias" in it (`use_muon` set
-    on a parameter overrules that), AdamW the others."""
+    Muon steps parameters of two or more dimensions whose name has none of "embed", "lm_head" and "bias" in it
+    (`use_muon` set on a parameter overrules that), AdamW the others."""
 
     legacy_fusion: bool = False
     """DeepSpeed: an old wrapper of its fused Adam in fp16."""
