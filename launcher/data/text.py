@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,6 +18,7 @@ from datasets import Dataset, concatenate_datasets, load_dataset
 
 from launcher.data.cache import cache_key
 from launcher.errors import ConfigError
+from launcher.models.hub import unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +239,15 @@ def _undecodable(column: pa.ChunkedArray) -> Iterator[int]:
 
 def _load_hub(name: str) -> Dataset:
     identifier, _, config = name.partition(":")
-    return _read(f"Cannot load {name!r} from the Hugging Face hub", identifier, config or None)
+    failure = f"Cannot load {name!r} from the Hugging Face hub"
+    if not (why_not := unreachable()):
+        return _read(failure, identifier, config or None)
+    offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True  # what was loaded before is there
+    try:
+        return _read(f"{failure} ({why_not})", identifier, config or None)
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
 
 
 def _read(failure: str, *args: Any, **kwargs: Any) -> Dataset:

@@ -16,6 +16,7 @@ from launcher.data.cache import build_once, cache_key, default_cache_dir
 from launcher.data.text import valid_text
 from launcher.data.vocabulary import largest_id
 from launcher.errors import ConfigError
+from launcher.models.hub import unreachable
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 BYTE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
@@ -43,10 +44,12 @@ def load_tokenizer(name: str | None, model_dir: str | None, vocab_size: int) -> 
     source = name or _own_tokenizer(model_dir)
     if source is None:
         return byte_tokenizer(vocab_size)
+    why_not = "" if Path(source).exists() else unreachable()
     try:
-        tokenizer = cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(source))
+        loaded = AutoTokenizer.from_pretrained(source, local_files_only=bool(why_not))
+        tokenizer = cast(PreTrainedTokenizerFast, loaded)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = why_not or (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"Cannot load a tokenizer from {source!r}: {reason}",
             where="--tokenizer" if name else "--model",

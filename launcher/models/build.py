@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import socket
-import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from launcher.errors import ConfigError
+from launcher.models.hub import unreachable
 from launcher.models.packaged import unpacked
 
 EMBEDDED = {"default": "default_config.json", "default-moe": "default_moe_config.json"}
 """Names of models whose configs lie here: a byte-level Llama of 6.6M parameters, and a mixture of experts."""
-HUB = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 _SWITCHED = "_cache_of_source"  # on a model: what its configs said of use_cache
 
 
@@ -135,13 +131,11 @@ def _config_from_hub(model: str) -> PretrainedConfig:
             where=f"--model {model}",
             fix="check the path",
         )
-    reachable = _has_address(HUB)
+    why_not = unreachable()
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(model, local_files_only=not reachable)
+        config: PretrainedConfig = AutoConfig.from_pretrained(model, local_files_only=bool(why_not))
     except Exception as error:  # network, authorisation and parsing errors of several libraries
-        answer = (
-            f"the Hugging Face Hub gave: {_first_line(error)}" if reachable else f"{HUB} cannot be reached"
-        )
+        answer = why_not or f"the Hugging Face Hub gave: {_first_line(error)}"
         raise ConfigError(
             f"No model {model!r}: not a local path, and {answer}",
             where=f"--model {model}",
@@ -149,16 +143,6 @@ def _config_from_hub(model: str) -> PretrainedConfig:
             "Hub",
         ) from error
     return config
-
-
-def _has_address(url: str) -> bool:
-    """Return False where a host's name has no address: the Hub's library would try again for half a minute."""
-    if urllib.request.getproxies():
-        return True  # the proxy looks it up
-    try:
-        return bool(socket.getaddrinfo(urlsplit(url).hostname, 443))
-    except (OSError, ValueError):  # no such name, or no such URL
-        return False
 
 
 def _first_line(error: BaseException) -> str:

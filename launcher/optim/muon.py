@@ -103,7 +103,7 @@ def _by_torch(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def by_muon(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon steps the parameter: as `use_muon` on it says, else if it is no embedding, head or bias."""
+    """Return whether Muon steps the parameter: `use_muon` set on it, else a matrix but no embedding, head or bias."""
     said = getattr(parameter, "use_muon", None)
     if said is not None:
         return bool(said)

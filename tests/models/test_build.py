@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from launcher.errors import ConfigError
-from launcher.models import build
+from launcher.models import hub
 from launcher.models.build import build_on_meta, load_config
 from tests.models.tiny import config_of
 
@@ -72,11 +72,12 @@ def test_hub_name_that_cannot_be_had_is_a_config_error(monkeypatch: pytest.Monke
         raise OSError("no network")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
+    monkeypatch.setattr(hub, "_OFFLINE", ())
     for reachable, words in (
         (True, "the Hugging Face Hub gave: no network"),
-        (False, f"{build.HUB} cannot be reached"),
+        (False, f"{hub.HUB} cannot be reached"),
     ):
-        monkeypatch.setattr(build, "_has_address", lambda _, known=reachable: known)
+        monkeypatch.setattr(hub, "_has_address", lambda _, known=reachable: known)
         with pytest.raises(ConfigError, match=rf"some/model.*{words}"):
             load_config("some/model")
 
@@ -86,10 +87,14 @@ def test_a_name_without_an_address_is_not_asked_for_half_a_minute(monkeypatch: p
         raise OSError("Name or service not known")
 
     monkeypatch.setattr("socket.getaddrinfo", unknown)
+    for name in hub._OFFLINE:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("urllib.request.getproxies", dict)
-    assert not build._has_address(build.HUB)
+    assert "cannot be reached" in hub.unreachable()
     monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy"})
-    assert build._has_address(build.HUB)
+    assert not hub.unreachable()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set" in hub.unreachable()
 
 
 def test_not_a_causal_model_or_numbers_that_do_not_fit(tmp_path: Path) -> None:
