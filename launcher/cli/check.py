@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from launcher.config.verdicts import KeyVerdict
 
 EXIT_REFUSED = 1
+MOST_LINES = 10
 WIDTH = 100
 COLOURS = {"refused": "bold red", "obsolete": "yellow", "used differently": "cyan", "no effect": "yellow"}
 COLOURS |= {"comment": "dim", "foreign": "yellow", "default": "cyan", "used": "green"}
@@ -166,6 +167,12 @@ def _migrate(console: Console, out: Path, examined: Examined) -> None:
     left = f"; {len(examined.problems)} problems are left to fix" if examined.problems else ""
     changes = len(examined.document.conversions)
     console.print(f"\nwritten: {out}, {changes} change{'s' if changes != 1 else ''}{left}", markup=False)
+    if lines := examined.document.comments:
+        said = ", ".join(map(str, lines[:MOST_LINES])) + (", ..." if len(lines) > MOST_LINES else "")
+        console.print(
+            f"comments are left out, for JSON has none: see line {said} of {examined.document.name}",
+            markup=False,
+        )
 
 
 def _lost(examined: Examined, text: str) -> list[str]:

@@ -21,6 +21,7 @@ class Document:
         problems: what the reader itself found wrong (a key written twice, a value that is no JSON).
         conversions: obsolete keys that were rewritten.
         origins: path of a rewritten key -> the path that was written.
+        comments: the lines at which comments begin, from 1: `//`, `#` and `/* */`.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
     conversions: list[Note] = field(default_factory=list)
     origins: dict[Path, Path] = field(default_factory=dict)
+    comments: list[int] = field(default_factory=list)
 
     def place(self, path: Path) -> tuple[int, int]:
         """Return line and column of a key, or of the nearest section around it that is written; (0, 0) for none."""

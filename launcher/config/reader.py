@@ -60,10 +60,13 @@ class Tokens:
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name, self.at = text, name, 0
         self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
+        self.comments: set[int] = set()  # offsets of the first one between two tokens
 
     def peek(self) -> str:
         """Skip blanks and comments and return the next character, "" at the end."""
         blank = _BLANK.match(self.text, self.at)
+        if blank and (comments := blank.group().lstrip(" \t\r\n\ufeff")):
+            self.comments.add(blank.end() - len(comments))
         self.at = blank.end() if blank else self.at
         if self.text.startswith("/*", self.at):
             raise self.error("a `/*` comment is never closed", "write `*/` at its end")
@@ -220,6 +223,7 @@ class _Parser(Tokens):
             raise self.error(f"the config is {kind}, but must be a JSON object", "start the file with `{`")
         if self.peek():
             raise self.error("there is more text after the closing `}`", "delete it, or check the braces")
+        self.found.comments = [self.place(at)[0] for at in sorted(self.comments)]
         return self.found
 
     def value(self, path: KeyPath) -> Any:

@@ -213,6 +213,13 @@ def test_migrate_writes_the_same_configuration_in_todays_keys(
     assert answer("check", str(old), "--migrate", str(new), cwd=tmp_path)[3].count("already there") == 1
 
 
+def test_migrate_tells_of_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "old.json"
+    old.write_text('{\n  // one\n  "train_batch_size": 8, # two\n  /* three */ "fp16": {"enabled": false}}\n')
+    _, text = shown(capsys, str(old), "--migrate", str(tmp_path / "new.json"))
+    assert "comments are left out, for JSON has none: see line 2, 3 of" in " ".join(text.split())
+
+
 def test_check_is_light(old: Path, tmp_path: Path) -> None:
     code, seconds, text, _ = answer("check", str(old), "--explain", cwd=tmp_path)
     assert (
