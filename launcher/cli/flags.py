@@ -139,6 +139,18 @@ def without(tokens: Sequence[str], *flags: str) -> list[str]:
     return kept
 
 
+def add_expert_load(parser: argparse.ArgumentParser) -> None:
+    """Add --expert-load."""
+    parser.add_argument(
+        "--expert-load",
+        type=positive_number,
+        default=1.0,
+        metavar="X",
+        help="tokens that the experts of the busiest rank get, compared with an even share: expert_rank_load in "
+        "metrics.jsonl (default: 1)",
+    )
+
+
 def positive(text: str) -> int:
     """Return the type of a flag that counts: a whole number from 1."""
     return _whole(text, 1)

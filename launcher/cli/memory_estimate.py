@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser, add_model_and_ranks, positive, positive_number, slots_of
+from launcher.cli.flags import FlagParser, add_expert_load, add_model_and_ranks, positive, slots_of
 from launcher.cli.output import config_of
 from launcher.errors import ConfigError
 from launcher.sizes import bytes_of
@@ -48,14 +48,7 @@ def estimate_parser() -> FlagParser:
     add("--gpu", metavar="TYPE|BYTES", help="GPU type (h100, a100-40, l4, ...), or its memory: 80GiB, 24GB")
     add("--seq-length", type=positive, metavar="L", help="tokens per sequence (default: 2048)")
     add("--rank", type=int, metavar="R", help="show this rank (default: one of each pipeline stage)")
-    add(
-        "--expert-load",
-        type=positive_number,
-        default=1.0,
-        metavar="X",
-        help="tokens that the experts of the busiest rank get, compared with an even share: expert_rank_load in "
-        "metrics.jsonl (default: 1)",
-    )
+    add_expert_load(parser)
     add("--compare", action="store_true", help="compare all stages and kinds of offload")
     add(
         "--longest",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser, add_model_and_ranks, positive, positive_number, size, slots_of
+from launcher.cli.flags import FlagParser, add_expert_load, add_model_and_ranks, positive, size, slots_of
 from launcher.cli.output import must_be_new, new_console, write
 from launcher.errors import ConfigError
 
@@ -74,14 +74,7 @@ def plan_parser() -> FlagParser:
         default="bf16",
         help="dtype of the parameters (default: bf16)",
     )
-    add(
-        "--expert-load",
-        type=positive_number,
-        default=1.0,
-        metavar="X",
-        help="tokens that the experts of the busiest rank get, compared with an even share: expert_rank_load in "
-        "metrics.jsonl (default: 1)",
-    )
+    add_expert_load(parser)
     add("--top", type=positive, default=10, metavar="K", help="number of layouts to show (default: 10)")
     add("--write", metavar="DS.json", help="write the configuration of the best layout")
     add("--html", metavar="FILE", help="write a report with plots")

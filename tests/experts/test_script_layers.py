@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import launcher
@@ -18,10 +17,11 @@ from launcher.integrations import experts as moe
 from launcher.integrations import groups
 from tests.engine.driving import CPU
 from tests.experts.test_parity import Trained
+from tests.parity_deepspeed.mixtures import CLASSES, WIDTH, Classifier
 from tests.pool import RankContext, WorkerPool
 from tests.tensor.running import plain_steps, whole_state
 
-WIDTH, CLASSES, STEPS, LR = 12, 5, 3, 0.1
+STEPS, LR = 3, 0.1
 
 
 class Case(NamedTuple):
@@ -33,37 +33,19 @@ class Case(NamedTuple):
     drop: bool = True
     residual: bool = False
     accumulation: int = 1
-    experts: int = 4
 
 
-class Classifier(nn.Module):
-    """Two layers of experts between dense ones."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        expert = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
-        self.layers = nn.ModuleList(
-            moe.MoE(
-                WIDTH, expert, count, case.ep_size, case.k, min_capacity=0, use_residual=case.residual,
-                drop_tokens=case.drop, use_rts=False, top2_2nd_expert_sampling=False,
-            )
-            for count in (case.experts, 2 * case.experts)
-        )  # fmt: skip
-        self.last = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
-        x, balance = self.first(x), 0.0
-        for layer in self.layers:
-            made, loss, _ = layer(x)
-            x, balance = x + made, balance + loss
-        return F.cross_entropy(self.last(x.mean(1)), wanted) + 0.1 * balance
+def fresh(case: Case) -> Classifier:
+    arguments = {
+        "ep_size": case.ep_size, "k": case.k, "use_residual": case.residual, "drop_tokens": case.drop,
+        "use_rts": False, "top2_2nd_expert_sampling": False,
+    }  # fmt: skip
+    return Classifier(moe.MoE, arguments)
 
 
 def build(case: Case) -> Classifier:
     """The experts of a layer begin alike; here they do not, so that their order matters."""
-    model = Classifier(case)
+    model = fresh(case)
     for number, (name, parameter) in enumerate(model.named_parameters()):
         if "experts" in name:
             generator = torch.Generator().manual_seed(number)
@@ -149,10 +131,10 @@ def check(ranks: list[Trained], wanted: Trained) -> None:
 
 
 def test_state_dicts_name_experts_one_by_one() -> None:
-    model, other = build(Case()), Classifier(Case())
+    model, other = build(Case()), fresh(Case())
     state = model.state_dict()
     name = "layers.1.deepspeed_moe.experts.deepspeed_experts.{}.2.weight"
-    assert all(state[name.format(expert)].shape == (WIDTH, 16) for expert in range(8))
+    assert all(state[name.format(expert)].shape == (WIDTH, 24) for expert in range(8))
     assert not any("__" in key for key in state)
     assert other.load_state_dict(state) == ([], [])
     assert other.load_state_dict(dict(model.named_parameters())) == ([], [])  # as an engine exports them
@@ -169,7 +151,7 @@ def resumed(ctx: RankContext, directory: str, ep_size: int, save: bool) -> tuple
         "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": 2},
     }
-    model = build(Case(ep_size=ep_size)) if save else Classifier(Case(ep_size=ep_size))
+    model = build(Case(ep_size=ep_size)) if save else fresh(Case(ep_size=ep_size))
     engine: Any = launcher.initialize(model=model, config=config, device=CPU)[0]
     if save:
         engine.backward(engine(*batch(0, 0)))
@@ -246,7 +228,7 @@ def made_on_meta(ctx: RankContext) -> tuple[float, bool]:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
     with launcher.zero.Init(config_dict_or_path=config):
-        model = Classifier(Case())
+        model = fresh(Case())
     assert all(parameter.is_meta for parameter in model.parameters())
     engine: Any = launcher.initialize(model=model, config=config, device=CPU)[0]
     loss = float(engine(*batch(0, 0)).detach())

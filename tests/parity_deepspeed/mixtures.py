@@ -45,6 +45,13 @@ def gated(sharded_moe: Any) -> list[dict[str, Any]]:
 
 
 class Classifier(nn.Module):
+    """Two layers of experts between dense ones.
+
+    Args:
+        moe: `deepspeed.moe.layer.MoE`, of either side.
+        arguments: of it.
+    """
+
     def __init__(self, moe: Any, arguments: dict[str, Any]) -> None:
         super().__init__()
         torch.manual_seed(5)
