@@ -143,7 +143,7 @@ def add_expert_load(parser: argparse.ArgumentParser) -> None:
     """Add --expert-load."""
     parser.add_argument(
         "--expert-load",
-        type=positive_number,
+        type=_load,
         default=1.0,
         metavar="X",
         help="tokens that the experts of the busiest rank get, compared with an even share: expert_rank_load in "
@@ -179,11 +179,10 @@ def number(text: str) -> float:
     return found
 
 
-def positive_number(text: str) -> float:
-    """Return the type of a flag that is a factor: a finite number above 0."""
+def _load(text: str) -> float:
     found = number(text)
-    if not found:
-        raise argparse.ArgumentTypeError("needs a number above 0")
+    if found < 1:
+        raise argparse.ArgumentTypeError("the busiest rank has at least an even share: a number from 1")
     return found
 
 

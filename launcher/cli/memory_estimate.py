@@ -78,6 +78,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
         raise ConfigError(
             "the longest sequence depends on the memory", where="--longest", fix="pass --gpu, too"
         )
+    _check_load(flags.expert_load, config)
     from launcher.cli import memory_tables
     from launcher.estimate.estimator import Estimator
     from launcher.estimate.model_trace import expert_load
@@ -124,6 +125,21 @@ def memory_estimate(argv: Sequence[str]) -> int:
         if fits is False:
             memory_tables.advise(change)
     return EXIT_DOES_NOT_FIT if fits is False else 0
+
+
+def _check_load(load: float, config: Config) -> None:
+    size = config.expert_parallel.degree
+    if load > size:
+        what = (
+            f"{load:g} times an even share is more than all tokens" if size > 1 else "no ranks share experts"
+        )
+        raise ConfigError(
+            f"{what}: expert_parallel.size is {size}",
+            where="--expert-load",
+            fix=f"write a number from 1 to {size}"
+            if size > 1
+            else "leave it out, or write expert_parallel in the JSON",
+        )
 
 
 def _longest(estimator: Estimator, config: Config, world: int, device: int, *, as_object: bool) -> int:

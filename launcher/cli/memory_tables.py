@@ -61,11 +61,11 @@ def experts(model: nn.Module, ranks: int, load: float) -> None:
     found = [module for _, module in experts_in(model)]
     mine = sorted({even_sizes(number_of(module), ranks)[0] for module in found})
     all_experts = sorted({number_of(module) for module in found})
-    share = elements(found) / ranks * 1e-9
+    share = f"{elements(found) / ranks:,.0f}"
     tokens = "an even share" if load == 1 else f"{load:g} times an even share"
     new_console().print(
         f"experts: each rank has {_or(mine)} of {_or(all_experts)} in each of {len(found)} layers, "
-        f"{share:.3g} B parameters, and {tokens} of the tokens (--expert-load)",
+        f"{share} parameters, and {tokens} of the tokens (--expert-load)",
         markup=False,
     )
 

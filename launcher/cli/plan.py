@@ -117,6 +117,7 @@ def plan(argv: Sequence[str]) -> int:
         "seq_length": sequence,
         "dtype": flags.dtype,
         "expert_load": flags.expert_load,
+        "in_one_piece": work.in_one_piece,
     }
     if not choices:
         return _nothing(flags, inputs, needs.refused.values())
@@ -187,6 +188,9 @@ def _show(inputs: dict[str, Any], place: PlanSearch, choices: Sequence[Choice], 
     console.print(table)
     reached = place.device.calibrated_on or "default fractions of the peaks"
     console.print(f"Predicted from the data sheet of {place.device.title} and {reached}.", markup=False)
+    if inputs["in_one_piece"]:
+        left = "Pipeline stages and shared sequences are left out: the model has a loss of its routers"
+        console.print(f"{left} (output_router_logits in its config.json).", markup=False)
     console.print("\nVariations of the best layout:", markup=False)
     for line in why:
         console.print(f"  {line}", markup=False)

@@ -104,12 +104,14 @@ class ModelTraces:
 
 
 def expert_load(config: Config, load: float) -> AbstractContextManager[None]:
-    """Return the context of a rehearsal in which a rank's experts get so many times an even share of the tokens."""
-    if config.expert_parallel.degree == 1:
+    """Return the context of a rehearsal in which a rank's experts get so many times an even share of the tokens: at
+    most all of them, and no more than their capacity."""
+    section = config.expert_parallel
+    if section.degree == 1:
         return nullcontext()
     from launcher.experts.dispatch import rehearsed_load
 
-    return rehearsed_load(load)
+    return rehearsed_load(min(load, section.degree, section.capacity_factor or load))
 
 
 def section_of(config: Config) -> ActivationCheckpointingConfig | None:

@@ -91,8 +91,8 @@ class ExpertLoad:
         Returns:
             expert_load: tokens of the expert that has most / an even share, in the layer where that is most.
             expert_entropy: of the experts' shares, the mean of the layers. 1: even; 0: one expert has all tokens.
-            expert_rank_load: the same as expert_load, of the experts of a rank and of all layers together, where ranks
-                share experts: what the busiest rank computes and keeps.
+            expert_rank_load: tokens of the rank whose experts have most / an even share, the mean of the layers, where
+                ranks share experts: for the busiest rank of each layer all others wait.
             expert_dropped: the share of pairs of token and expert that were dropped, where there is a capacity.
             Empty without experts.
         """
@@ -122,12 +122,11 @@ class ExpertLoad:
 
     def _of_ranks(self, shares: Tensor) -> float:
         """Return the share of the rank whose experts have most, [layers, experts] -> the mean of the layers."""
-        parts = [
-            row[:count].split(even_sizes(count, self._ranks))
+        most = [
+            max(float(part.sum()) for part in row[:count].split(even_sizes(count, self._ranks)))
             for row, count in zip(shares, self.experts.values(), strict=True)
         ]
-        of_ranks = torch.stack([torch.stack([part.sum() for part in row]) for row in parts])
-        return float(of_ranks.mean(0).max())
+        return sum(most) / len(most)
 
     def plot(self, png: Path, *, title: str) -> Path:
         """Draw the tokens of each expert since the beginning, compared with an even share, which is white."""

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from launcher.comm import Axis
 from launcher.errors import LauncherError
 from launcher.experts.dispatch import Routing, combine, dispatch
+from launcher.models.stacked_names import JOINED, apart, names_apart
 from launcher.models.units import SPREAD_OVER
 
 _ALONE = Axis("ep")
@@ -22,26 +23,34 @@ class StackedExperts(nn.Module):
     """Experts that are computed one after the other, each on the tokens that want it.
 
     The parameter `a.b` of the expert is `a__b` here, with one dim more, in front: [experts, ...]. A state dict names
-    them apart, `0.a.b`, `1.a.b` and so on, below `prefix`, and is read in both forms.
+    each expert by itself (`models/stacked_names.py`), and is read in both forms.
 
     Args:
         expert: what each begins as. It is called with [tokens, hidden size]; of a tuple the first counts.
         count: how many there are.
         spread_over: ranks that share them, each with an even part: once an engine has the model. 1: each has all.
-        prefix: of the names in a state dict.
+
+    Raises:
+        LauncherError: a parameter of the expert has a name that cannot be told apart then.
     """
 
     _expert: nn.Module
 
-    def __init__(self, expert: nn.Module, count: int, spread_over: int = 1, prefix: str = "") -> None:
+    def __init__(self, expert: nn.Module, count: int, spread_over: int = 1) -> None:
         super().__init__()
         self.num_experts = count
         self._is_expert_parallel = False  # of transformers: such a module has the experts of a layer
-        self._prefix = prefix
         setattr(self, SPREAD_OVER, spread_over)
         self._names = {
-            name: name.replace(".", "__") for name, _ in (*expert.named_parameters(), *expert.named_buffers())
+            name: name.replace(".", JOINED)
+            for name, _ in (*expert.named_parameters(), *expert.named_buffers())
         }
+        if any(JOINED in name for name in self._names):
+            raise LauncherError(
+                f"a parameter of an expert has {JOINED} in its name",
+                where="deepspeed.moe.layer.MoE",
+                fix="rename it",
+            )
         for name, parameter in expert.named_parameters():
             stacked = torch.stack([parameter.detach()] * count)
             made = nn.Parameter(stacked, parameter.requires_grad)
@@ -105,13 +114,6 @@ class StackedExperts(nn.Module):
         ]
         return torch.cat(made) if made else torch.zeros_like(rows)
 
-    def names_apart(self, prefix: str) -> dict[str, list[str]]:
-        """Return, for each entry of a state dict that has all experts, the entries of one expert each."""
-        return {
-            f"{prefix}{key}": [f"{prefix}{self._prefix}{expert}.{name}" for expert in range(self.num_experts)]
-            for name, key in self._names.items()
-        }
-
 
 def _first(made: Any) -> Tensor:
     result: Tensor = made[0] if isinstance(made, tuple) else made
@@ -120,13 +122,15 @@ def _first(made: Any) -> Tensor:
 
 def _name_apart(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
     assert isinstance(module, StackedExperts)
-    for whole, apart in module.names_apart(prefix).items():
-        if whole in state and len(state[whole]) == len(apart):  # at ZeRO 3 there may be nothing in it
-            state |= zip(apart, state.pop(whole).unbind(0), strict=True)
+    for key in module._names.values():
+        whole = f"{prefix}{key}"
+        if whole in state and len(state[whole]) == module.num_experts:  # at ZeRO 3 there may be nothing in it
+            state |= apart(whole, state.pop(whole))
 
 
 def _stack(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     assert isinstance(module, StackedExperts)
-    for whole, apart in module.names_apart(prefix).items():
-        if all(name in state for name in apart):
-            state[whole] = torch.stack([state.pop(name) for name in apart])
+    for key in module._names.values():
+        names = names_apart(f"{prefix}{key}", module.num_experts)
+        if names and all(name in state for name in names):
+            state[f"{prefix}{key}"] = torch.stack([state.pop(name) for name in names])

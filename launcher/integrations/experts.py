@@ -142,7 +142,7 @@ class MoE(nn.Module):
         self.ep_size, self.num_experts, self.num_local_experts = ep_size, num_experts, num_experts // ep_size
         self.use_residual, self.expert_group_name = use_residual, f"ep_size_{ep_size}"
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
-        experts = StackedExperts(expert, num_experts, ep_size, "deepspeed_experts.")
+        experts = StackedExperts(expert, num_experts, ep_size)
         for parameter in experts.parameters():
             vars(parameter).update(allreduce=False, group_name=self.expert_group_name)
         gate = _Gate(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.models.fused import fuses
+from launcher.models.stacked_names import apart, names_apart
 
 Fetch = Callable[[], Tensor | None]
 
@@ -19,7 +20,7 @@ class HubLayout:
     """The way from the tensors of a model to those of a directory.
 
     Args:
-        model: of any kind; only a model of transformers whose experts are fused is stored in another way than it is.
+        model: of any kind; only one whose experts are in one tensor is stored in another way than it is.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +34,7 @@ class HubLayout:
         Args:
             fetch: is called once, by the first of them, on every rank.
         """
-        if self._model is None:
+        if self._model is None and not names_apart(name, 1):
             return [(name, dtype, tuple(shape), fetch)]
         stored = self._stored(name, torch.empty(shape, dtype=dtype, device="meta"))
         parts = _Parts(fetch, lambda value: self._stored(name, value))
@@ -43,6 +44,8 @@ class HubLayout:
         ]
 
     def _stored(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        if self._model is None:
+            return apart(name, value)
         from transformers.core_model_loading import revert_weight_conversion
 
         model: Any = self._model

@@ -145,7 +145,7 @@ def reasons(
     work: ModelWork, place: PlanSearch, choice: Choice, needs: PlanMemory, batch: int
 ) -> Iterator[str]:
     """Yield what happens to the choice if one thing about it is changed, in words; what changes nothing is left out."""
-    for name, other in _neighbours(choice.layout, batch):
+    for name, other in _neighbours(work, choice.layout, batch):
         peak = needs(other)
         if peak is None:
             continue
@@ -160,20 +160,20 @@ def reasons(
             yield f"{name}: {-slower:.0%} faster by the prediction"
 
 
-def _neighbours(layout: Layout, batch: int) -> Iterator[tuple[str, Layout]]:
+def _neighbours(work: ModelWork, layout: Layout, batch: int) -> Iterator[tuple[str, Layout]]:
     """Yield the layout with one thing changed, and how to call it."""
     world = layout.world
     for tp in (layout.tp // 2, layout.tp * 2):
         if tp in TENSOR and world % (tp * layout.pp * layout.cp) == 0:
             yield from _with_mesh(f"tp {tp}", layout, tp, layout.pp, layout.cp, batch)
     for pp in (layout.pp // 2, layout.pp * 2):
-        if pp and world % (pp * layout.tp * layout.cp) == 0:
+        if pp and world % (pp * layout.tp * layout.cp) == 0 and not work.in_one_piece:
             yield from _with_mesh(f"pp {pp}", layout, layout.tp, pp, layout.cp, batch)
     for cp in (layout.cp // 2, layout.cp * 2):
         if layout.cp > 1 and world % (cp * layout.tp * layout.pp) == 0:
             yield from _with_mesh(f"cp {cp}", layout, layout.tp, layout.pp, cp, batch)
     for ep in (layout.ep // 2, layout.ep * 2):
-        if layout.ep > 1 and ep and layout.copies % ep == 0:
+        if ep and layout.tp == 1 and layout.copies % ep == 0 and ep <= work.experts:
             yield f"ep {ep}", replace(layout, ep=ep)
     for stage in (layout.stage - 1, layout.stage + 1):
         if 0 <= stage <= 3 and layout.copies > 1 and layout.offload == "none":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class ModelWork:
         expert_parameters: those of all experts, of `parameters`.
         expert_layers: how many layers have experts.
         picked: experts of a token.
+        in_one_piece: layers and sequences cannot be cut: the model has a loss of all its routers and tokens.
         expert_load: tokens that the experts of the busiest rank get, compared with an even share, where ranks share
             them: the others wait for it.
     """
@@ -58,6 +60,7 @@ class ModelWork:
     expert_parameters: int = 0
     expert_layers: int = 0
     picked: int = 0
+    in_one_piece: bool = False
     expert_load: float = 1.0
 
     @property
@@ -78,6 +81,10 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
     Raises:
         ConfigError: it is no causal LM with blocks.
     """
+    router_loss = bool(getattr(config, "output_router_logits", False))
+    if router_loss:  # it costs next to nothing
+        config = copy.deepcopy(config)
+        config.output_router_logits = False
     model = build_on_meta(config, dtype)
     text: Any = config.get_text_config()
     blocks = parts_of(model).blocks
@@ -97,6 +104,7 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
         expert_parameters=elements(experts),
         expert_layers=len(experts),
         picked=getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1,
+        in_one_piece=router_loss,
     )
 
 

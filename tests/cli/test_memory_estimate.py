@@ -72,7 +72,7 @@ def test_experts_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     told = " ".join(capsys.readouterr().out.split())
     assert "each rank has 8 of 16 in each of 6 layers" in told and "1.5 times an even share" in told
     assert main([*asked, "--expert-load", "0"]) == 2
-    assert "a number above 0" in capsys.readouterr().err
+    assert "a number from 1" in capsys.readouterr().err
 
 
 def test_all_ways_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import launcher
+from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from launcher.errors import ArgumentsError, ConfigError
 from launcher.experts.gates import DROPPED, keep_heaviest
 from launcher.integrations import experts as moe
@@ -178,6 +181,36 @@ def test_checkpoints_go_on_with_other_sizes(pool: WorkerPool, tmp_path: Any) -> 
     after = pool.run(resumed, 2, str(tmp_path), 1, False)
     assert [said for _, said in after] == [(1, 0, 2, 1, 2, 1), (1, 0, 2, 1, 2, 1)]
     assert after[0][0] == pytest.approx(before[0][0], rel=1e-6)
+
+
+def exported(ctx: RankContext, directory: Path) -> dict[str, Tensor]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine: Any = launcher.initialize(model=build(Case()), config=config, device=CPU)[0]
+    engine.backward(engine(*batch(0, 0)))
+    engine.step()
+    engine.save_checkpoint(directory)
+    engine.save_16bit_model(directory / "tensors")
+    engine.save_16bit_model(directory / "pickle", "pytorch_model.bin")
+    state = whole_state(engine)
+    engine.destroy()
+    return {name: value for name, value in state.items() if "/" not in name}
+
+
+def test_what_is_exported_names_experts_one_by_one(pool: WorkerPool, tmp_path: Path) -> None:
+    wanted = pool.run(exported, 2, tmp_path)[0]
+    plain = fresh(Case(ep_size=1))
+    for state in (
+        load_file(tmp_path / "tensors" / "model.safetensors"),
+        torch.load(tmp_path / "pickle" / "pytorch_model.bin"),
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path),
+    ):
+        assert state.keys() == plain.state_dict().keys()
+        plain.load_state_dict(state)
+        assert all(torch.equal(value, wanted[name]) for name, value in plain.named_parameters())
 
 
 def refused(ctx: RankContext, sizes: tuple[int, int], section: dict[str, Any]) -> str:

@@ -1,0 +1,26 @@
+"""Names of the tensors of a script's own experts: in the model one tensor has a row for each expert of a layer
+(`experts/stacked.py`); in files each expert has its own, under DeepSpeed's name."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+JOINED = "__"
+"""In a name, for the point between a module of an expert and its parameter."""
+
+_MODULE, _ONE = "deepspeed_moe.experts.", "deepspeed_experts."
+
+
+def names_apart(name: str, experts: int) -> list[str]:
+    """Return the names of the tensors of single experts that a tensor of the model stands for; none where it is no such
+    tensor."""
+    before, module, key = name.rpartition(_MODULE)
+    if not module or "." in key:
+        return []
+    return [f"{before}{module}{_ONE}{expert}.{key.replace(JOINED, '.')}" for expert in range(experts)]
+
+
+def apart(name: str, value: Tensor) -> dict[str, Tensor]:
+    """Return a tensor of the model as files have it: itself, or one for each expert."""
+    names = names_apart(name, len(value)) if value.dim() else []
+    return dict(zip(names, value.unbind(0), strict=True)) if names else {name: value}
