@@ -229,7 +229,7 @@ def _add_script_flags(parser: FlagParser) -> None:
         "--no_python", action="store_true", help="the script is an executable, run without Python"
     )
     script.add_argument(
-        "--no_local_rank", action="store_true", help="do not append --local_rank=N to a script's arguments"
+        "--no_local_rank", action="store_true", help="do not put --local_rank=N before a script's arguments"
     )
     script.add_argument(
         "--no_deepspeed_shim",

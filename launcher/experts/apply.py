@@ -125,7 +125,8 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         f"{prefix.removesuffix('.')} has {module.num_experts} of its {number_of(module)} experts on this rank, and "
         "state_dict() would leave the others out",
         where="state_dict(), which save_pretrained() calls",
-        fix="call engine.save_16bit_model(DIRECTORY) on every rank; it writes what from_pretrained() reads",
+        fix="call engine.save_16bit_model(DIRECTORY) on every rank: it writes all experts, for from_pretrained() or "
+        "load_state_dict()",
     )
 
 
@@ -133,7 +134,7 @@ def _exchange_of(name: str, module: nn.Module, axis: Axis, tp: Axis) -> _Exchang
     count = number_of(module)
     if count < axis.degree:
         raise ConfigError(
-            f"{name} has {count} experts, and {axis.degree} ranks are to share them: some would have none",
+            f"{name} has {count} expert{'s' if count != 1 else ''}, and {axis.degree} ranks are to share them: some would have none",
             where=KEY,
             fix=f"write a size of at most {max(1, count)}",
         )

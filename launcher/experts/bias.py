@@ -38,7 +38,7 @@ class BiasUpdate:
             raise ConfigError(
                 f"{type(model).__name__} has no correction bias of its routers that could follow the load of experts",
                 where=KEY,
-                fix="leave it out, or take a model whose routers have an e_score_correction_bias that is a buffer",
+                fix="leave it out, or take a model such as DeepSeek-V3 or GLM-4.5, whose routers have one",
             )
         self._biases = [bias for _, bias in found]
         self._counts = TokenCounts([module for module, _ in found], mesh.device)

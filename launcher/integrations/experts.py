@@ -178,7 +178,8 @@ class MoE(nn.Module):
 def _check(num_experts: int, ep_size: int, k: int, noise: str | None, split: bool) -> None:
     what, fix = "", ""
     if num_experts % ep_size:
-        what, fix = f"num_experts {num_experts} does not divide by ep_size {ep_size}", "change one of them"
+        what = f"num_experts ({num_experts}) is not divisible by ep_size ({ep_size})"
+        fix = f"write {num_experts // ep_size * ep_size or ep_size} or {(num_experts // ep_size + 1) * ep_size} experts"
     elif not 1 <= k <= num_experts:
         what, fix = f"k is {k}, and there are {num_experts} experts", f"write 1 to {num_experts}"
     elif noise not in NOISES:

@@ -227,7 +227,10 @@ def test_layers_that_contradict_each_other_or_the_json(pool: WorkerPool) -> None
         "have ep_size 2, and the JSON has 4"
         in pool.run(refused, 2, (1, 2), {"expert_parallel": {"size": 4}})[0]
     )
-    assert "does not divide the 2 ranks" in pool.run(refused, 2, (4, 1), {})[0]
+    assert (
+        "ep_size of the layers of experts is 4, which does not divide the 2"
+        in pool.run(refused, 2, (4, 1), {})[0]
+    )
     mics = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
     assert "have other experts" in pool.run(refused, 2, (2, 2), mics)[0]
 
@@ -235,7 +238,7 @@ def test_layers_that_contradict_each_other_or_the_json(pool: WorkerPool) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"num_experts": 3, "ep_size": 2}, "does not divide by ep_size 2"),
+        ({"num_experts": 3, "ep_size": 2}, "is not divisible by ep_size"),
         ({"num_experts": 2, "k": 3}, "k is 3, and there are 2 experts"),
         ({"noisy_gate_policy": "RSsample"}, "noisy_gate_policy 'RSsample' is unknown"),
         ({"enable_expert_tensor_parallelism": True}, "experts are not split"),
