@@ -71,9 +71,9 @@ def check_experts(config: Config, dp: int) -> None:
     if ranks % section.degree:
         key = f"{EXPERTS}.{'size' if section.size == section.degree else 'autoep_size'}"
         of_stage = " of each pipeline stage" if config.pipeline.degree > 1 else ""
-        written = config._document.holds((EXPERTS,))
+        said = key if config._document.holds((EXPERTS,)) else "ep_size of the layers of experts"
         raise ConfigError(
-            f"{key if written else 'ep_size of the layers of experts'} is {section.degree}, which does not divide the {ranks} ranks{of_stage}",
+            f"{said} is {section.degree}, which does not divide the {ranks} ranks{of_stage}",
             where=config.where(key),
             fix=f"write {_either(sorted(set(divisors(ranks))))}",
         )

@@ -202,7 +202,7 @@ class ExpertParallelConfig(Section):
     acts_without_switch: ClassVar[frozenset[str]] = frozenset(
         {"size", "bias_update_rate", "capacity_factor", "global_balance_loss", "router_z_loss_coef"}
     )
-    auto_needs_value: ClassVar[frozenset[str]] = frozenset({"size", "autoep_size"})
+    auto_needs_value: ClassVar[frozenset[str]] = frozenset({"size", "autoep_size", "capacity_factor"})
     differs: ClassVar[dict[str, str]] = {
         "size": "a key of this launcher, the ranks that share the experts of each layer; DeepSpeed has autoep_size",
         "bias_update_rate": "a key of this launcher",

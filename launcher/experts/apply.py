@@ -51,8 +51,9 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
             "says which types work, and `--model default-moe` is a small one",
         )
     spread, local = SplitModel(axis), dict[nn.Parameter, nn.Parameter]()
-    for name, module in found:
+    for number, (name, module) in enumerate(found):
         exchange = _exchange_of(name, module, axis, mesh.axes["tp"])
+        exchange.layer = number, name
         exchange.adapters = adapters_of(model, module)
         for adapter in exchange.adapters:
             take_rows(adapter, exchange.mine)
@@ -69,12 +70,14 @@ class _Exchange:
         axis: ep.
         tp: of the ranks that have the same tokens.
         experts: how many each rank has.
+        layer: its number among those of this rank's model, and its name.
         adapters: modules around the experts that adapt their parameters.
     """
 
     axis: Axis
     tp: Axis
     experts: list[int]
+    layer: tuple[int, str] = (0, "")
     adapters: list[nn.Module] = field(default_factory=list)
 
     @property
@@ -93,10 +96,10 @@ class _Exchange:
     def before(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Give the experts the tokens that all ranks have for them, each with one expert of weight 1."""
         hidden, index, weights = arguments_of(module, args, keywords)  # [..., H], [..., k], [..., k]
-        given = hidden.reshape(-1, hidden.shape[-1])
-        rows, weights = (self._share(x) for x in (given, weights.reshape(len(given), -1)))
-        picked = sliced(index.reshape(len(given), -1), self.tp, 0)
-        routing = Routing.of(self.axis, self.experts, picked)
+        rows = self._share(hidden.reshape(-1, hidden.shape[-1]))
+        weights = self._share(weights.reshape(-1, weights.shape[-1]))
+        picked = sliced(index.reshape(-1, index.shape[-1]), self.tp, 0)
+        routing = Routing.of(self.axis, self.experts, picked, self.layer)
         received = dispatch(rows, routing)
         trained = (p.requires_grad for part in (module, *self.adapters) for p in part.parameters())
         trains = rows.requires_grad or any(trained)
@@ -134,7 +137,7 @@ def _exchange_of(name: str, module: nn.Module, axis: Axis, tp: Axis) -> _Exchang
     count = number_of(module)
     if count < axis.degree:
         raise ConfigError(
-            f"{name} has {count} expert{'s' if count != 1 else ''}, and {axis.degree} ranks are to share them: some would have none",
+            f"{axis.degree} ranks are to share the experts of {name}, and it has {count}: some ranks would have none",
             where=KEY,
             fix=f"write a size of at most {max(1, count)}",
         )
@@ -151,8 +154,17 @@ def _split(
         local: parameter of the model -> what stands in its place; layers may share one.
     """
     splits, all_experts, mine = {}, sum(exchange.experts), exchange.mine
+    stacked = hasattr(module, SPREAD_OVER)  # all that it has is of one expert each
+    if stacked and module._buffers:
+        raise ConfigError(
+            f"the experts of {name} have buffers ({', '.join(module._buffers)}), which cannot be spread over ranks",
+            where="ep_size",
+            fix="write ep_size 1, or experts without buffers, such as LayerNorm in place of BatchNorm",
+        )
     for key, parameter in list(module._parameters.items()):
-        if parameter is None or parameter.dim() < 2 or parameter.shape[0] != all_experts:
+        if parameter is None or not parameter.dim() or parameter.shape[0] != all_experts:
+            continue
+        if parameter.dim() == 1 and not stacked:
             continue
         longest = max(exchange.experts) * prod(parameter.shape[1:])
         split = Split(parameter.shape, (mine,), padded_numel=longest)

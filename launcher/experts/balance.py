@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from launcher.comm import Axis, all_reduce
 from launcher.errors import ConfigError
 
+WEIGHT = "router_aux_loss_coef"
 FUNCTION = "load_balancing_loss_func"
 ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 Loss = Callable[..., Any]
@@ -122,7 +123,8 @@ def _weight(model: nn.Module, known: bool, key: str) -> float:
     """Return what the model multiplies its loss of routers with."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    weight = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
+    # the model's own number, which it has taken from its config, counts
+    weight = float(getattr(model, WEIGHT, getattr(text, WEIGHT, 0.0)) or 0.0)
     what = fix = ""
     if not known:
         what, fix = (

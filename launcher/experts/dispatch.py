@@ -27,6 +27,7 @@ from launcher.comm import Axis, all_to_all
 from launcher.errors import LauncherError
 from launcher.models.activation import recomputing
 
+MOST = 10_000  # layers
 COUNTS, DISPATCH, COMBINE = "experts/counts", "experts/dispatch", "experts/combine"
 
 
@@ -50,29 +51,31 @@ class Routing:
     local_experts: Tensor
 
     @classmethod
-    def of(cls, axis: Axis, experts: list[int], index: Tensor) -> Routing:
+    def of(cls, axis: Axis, experts: list[int], index: Tensor, layer: tuple[int, str] = (0, "")) -> Routing:
         """Find out who gets how many pairs. A collective.
 
         Args:
             experts: how many each rank has.
             index: [T, k], the experts of each token. A number outside of 0 .. all experts - 1 names no expert: nothing
                 is sent, and its result is 0.
+            layer: its number and its name; all ranks must call the same one.
         """
         flat, all_experts = index.reshape(-1), sum(experts)
         if axis.group is None and axis.degree > 1:
             flat = _rehearsed(flat, experts, axis.rank)
         named = flat.where((flat >= 0) & (flat < all_experts), all_experts)
         counts = torch.bincount(named, minlength=all_experts + 1)[:all_experts]
-        # with what kind of call it is, behind the counts
-        of_ranks = [torch.cat([part, part.new_tensor([_kind_of_call()])]) for part in counts.split(experts)]
+        # which call it is comes first: ranks in different layers have different numbers of counts
+        call = counts.new_tensor([layer[0] * len(_KINDS) + _kind_of_call()])
+        of_ranks = [torch.cat([call, part]) for part in counts.split(experts)]
         told = of_ranks[axis.rank].repeat(axis.degree, 1)  # [from each rank, own experts and the kind]
         all_to_all(of_ranks, list(told), axis, COUNTS).wait()
-        kinds, told = told[:, -1], told[:, :-1]
+        kinds, told = told[:, 0], told[:, 1:]
         # the one time that the host waits for the device
-        outgoing = torch.stack([part[:-1].sum() for part in of_ranks]).tolist()
+        outgoing = torch.stack([part[1:].sum() for part in of_ranks]).tolist()
         incoming, ways = told.sum(1).tolist(), kinds.tolist()
         if len(set(ways)) > 1:
-            raise _other_calls(axis, ways)
+            raise _other_calls(axis, ways, layer[1])
         order = named.argsort(stable=True)[: sum(outgoing)]
         mine = torch.arange(experts[axis.rank], device=index.device).repeat(axis.degree)
         local = mine.repeat_interleave(told.reshape(-1), output_size=sum(incoming))
@@ -150,12 +153,24 @@ def _kind_of_call() -> int:
     return 2 if recomputing() else int(torch.is_grad_enabled())
 
 
-def _other_calls(axis: Axis, kinds: list[int]) -> LauncherError:
-    said = ", ".join(f"{axis.name} rank {rank} {_KINDS[kind]}" for rank, kind in enumerate(kinds))
+def _other_calls(axis: Axis, calls: list[int], layer: str) -> LauncherError:
+    """Return the error of ranks that meet in different calls. What one is in the middle of may be no call at all."""
+    mine = calls[axis.rank] // len(_KINDS)
+    said = []
+    for rank, call in enumerate(calls):
+        number, kind = divmod(call, len(_KINDS))
+        where = (
+            ""
+            if number == mine
+            else f" layer {number} of those with experts,"
+            if 0 <= number < MOST
+            else " elsewhere,"
+        )
+        said.append(f"{axis.name} rank {rank}{where} {_KINDS[kind]}")
     return LauncherError(
-        f"{axis.members} share experts and call them at the same time in different ways: {said}",
-        where="experts",
-        fix="call the model equally often on all of these ranks, also in evaluation",
+        f"{axis.members} share experts and call them at the same time in different ways: {', '.join(said)}",
+        where=f"{layer or 'experts'} on {axis.name} rank {axis.rank}",
+        fix="call the same layers equally often on all of these ranks, also in evaluation",
     )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MOST = 1 << 40  # of a capacity
 DROPPED = -1
 """In the place of an expert's number: no expert takes this pair."""
 
@@ -41,8 +42,8 @@ class Gating:
 
 def capacity_of(tokens: int, experts: int, factor: float, least: int = 0) -> int:
     """Return how many tokens an expert takes: `factor` times an even share."""
-    share = torch.tensor(tokens / experts) * torch.tensor(factor)  # in fp32, for it is rounded up
-    return max(math.ceil(float(share)), least)
+    share = float(torch.tensor(tokens / experts) * torch.tensor(factor))  # in fp32, for it is rounded up
+    return max(math.ceil(min(share, MOST)), least)
 
 
 def top1(

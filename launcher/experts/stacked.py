@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from launcher.comm import Axis
-from launcher.errors import LauncherError
+from launcher.errors import LauncherError, ShardedParameterError
 from launcher.experts.dispatch import Routing, combine, dispatch
+from launcher.models.names import persistent_buffers
 from launcher.models.stacked_names import JOINED, apart, names_apart
-from launcher.models.units import SPREAD_OVER
+from launcher.models.units import SPREAD, SPREAD_OVER
+from launcher.zero.features.partitioned import is_partitioned
 
 _ALONE = Axis("ep")
 
@@ -41,28 +44,55 @@ class StackedExperts(nn.Module):
         self.num_experts = count
         self._is_expert_parallel = False  # of transformers: such a module has the experts of a layer
         setattr(self, SPREAD_OVER, spread_over)
-        self._names = {
-            name: name.replace(".", JOINED)
-            for name, _ in (*expert.named_parameters(), *expert.named_buffers())
-        }
-        if any(JOINED in name for name in self._names):
-            raise LauncherError(
-                f"a parameter of an expert has {JOINED} in its name",
-                where="deepspeed.moe.layer.MoE",
-                fix="rename it",
-            )
-        for name, parameter in expert.named_parameters():
-            stacked = torch.stack([parameter.detach()] * count)
-            made = nn.Parameter(stacked, parameter.requires_grad)
-            if parameter.dim() < 2:
-                made.use_muon = False  # type: ignore[attr-defined]  # rows of biases are no matrix
-            self.register_parameter(self._names[name], made)
-        for name, buffer in expert.named_buffers():
-            self.register_buffer(self._names[name], torch.stack([buffer] * count))
-        # without values, and not as a submodule: it has no parameters of its own
-        self.__dict__["_expert"] = copy.deepcopy(expert).to("meta")
+        self._names: dict[str, str] = {}  # of the expert's tensors, tied ones under all their names -> here
+        with _values_of(expert):
+            self._stack(expert, count)
+            # without values, and not as a submodule: it has no parameters of its own
+            self.__dict__["_expert"] = _without_values(expert)
         self.register_state_dict_post_hook(_name_apart)
-        self.register_load_state_dict_pre_hook(_stack)
+        self.register_load_state_dict_pre_hook(_read)
+
+    def _stack(self, expert: nn.Module, count: int) -> None:
+        keys: dict[Tensor, str] = {}
+        kept = {name for name, _ in persistent_buffers(expert)}
+        tensors = [*expert.named_parameters(remove_duplicate=False), *expert.named_buffers()]
+        for name, tensor in tensors:
+            if JOINED in name:
+                raise LauncherError(
+                    f"a parameter of an expert is called {name}, and {JOINED} stands between names here",
+                    where="deepspeed.moe.layer.MoE",
+                    fix="rename it",
+                )
+            key = keys.setdefault(tensor, name.replace(".", JOINED))
+            self._names[name] = key
+            if key in self._parameters or key in self._buffers:
+                continue
+            stacked = torch.stack([tensor.detach()] * count)
+            if not isinstance(tensor, nn.Parameter):
+                self.register_buffer(key, stacked, persistent=name in kept)
+                continue
+            made = nn.Parameter(stacked, tensor.requires_grad)
+            if tensor.dim() < 2:
+                made.use_muon = False  # type: ignore[attr-defined]  # rows of biases are no matrix
+            self.register_parameter(key, made)
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Call a function with each expert and its modules, as if they were modules of the model: it may change their
+        values."""
+        tensors = dict(self.named_parameters()) | dict(self.named_buffers())
+        if all(tensor.device.type != "meta" and not is_partitioned(tensor) for tensor in tensors.values()):
+            for number in range(self.num_experts):
+                one = copy.deepcopy(self._expert)
+                for name, key in self._names.items():
+                    _put(one, name, tensors[key].detach()[number])
+                one.apply(fn)
+                values = dict(one.named_parameters(remove_duplicate=False)) | dict(one.named_buffers())
+                with torch.no_grad():
+                    for name, key in self._names.items():
+                        tensors[key][number].copy_(
+                            values[name]
+                        )  # where it has put another tensor in the place
+        return super().apply(fn)
 
     def train(self, mode: bool = True) -> StackedExperts:
         self._expert.train(mode)
@@ -120,17 +150,59 @@ def _first(made: Any) -> Tensor:
     return result
 
 
+def _values_of(expert: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context in which parameters have their values that zero.Init() has sharded."""
+    sharded = [parameter for parameter in expert.parameters() if is_partitioned(parameter)]
+    if not sharded:
+        return nullcontext()
+    from launcher.zero import GatheredParameters
+
+    return GatheredParameters(sharded)
+
+
+def _without_values(expert: nn.Module) -> nn.Module:
+    """Return a copy whose tensors are on meta."""
+    copied = copy.deepcopy(expert)
+    for module in copied.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[key] = nn.Parameter(_shape(parameter), requires_grad=False)
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else _shape(buffer)
+    return copied
+
+
+def _shape(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _put(module: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    target = module.get_submodule(owner)
+    if attribute in target._parameters:
+        target._parameters[attribute] = nn.Parameter(value, requires_grad=False)
+    else:
+        target._buffers[attribute] = value
+
+
 def _name_apart(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
     assert isinstance(module, StackedExperts)
-    for key in module._names.values():
-        whole = f"{prefix}{key}"
-        if whole in state and len(state[whole]) == module.num_experts:  # at ZeRO 3 there may be nothing in it
-            state |= apart(whole, state.pop(whole))
+    for whole in {f"{prefix}{key}" for key in module._names.values()} & state.keys():
+        with suppress(ShardedParameterError):  # at ZeRO 3 it has no values, as others have none
+            parts = apart(whole, state[whole])
+            del state[whole]
+            state |= parts
 
 
-def _stack(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _read(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     assert isinstance(module, StackedExperts)
-    for key in module._names.values():
-        names = names_apart(f"{prefix}{key}", module.num_experts)
+    for whole in dict.fromkeys(f"{prefix}{key}" for key in module._names.values()):
+        names = names_apart(whole, module.num_experts)
+        if hasattr(module, SPREAD) and ({whole, *names} & state.keys()):
+            raise LauncherError(
+                f"{prefix.removesuffix('.')} has some of its experts on this rank, and a state dict does not say which",
+                where="load_state_dict()",
+                fix="load values before initialize(), or call engine.load_checkpoint()",
+            )
         if names and all(name in state for name in names):
-            state[f"{prefix}{key}"] = torch.stack([state.pop(name) for name in names])
+            state[whole] = torch.stack([state.pop(name) for name in names])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -138,7 +139,12 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        _check(num_experts, ep_size, k, noisy_gate_policy, enable_expert_tensor_parallelism)
+        numbers = {
+            "hidden_size": hidden_size, "num_experts": num_experts, "ep_size": ep_size, "k": k,
+            "min_capacity": min_capacity, "capacity_factor": capacity_factor,
+            "eval_capacity_factor": eval_capacity_factor,
+        }  # fmt: skip
+        _check(expert, numbers, noisy_gate_policy, enable_expert_tensor_parallelism)
         self.ep_size, self.num_experts, self.num_local_experts = ep_size, num_experts, num_experts // ep_size
         self.use_residual, self.expert_group_name = use_residual, f"ep_size_{ep_size}"
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
@@ -175,19 +181,37 @@ class MoE(nn.Module):
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
 
 
-def _check(num_experts: int, ep_size: int, k: int, noise: str | None, split: bool) -> None:
-    what, fix = "", ""
-    if num_experts % ep_size:
-        what = f"num_experts ({num_experts}) is not divisible by ep_size ({ep_size})"
-        fix = f"write {num_experts // ep_size * ep_size or ep_size} or {(num_experts // ep_size + 1) * ep_size} experts"
-    elif not 1 <= k <= num_experts:
-        what, fix = f"k is {k}, and there are {num_experts} experts", f"write 1 to {num_experts}"
+def _check(expert: object, numbers: Mapping[str, Any], noise: str | None, split: bool) -> None:
+    """Raise ArgumentsError for what cannot be meant."""
+    num_experts, ep_size, k = (numbers[name] for name in ("num_experts", "ep_size", "k"))
+    found = _wrong_number(numbers)
+    if not isinstance(expert, nn.Module):
+        found = f"expert is {type(expert).__name__}", "pass the module that all experts begin as"
+    elif found is not None:
+        pass
+    elif num_experts % ep_size:
+        found = (
+            f"num_experts ({num_experts}) is not divisible by ep_size ({ep_size})",
+            f"write {-(-num_experts // ep_size) * ep_size} experts",
+        )
+    elif k > num_experts:
+        found = f"k is {k}, and there are {num_experts} experts", f"write 1 to {num_experts}"
     elif noise not in NOISES:
-        what, fix = f"noisy_gate_policy {noise!r} is unknown", "write None, 'Jitter' or 'RSample'"
+        found = f"noisy_gate_policy {noise!r} is unknown", "write None, 'Jitter' or 'RSample'"
     elif split:
-        what, fix = "experts are not split over ranks", "leave enable_expert_tensor_parallelism out"
-    if what:
-        raise ArgumentsError(what, where="deepspeed.moe.layer.MoE", fix=fix)
+        found = "experts are not split over ranks", "leave enable_expert_tensor_parallelism out"
+    if found is not None:
+        raise ArgumentsError(found[0], where="deepspeed.moe.layer.MoE", fix=found[1])
+
+
+def _wrong_number(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
+    for name, number in numbers.items():
+        whole, least = "factor" not in name, int("capacity" not in name)
+        right = isinstance(number, int if whole else int | float) and not isinstance(number, bool)
+        if not (right and least <= number < math.inf):
+            kind = "whole number" if whole else "number"
+            return f"{name} is {number!r}", f"write a {kind} of at least {least}"
+    return None
 
 
 def is_moe_param(param: Tensor) -> bool:

@@ -63,7 +63,7 @@ def fused_names(
     """
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     patterns: dict[str, list[str]] = {}
-    fusing = [converter for converter in converters if fuses(converter)]
+    fusing = [converter for converter in converters if _fuses(converter)]
     for stored, name in sorted(names, key=lambda pair: _natural(pair[0])):
         for converter in fusing:
             target, pattern = converter.rename_source_key(name)
@@ -79,7 +79,7 @@ def fused_names(
     return complete
 
 
-def fuses(converter: WeightConverter) -> bool:
+def _fuses(converter: WeightConverter) -> bool:
     """Return whether it stacks the tensors of a list, and then joins these stacks by rows."""
     first, *rest = converter.operations
     joins = not rest or (len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.models.fused import fuses
 from launcher.models.stacked_names import apart, names_apart
+from launcher.models.units import MADE_BY_TRANSFORMERS
 
 Fetch = Callable[[], Tensor | None]
 
@@ -24,7 +24,7 @@ class HubLayout:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model if _has_fused_experts(model) else None
+        self._model = model if _is_stored_otherwise(model) else None
 
     def entries(
         self, name: str, dtype: torch.dtype, shape: torch.Size, fetch: Fetch
@@ -67,12 +67,12 @@ class _Parts:
         return self._left.pop(name, None)
 
 
-def _has_fused_experts(model: nn.Module) -> bool:
+def _is_stored_otherwise(model: nn.Module) -> bool:
+    """Return whether a model of transformers with experts has other names or tensors than the Hub."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return False
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
 
-    ways = get_model_conversion_mapping(model, add_legacy=False)
-    return any(isinstance(way, WeightConverter) and fuses(way) for way in ways)
+    has_experts = any(hasattr(module, MADE_BY_TRANSFORMERS) for module in model.modules())
+    return has_experts and bool(get_model_conversion_mapping(model, add_legacy=False))

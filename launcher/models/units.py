@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+MADE_BY_TRANSFORMERS = "_is_expert_parallel"
+"""An attribute that `use_experts_implementation` of transformers gives to the experts of every model."""
+
 SPREAD = "_launcher_all_experts"
 """On a module of experts, of which a rank has some: how many all ranks have (`experts/`)."""
 

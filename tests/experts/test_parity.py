@@ -254,7 +254,7 @@ def refused(ctx: RankContext, family: str, size: int) -> str:
 
 def test_models_that_cannot_be_spread_are_refused(pool: WorkerPool) -> None:
     assert "no experts that transformers calls" in pool.run(refused, 2, "dense", 2)[0]
-    assert "has 4 experts, and 8 ranks are to share them" in _raised(
+    assert "8 ranks are to share the experts of model.layers.0.mlp.experts, and it has 4" in _raised(
         lambda: apply(model_of("plain"), Axis("ep", 8), Mesh.planned(CPU, 8, 0, dp=8))
     )
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
-from launcher.errors import ArgumentsError, ConfigError
-from launcher.experts.gates import DROPPED, keep_heaviest
+from launcher.errors import ArgumentsError, ConfigError, LauncherError
+from launcher.experts.gates import DROPPED, capacity_of, keep_heaviest
 from launcher.integrations import experts as moe
 from launcher.integrations import groups
 from tests.engine.driving import CPU
@@ -213,6 +213,118 @@ def test_what_is_exported_names_experts_one_by_one(pool: WorkerPool, tmp_path: P
         assert all(torch.equal(value, wanted[name]) for name, value in plain.named_parameters())
 
 
+class OddExpert(nn.Module):
+    """With a number, a module that is tied to another one, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.second(self.first(x).tanh()) * self.scale, None
+
+
+def odd_model(ep_size: int) -> Any:
+    torch.manual_seed(3)
+    model = moe.MoE(WIDTH, OddExpert(), 4, ep_size, 2, drop_tokens=False, top2_2nd_expert_sampling=False)
+    with torch.no_grad():
+        for parameter in model.deepspeed_moe.experts.parameters():
+            parameter.mul_(torch.arange(1.0, 5).view(-1, *[1] * (parameter.dim() - 1)))
+    return model
+
+
+def odd(ctx: RankContext, rows: list[int]) -> tuple[float, str]:
+    """(the loss of this rank, what loading a state dict says)."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 2},
+    }
+    engine: Any = launcher.initialize(model=odd_model(2), config=config, device=CPU)[0]
+    loss = torch.zeros(())
+    for step in range(2):
+        x = torch.randn(rows[ctx.rank], WIDTH, generator=torch.Generator().manual_seed(2 * step + ctx.rank))
+        loss = engine(x)[0].square().sum()
+        engine.backward(loss)
+        engine.step()
+    with pytest.raises(LauncherError) as error:
+        engine.module.load_state_dict(odd_model(1).state_dict(), strict=False)
+    engine.destroy()
+    return float(loss.detach()), str(error.value)
+
+
+@pytest.mark.parametrize("rows", [[3, 4], [5, 0]], ids=str)
+def test_odd_experts_and_ranks_without_tokens(pool: WorkerPool, rows: list[int]) -> None:
+    model = odd_model(1)
+    sgd, losses = torch.optim.SGD(model.parameters(), 0.1), [0.0, 0.0]
+    for step in range(2):
+        parts = []
+        for rank in range(2):
+            x = torch.randn(rows[rank], WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
+            parts.append(model(x)[0].square().sum())
+        (sum(parts) / 2).backward()
+        sgd.step()
+        sgd.zero_grad()
+        losses = [float(part) for part in parts]
+    for rank, (loss, said) in enumerate(pool.run(odd, 2, rows)):
+        assert loss == pytest.approx(losses[rank], rel=1e-5)
+        assert "has some of its experts on this rank" in said
+
+
+def test_a_function_reaches_every_expert() -> None:
+    layer = moe.MoE(4, nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), 3)
+
+    def begin(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+            module.bias = (
+                nn.Parameter(torch.full_like(module.bias, 0.25)) if module.bias is not None else None
+            )
+
+    assert layer.apply(begin) is layer
+    assert all(
+        (value == (0.25 if name.endswith("bias") else 0.5)).all()
+        for name, value in layer.state_dict().items()
+    )
+
+
+def other_layers(ctx: RankContext) -> str:
+    """Each rank calls one of two layers only."""
+    config = {"train_micro_batch_size_per_gpu": 2}
+    engine: Any = launcher.initialize(model=build(Case()), config=config, device=CPU)[0]
+    x, layers = batch(0, ctx.rank)[0], engine.module.layers
+    with pytest.raises(LauncherError) as error:
+        layers[ctx.rank](x)
+    engine.destroy()
+    return str(error.value)
+
+
+def test_ranks_in_different_layers_are_told(pool: WorkerPool) -> None:
+    first, second = pool.run(other_layers, 2)
+    assert (
+        "layers.0.deepspeed_moe.experts on ep rank 0" in first and "ep rank 1 layer 1 of those with" in first
+    )
+    assert (
+        "layers.1.deepspeed_moe.experts on ep rank 1" in second
+        and "ep rank 0 layer 0 of those with" in second
+    )
+
+
+def with_buffers(ctx: RankContext) -> str:
+    expert = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    config = {"train_micro_batch_size_per_gpu": 1}
+    with pytest.raises(ConfigError) as error:
+        launcher.initialize(model=nn.Sequential(moe.MoE(4, expert, 2, 2)), config=config, device=CPU)
+    return str(error.value)
+
+
+def test_experts_with_buffers_are_not_spread(pool: WorkerPool) -> None:
+    assert "have buffers (1__running_mean" in pool.run(with_buffers, 2)[0]
+
+
 def refused(ctx: RankContext, sizes: tuple[int, int], section: dict[str, Any]) -> str:
     model = nn.ModuleList(moe.MoE(4, nn.Linear(4, 4), 4, size) for size in sizes)
     config = {"train_micro_batch_size_per_gpu": 1, **section}
@@ -240,6 +352,9 @@ def test_layers_that_contradict_each_other_or_the_json(pool: WorkerPool) -> None
     [
         ({"num_experts": 3, "ep_size": 2}, "is not divisible by ep_size"),
         ({"num_experts": 2, "k": 3}, "k is 3, and there are 2 experts"),
+        ({"ep_size": 0}, "ep_size is 0"),
+        ({"min_capacity": None}, "min_capacity is None"),
+        ({"capacity_factor": -1.0}, "capacity_factor is -1.0"),
         ({"noisy_gate_policy": "RSsample"}, "noisy_gate_policy 'RSsample' is unknown"),
         ({"enable_expert_tensor_parallelism": True}, "experts are not split"),
     ],
@@ -247,6 +362,10 @@ def test_layers_that_contradict_each_other_or_the_json(pool: WorkerPool) -> None
 def test_wrong_arguments_are_said(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentsError, match=words):
         moe.MoE(4, nn.Linear(4, 4), **arguments)
+
+
+def test_a_capacity_without_end() -> None:
+    assert capacity_of(8, 2, 1e300) == capacity_of(8, 2, float("inf")) > 10**9
 
 
 def test_the_heaviest_pairs_are_kept() -> None:
@@ -257,25 +376,29 @@ def test_the_heaviest_pairs_are_kept() -> None:
     assert torch.equal(keep_heaviest(experts, weights, 3, 4), experts.where(experts < 3, DROPPED))
 
 
-def made_on_meta(ctx: RankContext) -> tuple[float, bool]:
-    """(a loss of the same tokens on all ranks, whether the experts of the first layer begin alike)."""
+def made_on_meta(ctx: RankContext, case: Case) -> tuple[float, bool, int]:
+    """(a loss of the same tokens on all ranks, whether the experts of the first layer begin alike, names in a state
+    dict, whose tensors have no values)."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
     with launcher.zero.Init(config_dict_or_path=config):
-        model = fresh(Case())
+        model = fresh(case)
     assert all(parameter.is_meta for parameter in model.parameters())
     engine: Any = launcher.initialize(model=model, config=config, device=CPU)[0]
     loss = float(engine(*batch(0, 0)).detach())
     weights = engine.module.layers[0].deepspeed_moe.experts
     with launcher.zero.GatheredParameters(list(weights.parameters())):
-        first, second = weights._parameters["0__weight"]
+        first, second, *_ = weights._parameters["0__weight"]
         alike = torch.equal(first, second) and float(first.detach().abs().max()) > 0
+    names = engine.module.state_dict().keys() if case.ep_size == 1 else set()
     engine.destroy()
-    return loss, alike
+    return loss, alike, len(names)
 
 
 def test_layers_that_are_made_on_meta(pool: WorkerPool) -> None:
-    one, other = pool.run(made_on_meta, 2)
-    assert one[0] == pytest.approx(other[0]) and one[1] and other[1]
+    for ep_size in (1, 2):
+        one, other = pool.run(made_on_meta, 2, Case(ep_size=ep_size))
+        assert one[0] == pytest.approx(other[0]) and one[1] and other[1]
+        assert one[2] == (len(list(fresh(Case()).parameters())) if ep_size == 1 else 0)
