@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from launcher.comm.setup import or_alone
 from launcher.errors import ConfigError
 from launcher.models.units import SPREAD, SPREAD_OVER
 
@@ -53,7 +54,7 @@ class DeepSpeedMethods:
 
     @property
     def seq_data_parallel_group(self) -> Any:
-        return self._engine().mesh.dp_cp.group
+        return or_alone(self._engine().mesh.dp_cp.group)
 
     @property
     def pipeline_parallelism(self) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
 
 from launcher.comm import Axis, Mesh
+from launcher.comm.setup import or_alone
 from launcher.engine.fragments import ENGINES
 from launcher.errors import ArgumentsError
 
@@ -29,20 +29,7 @@ def _axis(name: str) -> Axis:
 
 
 def _group(axis: Axis) -> Any:
-    """Return the process group of an axis. That of a rank alone is a group, too: to torch None means all ranks."""
-    if axis.group is not None or not dist.is_initialized() or dist.get_world_size() == 1:
-        return axis.group
-    return _alone(dist.group.WORLD)
-
-
-@lru_cache(maxsize=1)
-def _alone(world: Any) -> Any:
-    """Return a group of this rank only.
-
-    Args:
-        world: all ranks; after they were set up anew the old group is of no use.
-    """
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return or_alone(axis.group)
 
 
 def get_data_parallel_group() -> Any:
