@@ -88,10 +88,8 @@ class StackedExperts(nn.Module):
                 one.apply(fn)
                 values = dict(one.named_parameters(remove_duplicate=False)) | dict(one.named_buffers())
                 with torch.no_grad():
-                    for name, key in self._names.items():
-                        tensors[key][number].copy_(
-                            values[name]
-                        )  # where it has put another tensor in the place
+                    for name, key in self._names.items():  # it may have put another tensor in the place
+                        tensors[key][number].copy_(values[name])
         return super().apply(fn)
 
     def train(self, mode: bool = True) -> StackedExperts:
