@@ -18,7 +18,7 @@ from datasets import Dataset, concatenate_datasets, load_dataset
 
 from launcher.data.cache import cache_key
 from launcher.errors import ConfigError
-from launcher.models.hub import unreachable
+from launcher.hub import unreachable
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from launcher.data.cache import build_once, cache_key, default_cache_dir
 from launcher.data.text import valid_text
 from launcher.data.vocabulary import largest_id
 from launcher.errors import ConfigError
-from launcher.models.hub import unreachable
+from launcher.hub import unreachable
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 BYTE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)

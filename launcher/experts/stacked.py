@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any, Self
 
 import torch
@@ -17,7 +17,6 @@ from launcher.experts.dispatch import Routing, combine, dispatch
 from launcher.models.names import persistent_buffers
 from launcher.models.stacked_names import JOINED, apart, names_apart
 from launcher.models.units import SPREAD, SPREAD_OVER
-from launcher.zero.features.partitioned import is_partitioned
 
 _ALONE = Axis("ep")
 
@@ -45,10 +44,9 @@ class StackedExperts(nn.Module):
         self._is_expert_parallel = False  # of transformers: such a module has the experts of a layer
         setattr(self, SPREAD_OVER, spread_over)
         self._names: dict[str, str] = {}  # of the expert's tensors, tied ones under all their names -> here
-        with _values_of(expert):
-            self._stack(expert, count)
-            # without values, and not as a submodule: it has no parameters of its own
-            self.__dict__["_expert"] = _without_values(expert)
+        self._stack(expert, count)
+        # without values, and not as a submodule: it has no parameters of its own
+        self.__dict__["_expert"] = _without_values(expert)
         self.register_state_dict_post_hook(_name_apart)
         self.register_load_state_dict_pre_hook(_read)
 
@@ -80,17 +78,23 @@ class StackedExperts(nn.Module):
         """Call a function with each expert and its modules, as if they were modules of the model: it may change their
         values."""
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
-        if all(tensor.device.type != "meta" and not is_partitioned(tensor) for tensor in tensors.values()):
-            for number in range(self.num_experts):
-                one = copy.deepcopy(self._expert)
-                for name, key in self._names.items():
-                    _put(one, name, tensors[key].detach()[number])
-                one.apply(fn)
-                values = dict(one.named_parameters(remove_duplicate=False)) | dict(one.named_buffers())
-                with torch.no_grad():
-                    for name, key in self._names.items():  # it may have put another tensor in the place
-                        tensors[key][number].copy_(values[name])
+        if not any(tensor.is_meta for tensor in tensors.values()):
+            with (
+                torch.no_grad(),
+                suppress(ShardedParameterError),
+            ):  # without values there is nothing to change
+                for number in range(self.num_experts):
+                    self._apply_to(number, tensors, fn)
         return super().apply(fn)
+
+    def _apply_to(self, number: int, tensors: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> None:
+        one = copy.deepcopy(self._expert)
+        for name, key in self._names.items():
+            _put(one, name, tensors[key][number])
+        one.apply(fn)
+        values = dict(one.named_parameters(remove_duplicate=False)) | dict(one.named_buffers())
+        for name, key in self._names.items():  # it may have put another tensor in the place
+            tensors[key][number].copy_(values[name])
 
     def train(self, mode: bool = True) -> StackedExperts:
         self._expert.train(mode)
@@ -146,16 +150,6 @@ class StackedExperts(nn.Module):
 def _first(made: Any) -> Tensor:
     result: Tensor = made[0] if isinstance(made, tuple) else made
     return result
-
-
-def _values_of(expert: nn.Module) -> AbstractContextManager[Any]:
-    """Return the context in which parameters have their values that zero.Init() has sharded."""
-    sharded = [parameter for parameter in expert.parameters() if is_partitioned(parameter)]
-    if not sharded:
-        return nullcontext()
-    from launcher.zero import GatheredParameters
-
-    return GatheredParameters(sharded)
 
 
 def _without_values(expert: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from launcher.errors import ArgumentsError
 from launcher.experts import gates
 from launcher.experts.stacked import StackedExperts
+from launcher.zero import GatheredParameters
+from launcher.zero.features.partitioned import is_partitioned
 
 NOISES = (None, "None", "Jitter", "RSample")
 JITTER = 1e-2
@@ -148,7 +151,8 @@ class MoE(nn.Module):
         self.ep_size, self.num_experts, self.num_local_experts = ep_size, num_experts, num_experts // ep_size
         self.use_residual, self.expert_group_name = use_residual, f"ep_size_{ep_size}"
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
-        experts = StackedExperts(expert, num_experts, ep_size)
+        with _values_of(expert):
+            experts = StackedExperts(expert, num_experts, ep_size)
         for parameter in experts.parameters():
             vars(parameter).update(allreduce=False, group_name=self.expert_group_name)
         gate = _Gate(
@@ -179,6 +183,12 @@ class MoE(nn.Module):
             shares = self.coefficient(hidden_states).softmax(-1)
             output = output * shares[..., :1] + whole * shares[..., 1:]
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+
+
+def _values_of(expert: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context in which parameters have their values that zero.Init() has sharded."""
+    sharded = [parameter for parameter in expert.parameters() if is_partitioned(parameter)]
+    return GatheredParameters(sharded) if sharded else nullcontext()
 
 
 def _check(expert: object, numbers: Mapping[str, Any], noise: str | None, split: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from launcher.errors import ConfigError
-from launcher.models.hub import unreachable
+from launcher.hub import unreachable
 from launcher.models.packaged import unpacked
 
 EMBEDDED = {"default": "default_config.json", "default-moe": "default_moe_config.json"}

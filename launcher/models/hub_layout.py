@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from launcher.models.stacked_names import apart, names_apart
 from launcher.models.units import MADE_BY_TRANSFORMERS
 
-Fetch = Callable[[], Tensor | None]
-
 
 class HubLayout:
     """The way from the tensors of a model to those of a directory.
@@ -27,8 +25,8 @@ class HubLayout:
         self._model = model if _is_stored_otherwise(model) else None
 
     def entries(
-        self, name: str, dtype: torch.dtype, shape: torch.Size, fetch: Fetch
-    ) -> list[tuple[str, torch.dtype, tuple[int, ...], Fetch]]:
+        self, name: str, dtype: torch.dtype, shape: torch.Size, fetch: Callable[[], Tensor | None]
+    ) -> list[tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor | None]]]:
         """Return the tensors that stand for one of the model, to be fetched in this order.
 
         Args:
@@ -56,7 +54,9 @@ class HubLayout:
 class _Parts:
     """The parts of a tensor, which is fetched once and kept until the last of them is taken."""
 
-    def __init__(self, fetch: Fetch, split: Callable[[Tensor], dict[str, Tensor]]) -> None:
+    def __init__(
+        self, fetch: Callable[[], Tensor | None], split: Callable[[Tensor], dict[str, Tensor]]
+    ) -> None:
         self._fetch, self._split = fetch, split
         self._left: dict[str, Tensor] | None = None
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from launcher import hub
 from launcher.errors import ConfigError
-from launcher.models import hub
 from launcher.models.build import build_on_meta, load_config
 from tests.models.tiny import config_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "launcher"
 # A package (or a module beside the packages) imports those before it, and itself.
-ORDER = ["errors", "files", "sizes", "owner", "scratch", "monitor", "arguments", "config",
+ORDER = ["errors", "files", "sizes", "owner", "scratch", "hub", "monitor", "arguments", "config",
          "comm", "cluster", "data", "models", "checkpointing", "tensor", "sequence", "experts", "pipeline", "pipe",
          "offload", "zero", "checkpoint", "earlier_run", "optim", "engine", "estimate", "plan", "resuming", "run",
          "train", "integrations", "cli"]  # fmt: skip
