@@ -21,7 +21,7 @@ from launcher.checkpoint.export import temporary_file, write_safetensors
 from launcher.checkpoint.reader import read_metadata
 from launcher.comm.plain import decode
 from launcher.errors import LauncherError
-from launcher.models.stacked_names import apart
+from launcher.models.stacked_names import all_apart
 from launcher.sizes import bytes_of
 
 SCRIPT = """\
@@ -75,8 +75,7 @@ def _stored(directory: Path, tag: str | None) -> tuple[dict[str, Tensor], dict[s
         if isinstance(entry, TensorStorageMetadata) and name.startswith(KINDS)
     }
     store.load(directory, tag, found, strict=False, local=True)
-    parts = [apart(name.partition("/")[2], value) for name, value in found.items()]
-    state = {name: value for part in parts for name, value in part.items()}
+    state = all_apart({name.partition("/")[2]: value for name, value in found.items()})
     return state, decode(meta.get("tied", {}))  # which checkpoints have not always told
 
 

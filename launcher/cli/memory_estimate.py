@@ -129,17 +129,15 @@ def memory_estimate(argv: Sequence[str]) -> int:
 
 def _check_load(load: float, config: Config) -> None:
     size = config.expert_parallel.degree
-    if load > size:
-        what = (
-            f"{load:g} times an even share is more than all tokens" if size > 1 else "no ranks share experts"
+    if load <= size:
+        return
+    what, fix = "no ranks share experts", "leave it out, or write expert_parallel in the JSON"
+    if size > 1:
+        what, fix = (
+            f"{load:g} times an even share is more than all tokens",
+            f"write a number from 1 to {size}",
         )
-        raise ConfigError(
-            f"{what}: expert_parallel.size is {size}",
-            where="--expert-load",
-            fix=f"write a number from 1 to {size}"
-            if size > 1
-            else "leave it out, or write expert_parallel in the JSON",
-        )
+    raise ConfigError(f"{what}: expert_parallel.size is {size}", where="--expert-load", fix=fix)
 
 
 def _longest(estimator: Estimator, config: Config, world: int, device: int, *, as_object: bool) -> int:

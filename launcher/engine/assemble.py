@@ -54,6 +54,7 @@ from launcher.zero import (
     PartitionedValues,
     ShardAxes,
     ShardLayout,
+    ZeroModel,
     is_partitioned,
     release,
     set_z3_leaf_modules,
@@ -183,21 +184,7 @@ def initialize(
     )
     zero = apply_zero(model, units_of(model, staged.blocks), layout, parts, source)
     cast_buffers(resolved, model)
-    if factor := resolved.expert_parallel.capacity_factor:
-        from launcher.experts.capacity import limit
-
-        limit(model, float(factor), whole=mesh.axes["pp"].degree == 1)
-    section = resolved.expert_parallel
-    if section.global_balance_loss or section.router_z_loss_coef:
-        from launcher.experts.balance import RouterLoss
-
-        over = mesh.dp if section.global_balance_loss is True else None
-        router_loss = RouterLoss(model, over, float(section.router_z_loss_coef))
-        zero.callbacks.before_step.append(router_loss.next_step)
-    if rate := resolved.expert_parallel.bias_update_rate:
-        from launcher.experts.bias import BiasUpdate
-
-        zero.callbacks.before_step.append(BiasUpdate(model, mesh, float(rate)).update)
+    steer_routers(model, mesh, resolved, zero)
     stepper = (
         None
         if chosen is None
@@ -303,11 +290,12 @@ def spread_experts(
                 where="expert_parallel.size",
                 fix="build the model anew, or load what engine.save_16bit_model() wrote",
             )
-        if config.expert_parallel.degree == 1 and getattr(module, SPREAD_OVER, 1) > 1:  # of a PipelineModule
+        wanted = getattr(module, SPREAD_OVER, 1)
+        if config.expert_parallel.degree == 1 < wanted:  # of a PipelineModule
             raise ConfigError(
-                f"{name} has ep_size {getattr(module, SPREAD_OVER)}, which was not known before the layers were built",
+                f"{name} has ep_size {wanted}, which was not known before the layers were built",
                 where="expert_parallel.size",
-                fix=f'write "expert_parallel": {{"size": {getattr(module, SPREAD_OVER)}}} into the JSON',
+                fix=f'write "expert_parallel": {{"size": {wanted}}} into the JSON',
             )
     if config.expert_parallel.degree == 1:
         return SplitModel(Axis("ep")), None
@@ -315,6 +303,27 @@ def spread_experts(
 
     edp, ep = mesh.split_for_experts(config.expert_parallel.degree)
     return apply_experts(model, ep, mesh), axes.of_experts(edp)
+
+
+def steer_routers(model: nn.Module, mesh: Mesh, config: Config, zero: ZeroModel) -> None:
+    """Give the experts of the model what the JSON says of their routers: a capacity, losses, biases that follow the
+    load."""
+    section = config.expert_parallel
+    if section.capacity_factor:
+        from launcher.experts.capacity import limit
+
+        limit(model, float(section.capacity_factor), whole=mesh.axes["pp"].degree == 1)
+    if section.global_balance_loss or section.router_z_loss_coef:
+        from launcher.experts.balance import RouterLoss
+
+        over = mesh.dp if section.global_balance_loss is True else None
+        loss = RouterLoss(model, over, float(section.router_z_loss_coef))
+        zero.callbacks.before_step.append(loss.next_step)
+    if section.bias_update_rate:
+        from launcher.experts.bias import BiasUpdate
+
+        bias = BiasUpdate(model, mesh, float(section.bias_update_rate))
+        zero.callbacks.before_step.append(bias.update)
 
 
 def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from launcher.comm.setup import or_alone
 from launcher.errors import ConfigError
-from launcher.models.units import SPREAD, SPREAD_OVER
+from launcher.models.units import SPREAD_OVER
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -34,8 +34,9 @@ class DeepSpeedMethods:
     @property
     def num_experts(self) -> list[int]:
         """Return how many experts each such layer has."""
-        layers = [module for module in self._engine().module.modules() if hasattr(module, SPREAD_OVER)]
-        return [int(getattr(module, SPREAD, getattr(module, "num_experts"))) for module in layers]  # noqa: B009
+        from launcher.experts.modules import number_of
+
+        return [number_of(each) for each in self._engine().module.modules() if hasattr(each, SPREAD_OVER)]
 
     @property
     def sequence_parallel_size(self) -> int:

@@ -23,7 +23,7 @@ from launcher.errors import CheckpointError
 from launcher.models.companions import write_companions
 from launcher.models.hub_layout import HubLayout
 from launcher.models.names import persistent_buffers
-from launcher.models.stacked_names import apart
+from launcher.models.stacked_names import all_apart
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -93,10 +93,7 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
             if writer:
                 assert value is not None
                 state |= dict.fromkeys(found.names, value.to("cpu", copy=True))  # tied: one under every name
-        if not writer:
-            return None
-        parts = [apart(name, state[name]) for name in sorted(state, key=whole.place)]
-        return {name: value for part in parts for name, value in part.items()}
+        return all_apart({name: state[name] for name in sorted(state, key=whole.place)}) if writer else None
 
 
 def tied_names(engine: Engine) -> dict[str, str]:

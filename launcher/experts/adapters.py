@@ -17,10 +17,14 @@ from launcher.tensor.split import DimSlice
 _KIND, _MADE_BY = "ParamWrapper", ("get_delta_factors", "get_delta_weight")
 
 
-def adapters_of(model: nn.Module, experts: nn.Module) -> list[nn.Module]:
-    """Return the modules around the experts of a layer that adapt one of its parameters each."""
-    found: list[Any] = [module for module in model.modules() if type(module).__name__ == _KIND]
-    return [module for module in found if module.get_base_layer() is experts]
+def adapters_in(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """Return, for the modules whose parameters are adapted, the modules around them that adapt one each."""
+    found: dict[nn.Module, list[nn.Module]] = {}
+    for module in model.modules():
+        if type(module).__name__ == _KIND:
+            adapter: Any = module
+            found.setdefault(adapter.get_base_layer(), []).append(module)
+    return found
 
 
 def take_rows(adapter: Any, rows: DimSlice) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ from launcher.comm import Axis, Mesh, broadcast
 from launcher.comm.plain import gather_plain
 from launcher.errors import ConfigError, LauncherError
 from launcher.experts import compute
-from launcher.experts.adapters import adapters_of, take_rows
+from launcher.experts.adapters import adapters_in, take_rows
 from launcher.experts.dispatch import Routing, combine, dispatch
 from launcher.experts.modules import arguments_of, experts_in, keep, number_of
 from launcher.models.units import SPREAD_OVER
@@ -51,10 +51,10 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
             "says which types work, and `--model default-moe` is a small one",
         )
     spread, local = SplitModel(axis), dict[nn.Parameter, nn.Parameter]()
+    adapters = adapters_in(model)
     for number, (name, module) in enumerate(found):
-        exchange = _exchange_of(name, module, axis, mesh.axes["tp"])
-        exchange.layer = number, name
-        exchange.adapters = adapters_of(model, module)
+        experts = _dealt(name, module, axis)
+        exchange = _Exchange(axis, mesh.axes["tp"], experts, (number, name), adapters.get(module, []))
         for adapter in exchange.adapters:
             take_rows(adapter, exchange.mine)
         spread.splits |= _split(name, module, exchange, local)
@@ -77,8 +77,8 @@ class _Exchange:
     axis: Axis
     tp: Axis
     experts: list[int]
-    layer: tuple[int, str] = (0, "")
-    adapters: list[nn.Module] = field(default_factory=list)
+    layer: tuple[int, str]
+    adapters: list[nn.Module]
 
     @property
     def mine(self) -> DimSlice:
@@ -133,7 +133,8 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     )
 
 
-def _exchange_of(name: str, module: nn.Module, axis: Axis, tp: Axis) -> _Exchange:
+def _dealt(name: str, module: nn.Module, axis: Axis) -> list[int]:
+    """Return how many experts of a layer each rank has."""
     count = number_of(module)
     if count < axis.degree:
         raise ConfigError(
@@ -141,7 +142,7 @@ def _exchange_of(name: str, module: nn.Module, axis: Axis, tp: Axis) -> _Exchang
             where=KEY,
             fix=f"write a size of at most {max(1, count)}",
         )
-    return _Exchange(axis, tp, even_sizes(count, axis.degree))
+    return even_sizes(count, axis.degree)
 
 
 def _split(

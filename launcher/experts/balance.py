@@ -53,7 +53,7 @@ class RouterLoss:
         weight = _weight(model, bool(self._files), f"expert_parallel.{key}")
         self._z_loss = z_loss / weight  # the model multiplies what it is given with its weight
         self._theirs: list[Loss] = []
-        self._before: Tensor | None = None  # see _seen
+        self._before: Tensor | None = None  # of the step's microbatches so far, on all ranks: see _seen
         model.register_forward_pre_hook(lambda *_: self._enter())
         model.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
@@ -88,7 +88,8 @@ class RouterLoss:
         if not isinstance(gate_logits, tuple):
             return 0
         counts = gate_logits[0].new_zeros(num_experts, dtype=torch.float64)
-        shares, squares, rows = (counts.float() for _ in range(3))
+        shares, rows = counts.float(), counts.new_zeros(())
+        squares = shares.new_zeros(())
         of_token = None if attention_mask is None else attention_mask.reshape(-1).to(counts)
         for logits in gate_logits:
             weight = logits.new_ones(len(logits), dtype=torch.float64) if of_token is None else of_token
@@ -99,20 +100,21 @@ class RouterLoss:
             if self._z_loss:
                 squares = squares + (logits.float().logsumexp(-1).square() * weight.float()).sum()
             rows = rows + weight.sum()
-        ranks, all_rows, fraction = self._seen(counts, float(rows[0]))
-        scale = ranks / all_rows
-        return num_experts * (fraction.float() * shares * scale).sum() + self._z_loss * squares[0] * scale
+        fraction, scale = self._seen(torch.cat([counts, rows[None]]))
+        return num_experts * (fraction.float() * shares * scale).sum() + self._z_loss * squares * scale
 
-    def _seen(self, counts: Tensor, rows: float) -> tuple[int, float, Tensor]:
-        """Return (ranks that count, tokens of all of them, the part of tokens that each expert has had in the step)."""
-        told = torch.cat([counts, counts.new_tensor([rows])])
-        ranks = 1
-        if self._over is not None:
-            all_reduce(told, self._over, "experts/balance").wait()
-            ranks = self._over.degree
-        seen = told if self._before is None or self._over is None else told + self._before
-        self._before = seen
-        return ranks, max(1.0, float(told[-1])), seen[:-1] / seen[-1].clamp(min=1)
+    def _seen(self, told: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (the part of tokens that each expert has had in the step, ranks / tokens of all of them now).
+
+        Args:
+            told: [experts + 1], the microbatch's tokens of each expert on this rank, and of all.
+        """
+        if self._over is None:
+            return told[:-1] / told[-1].clamp(min=1), 1 / told[-1].clamp(min=1)
+        all_reduce(told, self._over, "experts/balance").wait()
+        self._before = told if self._before is None else told + self._before
+        seen = self._before
+        return seen[:-1] / seen[-1].clamp(min=1), self._over.degree / told[-1].clamp(min=1)
 
 
 def _takes(loss: Loss | None) -> bool:

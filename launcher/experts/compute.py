@@ -38,13 +38,14 @@ def sorted_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) 
     """
     expert, order = index[:, 0].sort(stable=True)
     ends = torch.bincount(expert, minlength=module.num_experts).cumsum(0).int()
-    rows = _Permuted.apply(hidden, order)
+    back = order.argsort()
+    rows = _Permuted.apply(hidden, order, back)
     inner = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, expert, ends)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     out = _linear(module, "down_proj", inner, expert, ends)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
-    result: Tensor = _Permuted.apply(out, order.argsort())
+    result: Tensor = _Permuted.apply(out, back, order)
     return result
 
 
@@ -62,14 +63,14 @@ def _linear(module: Any, name: str, rows: Tensor, expert: Tensor, ends: Tensor) 
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order: [n, H] -> [n, H]. Backward takes them back, where that of indexing adds them up."""
+    """Rows in another order: [n, H] -> [n, H]. Backward takes them `back`, where that of indexing adds them up."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
         return rows.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        return gradient.index_select(0, order.argsort()), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(0, back), None, None

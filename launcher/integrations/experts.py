@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from launcher.errors import ArgumentsError
 from launcher.experts import gates
 from launcher.experts.stacked import StackedExperts
-from launcher.zero import GatheredParameters
-from launcher.zero.features.partitioned import is_partitioned
+from launcher.zero import GatheredParameters, is_partitioned
 
 NOISES = (None, "None", "Jitter", "RSample")
 JITTER = 1e-2
@@ -24,25 +23,24 @@ JITTER = 1e-2
 class _Gate(nn.Module):
     """A linear router, and a choice of k experts for each token (`launcher/experts/gates.py`).
 
-    Args: as those of `MoE`, where model_dim is its hidden_size.
+    Args: as those of `MoE`.
     """
 
     def __init__(
         self,
-        model_dim: int,
+        hidden_size: int,
         num_experts: int,
-        k: int = 1,
-        capacity_factor: float = 1.0,
-        eval_capacity_factor: float = 1.0,
-        min_capacity: int = 8,
-        noisy_gate_policy: str | None = None,
-        drop_tokens: bool = True,
-        use_rts: bool = True,
-        ep_group: Any = None,
-        top2_2nd_expert_sampling: bool = True,
+        k: int,
+        capacity_factor: float,
+        eval_capacity_factor: float,
+        min_capacity: int,
+        noisy_gate_policy: str | None,
+        drop_tokens: bool,
+        use_rts: bool,
+        top2_2nd_expert_sampling: bool,
     ) -> None:
         super().__init__()
-        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.wg = nn.Linear(hidden_size, num_experts, bias=False)
         self.k, self.min_capacity, self.noisy_gate_policy = k, min_capacity, noisy_gate_policy
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
         self.drop_tokens, self.use_rts = drop_tokens, use_rts
@@ -157,7 +155,7 @@ class MoE(nn.Module):
             vars(parameter).update(allreduce=False, group_name=self.expert_group_name)
         gate = _Gate(
             hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy,
-            drop_tokens, use_rts, None, top2_2nd_expert_sampling,
+            drop_tokens, use_rts, top2_2nd_expert_sampling,
         )  # fmt: skip
         self.deepspeed_moe = _Layer(gate, experts)
         if use_residual:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 JOINED = "__"
@@ -24,3 +26,8 @@ def apart(name: str, value: Tensor) -> dict[str, Tensor]:
     """Return a tensor of the model as files have it: itself, or one for each expert."""
     names = names_apart(name, len(value)) if value.dim() else []
     return dict(zip(names, value.unbind(0), strict=True)) if names else {name: value}
+
+
+def all_apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict of the model as files have it."""
+    return {key: part for name, value in state.items() for key, part in apart(name, value).items()}
